@@ -1,0 +1,109 @@
+"""What one step did, as plain data: it holds no tensor, saves to disk and loads again in another process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from memlab.scenario import Scenario
+from memlab.settings import MemorySettings
+from memlab.timeline import Timeline
+from memlab.units import format_bytes
+
+Status = Literal["ok", "out_of_memory"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """The measurements of one training step. Bytes are device bytes unless a name says host."""
+
+    scenario: Scenario
+    settings: MemorySettings
+    backend: str
+    versions: dict[str, str]
+    step_index: int
+    """How many steps the lab had taken before this one, warm-up steps included."""
+    static_bytes: int
+    """Allocated when the step began, before anything was loaded back from the host."""
+    peak_allocated_bytes: int
+    """The most bytes allocated at any moment of the step."""
+    activation_peak_bytes: int
+    """The peak over forward and backward, above `static_bytes`."""
+    peak_by_category: dict[str, int]
+    """What made up `peak_allocated_bytes`, the largest first."""
+    peak_by_module: dict[str, int]
+    """The same bytes by the module where they were born, the largest first."""
+    residual_bytes: int
+    """Alive at the step's end beyond parameters, gradients, optimizer state and workspaces."""
+    host_bytes: int
+    """The most host bytes held at any moment of the step for what was offloaded."""
+    offloaded_bytes_by_module: dict[str, int] = field(default_factory=dict)
+    """Saved inputs that `offload_modules` moved to the host in this step, by offload module."""
+    offloaded_bytes_by_group: dict[str, int] = field(default_factory=dict)
+    """Bytes that left the device at the step's end: parameters, gradients (dropped), optimizer state."""
+    recomputed_bytes: int = 0
+    """Bytes that backward made a second time."""
+    without_effect: dict[str, str] = field(default_factory=dict)
+    """Settings that Megatron accepted and that did nothing here, each with the reason."""
+    load_seconds: float = 0.0
+    """Time to bring parameters, gradients and optimizer state back; exactly 0.0 where nothing moved."""
+    offload_seconds: float = 0.0
+    """Time to take them down again; exactly 0.0 where nothing moved."""
+    step_seconds: float = 0.0
+    """Whole step, loading and offloading included."""
+    tokens_per_second: float = 0.0
+    loss: float | None = None
+    status: Status = "ok"
+    message: str = ""
+    """Why a step that is not ok ended, and what to do."""
+    timeline: Timeline | None = field(default=None, repr=False, compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything but the timeline as JSON-ready values."""
+        values = {name: getattr(self, name) for name in self.__slots__ if name != "timeline"}
+        return values | {"scenario": self.scenario.to_dict(), "settings": self.settings.to_dict()}
+
+    def save(self, folder: Path | str) -> Path:
+        """Writes ``record.json`` and ``timeline.npz`` into a folder, which is made if it is missing."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.timeline is not None:
+            self.timeline.save(folder / "timeline.npz")
+        (folder / "record.json").write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+        return folder
+
+    @classmethod
+    def load(cls, folder: Path | str) -> StepRecord:
+        """Reads what `save` wrote.
+
+        Raises:
+            ValueError: If the folder holds no record, or one with unknown fields.
+        """
+        path = Path(folder) / "record.json"
+        if not path.is_file():
+            raise ValueError(f"{folder} holds no record.json: give a folder that StepRecord.save wrote")
+        values = json.loads(path.read_text())
+        unknown = sorted(set(values) - set(cls.__slots__))
+        if unknown:
+            raise ValueError(f"{path} has unknown fields {unknown}: it was written by another version of memlab")
+        timeline_path = Path(folder) / "timeline.npz"
+        return cls(
+            **values
+            | {
+                "scenario": Scenario.from_dict(values["scenario"]),
+                "settings": MemorySettings.from_dict(values["settings"]),
+                "timeline": Timeline.load(timeline_path) if timeline_path.is_file() else None,
+            }
+        )
+
+    def __str__(self) -> str:
+        if self.status != "ok":
+            return f"{self.settings}: {self.status}: {self.message}"
+        loss = "" if self.loss is None else f", loss {self.loss:.6f}"
+        return (
+            f"{self.settings}: peak {format_bytes(self.peak_allocated_bytes)} "
+            f"(activations {format_bytes(self.activation_peak_bytes)} above the start), "
+            f"{self.step_seconds * 1e3:.0f} ms{loss}"
+        )

@@ -1,0 +1,74 @@
+"""What a step runs: an architecture, cut to some layers, on some workload."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from memlab.architectures import Architecture, find_architecture
+
+Dtype = Literal["bf16", "fp32"]
+DTYPES = ("bf16", "fp32")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scenario:
+    """Architecture x cut x workload. Memory settings are not part of it: they change while it stands.
+
+    Raises:
+        ValueError: If a value is not of its type or range.
+    """
+
+    architecture: Architecture
+    """Given as an `Architecture`, a known name, or the path of a Hugging Face ``config.json``."""
+    num_layers: int = 0
+    """Transformer layers that are built; 0 stands for all of the architecture's."""
+    seq_length: int = 0
+    """Tokens in a sequence; 0 stands for the architecture's default."""
+    micro_batch_size: int = 1
+    """Sequences in one forward and backward pass."""
+    num_microbatches: int = 1
+    """Passes whose gradients are accumulated before one optimizer step."""
+    seed: int = 1234
+    """Of the weights and of the batch; the same batch is used in every step."""
+    dtype: Dtype = "bf16"
+    """Of parameters and activations. Gradients and optimizer state are fp32 in either case."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.architecture, (str, Path)):
+            object.__setattr__(self, "architecture", find_architecture(self.architecture))
+        for name in ("num_layers", "seq_length", "seed"):
+            _check_count(name, getattr(self, name), at_least=0)
+        for name in ("micro_batch_size", "num_microbatches"):
+            _check_count(name, getattr(self, name), at_least=1)
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}, must be one of {', '.join(DTYPES)}: choose one of them")
+        object.__setattr__(self, "num_layers", self.num_layers or self.architecture.num_layers)
+        object.__setattr__(self, "seq_length", self.seq_length or self.architecture.default_seq_length)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one step trains on."""
+        return self.seq_length * self.micro_batch_size * self.num_microbatches
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the scenario as JSON-ready values; the architecture as its own object."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Scenario:
+        """Builds a scenario from what `to_dict` returned."""
+        return cls(**{**values, "architecture": Architecture(**values["architecture"])})
+
+    def __str__(self) -> str:
+        batches = f" x {self.num_microbatches}" if self.num_microbatches > 1 else ""
+        return (
+            f"{self.architecture.name}, {self.num_layers} layers, "
+            f"{self.micro_batch_size}{batches} x {self.seq_length} tokens, {self.dtype}"
+        )
+
+
+def _check_count(name: str, value: object, at_least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise ValueError(f"{name} is {value!r}, must be a whole number of at least {at_least}: give another value")

@@ -1,0 +1,152 @@
+"""The timeline of a step: every birth, death and move of a storage, as columns.
+
+A running sum over `delta_bytes` is the memory in use, so a timeline needs no reference to any tensor, and one
+with a million events is five arrays. What was alive before the step stands at its head as opening events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+POOLS = ("device", "host", "on_chip")
+"""``on_chip`` holds what a fused GPU kernel keeps in registers and shared memory, and what the CPU has to
+materialise to compute the same: it is never part of the device's bytes."""
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "activations",
+    "recomputed",
+    "temporary",
+    "workspace",
+)
+PHASES = ("load", "forward", "backward", "optimizer", "offload", "idle")
+
+IntArray = npt.NDArray[np.int64]
+_COLUMNS = ("nanoseconds", "delta_bytes", "pool", "category", "phase", "module")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Timeline:
+    """Memory events of one step, in the order in which they happened. All columns have the same length."""
+
+    nanoseconds: IntArray
+    """Since the step's start; opening events stand at 0."""
+    delta_bytes: IntArray
+    """Positive when a storage is born or grows, negative when it dies or shrinks."""
+    pool: npt.NDArray[np.uint8]
+    """Index into `POOLS`."""
+    category: npt.NDArray[np.uint8]
+    """Index into `CATEGORIES`: what the storage is, the same at its birth and at its death."""
+    phase: npt.NDArray[np.uint8]
+    """Index into `PHASES`: when the event happened."""
+    module: npt.NDArray[np.int32]
+    """Index into `modules`: where the storage was born."""
+    modules: tuple[str, ...]
+    """Module names, for example ``decoder.layers.0.mlp.experts.linear_fc1``."""
+    num_opening_events: int
+    """How many events at the head stand for what was alive when the step began."""
+
+    def __post_init__(self) -> None:
+        lengths = {len(getattr(self, name)) for name in _COLUMNS}
+        assert len(lengths) == 1, f"columns of different lengths: {lengths}"
+
+    def __len__(self) -> int:
+        return len(self.delta_bytes)
+
+    def total_bytes(self, pool: str = "device") -> IntArray:
+        """Returns the bytes in use in a pool after each event, int64 of shape [events]."""
+        return np.cumsum(np.where(self.pool == POOLS.index(pool), self.delta_bytes, 0))
+
+    def category_bytes(self, pool: str = "device") -> IntArray:
+        """Returns the bytes in use by category after each event, int64 of shape [categories, events]."""
+        in_pool = np.where(self.pool == POOLS.index(pool), self.delta_bytes, 0)
+        return np.stack([np.cumsum(np.where(self.category == code, in_pool, 0)) for code in range(len(CATEGORIES))])
+
+    def peak_index(self, pool: str = "device", phases: Sequence[str] | None = None) -> int:
+        """Returns the index of the first event after which the pool is fullest.
+
+        Args:
+            pool: One of `POOLS`.
+            phases: Looks only at events of these phases; None looks at all, opening events included (from their last).
+        """
+        first = max(self.num_opening_events - 1, 0)
+        totals = self.total_bytes(pool)[first:]
+        if len(totals) == 0:
+            return 0
+        if phases is not None:
+            codes = [PHASES.index(phase) for phase in phases]
+            outside = ~np.isin(self.phase[first:], codes)
+            if outside.all():
+                return first
+            totals = np.where(outside, np.int64(-1), totals)
+        return first + int(np.argmax(totals))
+
+    def peak_bytes(self, pool: str = "device", phases: Sequence[str] | None = None) -> int:
+        """Returns the most bytes in use in a pool, after any event of the given phases."""
+        return self.bytes_at(self.peak_index(pool, phases), pool)
+
+    def bytes_at(self, index: int, pool: str = "device") -> int:
+        """Returns the bytes in use in a pool after event `index`."""
+        head = slice(0, index + 1)
+        return int(self.delta_bytes[head][self.pool[head] == POOLS.index(pool)].sum())
+
+    @property
+    def opening_bytes(self) -> int:
+        """Device bytes in use when the step began."""
+        return self.bytes_at(self.num_opening_events - 1)
+
+    @property
+    def closing_bytes(self) -> int:
+        """Device bytes in use when the step ended."""
+        return self.bytes_at(len(self) - 1)
+
+    def breakdown(
+        self, index: int, by: Literal["category", "module"] = "category", pool: str = "device"
+    ) -> dict[str, int]:
+        """Splits the bytes in use after event `index`.
+
+        Returns:
+            Name to bytes, the largest first, without empty ones. The values add up to `bytes_at`.
+        """
+        head = slice(0, index + 1)
+        mask = self.pool[head] == POOLS.index(pool)
+        names = CATEGORIES if by == "category" else self.modules
+        codes = (self.category if by == "category" else self.module)[head][mask]
+        sums = np.zeros(len(names), dtype=np.int64)
+        np.add.at(sums, codes, self.delta_bytes[head][mask])
+        order = np.argsort(-sums, kind="stable")
+        return {names[code]: int(sums[code]) for code in order if sums[code] != 0}
+
+    def born_bytes(self, category: str) -> int:
+        """Returns the device bytes of a category that were born during the step, deaths not taken off."""
+        mask = (
+            (self.category == CATEGORIES.index(category))
+            & (self.pool == POOLS.index("device"))
+            & (self.delta_bytes > 0)
+        )
+        mask[: self.num_opening_events] = False
+        return int(self.delta_bytes[mask].sum())
+
+    def save(self, path: Path) -> None:
+        """Writes the columns to a compressed ``.npz`` file."""
+        arrays: dict[str, Any] = {name: getattr(self, name) for name in _COLUMNS}
+        np.savez_compressed(
+            path, modules=np.array(self.modules), num_opening_events=np.int64(self.num_opening_events), **arrays
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> Timeline:
+        """Reads what `save` wrote. Nothing in the file is executed: pickled arrays are refused."""
+        with np.load(path, allow_pickle=False) as data:
+            return cls(
+                **{name: data[name] for name in _COLUMNS},
+                modules=tuple(str(name) for name in data["modules"]),
+                num_opening_events=int(data["num_opening_events"]),
+            )
