@@ -144,6 +144,13 @@ class MemorySettings:
                 f"recompute_num_layers is {self.recompute_num_layers}, but the model has {num_layers} layers: "
                 f"give a number from 1 to {num_layers}"
             )
+        # transformer_block.py walks uniform groups of this size and reads past the last layer (0.16.1).
+        if self.recompute_method == "uniform" and num_layers % (self.recompute_num_layers or 1):
+            divisors = [str(count) for count in range(1, num_layers + 1) if num_layers % count == 0]
+            raise ValueError(
+                f"recompute_num_layers is {self.recompute_num_layers}, but the model's {num_layers} layers do not "
+                f"divide into groups of that size: choose from {', '.join(divisors)}"
+            )
         if architecture.is_moe:
             return
         for field_name, moe_only in (

@@ -1,0 +1,49 @@
+# memlab: everything here works in a fresh clone with nothing but Python 3.11 or 3.12 and pip. Start with `make run`.
+.DEFAULT_GOAL := help
+.PHONY: help run test lab hooks clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+# A name on the PATH may be a shim that runs nothing, so each candidate is asked for its version.
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3,$(shell \
+	$(name) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $(name))))
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+
+help: ## Show this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "  PIP_EXTRA_INDEX_URL=<index of CPU wheels> make run  fetches a smaller torch on Linux without a GPU"
+
+run: $(VENV)/.installed ## Run the quickstart lab headless and say where its notebook and page are
+	@$(BIN)/memlab run labs/00_quickstart.ipynb
+	@echo "make lab opens the labs in JupyterLab"
+
+test: $(VENV)/.installed-dev ## Lint, check types and the order of the rooms, run all tests
+	@$(BIN)/ruff check --quiet
+	@$(BIN)/ruff format --check --quiet
+	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/pytest -n 2
+
+lab: $(VENV)/.installed ## Open JupyterLab on labs/
+	@$(BIN)/memlab lab
+
+hooks: $(VENV)/.installed-dev ## Check every commit with pre-commit
+	@$(BIN)/pre-commit install
+
+clean: ## Remove the virtual environment and caches; runs stay
+	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "memlab needs Python 3.11 or 3.12: put one on the PATH, or name it: make PYTHON=/path/to/python3.12"; exit 1; }
+	@echo "making $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv --clear $(VENV)
+
+# The stamps are written last, so an interrupted install is taken up again, and pyproject.toml renews them.
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	@echo "installing memlab, torch, megatron-core and JupyterLab into $(VENV) (minutes, once)"
+	@$(PIP) install --editable '.[cpu]'
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(VENV)/.installed
+	@$(PIP) install --editable '.[cpu,dev]'
+	@touch $@

@@ -1,0 +1,59 @@
+"""memlab: training steps of a live Megatron model, under memory settings changed in place, every byte accounted for.
+
+Names are loaded when they are first used, so that `import memlab` is quick and imports no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memlab.architectures import ARCHITECTURES, Architecture
+    from memlab.lab import Lab
+    from memlab.record import StepRecord
+    from memlab.regression.metrics import finish
+    from memlab.scenario import Scenario
+    from memlab.settings import MemorySettings
+    from memlab.timeline import Timeline
+    from memlab.views.display import compare, show
+
+__version__ = "0.1.0"
+__all__ = [
+    "ARCHITECTURES",
+    "Architecture",
+    "Lab",
+    "MemorySettings",
+    "Scenario",
+    "StepRecord",
+    "Timeline",
+    "compare",
+    "finish",
+    "show",
+]
+
+_HOMES = {
+    "ARCHITECTURES": "memlab.architectures",
+    "Architecture": "memlab.architectures",
+    "Lab": "memlab.lab",
+    "MemorySettings": "memlab.settings",
+    "Scenario": "memlab.scenario",
+    "StepRecord": "memlab.record",
+    "Timeline": "memlab.timeline",
+    "compare": "memlab.views.display",
+    "finish": "memlab.regression.metrics",
+    "show": "memlab.views.display",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'memlab' has no attribute {name!r}: choose from {', '.join(__all__)}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,47 @@
+"""The command line: parse, call, print. ``memlab --help`` lists the commands."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from memlab import __version__
+from memlab.commands import doctor, lab, measure, run
+
+_COMMANDS = {"measure": measure, "run": run, "doctor": doctor, "lab": lab}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses in one line, without the usage text that argparse puts before it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}: see {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Returns:
+        0, or 1 if the command's work failed, or 2 if the input was bad: then one line on stderr says what and why.
+    """
+    parser = _Parser(prog="memlab", description="Training steps of a live Megatron model, every byte accounted for.")
+    parser.add_argument("--version", action="version", version=f"memlab {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, command in _COMMANDS.items():
+        summary = (command.__doc__ or "").partition("\n")[0]
+        subparser = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        command.add_arguments(subparser)
+        subparser.set_defaults(prepare=command.prepare)
+    try:
+        arguments = parser.parse_args(argv)
+        job = arguments.prepare(arguments)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    try:
+        exit_code: int = job()
+    except KeyboardInterrupt:
+        return 130
+    return exit_code

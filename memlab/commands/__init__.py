@@ -1,0 +1,5 @@
+"""The commands, one a module.
+
+Each has two functions: ``add_arguments`` declares its flags, and ``prepare`` checks what was given and returns the
+job to do. A `ValueError` of ``prepare`` is the user's to mend; whatever a job raises is not.
+"""

@@ -1,0 +1,129 @@
+"""Lists versions and backends, and for each that is missing why, and what to do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import import_module, metadata
+
+from packaging.requirements import Requirement
+
+from memlab import __version__
+from memlab.backends import BACKENDS
+from memlab.commands.output import result_alone_on_stdout
+
+_CPU_EXTRA, _GPU_EXTRA = "pip install -e '.[cpu]'", "pip install --no-build-isolation -e '.[gpu]'"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What was found of one package or backend."""
+
+    name: str
+    version: str = ""
+    problem: str = ""
+    """Why it cannot be used; empty where it can."""
+    remedy: str = ""
+    """What to do about the problem."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
+    """Returns the job; there is nothing to check."""
+    return lambda: _report(as_json=arguments.json)
+
+
+def _report(*, as_json: bool) -> int:
+    with result_alone_on_stdout():
+        packages = [_package(requirement) for requirement in _requirements()]
+        backends = [_cpu({package.name: package for package in packages}), _cuda()]
+    if as_json:
+        groups = {"packages": packages, "backends": backends}
+        found = {name: {f.name: _facts(f) for f in findings} for name, findings in groups.items()}
+        print(json.dumps({"memlab": __version__, "python": platform.python_version()} | found, indent=2))
+    else:
+        print(f"memlab {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
+        for title, findings in (("packages", packages), ("backends", backends)):
+            print(f"\n{title}")
+            for finding in findings:
+                print(f"  {finding.name:<20} {finding.version or '-':<14} {_state(finding)}")
+    usable = any(not backend.problem for backend in backends)
+    return 0 if usable else 1
+
+
+def _facts(finding: Finding) -> dict[str, object]:
+    facts = asdict(finding)
+    return {"ok": not finding.problem} | {name: facts[name] or None for name in ("version", "problem", "remedy")}
+
+
+def _state(finding: Finding) -> str:
+    return f"{finding.problem}: {finding.remedy}" if finding.problem else "ok"
+
+
+def _requirements() -> list[Requirement]:
+    """Returns what memlab needs, as it was installed, and what its GPU extra adds."""
+    wanted = []
+    for text in metadata.requires("memlab") or ():
+        requirement = Requirement(text)
+        if requirement.marker is None or requirement.name == "transformer-engine":
+            wanted.append(requirement)
+    return wanted
+
+
+def _package(requirement: Requirement) -> Finding:
+    remedy = _GPU_EXTRA if requirement.marker else _CPU_EXTRA
+    try:
+        version = metadata.version(requirement.name)
+    except metadata.PackageNotFoundError:
+        why = "not installed, and only the cuda backend needs it" if requirement.marker else "not installed"
+        return Finding(name=requirement.name, problem=why, remedy=remedy)
+    # A local version (2.13.0+cpu) counts as the version that it is a build of.
+    if not requirement.specifier.contains(version, prereleases=True):
+        why = f"not {requirement.specifier}, the versions that memlab was written for"
+        return Finding(name=requirement.name, version=version, problem=why, remedy=remedy)
+    return Finding(name=requirement.name, version=version)
+
+
+def _cpu(packages: dict[str, Finding]) -> Finding:
+    for name, module in (("torch", "torch"), ("megatron-core", "megatron.core")):
+        if packages[name].problem:
+            return Finding(name="cpu", problem=f"{name} is {packages[name].problem}", remedy=packages[name].remedy)
+        try:
+            import_module(module)
+        except (ImportError, OSError) as error:
+            reason = str(error).partition("\n")[0]
+            return Finding(
+                name="cpu", problem=f"{name} does not load ({reason})", remedy=f"install it anew: {_CPU_EXTRA}"
+            )
+    return Finding(name="cpu")
+
+
+def _cuda() -> Finding:
+    try:
+        torch = import_module("torch")
+    except (ImportError, OSError):
+        return Finding(name="cuda", problem="torch does not load", remedy=_GPU_EXTRA)
+    if torch.version.cuda is None:
+        problem, remedy = f"torch {torch.__version__} is built without CUDA", f"with an NVIDIA GPU, {_GPU_EXTRA}"
+    elif not torch.cuda.is_available():
+        problem, remedy = "torch sees no CUDA device", "check the driver with nvidia-smi, and CUDA_VISIBLE_DEVICES"
+    else:
+        problem, remedy = _transformer_engine()
+    if not problem and "cuda" not in BACKENDS:
+        problem, remedy = f"memlab {__version__} has no cuda backend", "use the cpu backend"
+    return Finding(name="cuda", version=torch.version.cuda or "", problem=problem, remedy=remedy)
+
+
+def _transformer_engine() -> tuple[str, str]:
+    try:
+        import_module("transformer_engine.pytorch")
+    except (ImportError, OSError) as error:
+        return f"transformer-engine does not load ({str(error).partition(chr(10))[0]})", _GPU_EXTRA
+    return "", ""

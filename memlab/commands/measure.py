@@ -1,0 +1,122 @@
+"""Takes a live model through one steady training step and prints what it needed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from memlab.architectures import ARCHITECTURES
+from memlab.commands.output import result_alone_on_stdout
+from memlab.record import StepRecord
+from memlab.scenario import DTYPES, Scenario
+from memlab.settings import (
+    OFFLOAD_MODULES,
+    RECOMPUTE_GRANULARITIES,
+    RECOMPUTE_METHODS,
+    RECOMPUTE_MODULES,
+    MemorySettings,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags; the values' rules are those of `Scenario` and `MemorySettings`, in their words."""
+    parser.add_argument(
+        "architecture", metavar="ARCH", help=f"{', '.join(ARCHITECTURES)}, or a Hugging Face config.json"
+    )
+    workload = parser.add_argument_group("workload")
+    workload.add_argument("--num-layers", type=_whole_number, metavar="N", help="build only so many layers")
+    workload.add_argument("--seq-length", type=_whole_number, metavar="N", help="tokens in a sequence")
+    workload.add_argument("--micro-batch-size", type=_whole_number, metavar="N", help="sequences in a pass (1)")
+    workload.add_argument("--num-microbatches", type=_whole_number, metavar="N", help="passes in a step (1)")
+    workload.add_argument("--seed", type=_whole_number, metavar="N", help="of weights and data (1234)")
+    workload.add_argument("--dtype", metavar=_choices(DTYPES), help="of parameters and activations (bf16)")
+    settings = parser.add_argument_group("memory settings, named as in Megatron")
+    settings.add_argument("--recompute-granularity", metavar=_choices(RECOMPUTE_GRANULARITIES))
+    settings.add_argument("--recompute-method", metavar=_choices(RECOMPUTE_METHODS), help="under full")
+    settings.add_argument("--recompute-num-layers", type=_whole_number, metavar="N", help="under full")
+    settings.add_argument("--recompute-modules", type=_names, metavar="A,B", help=f"of {', '.join(RECOMPUTE_MODULES)}")
+    settings.add_argument("--offload-modules", type=_names, metavar="A,B", help=f"of {', '.join(OFFLOAD_MODULES)}")
+    settings.add_argument(
+        "--min-offloaded-tensor-size", type=_whole_number, metavar="N", help="in elements (1048576, Megatron's default)"
+    )
+    settings.add_argument("--offload-parameters", action="store_true", default=None, help="on the host between steps")
+    settings.add_argument(
+        "--offload-gradients", action=argparse.BooleanOptionalAction, help="dropped between steps (as the optimizer)"
+    )
+    settings.add_argument("--offload-optimizer", action="store_true", default=None, help="on the host between steps")
+    parser.add_argument("--backend", default="auto", metavar="NAME", help="auto, or one that memlab doctor lists")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, bytes as integers")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="also save the record and its timeline")
+
+
+def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
+    """Checks everything that can be checked without a model: no torch is imported for a bad flag.
+
+    Raises:
+        ValueError: If a value breaks its rule, or the output folder holds a record.
+    """
+    scenario = Scenario(**_given(arguments, Scenario))
+    settings = MemorySettings(**_given(arguments, MemorySettings))
+    settings.check(scenario.architecture, scenario.num_layers)
+    from memlab.backends import find_backend
+
+    if arguments.out is not None and (arguments.out / "record.json").exists():
+        raise ValueError(f"output folder {arguments.out} holds a record, and is not overwritten: give another folder")
+    with result_alone_on_stdout():
+        find_backend(arguments.backend)
+    return lambda: _measure(scenario, settings, arguments)
+
+
+def _measure(scenario: Scenario, settings: MemorySettings, arguments: argparse.Namespace) -> int:
+    with result_alone_on_stdout():
+        record = _step(scenario, settings, arguments.backend)
+    if arguments.out is not None:
+        record.save(arguments.out)
+    if arguments.json:
+        print(json.dumps(record.to_dict(), indent=2))
+    else:
+        from memlab.views.tables import record_table
+
+        print(record_table(record))
+    return 0
+
+
+def _step(scenario: Scenario, settings: MemorySettings, backend: str) -> StepRecord:
+    from memlab.lab import Lab
+
+    with Lab(
+        scenario.architecture,
+        num_layers=scenario.num_layers,
+        seq_length=scenario.seq_length,
+        micro_batch_size=scenario.micro_batch_size,
+        num_microbatches=scenario.num_microbatches,
+        seed=scenario.seed,
+        dtype=scenario.dtype,
+        backend=backend,
+    ) as lab:
+        return lab.step(settings)
+
+
+def _given(arguments: argparse.Namespace, cls: type[Scenario | MemorySettings]) -> dict[str, Any]:
+    """Returns the flags that were given for a class's fields; the defaults stay the class's own."""
+    values = {field.name: getattr(arguments, field.name) for field in fields(cls)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from error
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")] if text else []
+
+
+def _choices(values: tuple[str, ...]) -> str:
+    return "{" + ",".join(values) + "}"

@@ -1,0 +1,88 @@
+"""Runs a lab headless, with parameters, into a folder of its own."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memlab.regression.runner import PreparedLab
+
+_RUNS_FOLDER = Path("papermill_runs") / "runs"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags."""
+    parser.add_argument("notebook", type=Path, metavar="NOTEBOOK", help="a lab, such as labs/00_quickstart.ipynb")
+    parser.add_argument(
+        "-p",
+        dest="parameters",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "VALUE"),
+        help="a parameter of the notebook; may be repeated",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=1800.0, metavar="SECONDS", help="end the run after that long (1800)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=f"of the run (a new one in {_RUNS_FOLDER})")
+
+
+def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
+    """Checks notebook, parameters and folder; nothing has run yet.
+
+    Raises:
+        ValueError: If one of them is wrong.
+    """
+    from memlab.regression.runner import prepare_lab
+
+    names = [name for name, _ in arguments.parameters]
+    twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"parameter {twice[0]} is given twice, must be given once: leave one -p {twice[0]} out")
+    folder = arguments.out or _RUNS_FOLDER / f"{datetime.now(UTC):%Y-%m-%d_%H%M%S}_{arguments.notebook.stem}"
+    lab = prepare_lab(arguments.notebook, dict(arguments.parameters), folder, arguments.timeout)
+    return lambda: _run(lab)
+
+
+def _run(lab: PreparedLab) -> int:
+    from memlab.regression.runner import LabFailedError
+
+    print(f"running {_shown(lab.notebook)}", flush=True)
+    try:
+        with _ended_by_signals():
+            run = lab.run(on_progress=lambda line: print(line, flush=True))
+    except LabFailedError as failure:
+        print(f"{failure}\nits notebook, page and log are in {_shown(failure.folder)}", file=sys.stderr)
+        return 1
+    print(f"done in {run.seconds:.1f} s")
+    print(f"  notebook  {_shown(run.folder / 'notebook.ipynb')}")
+    print(f"  page      {_shown(run.folder / 'page.html')}")
+    return 0
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Lets a request to terminate end the run with all its processes, as Ctrl-C does."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _shown(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

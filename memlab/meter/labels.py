@@ -1,0 +1,161 @@
+"""Where a step stands: its phase, the module at work, and whether it recomputes or is inside one fused kernel.
+
+The meter stamps every event with it. Phases come from Megatron's own timers, modules from forward hooks and, in
+backward, from the autograd nodes that a module's forward made: no stack is ever read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memlab.timeline import PHASES
+
+
+class Labels:
+    """The current labels of one lab. All work of a lab happens on one thread, autograd's included."""
+
+    def __init__(self) -> None:
+        self.phase = PHASES.index("idle")
+        self.module = 0
+        self.modules: list[str] = [""]
+        self.span = 0
+        """Grows with every change of phase and at both ends of a recomputation: storages that are born and die in the
+        same span never waited for backward."""
+        self.recomputing = False
+        self.fused_depth = 0
+        """How many fused kernels enclose the current operation (a kernel may be built from others)."""
+        self.host_depth = 0
+        """Above 0 while storages are made that a GPU job keeps in host memory."""
+        self.on_kernel_end: Callable[[], None] | None = None
+        self._codes: dict[str, int] = {"": 0}
+
+    def enter_phase(self, name: str) -> None:
+        """Starts a phase (one of `PHASES`); the last one ends."""
+        self.phase = PHASES.index(name)
+        self.module = 0
+        self.span += 1
+
+    @contextmanager
+    def phase_of(self, name: str) -> Iterator[None]:
+        """Runs the block as one phase, then goes back to idle, whatever happens."""
+        self.enter_phase(name)
+        try:
+            yield
+        finally:
+            self.enter_phase("idle")
+
+    @contextmanager
+    def recompute(self) -> Iterator[None]:
+        """Marks what the block makes as made a second time."""
+        outer, self.recomputing = self.recomputing, True
+        self.span += 1
+        try:
+            yield
+        finally:
+            self.recomputing = outer
+            self.span += 1
+
+    def code(self, module_name: str) -> int:
+        """Returns the index of a module name, adding it if it is new."""
+        code = self._codes.get(module_name)
+        if code is None:
+            code = self._codes[module_name] = len(self.modules)
+            self.modules.append(module_name)
+        return code
+
+    def attach(self, model: torch.nn.Module) -> list[Any]:
+        """Follows a model's modules by hooks.
+
+        Returns:
+            The hooks' handles; call `remove` on each to take them off.
+        """
+        handles: list[Any] = []
+        for name, module in model.named_modules():
+            follower = _ModuleFollower(self, self.code(name.removeprefix("module.")))
+            handles.append(module.register_forward_pre_hook(follower.enter))
+            handles.append(module.register_forward_hook(follower.leave, always_call=True))
+        return handles
+
+
+class _ModuleFollower:
+    """Sets the module while its forward runs, and marks its autograd nodes so that backward names it again."""
+
+    def __init__(self, labels: Labels, code: int) -> None:
+        self._labels = labels
+        self._code = code
+        self._outer: list[int] = []
+
+    def enter(self, module: torch.nn.Module, args: Any) -> None:
+        self._outer.append(self._labels.module)
+        self._labels.module = self._code
+
+    def leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self._labels.module = self._outer.pop() if self._outer else 0
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                self._mark(tensor.grad_fn)
+
+    def _mark(self, node: Any) -> None:
+        """Walks back to nodes that an inner or earlier module has marked, so each node is visited once."""
+        waiting = [node]
+        while waiting:
+            node = waiting.pop()
+            if node is None or "memlab_module" in node.metadata or type(node).__name__ == "AccumulateGrad":
+                continue
+            node.metadata["memlab_module"] = self._code
+            node.register_prehook(self._in_backward)
+            waiting.extend(next_node for next_node, _ in node.next_functions)
+
+    def _in_backward(self, grad_outputs: Any) -> None:
+        self._labels.module = self._code
+
+
+_active: Labels | None = None
+
+
+@contextmanager
+def labelled_by(labels: Labels) -> Iterator[None]:
+    """Makes `labels` the ones that `one_kernel` and `on_host` mark, for the block."""
+    global _active
+    outer, _active = _active, labels
+    try:
+        yield
+    finally:
+        _active = outer
+
+
+@contextmanager
+def one_kernel() -> Iterator[None]:
+    """Runs the block as one fused GPU kernel: what dies inside it never reaches device memory on a GPU.
+
+    The meter books such storages in the ``on_chip`` pool, and moves those that outlive the block to the device.
+    """
+    labels = _active
+    if labels is None:
+        yield
+        return
+    labels.fused_depth += 1
+    try:
+        yield
+    finally:
+        labels.fused_depth -= 1
+        if labels.fused_depth == 0 and labels.on_kernel_end is not None:
+            labels.on_kernel_end()
+
+
+@contextmanager
+def on_host() -> Iterator[None]:
+    """Runs the block with its new storages in host memory."""
+    labels = _active
+    if labels is None:
+        yield
+        return
+    labels.host_depth += 1
+    try:
+        yield
+    finally:
+        labels.host_depth -= 1

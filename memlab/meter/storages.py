@@ -1,0 +1,242 @@
+"""A meter for the CPU and for fake tensors: every storage's birth, growth and death, exact to the byte.
+
+A dispatch mode sees each operation's results, a weak reference sees each storage die, and
+`UntypedStorage.resize_` is watched, because Megatron frees and refills storages in place with it. What an
+operation allocates and frees inside itself is not an event; what several operations do inside one
+`one_kernel` block goes to the ``on_chip`` pool.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from memlab.meter.labels import Labels
+from memlab.timeline import CATEGORIES, PHASES, POOLS, Timeline
+
+_DEVICE, _HOST, _ON_CHIP = (POOLS.index(name) for name in ("device", "host", "on_chip"))
+_ACTIVATIONS, _RECOMPUTED, _TEMPORARY, _WORKSPACE = (
+    CATEGORIES.index(name) for name in ("activations", "recomputed", "temporary", "workspace")
+)
+_BACKWARD, _FORWARD = PHASES.index("backward"), PHASES.index("forward")
+
+
+@dataclass(slots=True, eq=False)
+class _Life:
+    """One storage, from its birth on."""
+
+    reference: weakref.ref[Any]
+    num_bytes: int
+    pool: int
+    module: int
+    phase: int
+    span: int
+    recomputed: bool
+    category: int | None = None
+    died_in_span: int | None = None
+
+
+class StorageMeter:
+    """Accounts for every storage that is made on its thread while `watching`."""
+
+    def __init__(self, labels: Labels) -> None:
+        self._labels = labels
+        self._live: dict[int, _Life] = {}
+        self._events: list[tuple[int, int, int, _Life, int]] = []
+        self._opening: list[tuple[int, int, _Life]] = []
+        self._in_kernel: list[_Life] = []
+        self._started = time.perf_counter_ns()
+        labels.on_kernel_end = self._leave_kernel
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Meters what the block does on this thread."""
+        with _ObserveResults(self), _observe_resizes(self):
+            yield
+
+    def start(self, categories: Mapping[str, Iterable[torch.Tensor]]) -> None:
+        """Begins a timeline: what is alive now becomes its opening events.
+
+        Args:
+            categories: Category to the tensors that are of it, as `Timeline` will name them.
+        """
+        self.categorise(categories)
+        self._events.clear()
+        self._opening = [(life.num_bytes, life.pool, life) for life in self._live.values() if life.num_bytes]
+        self._started = time.perf_counter_ns()
+
+    def categorise(self, categories: Mapping[str, Iterable[torch.Tensor]]) -> None:
+        """Fixes the category of storages by name; it holds from their birth on."""
+        for name, tensors in categories.items():
+            code = CATEGORIES.index(name)
+            for tensor in tensors:
+                life = self.life_of(tensor)
+                if life is not None:
+                    life.category = code
+
+    def life_of(self, tensor: torch.Tensor) -> _Life | None:
+        """Returns what is known of a tensor's storage, None for one that was never seen."""
+        return self._live.get(tensor.untyped_storage()._cdata)
+
+    def live_bytes(self, pool: str = "device") -> int:
+        """Returns the bytes alive in a pool now."""
+        code = POOLS.index(pool)
+        return sum(life.num_bytes for life in self._live.values() if life.pool == code)
+
+    def uncategorised_bytes(self) -> int:
+        """Returns the device bytes alive now that `categorise` has given no name."""
+        return sum(life.num_bytes for life in self._live.values() if life.pool == _DEVICE and life.category is None)
+
+    def finish(self) -> Timeline:
+        """Ends the timeline that `start` began, and returns it."""
+        rows = [
+            (0, num_bytes, pool, self._settled_category(life), PHASES.index("idle"), life.module)
+            for num_bytes, pool, life in self._opening
+        ]
+        rows += [
+            (when - self._started, delta, pool, self._settled_category(life), phase, life.module)
+            for when, delta, pool, life, phase in self._events
+        ]
+        columns = np.array(rows, dtype=np.int64).reshape(-1, 6).T
+        timeline = Timeline(
+            nanoseconds=columns[0].copy(),
+            delta_bytes=columns[1].copy(),
+            pool=columns[2].astype(np.uint8),
+            category=columns[3].astype(np.uint8),
+            phase=columns[4].astype(np.uint8),
+            module=columns[5].astype(np.int32),
+            modules=tuple(self._labels.modules),
+            num_opening_events=len(self._opening),
+        )
+        self._events.clear()
+        self._opening = []
+        return timeline
+
+    def observe(self, results: Any, arguments: Any = ()) -> None:
+        """Books the storages of an operation's results that are new or that changed their size."""
+        for result in results if isinstance(results, (tuple, list)) else (results,):
+            if isinstance(result, torch.Tensor):
+                self._observe_storage(result.untyped_storage(), arguments)
+            elif isinstance(result, (tuple, list)):
+                self.observe(result, arguments)
+
+    def _observe_storage(self, storage: Any, arguments: Any) -> None:
+        key = storage._cdata
+        life = self._live.get(key)
+        if life is None:
+            self._born(storage, key, self._pool_of_new(arguments))
+        elif life.num_bytes != storage.nbytes():
+            self.resized(storage)
+
+    def _pool_of_new(self, arguments: Any) -> int:
+        if self._labels.host_depth:
+            return _HOST
+        if self._labels.fused_depth:
+            return _ON_CHIP
+        inputs = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+        lives = [self.life_of(tensor) for tensor in inputs]
+        if inputs and all(life is not None and life.pool == _HOST for life in lives):
+            return _HOST
+        return _DEVICE
+
+    def _born(self, storage: Any, key: int, pool: int) -> None:
+        labels = self._labels
+        life = _Life(
+            weakref.ref(storage, lambda _: self._died(key, life)),
+            storage.nbytes(),
+            pool,
+            labels.module,
+            labels.phase,
+            labels.span,
+            labels.recomputing,
+        )
+        self._live[key] = life
+        if pool == _ON_CHIP:
+            self._in_kernel.append(life)
+        self._event(life.num_bytes, life)
+
+    def _died(self, key: int, life: _Life) -> None:
+        if self._live.get(key) is life:
+            del self._live[key]
+        life.died_in_span = self._labels.span
+        self._event(-life.num_bytes, life)
+        life.num_bytes = 0
+
+    def resized(self, storage: Any) -> None:
+        """Books a storage whose size changed in place."""
+        life = self._live.get(storage._cdata)
+        if life is not None:
+            delta = storage.nbytes() - life.num_bytes
+            life.num_bytes += delta
+            self._event(delta, life)
+
+    def _leave_kernel(self) -> None:
+        for life in self._in_kernel:
+            if life.died_in_span is None:
+                self._event(-life.num_bytes, life)
+                life.pool = _DEVICE
+                self._event(life.num_bytes, life)
+        self._in_kernel.clear()
+
+    def move(self, tensors: Iterable[torch.Tensor], pool: str) -> None:
+        """Moves storages to another pool, where a tensor's place is known only after it was made."""
+        code = POOLS.index(pool)
+        for tensor in tensors:
+            life = self.life_of(tensor)
+            if life is not None and life.pool != code:
+                self._event(-life.num_bytes, life)
+                life.pool = code
+                self._event(life.num_bytes, life)
+
+    def _event(self, delta: int, life: _Life) -> None:
+        if delta:
+            self._events.append((time.perf_counter_ns(), delta, life.pool, life, self._labels.phase))
+
+    @staticmethod
+    def _settled_category(life: _Life) -> int:
+        """What a storage was, told from its whole life: one that ends in the span of its birth was temporary."""
+        if life.category is not None:
+            return life.category
+        if life.died_in_span == life.span:
+            return _TEMPORARY
+        if life.phase == _FORWARD:
+            return _ACTIVATIONS
+        if life.phase == _BACKWARD and life.recomputed:
+            return _RECOMPUTED
+        return _TEMPORARY
+
+
+class _ObserveResults(TorchDispatchMode):
+    def __init__(self, meter: StorageMeter) -> None:
+        super().__init__()
+        self._meter = meter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        self._meter.observe(results, args)
+        return results
+
+
+@contextmanager
+def _observe_resizes(meter: StorageMeter) -> Iterator[None]:
+    original = torch.UntypedStorage.resize_
+
+    def resize_(storage: Any, num_bytes: int) -> Any:
+        result = original(storage, num_bytes)
+        meter.resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]

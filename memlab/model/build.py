@@ -1,0 +1,180 @@
+"""From a Scenario to a live Megatron model: GPTModel, DistributedDataParallel, distributed optimizer.
+
+The same code serves every backend; a backend gives the layer provider. Written against megatron-core 0.16.1 and
+0.19.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from memlab.scenario import Scenario
+from memlab.settings import MemorySettings
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+# Weights stay as they are from step to step: a loss that differs between two settings is then a setting's fault. Adam
+# still allocates and updates everything that it does at any other rate.
+LEARNING_RATE = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class LiveModel:
+    """What a training step needs, as Megatron made it."""
+
+    scenario: Scenario
+    config: TransformerConfig
+    chunk: Any
+    """The DistributedDataParallel model chunk; ``chunk.module`` is the GPTModel."""
+    optimizer: Any
+    """Megatron's (chained) distributed optimizer."""
+    forward_backward: Callable[..., Any]
+    """Megatron's schedule for this pipeline layout."""
+
+
+def build(
+    scenario: Scenario, provider: type, distributed_backend: str, settings: MemorySettings | None = None
+) -> LiveModel:
+    """Builds the model on one rank, with its process group.
+
+    Args:
+        scenario: What to build.
+        provider: A `BackendSpecProvider` class, in the place of Megatron's ``TESpecProvider``.
+        distributed_backend: ``gloo`` or ``nccl``.
+        settings: Recompute and offload settings to build with; a live model takes others by `toggles.apply`.
+
+    Returns:
+        The model, its optimizer and its schedule. `holders.release` gives them back.
+    """
+    join_process_group(distributed_backend, scenario.seed)
+    config = transformer_config(scenario, settings or MemorySettings())
+    chunk = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+        gpt_model(scenario, config, provider),
+    )
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=LEARNING_RATE,
+            weight_decay=0.0,
+            bf16=scenario.dtype == "bf16",
+            params_dtype=_DTYPES[scenario.dtype],
+            use_distributed_optimizer=True,
+        ),
+        [chunk],
+    )
+    _fuse_adam(optimizer)
+    return LiveModel(scenario, config, chunk, optimizer, get_forward_backward_func())
+
+
+def _fuse_adam(optimizer: Any) -> None:
+    # Without TE or Apex Megatron takes torch's AdamW; fused, it updates in one kernel without temporaries, as TE's does.
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part.optimizer, torch.optim.Adam):
+            for group in part.optimizer.param_groups:
+                group["fused"], group["foreach"] = True, False
+
+
+def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type) -> GPTModel:
+    """Builds Megatron's GPTModel with the layers of a provider."""
+    architecture = scenario.architecture
+    # The spec is Transformer Engine's own; only the classes in it are the provider's.
+    with patch.object(gpt_layer_specs, "TESpecProvider", provider, create=True):
+        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+            num_experts=architecture.num_moe_experts,
+            moe_grouped_gemm=architecture.is_moe,
+            qk_layernorm=architecture.qk_layernorm,
+        )
+    block = gpt_layer_specs.TransformerBlockSubmodules(
+        layer_specs=[spec] * scenario.num_layers, layer_norm=provider().layer_norm(rms_norm=True)
+    )
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=block,
+        vocab_size=architecture.vocab_size,
+        max_sequence_length=scenario.seq_length,
+        position_embedding_type="rope",
+        rotary_base=int(architecture.rotary_base),
+        rotary_percent=architecture.rotary_percent,
+        share_embeddings_and_output_weights=architecture.share_embeddings_and_output_weights,
+    )
+
+
+def transformer_config(scenario: Scenario, settings: MemorySettings) -> TransformerConfig:
+    """Returns Megatron's config; it checks the settings once more by Megatron's own rules."""
+    architecture = scenario.architecture
+    dtype = _DTYPES[scenario.dtype]
+    moe: dict[str, Any] = {}
+    if architecture.is_moe:
+        moe = {
+            "num_moe_experts": architecture.num_moe_experts,
+            "moe_router_topk": architecture.moe_router_topk,
+            "moe_ffn_hidden_size": architecture.moe_ffn_hidden_size,
+            "moe_aux_loss_coeff": architecture.moe_aux_loss_coeff,
+            "moe_router_pre_softmax": architecture.moe_router_pre_softmax,
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_router_dtype": "fp32",
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_grouped_gemm": True,
+            "moe_permute_fusion": True,
+        }
+    return TransformerConfig(
+        num_layers=scenario.num_layers,
+        hidden_size=architecture.hidden_size,
+        ffn_hidden_size=architecture.ffn_hidden_size,
+        num_attention_heads=architecture.num_attention_heads,
+        num_query_groups=architecture.num_query_groups,
+        kv_channels=architecture.kv_channels,
+        normalization="RMSNorm",
+        layernorm_epsilon=architecture.layernorm_epsilon,
+        qk_layernorm=architecture.qk_layernorm,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=True,
+        bias_dropout_fusion=True,
+        gradient_accumulation_fusion=False,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=scenario.dtype == "bf16",
+        use_cpu_initialization=False,
+        finalize_model_grads_func=finalize_model_grads,
+        **moe,
+        **settings_fields(settings),
+    )
+
+
+def settings_fields(settings: MemorySettings) -> dict[str, Any]:
+    """Returns the settings as fields of Megatron's TransformerConfig."""
+    return {
+        "recompute_granularity": settings.recompute_granularity,
+        "recompute_method": settings.recompute_method,
+        "recompute_num_layers": settings.recompute_num_layers,
+        "recompute_modules": None if settings.recompute_modules is None else list(settings.recompute_modules),
+        "fine_grained_activation_offloading": settings.offload_modules is not None,
+        "offload_modules": list(settings.offload_modules or ()),
+        "min_offloaded_tensor_size": settings.min_offloaded_tensor_size,
+    }
+
+
+def join_process_group(distributed_backend: str, seed: int) -> None:
+    """Starts a process group of this rank alone and seeds Megatron's random states."""
+    torch.distributed.init_process_group(distributed_backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

@@ -1,0 +1,69 @@
+"""What Megatron itself holds on to: between steps, as workspace, and for good, until it is released.
+
+Nothing in megatron-core gives a model back when its last name is dropped: caches and singletons keep hold of it. All
+of them are named here, with their file (megatron-core 0.16.1 and 0.19.2).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+from memlab.model.build import LiveModel
+
+
+def workspace(live: LiveModel) -> Iterator[torch.Tensor]:
+    """Yields the tensors that Megatron keeps by name between steps, other than parameters.
+
+    A tensor that is alive after a step and neither here nor in `Residency.tensors` is held by something that should
+    have let go of it.
+    """
+    for module in live.chunk.modules():
+        yield from _tensors_in(module._buffers)
+        yield from _tensors_in(vars(module))
+        dispatcher = getattr(module, "token_dispatcher", None)
+        if dispatcher is not None:
+            yield from _tensors_in(vars(dispatcher))
+    for part in getattr(live.optimizer, "chained_optimizers", [live.optimizer]):
+        yield from _tensors_in(vars(part))
+    # models/common/embeddings/rotary_pos_embedding.py caches the angles by sequence length in an lru_cache.
+    yield from _tensors_in(dict(enumerate(gc.get_referents(RotaryEmbedding.forward))))
+    # transformer/moe/moe_utils.py
+    yield from _tensors_in({"scale": MoEAuxLossAutoScaler.main_loss_backward_scale})
+    for entry in get_moe_layer_wise_logging_tracker().values():
+        yield from _tensors_in(entry)
+
+
+def _tensors_in(attributes: dict[Any, Any]) -> Iterator[torch.Tensor]:
+    return (value for value in attributes.values() if isinstance(value, torch.Tensor))
+
+
+def release(live: LiveModel) -> None:
+    """Takes the model apart and makes megatron-core forget it, so that its memory can be freed."""
+    for part in getattr(live.optimizer, "chained_optimizers", [live.optimizer]):
+        part.optimizer.state.clear()
+        part.optimizer.param_groups.clear()
+        vars(part).clear()
+    vars(live.optimizer).clear()
+    for module in list(live.chunk.modules()):
+        vars(module).clear()
+    live.chunk = live.optimizer = live.config = None  # type: ignore[assignment]
+    RotaryEmbedding.forward.cache_clear()
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    get_moe_layer_wise_logging_tracker().clear()
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = None
+    PipelineOffloadManager.OFFLOAD_MGR = None
+    random._CUDA_RNG_STATE_TRACKER = None
+    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+    gc.collect()

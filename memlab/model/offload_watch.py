@@ -1,0 +1,79 @@
+"""What Megatron's fine-grained activation offload really does in a step: bytes by module, and why a module moved none.
+
+Megatron counts only in its manager's warm-up, and prints. This watches the groups themselves:
+``OffloadTensorGroup`` of ``megatron/core/pipeline_parallel/fine_grained_activation_offload.py`` (0.16.1, 0.19.2)
+receives a tuple for a tensor that went to the host, and the tensor itself for one that stayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from megatron.core.pipeline_parallel import fine_grained_activation_offload as upstream
+
+from memlab.scenario import Scenario
+from memlab.settings import MemorySettings
+
+
+class OffloadWatch:
+    """Counts one step's activation offload."""
+
+    def __init__(self) -> None:
+        self.moved_bytes: dict[str, int] = {}
+        self._largest_kept_elements: dict[str, int] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Counts what the block offloads, from zero."""
+        self.moved_bytes.clear()
+        self._largest_kept_elements.clear()
+        push_tensor = upstream.OffloadTensorGroup.push_tensor
+        record_offload_event = upstream.OffloadTensorGroup.record_offload_event
+
+        def count_moved(group: Any, tag: Any, tensor: Any) -> None:
+            if isinstance(tensor, tuple):
+                self.moved_bytes[group._name] = self.moved_bytes.get(group._name, 0) + tensor[1].nbytes
+            push_tensor(group, tag, tensor)
+
+        def count_kept(group: Any, stream: Any) -> None:
+            kept = [tensor.numel() for tensor in group._tensors.values() if _could_move(tensor)]
+            self._largest_kept_elements[group._name] = max(self._largest_kept_elements.get(group._name, 0), *kept, 0)
+            record_offload_event(group, stream)
+
+        with (
+            patch.object(upstream.OffloadTensorGroup, "push_tensor", count_moved),
+            patch.object(upstream.OffloadTensorGroup, "record_offload_event", count_kept),
+            patch.object(upstream, "print_offload_summary_table", lambda total_offload_bytes: None),
+        ):
+            yield
+
+    def without_effect(self, scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
+        """Returns ``offload_modules:name`` to the reason, for each module that moved nothing in this step.
+
+        Reasons that the model's structure decides come from the settings; these are the ones that only a run tells.
+        """
+        reasons = settings.without_effect(scenario.architecture)
+        for name in settings.offload_modules or ():
+            key = f"offload_modules:{name}"
+            if self.moved_bytes.get(name) or key in reasons:
+                continue
+            largest = self._largest_kept_elements.get(name)
+            if largest is None:
+                reasons[key] = (
+                    f"Megatron keeps the last group of each name on the device, and {scenario.num_layers} layer x "
+                    f"{scenario.num_microbatches} micro-batch make no other"
+                )
+            else:
+                reasons[key] = (
+                    f"its largest saved tensor has {largest} elements, under min_offloaded_tensor_size "
+                    f"{settings.min_offloaded_tensor_size}"
+                )
+        return reasons
+
+
+def _could_move(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and getattr(tensor, "offloading_activation", True)

@@ -1,0 +1,185 @@
+"""The autograd functions behind `torch_layers`: each computes in torch what one Transformer Engine module computes.
+
+What counts here is memory: each saves for backward the tensors that TE 2.12.0 saves, and makes the outputs that
+TE's kernels make; what a kernel keeps on chip is made inside `one_kernel`. Norms are RMSNorm, computed in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memlab.meter.labels import one_kernel
+
+
+class RmsNorm(torch.autograd.Function):
+    """RMSNorm over the last dimension; keeps its input and the reciprocal root mean square of each row (fp32)."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        output, reciprocal = _normalise(inputs, weight, epsilon)
+        ctx.save_for_backward(inputs, reciprocal, weight)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        inputs, reciprocal, weight = ctx.saved_tensors
+        grad_inputs, grad_weight = _normalise_backward(grads[0], inputs, reciprocal, weight)
+        return grad_inputs, grad_weight, None
+
+
+class Linear(torch.autograd.Function):
+    """``inputs @ weight.T``; keeps its input (transformer_engine/pytorch/module/linear.py)."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(inputs, weight)
+        return _matmul(inputs, weight.T)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        inputs, weight = ctx.saved_tensors
+        grad_inputs = _matmul(grads[0], weight)
+        return grad_inputs, _flat(grads[0]).T @ _flat(inputs)
+
+
+class NormLinear(torch.autograd.Function):
+    """RMSNorm and the linear after it as one module (transformer_engine/pytorch/module/layernorm_linear.py)."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, inputs: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        normalised, reciprocal = _normalise(inputs, norm_weight, epsilon)
+        ctx.save_for_backward(inputs, norm_weight, weight, normalised, reciprocal)
+        return _matmul(normalised, weight.T)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        inputs, norm_weight, weight, normalised, reciprocal = ctx.saved_tensors
+        grad_normalised = _matmul(grads[0], weight)
+        grad_weight = _flat(grads[0]).T @ _flat(normalised)
+        del normalised
+        grad_inputs, grad_norm_weight = _normalise_backward(grad_normalised, inputs, reciprocal, norm_weight)
+        return grad_inputs, grad_norm_weight, grad_weight, None
+
+
+class GroupedLinear(torch.autograd.Function):
+    """One linear an expert over consecutive rows (transformer_engine/pytorch/module/grouped_linear.py).
+
+    Keeps each expert's rows as a view of the input, or the input itself under `save_original_input`.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, inputs: torch.Tensor, splits: list[int], save_original_input: bool, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        rows = torch.split(inputs, splits)
+        output = inputs.new_empty((inputs.shape[0], weights[0].shape[0]))
+        for part, row, weight in zip(torch.split(output, splits), rows, weights, strict=True):
+            torch.mm(row, weight.T, out=part)
+        ctx.save_for_backward(*((inputs,) if save_original_input else rows), *weights)
+        ctx.splits = splits
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        saved, splits = ctx.saved_tensors, ctx.splits
+        weights = saved[-len(splits) :]
+        grad_rows = torch.split(grads[0].contiguous(), splits)
+        grad_inputs = grads[0].new_empty((grads[0].shape[0], weights[0].shape[1]))
+        for part, grad_row, weight in zip(torch.split(grad_inputs, splits), grad_rows, weights, strict=True):
+            torch.mm(grad_row, weight, out=part)
+        rows = saved[: -len(splits)]
+        if len(rows) == 1 and len(splits) > 1:
+            rows = torch.split(rows[0], splits)
+        grad_weights = [grad_row.T @ row for grad_row, row in zip(grad_rows, rows, strict=True)]
+        return grad_inputs, None, None, *grad_weights
+
+
+class CausalAttention(torch.autograd.Function):
+    """Fused causal attention; keeps query, key, value, its output and the log-sum-exp of each row (fp32).
+
+    Shapes are [sequence, batch, heads, channels]; key and value may have fewer heads (grouped queries). The output is
+    [sequence, batch, heads * channels].
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        with one_kernel():
+            output, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *_heads_first(query, key, value), 0.0, True, scale=scale
+            )
+            output = output.permute(2, 0, 1, 3).contiguous()
+            log_sum_exp = log_sum_exp.contiguous()
+        ctx.save_for_backward(query, key, value, output, log_sum_exp)
+        ctx.scale = scale
+        return output.view(*output.shape[:2], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        query, key, value, output, log_sum_exp = ctx.saved_tensors
+        groups = query.shape[2] // key.shape[2]
+        with one_kernel():
+            grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grads[0].view(output.shape).permute(1, 2, 0, 3),
+                *_heads_first(query, key, value),
+                output.permute(1, 2, 0, 3),
+                log_sum_exp,
+                0.0,
+                True,
+                scale=ctx.scale,
+            )
+            grad_query = grad_query.permute(2, 0, 1, 3).contiguous()
+            grad_key, grad_value = (
+                grad.unflatten(1, (-1, groups)).float().sum(2).to(grad.dtype).permute(2, 0, 1, 3).contiguous()
+                for grad in (grad_key, grad_value)
+            )
+        return grad_query, grad_key, grad_value, None
+
+
+def _heads_first(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    groups = query.shape[2] // key.shape[2]
+    return (
+        query.permute(1, 2, 0, 3),
+        key.permute(1, 2, 0, 3).repeat_interleave(groups, dim=1),
+        value.permute(1, 2, 0, 3).repeat_interleave(groups, dim=1),
+    )
+
+
+def _normalise(
+    inputs: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    with one_kernel():
+        exact = inputs.float()
+        reciprocal = torch.rsqrt(exact.square().mean(-1) + epsilon)
+        output = (exact * reciprocal.unsqueeze(-1) * weight.float()).to(inputs.dtype)
+    return output, reciprocal
+
+
+def _normalise_backward(
+    grad: torch.Tensor, inputs: torch.Tensor, reciprocal: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    with one_kernel():
+        unit = inputs.float() * reciprocal.unsqueeze(-1)
+        exact = grad.view(inputs.shape).float()
+        grad_weight = _flat(exact * unit).sum(0).to(weight.dtype)
+        weighted = exact * weight.float()
+        projected = (weighted * unit).mean(-1, keepdim=True)
+        grad_inputs = ((weighted - unit * projected) * reciprocal.unsqueeze(-1)).to(inputs.dtype)
+    return grad_inputs, grad_weight
+
+
+def _matmul(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (_flat(inputs) @ weight).view(*inputs.shape[:-1], weight.shape[1])
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])

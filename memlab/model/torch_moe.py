@@ -1,0 +1,162 @@
+"""Transformer Engine's fused MoE permutations, in torch.
+
+Same results and the same tensors kept for backward as ``transformer_engine/pytorch/permutation.py`` (2.12.0): the
+map from rows to experts and nothing else, so that permuted tokens are kept by nobody but the experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memlab.meter.labels import one_kernel
+
+
+class _PermuteWithMask(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, tokens: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        num_tokens, num_experts = routing_map.shape
+        with one_kernel():
+            # TE's map is int32 [tokens, 2 * experts + 1]; only the places of the routed rows are read here.
+            row_id_map = tokens.new_empty((num_tokens, 2 * num_experts + 1), dtype=torch.int32)
+            row_id_map[:, :num_experts] = routing_map
+        with one_kernel():
+            experts, rows = _routed(row_id_map, num_experts)
+            assert len(rows) == num_out_tokens, f"{len(rows)} rows routed, {num_out_tokens} expected"
+            permuted = tokens.index_select(0, rows)
+            permuted_probs = probs[rows, experts]
+        ctx.save_for_backward(row_id_map)
+        ctx.num_experts = num_experts
+        ctx.mark_non_differentiable(row_id_map)
+        return permuted, row_id_map, permuted_probs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        grad_permuted, _, grad_permuted_probs = grads
+        (row_id_map,) = ctx.saved_tensors
+        with one_kernel():
+            experts, rows = _routed(row_id_map, ctx.num_experts)
+            grad_tokens = _scatter_add(grad_permuted, rows, row_id_map.shape[0])
+            grad_probs = grad_permuted_probs.new_zeros((row_id_map.shape[0], ctx.num_experts))
+            grad_probs[rows, experts] = grad_permuted_probs
+        return grad_tokens, None, None, grad_probs
+
+
+class _UnpermuteWithMask(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, permuted: torch.Tensor, row_id_map: torch.Tensor, restore_shape: torch.Size
+    ) -> torch.Tensor:
+        ctx.num_experts = (row_id_map.shape[1] - 1) // 2
+        ctx.save_for_backward(row_id_map)
+        with one_kernel():
+            _, rows = _routed(row_id_map, ctx.num_experts)
+            return _scatter_add(permuted, rows, restore_shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        (row_id_map,) = ctx.saved_tensors
+        with one_kernel():
+            _, rows = _routed(row_id_map, ctx.num_experts)
+            return grads[0].index_select(0, rows), None, None
+
+
+class _SortChunks(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, tokens: torch.Tensor, split_sizes: torch.Tensor, order: torch.Tensor, probs: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        with one_kernel():
+            row_id_map = _chunk_rows(split_sizes, order)
+        with one_kernel():
+            sorted_tokens = tokens.index_select(0, row_id_map)
+            sorted_probs = None if probs is None else probs.index_select(0, row_id_map)
+        ctx.save_for_backward(row_id_map)
+        return sorted_tokens, sorted_probs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        grad_tokens, grad_probs = grads
+        (row_id_map,) = ctx.saved_tensors
+        with one_kernel():
+            restored = torch.empty_like(grad_tokens).index_copy_(0, row_id_map.long(), grad_tokens)
+            restored_probs = None
+            if ctx.needs_input_grad[3]:
+                restored_probs = torch.empty_like(grad_probs).index_copy_(0, row_id_map.long(), grad_probs)
+        return restored, None, None, restored_probs
+
+
+def permute_with_probs(
+    tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int = -1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Groups tokens by expert.
+
+    Args:
+        tokens: Shape [tokens, hidden].
+        probs: Shape [tokens, experts].
+        routing_map: Bool, shape [tokens, experts].
+        num_out_tokens: Rows that come out: tokens x experts per token.
+
+    Returns:
+        Permuted tokens [rows, hidden], their probabilities [rows], and the map that `unpermute` takes.
+    """
+    permuted, row_id_map, permuted_probs = _PermuteWithMask.apply(tokens, routing_map, num_out_tokens, probs)
+    return permuted, permuted_probs, row_id_map
+
+
+def permute(tokens: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int = -1) -> Any:
+    """Stands for TE's permutation without probabilities, which Megatron asks for and a training step never calls."""
+    raise NotImplementedError("Megatron permutes tokens together with their probabilities: see permute_with_probs")
+
+
+def unpermute(
+    permuted: torch.Tensor,
+    row_id_map: torch.Tensor,
+    merging_probs: torch.Tensor | None = None,
+    restore_shape: torch.Size | None = None,
+) -> torch.Tensor:
+    """Adds permuted rows [rows, hidden] up into their tokens [tokens, hidden]."""
+    assert merging_probs is None and restore_shape is not None, "Megatron weighs tokens in the experts' activation"
+    result: torch.Tensor = _UnpermuteWithMask.apply(permuted, row_id_map, restore_shape)
+    return result
+
+
+def sort_chunks_by_index(tokens: torch.Tensor, split_sizes: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Reorders chunks of rows: `split_sizes` rows each, in the given order."""
+    result: torch.Tensor = _SortChunks.apply(tokens, split_sizes, order, None)[0]
+    return result
+
+
+def sort_chunks_by_index_with_probs(
+    tokens: torch.Tensor, probs: torch.Tensor, split_sizes: torch.Tensor, order: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reorders chunks of rows and their probabilities alike."""
+    sorted_tokens, sorted_probs = _SortChunks.apply(tokens, split_sizes, order, probs)
+    return sorted_tokens, sorted_probs
+
+
+def _routed(row_id_map: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the expert and the token of every permuted row, expert by expert."""
+    experts, rows = row_id_map[:, :num_experts].T.nonzero(as_tuple=True)
+    return experts, rows
+
+
+def _scatter_add(permuted: torch.Tensor, rows: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    # TE's kernel adds in fp32 and rounds once.
+    total = permuted.new_zeros((num_tokens, permuted.shape[1]), dtype=torch.float32)
+    total.index_add_(0, rows, permuted.float())
+    return total.to(permuted.dtype)
+
+
+def _chunk_rows(split_sizes: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    sizes = split_sizes.tolist()
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return torch.cat(
+        [
+            torch.arange(starts[index], starts[index] + sizes[index], dtype=torch.int32, device=split_sizes.device)
+            for index in order.tolist()
+        ]
+    )

@@ -1,0 +1,101 @@
+"""One training step of a live model, through Megatron's own schedule, with its phases named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
+
+from memlab.meter.labels import Labels
+from memlab.model.build import LiveModel
+from memlab.scenario import Scenario
+
+
+def train_step(live: LiveModel, labels: Labels) -> float:
+    """Runs forward and backward of every micro-batch and the optimizer.
+
+    Args:
+        live: The model, everything on the device.
+        labels: Follows the phases.
+
+    Returns:
+        The mean loss over the micro-batches.
+    """
+    scenario = live.scenario
+    live.chunk.zero_grad_buffer()
+    live.optimizer.zero_grad()
+    with _phases(live, labels):
+        losses = live.forward_backward(
+            forward_step_func=_forward_step,
+            data_iterator=_batches(scenario),
+            model=[live.chunk],
+            num_microbatches=scenario.num_microbatches,
+            seq_length=scenario.seq_length,
+            micro_batch_size=scenario.micro_batch_size,
+            forward_only=False,
+        )
+        labels.enter_phase("optimizer")
+        succeeded, _, _ = live.optimizer.step()
+        assert succeeded, "bf16 and fp32 training scale no loss, so no step is skipped"
+        # Megatron's training loop logs and zeroes the auxiliary losses after each step.
+        clear_aux_losses_tracker()
+    return sum(losses) / len(losses)
+
+
+def _forward_step(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
+    tokens = next(batches).cuda()
+    positions = torch.arange(tokens.shape[1] - 1, device="cuda").unsqueeze(0)
+    per_token = model(tokens[:, :-1].contiguous(), positions, None, labels=tokens[:, 1:].contiguous())
+    return per_token, _mean_loss
+
+
+def _mean_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, float]:
+    loss = per_token.float().mean()
+    return loss, loss.item()
+
+
+def _batches(scenario: Scenario) -> Iterator[torch.Tensor]:
+    """Yields random tokens int64 [micro_batch_size, seq_length + 1] on the host, the same in every step."""
+    generator = torch.Generator().manual_seed(scenario.seed)
+    shape = (scenario.micro_batch_size, scenario.seq_length + 1)
+    for _ in range(scenario.num_microbatches):
+        yield torch.randint(scenario.architecture.vocab_size, shape, generator=generator)
+
+
+@contextmanager
+def _phases(live: LiveModel, labels: Labels) -> Iterator[None]:
+    # Megatron's schedules start these timers around each micro-batch, whatever the pipeline layout
+    # (megatron/core/pipeline_parallel/schedules.py).
+    names = {"forward-compute": "forward", "backward-compute": "backward"}
+
+    def timers(name: str, **_: Any) -> _PhaseTimer:
+        return _PhaseTimer(labels, names.get(name))
+
+    fork_rng = random._fork_rng
+
+    @contextmanager
+    def fork_rng_to_recompute() -> Iterator[None]:
+        # Both of Megatron's checkpoints recompute inside this, and nothing else uses it (tensor_parallel/random.py).
+        with labels.recompute(), fork_rng():
+            yield
+
+    with patch.object(live.config, "timers", timers), patch.object(random, "_fork_rng", fork_rng_to_recompute):
+        yield
+
+
+class _PhaseTimer:
+    def __init__(self, labels: Labels, phase: str | None) -> None:
+        self._labels = labels
+        self._phase = phase
+
+    def start(self, barrier: bool = False) -> None:
+        if self._phase is not None:
+            self._labels.enter_phase(self._phase)
+
+    def stop(self, barrier: bool = False) -> None:
+        pass

@@ -1,0 +1,77 @@
+"""What a notebook must have to be run as a lab, and what of it runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nbformat
+
+PARAMETERS_TAG = "parameters"
+RECORD_TAG = "record"
+INTERACTIVE_TAG = "interactive-only"
+"""Cells that only make sense with somebody in front of them; a headless run skips them."""
+
+
+def read_notebook(path: Path) -> nbformat.NotebookNode:
+    """Reads a notebook file.
+
+    Raises:
+        ValueError: If there is none, or if it is not a notebook.
+    """
+    if not path.is_file():
+        raise ValueError(f"notebook {path} does not exist: give the path of an .ipynb file, such as those in labs/")
+    try:
+        notebook: nbformat.NotebookNode = nbformat.read(path, as_version=4)
+    except (ValueError, nbformat.ValidationError) as error:
+        reason = str(error).partition("\n")[0][:100]
+        raise ValueError(f"{path} is no valid notebook ({reason}): save it again in JupyterLab") from error
+    return notebook
+
+
+def has_tag(cell: nbformat.NotebookNode, tag: str) -> bool:
+    """Whether a cell carries a tag."""
+    return tag in cell.metadata.get("tags", [])
+
+
+def cells_that_run(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """Returns the code cells that a headless run executes: those with source that are not interactive-only."""
+    return [
+        cell
+        for cell in notebook.cells
+        if cell.cell_type == "code" and cell.source.strip() and not has_tag(cell, INTERACTIVE_TAG)
+    ]
+
+
+def check_record_cell(notebook: nbformat.NotebookNode) -> None:
+    """Holds that a lab ends with the cell that hands over its figures.
+
+    Raises:
+        ValueError: If the last code cell that runs is not tagged ``record``.
+    """
+    cells = cells_that_run(notebook)
+    if not cells or not has_tag(cells[-1], RECORD_TAG):
+        raise ValueError(
+            f"the last code cell is not tagged '{RECORD_TAG}', so a run could not tell that it came to its end: "
+            "end the notebook with a cell of that tag that calls finish(...)"
+        )
+
+
+def headings(notebook: nbformat.NotebookNode, *, with_injected: bool) -> list[str]:
+    """Returns the heading above each cell that a headless run executes, in order.
+
+    Args:
+        notebook: A lab as it is before the run.
+        with_injected: Whether the run puts a cell with its own values behind the parameters cell.
+    """
+    found, heading = [], ""
+    runs = {id(cell) for cell in cells_that_run(notebook)}
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            titles = re.findall(r"^#{1,6}\s+(.+?)\s*$", cell.source, re.MULTILINE)
+            heading = titles[-1] if titles else heading
+        if id(cell) in runs:
+            found.append(heading)
+        if with_injected and has_tag(cell, PARAMETERS_TAG):
+            found.append("the parameters of this run")
+    return found

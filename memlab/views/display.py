@@ -1,0 +1,78 @@
+"""What a notebook cell shows: a figure where there is a front end for it, and its text twin everywhere.
+
+plotly is imported when the first figure is made, so that `import memlab` and the commands stay quick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from memlab.record import StepRecord
+from memlab.views.tables import compare_table, record_table
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from memlab.views.resample import Axis
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class View:
+    """A figure and the table that says the same. As the last expression of a cell it shows itself."""
+
+    figure: go.Figure
+    """Of plotly: change it, write it to a file, or put it into a widget."""
+    table: str
+    """Plain text; what ``print`` gives."""
+
+    def __str__(self) -> str:
+        return self.table
+
+    def __repr__(self) -> str:
+        return self.table
+
+    def _repr_mimebundle_(
+        self, include: Container[str] | None = None, exclude: Container[str] | None = None
+    ) -> dict[str, Any]:
+        """Returns plotly's own mime type, whatever else plotly's default renderer makes, and the table as text."""
+        from plotly.io.base_renderers import PlotlyRenderer
+
+        return {
+            **self.figure._repr_mimebundle_(),
+            **PlotlyRenderer().to_mimebundle(self.figure.to_dict()),
+            "text/plain": self.table,
+        }
+
+
+def show(record: StepRecord, pool: str = "device", axis: Axis = "time", *, above_start: bool = True) -> View:
+    """Shows one step: its timeline by category, and its table.
+
+    Args:
+        record: A step with its timeline.
+        pool: The figure's: one of ``"device"``, ``"host"``, ``"on_chip"``. The table names all.
+        axis: ``"time"`` in milliseconds, or ``"event"``.
+        above_start: As in `memlab.views.figures.timeline_figure`.
+
+    Raises:
+        ValueError: If the record has no timeline, or pool or axis is none of the choices.
+    """
+    from memlab.views.figures import timeline_figure
+
+    return View(timeline_figure(record, pool, axis, above_start=above_start), record_table(record))
+
+
+def compare(*records: StepRecord, axis: Axis = "time") -> View:
+    """Shows several steps: their device totals on one axis, and a table with a row a step.
+
+    Args:
+        *records: Two steps or more, each with its timeline.
+        axis: ``"time"`` in milliseconds, or ``"event"``.
+
+    Raises:
+        ValueError: If there are fewer than two records, one has no timeline, or axis is none of the choices.
+    """
+    from memlab.views.figures import compare_figure
+
+    return View(compare_figure(*records, axis=axis), compare_table(*records))

@@ -1,0 +1,40 @@
+"""Small notebooks that are run headless without a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+
+PARAMETERS = "count: int = 1\nrate: float = 0.5\nname: str = 'a'\nmodules: list[str] = []\ninteractive: bool = True"
+RECORD = """\
+from memlab import MemorySettings, Scenario, StepRecord, finish
+record = StepRecord(
+    scenario=Scenario(architecture="phi-4-tiny"), settings=MemorySettings(), backend="cpu", versions={"torch": "0"},
+    step_index=2, static_bytes=10, peak_allocated_bytes=30, activation_peak_bytes=20, residual_bytes=0, host_bytes=0,
+    peak_by_category={"parameters": 30}, peak_by_module={"embedding": 30}, loss=1.5,
+)
+finish({"plain": record}, count=count)
+"""
+
+
+def write_lab(folder: Path, *sources: str, parameters: str | None = PARAMETERS, record: str | None = RECORD) -> Path:
+    """Writes a lab with the given code cells between its parameters and its record cell."""
+    markdown, code = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell
+    cells = [markdown("# A small lab")]
+    if parameters is not None:
+        cells.append(code(parameters, metadata={"tags": ["parameters"]}))
+    for number, source in enumerate(sources, start=1):
+        cells += [markdown(f"## Part {number}"), code(source)]
+    if record is not None:
+        cells += [markdown("## Record"), code(record, metadata={"tags": ["record"]})]
+    path = folder / "small lab {x}.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    return path
+
+
+def set_tag(lab: Path, cell_index: int, tag: str) -> None:
+    """Tags one cell of a lab."""
+    notebook = nbformat.read(lab, as_version=4)
+    notebook.cells[cell_index].metadata["tags"] = [tag]
+    nbformat.write(notebook, lab)

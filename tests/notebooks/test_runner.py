@@ -1,0 +1,223 @@
+"""What the runner takes for a run, and what it leaves of one that was none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+from small_labs import RECORD, set_tag, write_lab
+
+from memlab.record import StepRecord
+from memlab.regression.runner import LabFailedError, run_lab
+
+WRITE_PIDS = """\
+import os, subprocess, pathlib, time
+orphan = subprocess.Popen(["sleep", "600"], start_new_session=True)
+pathlib.Path(name).write_text(f"{os.getpid()} {orphan.pid}")
+"""
+
+
+def assert_nothing_reads_as_a_run(folder: Path) -> None:
+    assert not folder.exists()
+    assert not list(folder.parent.glob(".*running*"))
+    assert not list(folder.parent.rglob("metrics.json*"))
+    assert not list(folder.parent.rglob("records*"))
+
+
+def assert_ended(pids_file: Path) -> None:
+    for pid in map(int, pids_file.read_text().split()):
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_run_leaves_notebook_page_metrics_records_environment_and_log(tmp_path: Path) -> None:
+    lab = write_lab(
+        tmp_path, "import os\nos.system('echo from the shell')\nprint(count, rate, name, modules, interactive)", " "
+    )
+    before = lab.read_bytes()
+    progress: list[str] = []
+    run = run_lab(
+        lab,
+        {"count": "8", "rate": "1e-4", "name": "on", "modules": "expert_fc1,moe_act"},
+        tmp_path / "runs" / "one",
+        timeout_seconds=120,
+        on_progress=progress.append,
+    )
+    assert lab.read_bytes() == before
+    assert sorted(path.name for path in run.folder.iterdir()) == [
+        "environment.json",
+        "log.txt",
+        "metrics.json",
+        "notebook.ipynb",
+        "page.html",
+        "records",
+    ]
+    printed = "8 0.0001 on ['expert_fc1', 'moe_act'] False"
+    assert printed in (run.folder / "log.txt").read_text()
+    page = (run.folder / "page.html").read_text()
+    assert printed in page.replace("&#39;", "'")
+    assert "<script" not in page, "no figure, no plotly.js"
+    assert run.parameters == {
+        "count": 8,
+        "rate": 1e-4,
+        "name": "on",
+        "modules": ["expert_fc1", "moe_act"],
+        "interactive": False,
+    }
+    assert run.metrics["records"]["plain"]["peak_allocated_bytes"] == 30
+    assert run.metrics["extra"] == {"count": 8}
+    assert StepRecord.load(run.folder / "records" / "plain").loss == 1.5
+    environment = json.loads((run.folder / "environment.json").read_text())
+    assert environment["packages"]["papermill"]
+    headings = [line.split("s  ")[-1] for line in progress]
+    assert headings == ["A small lab", "the parameters of this run", "Part 1", "Record"]
+    assert progress[0].startswith("[ 1/4]")
+
+
+def test_an_interactive_cell_is_skipped_and_the_run_still_whole(tmp_path: Path) -> None:
+    lab = write_lab(tmp_path, "raise RuntimeError('somebody should sit here')")
+    set_tag(lab, 3, "interactive-only")
+    run = run_lab(lab, {}, tmp_path / "run", timeout_seconds=120)
+    assert "somebody" not in (run.folder / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"cuont": 1}, "unknown parameter cuont: choose from count, rate, name, modules"),
+        ({"count": "eight"}, "parameter count is 'eight', must be a whole number"),
+        ({"count": "1e3"}, "parameter count is '1e3', must be a whole number"),
+        ({"count": 1.5}, "parameter count is 1.5, must be a whole number"),
+        ({"count": True}, "parameter count is True, must be a whole number"),
+        ({"rate": "nan"}, "parameter rate is 'nan', must be a finite number"),
+        ({"name": True}, "parameter name is True, must be text"),
+        ({"modules": ["a", 1]}, "parameter modules is ['a', 1], must be a list of names"),
+        ({"interactive": True}, "parameter interactive is False in every headless run"),
+    ],
+)
+def test_a_wrong_parameter_is_refused_before_anything_runs(
+    tmp_path: Path, parameters: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=r"must be|choose from|leave it out") as refusal:
+        run_lab(write_lab(tmp_path), parameters, tmp_path / "runs" / "run", timeout_seconds=120)
+    assert str(refusal.value).startswith(message)
+    assert "\n" not in str(refusal.value)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        (None, "0 cells are tagged 'parameters'"),
+        ("a: int = 1\na: int = 2", "parameter a stands twice"),
+        ("a: int = 1\nb = a * 2", "line 2, `b = a * 2`, has no literal value: derive values in the next cell"),
+        ("import os", "is no `name: type = literal`"),
+        ("a: int = '8'", "has the default '8', must be a whole number"),
+        ("a: str | None = None", "is of type str | None, must be one of int, float, bool, str, list[str]"),
+        ("a = {'b': 1}", "is of type dict"),
+        ("a: int =", "parameters cell, line 1: invalid syntax"),
+    ],
+)
+def test_a_parameters_cell_holds_only_typed_literals(tmp_path: Path, cell: str | None, message: str) -> None:
+    with pytest.raises(ValueError, match="parameter") as refusal:
+        run_lab(write_lab(tmp_path, parameters=cell), {}, tmp_path / "run", timeout_seconds=120)
+    assert message in str(refusal.value)
+
+
+def test_two_parameters_cells_are_refused(tmp_path: Path) -> None:
+    lab = write_lab(tmp_path, "x = 1")
+    set_tag(lab, 3, "parameters")
+    with pytest.raises(ValueError, match="2 cells are tagged 'parameters', must be exactly one"):
+        run_lab(lab, {}, tmp_path / "run", timeout_seconds=120)
+
+
+def test_what_is_no_notebook_is_refused(tmp_path: Path) -> None:
+    lab = write_lab(tmp_path)
+    lab.write_text("{ not json")
+    with pytest.raises(ValueError, match="is no valid notebook"):
+        run_lab(lab, {}, tmp_path / "run", timeout_seconds=120)
+    with pytest.raises(ValueError, match=r"does not exist: give the path of an \.ipynb file"):
+        run_lab(tmp_path / "missing.ipynb", {}, tmp_path / "run", timeout_seconds=120)
+
+
+def test_a_lab_without_a_record_cell_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the last code cell is not tagged 'record'"):
+        run_lab(write_lab(tmp_path, record=None), {}, tmp_path / "run", timeout_seconds=120)
+
+
+def test_a_folder_with_something_in_it_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "kept").write_text("")
+    with pytest.raises(ValueError, match="is not empty, and a run overwrites nothing"):
+        run_lab(write_lab(tmp_path), {}, tmp_path / "run", timeout_seconds=120)
+
+
+@pytest.mark.parametrize(
+    ("sources", "record", "message"),
+    [
+        (["1 / 0"], "", "failed in cell 3 of 4 (Part 1): ZeroDivisionError: division by zero"),
+        (["import sys\nsys.exit(0)", "2"], "", "failed before cell 4 of 5: the kernel exited early"),
+        ([], "print('the end')", "failed in its last cell: it handed over no metrics"),
+        (["RECORD"], "print('the end')", "failed in its last cell: it handed over no metrics"),
+        (["RECORD"], "", "finish must be called once"),
+        (
+            ["import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"],
+            "",
+            "failed in cell 3 of 4 (Part 1): the kernel died",
+        ),
+    ],
+    ids=["error", "sys.exit", "no finish", "early finish", "finish twice", "kernel killed"],
+)
+def test_a_run_that_did_not_come_to_its_end_is_a_failure(
+    tmp_path: Path, sources: list[str], record: str, message: str
+) -> None:
+    lab = write_lab(
+        tmp_path, *[RECORD if source == "RECORD" else source for source in sources], record=record or RECORD
+    )
+    folder = tmp_path / "runs" / "run"
+    with pytest.raises(LabFailedError) as failure:
+        run_lab(lab, {}, folder, timeout_seconds=120)
+    assert message in str(failure.value)
+    assert "\n" not in str(failure.value)
+    assert_nothing_reads_as_a_run(folder)
+    # What helps to understand it is kept under a name that says failed.
+    assert failure.value.folder == folder.with_name("run.failed")
+    assert sorted(path.name for path in failure.value.folder.iterdir()) == [
+        "environment.json",
+        "log.txt",
+        "notebook.ipynb",
+        "page.html",
+    ]
+    assert 'class="failure"' in (failure.value.folder / "page.html").read_text()
+
+
+def test_a_run_over_its_limit_is_killed_with_all_its_processes(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    lab = write_lab(tmp_path, WRITE_PIDS + "time.sleep(600)")
+    folder = tmp_path / "runs" / "run"
+    with pytest.raises(LabFailedError, match=r"in cell 3 of 4 \(Part 1\): it was killed at its limit of 15 s"):
+        run_lab(lab, {"name": str(pids)}, folder, timeout_seconds=15)
+    assert_nothing_reads_as_a_run(folder)
+    assert_ended(pids)
+
+
+def test_a_process_that_a_lab_leaves_behind_is_ended(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    run_lab(write_lab(tmp_path, WRITE_PIDS), {"name": str(pids)}, tmp_path / "run", timeout_seconds=120)
+    assert_ended(pids)
+
+
+def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+
+    def interrupt(line: str) -> None:
+        if "Part 2" in line:
+            raise KeyboardInterrupt
+
+    lab = write_lab(tmp_path, WRITE_PIDS, "time.sleep(600)")
+    folder = tmp_path / "runs" / "run"
+    with pytest.raises(KeyboardInterrupt):
+        run_lab(lab, {"name": str(pids)}, folder, timeout_seconds=120, on_progress=interrupt)
+    assert not list(folder.parent.iterdir())
+    assert_ended(pids)

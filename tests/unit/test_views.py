@@ -1,0 +1,520 @@
+"""Colours, figures, tables and what a notebook cell receives. Figures are read as data; no browser draws here."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, replace
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+
+from memlab.record import StepRecord
+from memlab.settings import OFFLOAD_MODULES, MemorySettings
+from memlab.timeline import CATEGORIES, PHASES, POOLS, Timeline
+from memlab.units import GIB, KIB, MIB
+from memlab.views.display import View, compare, show
+from memlab.views.figures import compare_figure, timeline_figure
+from memlab.views.palette import CATEGORY_LOOKS, INK, PHASE_LOOKS, series_look
+from memlab.views.resample import AXES, Axis
+from memlab.views.tables import LINE_WIDTH, compare_table, in_unit, record_names, record_table
+
+from .builders import TimelineBuilder, out_of_memory, random_timeline, record_of, scenario, training_step
+
+FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+EVERYTHING = MemorySettings(offload_modules=OFFLOAD_MODULES, offload_parameters=True, offload_optimizer=True)
+PLAIN = record_of(training_step())
+RECOMPUTED = record_of(training_step(recompute=True), FULL)
+
+# Machado, Oliveira and Fernandes 2009, severity 1.0, on linear RGB.
+DICHROMACY = {
+    "normal sight": np.eye(3),
+    "protanopia": np.array(
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+    ),
+    "deuteranopia": np.array(
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+    ),
+    "tritanopia": np.array(
+        [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]]
+    ),
+}
+CATEGORY_COLOURS = [look.colour for look in CATEGORY_LOOKS.values()]
+SERIES_COLOURS = [series_look(position).colour for position in range(5)]
+
+
+def linear_rgb(colour: str) -> np.ndarray:
+    value = np.array([int(colour[at : at + 2], 16) for at in (1, 3, 5)]) / 255
+    return np.where(value <= 0.04045, value / 12.92, ((value + 0.055) / 1.055) ** 2.4)
+
+
+def cielab(rgb: np.ndarray) -> np.ndarray:
+    to_xyz = np.array(
+        [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
+    )
+    xyz = to_xyz @ rgb / np.array([0.95047, 1.0, 1.08883])
+    f = np.where(xyz > 216 / 24389, np.cbrt(xyz), (24389 / 27 * xyz + 16) / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+def seen_distance(one: str, other: str, sight: str) -> float:
+    """CIE76 distance of two colours as an eye without one kind of cone sees them."""
+    matrix = DICHROMACY[sight]
+    labs = [cielab(np.clip(matrix @ linear_rgb(colour), 0, 1)) for colour in (one, other)]
+    return float(np.linalg.norm(labs[0] - labs[1]))
+
+
+def contrast(one: str, other: str) -> float:
+    light, dark = sorted((float(linear_rgb(c) @ [0.2126, 0.7152, 0.0722]) for c in (one, other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("colours", [CATEGORY_COLOURS, SERIES_COLOURS], ids=["categories", "series"])
+@pytest.mark.parametrize("sight", DICHROMACY)
+def test_palette_stays_apart_for_colour_blind_readers(sight: str, colours: list[str]) -> None:
+    assert min(seen_distance(one, other, sight) for one, other in combinations(colours, 2)) >= 12
+
+
+def test_compared_steps_wear_no_category_s_colour() -> None:
+    pairs = [(series, category) for series in SERIES_COLOURS for category in CATEGORY_COLOURS]
+    assert min(seen_distance(*pair, "normal sight") for pair in pairs) >= 12
+
+
+@pytest.mark.parametrize("background", ["#FFFFFF", "#111111"], ids=["light", "dark"])
+def test_text_and_lines_read_on_light_and_dark_pages(background: str) -> None:
+    assert contrast(INK, background) >= 4
+    assert min(contrast(colour, background) for colour in SERIES_COLOURS) >= 2.9
+
+
+def test_colour_is_never_the_only_sign() -> None:
+    assert len({look.pattern for look in CATEGORY_LOOKS.values()}) == len(CATEGORIES)
+    assert len({(series_look(at).colour, series_look(at).dash) for at in range(30)}) == 30
+    assert len({series_look(at).dash for at in range(6)}) == 6
+
+
+def test_every_category_and_phase_has_one_look() -> None:
+    assert sorted(CATEGORY_LOOKS) == sorted(CATEGORIES)
+    assert tuple(PHASE_LOOKS) == PHASES
+
+
+# Figures
+
+
+def areas(figure: go.Figure) -> dict[str, go.Scatter]:
+    return {trace.name: trace for trace in figure.data if trace.stackgroup}
+
+
+def total_of(figure: go.Figure) -> go.Scatter:
+    return next(trace for trace in figure.data if trace.name == "total")
+
+
+def texts(figure: go.Figure) -> str:
+    """All that is written on a figure, as one line without markup."""
+    parts = [figure.layout.title.text, *(annotation.text for annotation in figure.layout.annotations)]
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", " ".join(parts)))
+
+
+def totals_event_by_event(timeline: Timeline, pool: str) -> list[int]:
+    total, totals = 0, []
+    for code, delta in zip(timeline.pool, timeline.delta_bytes, strict=True):
+        total += int(delta) if POOLS[code] == pool else 0
+        totals.append(total)
+    return totals[max(timeline.num_opening_events - 1, 0) :]
+
+
+@pytest.mark.parametrize("above_start", [True, False], ids=["above the start", "from zero"])
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize(
+    "timeline",
+    [
+        pytest.param(training_step(), id="a step"),
+        pytest.param(training_step(recompute=True, scale=KIB), id="a tiny step"),
+        pytest.param(random_timeline(1500), id="no order"),
+        pytest.param(random_timeline(1500, instants=9), id="many equal times"),
+    ],
+)
+def test_stack_adds_up_to_the_total_at_every_drawn_point(timeline: Timeline, pool: str, *, above_start: bool) -> None:
+    figure = timeline_figure(record_of(timeline), pool, "event", above_start=above_start)
+    truth = totals_event_by_event(timeline, pool)
+    if not any(truth):
+        assert not figure.data
+        return
+    unit_bytes = {"GiB": GIB, "MiB": MIB, "KiB": KIB}[figure.layout.yaxis.title.text[-4:-1]]
+    stacked = sum(trace.y for trace in areas(figure).values())
+    drawn = total_of(figure)
+    assert (stacked * unit_bytes).tolist() == (drawn.y * unit_bytes).tolist() == [truth[int(at)] for at in drawn.x]
+
+
+def test_all_areas_share_one_row_of_places() -> None:
+    # plotly stacks by place; with different rows it would fill in zeros where times are equal.
+    figure = timeline_figure(record_of(random_timeline(20_000, instants=50)))
+    xs = [trace.x.tolist() for trace in areas(figure).values()]
+    assert all(x == xs[0] for x in xs)
+
+
+def test_categories_stand_in_one_order_and_empty_ones_are_left_out() -> None:
+    assert list(areas(timeline_figure(PLAIN))) == ["held throughout", "activations", "temporary"]
+    assert list(areas(timeline_figure(PLAIN, above_start=False))) == [
+        "parameters",
+        "gradients",
+        "optimizer state",
+        "workspace",
+        "activations",
+        "temporary",
+    ]
+    for figure in (timeline_figure(PLAIN), timeline_figure(RECOMPUTED), timeline_figure(PLAIN, above_start=False)):
+        for name, look in CATEGORY_LOOKS.items():
+            if name in areas(figure):
+                assert areas(figure)[name].fillcolor == look.colour
+                assert areas(figure)[name].fillpattern.shape == look.pattern
+
+
+def test_lines_are_steps_not_slopes() -> None:
+    assert {trace.line.shape for trace in timeline_figure(PLAIN).data if trace.mode == "lines"} == {"hv"}
+    lines = [trace for trace in compare_figure(PLAIN, RECOMPUTED).data if trace.mode != "markers"]
+    assert {trace.line.shape for trace in lines} == {"hv"}
+
+
+def test_the_axis_starts_at_what_was_held_throughout_and_says_so() -> None:
+    figure = timeline_figure(PLAIN)
+    held = PLAIN.static_bytes
+    assert figure.layout.yaxis.range[0] == held / GIB
+    assert f"the axis starts at {held / GIB:.3f} GiB held throughout" in texts(figure)
+    assert timeline_figure(PLAIN, above_start=False).layout.yaxis.range[0] == 0
+    assert "the axis starts" not in texts(timeline_figure(PLAIN, above_start=False))
+
+
+def test_the_axis_starts_at_zero_where_little_was_held() -> None:
+    step = TimelineBuilder()
+    step.opening("parameters", 10)
+    step.event(30, "activations", after=1)
+    assert timeline_figure(record_of(step.build())).layout.yaxis.range[0] == 0
+
+
+def test_the_peak_is_marked_and_broken_down() -> None:
+    figure = timeline_figure(PLAIN)
+    timeline = PLAIN.timeline
+    assert timeline is not None
+    marker = next(trace for trace in figure.data if trace.mode == "markers")
+    assert marker.y[0] * GIB == max(totals_event_by_event(timeline, "device")) == PLAIN.peak_allocated_bytes
+    assert marker.x[0] == timeline.nanoseconds[timeline.peak_index()] / 1e6
+    parts = PLAIN.peak_by_category
+    assert f"peak {PLAIN.peak_allocated_bytes / GIB:.3f} GiB" in texts(figure)
+    assert f"activations {parts['activations'] / GIB:.3f}, temporary {parts['temporary'] / GIB:.3f}" in texts(figure)
+    assert "grew most: output_layer, 1.758 GiB" in texts(figure)
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_phases_are_named_where_their_name_fits(axis: Axis) -> None:
+    figure = timeline_figure(PLAIN, axis=axis)
+    names = [annotation.text for annotation in figure.layout.annotations]
+    assert names[:2] == ["forward", "backward"]
+    assert ("opt" in names) == (axis == "time"), "a narrow phase has its short name, a very narrow one none"
+    bands = [shape for shape in figure.layout.shapes if shape.type == "rect"]
+    assert len(bands) == 3
+    assert [band.x0 for band in bands] == [0.0, bands[0].x1, bands[1].x1]
+    assert bands[-1].x1 == figure.layout.xaxis.range[1]
+
+
+def test_pointing_at_a_moment_names_the_phase_and_the_modules_that_grew_most() -> None:
+    timeline = PLAIN.timeline
+    assert timeline is not None
+    text = total_of(timeline_figure(PLAIN)).text
+    assert len(text) == len(total_of(timeline_figure(PLAIN)).x)
+    peak = timeline.peak_index() - timeline.num_opening_events + 1
+    assert text[peak].startswith("backward; grew most since the step's start:<br>  output_layer 1.758 GiB")
+
+
+@pytest.mark.parametrize(
+    ("pool", "words"),
+    [
+        ("device", "allocated on the device"),
+        ("host", "allocated on the host"),
+        ("on_chip", "on chip, not part of the device's bytes"),
+    ],
+)
+def test_title_and_axis_say_which_pool(pool: str, words: str) -> None:
+    figure = timeline_figure(record_of(random_timeline(500)), pool)
+    assert words in figure.layout.title.text
+    assert words in figure.layout.yaxis.title.text
+    assert str(scenario()) in texts(figure)
+    assert "simulated" in texts(figure)
+
+
+def test_figures_are_transparent_and_bring_no_theme() -> None:
+    for figure in (timeline_figure(PLAIN), compare_figure(PLAIN, RECOMPUTED)):
+        assert figure.layout.paper_bgcolor == figure.layout.plot_bgcolor == "rgba(0, 0, 0, 0)"
+        assert not figure.layout.template.layout.to_plotly_json()
+        assert figure.layout.font.color == INK
+
+
+@pytest.mark.parametrize(("scale", "unit"), [(1, "GiB"), (KIB, "MiB"), (MIB, "KiB")], ids=["large", "small", "tiny"])
+def test_a_figure_has_the_unit_that_its_peak_fills(scale: int, unit: str) -> None:
+    figure = timeline_figure(record_of(training_step(scale=scale)))
+    assert figure.layout.yaxis.title.text == f"allocated on the device ({unit})"
+    assert re.search(rf"peak 52\.\d+ {unit}", texts(figure))
+
+
+def test_a_hundred_gibibytes_are_drawn_to_the_byte() -> None:
+    step = TimelineBuilder()
+    step.opening("parameters", 100 * GIB)
+    step.event(1, "temporary", after=1)
+    figure = timeline_figure(record_of(step.build()))
+    assert total_of(figure).y[-1] * GIB == 100 * GIB + 1
+    assert figure.layout.yaxis.range[0] < figure.layout.yaxis.range[1]
+
+
+@pytest.mark.parametrize("above_start", [True, False])
+@pytest.mark.parametrize("axis", AXES)
+def test_a_single_event_is_drawn(axis: Axis, *, above_start: bool) -> None:
+    step = TimelineBuilder()
+    step.event(3 * KIB, "activations", "decoder")
+    figure = timeline_figure(record_of(step.build()), axis=axis, above_start=above_start)
+    assert "peak 3.0 KiB" in texts(figure)
+
+
+@pytest.mark.parametrize("num_events", [0, 1])
+def test_a_timeline_without_bytes_says_that_nothing_was_seen(num_events: int) -> None:
+    step = TimelineBuilder()
+    for _ in range(num_events):
+        step.event(0, "activations")
+    record = record_of(step.build())
+    for figure in (timeline_figure(record), compare_figure(record, record)):
+        assert "nothing allocated on the device was seen" in texts(figure)
+        assert not figure.data
+
+
+def test_a_step_beside_one_without_bytes_is_still_compared() -> None:
+    empty = record_of(TimelineBuilder().build())
+    names = [trace.name for trace in compare_figure(empty, RECOMPUTED, PLAIN).data if trace.name]
+    assert [name.split(": ")[0] for name in names] == ["full uniform 1", "none, step 3"]
+
+
+def test_events_that_all_have_one_time_get_a_hint() -> None:
+    record = record_of(random_timeline(500, instants=1))
+    assert "axis='event'" in texts(timeline_figure(record))
+    assert "axis='event'" not in texts(timeline_figure(record, axis="event"))
+
+
+def test_a_step_that_ran_out_of_memory_shows_its_status_and_message() -> None:
+    failed = out_of_memory(RECOMPUTED)
+    without_timeline = replace(failed, timeline=None)
+    for figure in (
+        timeline_figure(failed),
+        timeline_figure(without_timeline),
+        compare_figure(PLAIN, failed),
+        compare_figure(PLAIN, without_timeline),
+    ):
+        assert failed.message in texts(figure)
+        assert "out of memory" in texts(figure)
+    for table in (record_table(failed), compare_table(PLAIN, failed)):
+        assert failed.message in re.sub(r"\s+", " ", table)
+        assert re.search("out.of.memory", table)
+
+
+@pytest.mark.parametrize("draw", [timeline_figure, show, lambda record: compare(PLAIN, record)])
+def test_a_record_without_timeline_says_what_to_do(draw: Any) -> None:
+    with pytest.raises(ValueError, match=r"step 3 \(none\) has no timeline.*take the step again.*record_table"):
+        draw(replace(PLAIN, timeline=None))
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"pool": "disk"}, "pool is 'disk', must be one of device, host, on_chip"),
+        ({"axis": "frames"}, "axis is 'frames', must be one of time, event"),
+    ],
+)
+def test_a_wrong_choice_is_named_with_the_right_ones(choice: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        timeline_figure(PLAIN, **choice)
+
+
+def test_words_from_outside_are_not_read_as_markup() -> None:
+    failed = replace(out_of_memory(PLAIN), message="<b>full</b> & done")
+    assert "&lt;b&gt;full&lt;/b&gt; &amp; done" in timeline_figure(failed).layout.title.text
+
+
+# Comparison
+
+
+def test_compared_steps_name_each_peak_and_its_difference() -> None:
+    figure = compare_figure(PLAIN, RECOMPUTED)
+    peaks = [record.peak_allocated_bytes for record in (PLAIN, RECOMPUTED)]
+    markers = [trace for trace in figure.data if trace.mode == "markers"]
+    assert [marker.y[0] * GIB for marker in markers] == peaks
+    saved = f"{(peaks[0] - peaks[1]) / GIB:.3f}"
+    names = [trace.name for trace in figure.data if trace.name]
+    assert names == [
+        f"none: peak {peaks[0] / GIB:.3f} GiB",
+        f"full uniform 1: peak {peaks[1] / GIB:.3f} (\N{MINUS SIGN}{saved}) GiB",
+    ]
+    assert f"{peaks[1] / GIB:.3f} (\N{MINUS SIGN}{saved})" in texts(figure)
+
+
+def test_compared_steps_are_told_apart_by_dash_and_colour() -> None:
+    lines = [trace.line for trace in compare_figure(*[PLAIN] * 6).data if trace.name]
+    assert len({line.dash for line in lines}) == 6
+    assert len({(line.color, line.dash) for line in lines}) == 6
+
+
+def test_labels_of_equal_peaks_do_not_cover_each_other() -> None:
+    labels = compare_figure(*[PLAIN] * 4).layout.annotations
+    assert [round(label.yshift) for label in labels] == [0, 17, 34, 51]
+
+
+def test_compared_scenarios_are_named_where_they_differ() -> None:
+    other = record_of(training_step(2), scenario=scenario(num_layers=2), backend="cuda")
+    assert record_names([PLAIN, other]) == ["none (4 layers, simulated)", "none (2 layers, cuda)"]
+    assert record_names([PLAIN, RECOMPUTED]) == ["none", "full uniform 1"]
+    assert record_names([PLAIN, replace(PLAIN, step_index=4)]) == ["none, step 3", "none, step 4"]
+    assert "different scenarios" in texts(compare_figure(PLAIN, other))
+    assert str(scenario()) in texts(compare_figure(PLAIN, RECOMPUTED))
+    assert compare_table(PLAIN, other).startswith("different scenarios")
+
+
+def test_the_compared_axis_says_where_it_starts() -> None:
+    assert "the axis starts at the lowest bytes of all, 46.8" in texts(compare_figure(PLAIN, RECOMPUTED))
+    empty_start = record_of(random_timeline(500, num_opening_events=0))
+    figure = compare_figure(PLAIN, empty_start)
+    assert figure.layout.yaxis.range[0] == 0
+    assert "the axis starts" not in texts(figure)
+
+
+@pytest.mark.parametrize("num_records", [0, 1])
+def test_a_comparison_needs_two_steps(num_records: int) -> None:
+    with pytest.raises(ValueError, match=f"compare_figure got {num_records} records, must be at least 2: add a step"):
+        compare_figure(*[PLAIN] * num_records)
+
+
+# Tables
+
+
+def busy_record() -> StepRecord:
+    return replace(
+        PLAIN,
+        settings=EVERYTHING,
+        residual_bytes=512,
+        host_bytes=3 * GIB,
+        offloaded_bytes_by_module={"expert_fc1": 2 * GIB},
+        offloaded_bytes_by_group={"optimizer state": 24 * GIB},
+        load_seconds=0.25,
+        without_effect={"offload_modules:attn_norm": "the norm before attention is fused into linear_qkv, " * 4},
+        peak_by_module={"decoder." + "long_name." * 12 + "end": 40 * GIB, "": 39 * GIB} | PLAIN.peak_by_module,
+    )
+
+
+def test_record_table_names_everything_that_was_measured() -> None:
+    table = record_table(busy_record())
+    for words in (
+        r"settings: offload attn_norm\+qkv_linear",
+        r"device, the step's peak +52\.871 +56,769,904,640 +100\.0%",
+        r"  optimizer state +31\.199 ",
+        r"  activations +5\.457 ",
+        r"device, activation peak above the start +6\.043 ",
+        r"device, residual at the step's end +<0\.001 +512 +0\.0%",
+        r"host, the step's peak +3\.000 ",
+        r"offloaded in the step: expert_fc1 +2\.000 ",
+        r"off the device after it: optimizer state +24\.000 ",
+        r"outside the model's modules",
+        r"  \.\.\.\S*long_name\.end",
+        r"offload_modules:attn_norm: the norm before",
+        r"step 105\.1 ms \(loading 250\.0 ms, offloading 0\.0 ms\), 38,972 tokens/s, loss 12\.333740",
+    ):
+        assert re.search(words, table), words
+
+
+def test_record_table_shows_ten_modules_and_the_rest_as_one() -> None:
+    lines = record_table(PLAIN).splitlines()
+    start = next(number for number, line in enumerate(lines) if "by the module" in line)
+    listed = lines[start + 1 : start + 12]
+    assert listed[10].startswith(f"  {len(PLAIN.peak_by_module) - 10} other modules")
+    sizes = [int(line.split()[-2].replace(",", "")) for line in listed]
+    assert sum(sizes) == PLAIN.peak_allocated_bytes
+
+
+def test_compare_table_holds_every_step_against_the_first() -> None:
+    lines = compare_table(PLAIN, RECOMPUTED, replace(PLAIN, settings=EVERYTHING, residual_bytes=512)).splitlines()
+    units = next(line.split() for line in lines if line.split()[:1] == ["GiB"])
+    assert units == ["GiB", "GiB", "GiB", "B", "B", "GiB", "ms"]
+    rows = {line.split()[0]: line.split() for line in lines if line}
+    saved = f"{(PLAIN.peak_allocated_bytes - RECOMPUTED.peak_allocated_bytes) / GIB:.3f}"
+    assert rows["none"][1:3] == [f"{PLAIN.peak_allocated_bytes / GIB:.3f}", "0.000"]
+    assert rows["full"][3:5] == [f"{RECOMPUTED.peak_allocated_bytes / GIB:.3f}", saved]
+    assert rows["none"][-3:] == ["105.1", "38,972", "12.333740"]
+
+
+def test_compare_table_keeps_quiet_about_what_a_failed_step_did_not_measure() -> None:
+    row = next(line for line in compare_table(PLAIN, out_of_memory(RECOMPUTED)).splitlines() if "full" in line)
+    assert row.split()[-3:] == ["-", "-", "-"]
+
+
+def test_columns_are_aligned_and_lines_fit_the_page() -> None:
+    for table in (record_table(busy_record()), compare_table(PLAIN, busy_record(), out_of_memory(busy_record()))):
+        assert max(len(line) for line in table.splitlines()) <= LINE_WIDTH
+        assert not re.search(r"[ \t]+$", table, re.MULTILINE)
+    ends = {line.rindex("%") for line in record_table(PLAIN).splitlines() if line.endswith("%")}
+    assert len(ends) == 1
+
+
+def test_tables_need_no_timeline_and_no_bytes() -> None:
+    empty = record_of(None)
+    assert "device, the step's peak" in record_table(empty)
+    assert "none" in compare_table(empty)
+    with pytest.raises(ValueError, match="compare_table got 0 records"):
+        compare_table()
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "unit_bytes", "text"),
+    [
+        (3 * GIB, GIB, "3.000"),
+        (512, GIB, "<0.001"),
+        (-512, GIB, "-<0.001"),
+        (0, GIB, "0.000"),
+        (-MIB // 2, MIB, "-0.50"),
+        (1500, KIB, "1.5"),
+        (7, 1, "7"),
+    ],
+)
+def test_a_few_bytes_are_never_written_as_none(num_bytes: int, unit_bytes: int, text: str) -> None:
+    assert in_unit(num_bytes, unit_bytes) == text
+
+
+# Display
+
+
+@pytest.mark.parametrize("view", [show(PLAIN), compare(PLAIN, RECOMPUTED)], ids=["show", "compare"])
+def test_a_cell_gets_the_figure_and_its_text_twin(view: View) -> None:
+    bundle = view._repr_mimebundle_()
+    assert bundle["text/plain"] == str(view) == repr(view) == view.table
+    drawn = bundle["application/vnd.plotly.v1+json"]
+    assert json.loads(json.dumps(drawn)) == drawn
+    assert drawn["layout"]["title"] == view.figure.to_plotly_json()["layout"]["title"]
+    assert go.Figure({"data": drawn["data"], "layout": drawn["layout"]}) == view.figure
+
+
+def test_a_view_does_not_change() -> None:
+    view = show(PLAIN)
+    with pytest.raises(FrozenInstanceError):
+        view.table = ""  # type: ignore[misc]
+
+
+def test_show_passes_its_choices_on() -> None:
+    record = record_of(random_timeline(400))
+    view = show(record, "host", "event", above_start=False)
+    assert view.figure == timeline_figure(record, "host", "event", above_start=False)
+    assert compare(PLAIN, RECOMPUTED, axis="event").figure == compare_figure(PLAIN, RECOMPUTED, axis="event")
+
+
+def test_display_imports_plotly_only_when_it_draws_and_torch_never() -> None:
+    code = (
+        "import sys, memlab.views.display; late = 'plotly' not in sys.modules; "
+        "import memlab.views.figures; assert late and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
