@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 # A name on the PATH may be a shim that runs nothing, so each candidate is asked for its version.
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3,$(shell \
 	$(name) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $(name))))
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+# Twice quiet: errors only.
+PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import platform
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -90,6 +91,7 @@ class Lab:
         try:
             self._live = self._on_worker(self._build)
         except BaseException:
+            holders.forget()
             self._worker.shutdown()
             self._worker = None
             raise
@@ -168,6 +170,10 @@ class Lab:
 
         def run() -> _Result:
             with ExitStack() as stack:
+                stack.enter_context(warnings.catch_warnings())
+                # Megatron warns of its own defaults, and reads `.grad` of the views that its fp32 main parameters are.
+                warnings.filterwarnings("ignore", module=r"megatron\.")
+                warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(self.backend.active())
                 stack.enter_context(labelled_by(self._labels))
@@ -259,9 +265,4 @@ def _close_open_lab() -> None:
         lab.close()
 
 
-def _leave_process_group() -> None:
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
-atexit.register(_leave_process_group)
+atexit.register(holders.forget)

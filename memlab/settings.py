@@ -180,6 +180,10 @@ class MemorySettings:
             reasons["offload_modules:attn_norm"] = fused_attention_norm
         if "mlp_norm" in (self.offload_modules or ()) and not architecture.is_moe:
             reasons["offload_modules:mlp_norm"] = f"{fused_mlp_norm} to offload"
+        if {"core_attn"} <= set(self.offload_modules or ()) & set(self.recompute_modules or ()):
+            reasons["offload_modules:core_attn"] = (
+                "core_attn is recomputed, and Megatron opens no offload group around an attention that it checkpoints"
+            )
         if "layernorm" in (self.recompute_modules or ()) and not architecture.is_moe:
             reasons["recompute_modules:layernorm"] = "both norms of a dense layer are fused into the linear that follows"
         if "mlp" in (self.recompute_modules or ()) and architecture.is_moe:

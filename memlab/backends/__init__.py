@@ -19,7 +19,7 @@ class Backend:
     layer_provider: type
     """A megatron-core `BackendSpecProvider` class."""
     distributed_backend: str
-    """torch.distributed's name for the collectives: ``gloo`` or ``nccl``."""
+    """torch.distributed's name for the collectives: ``nccl``, or ``fake`` for a rank that is alone."""
     active: Callable[[], AbstractContextManager[None]]
     """Everything that touches the model runs inside this context."""
 

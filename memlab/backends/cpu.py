@@ -29,7 +29,7 @@ from memlab.model.torch_layers import TorchProvider
 def backend(reason: str) -> Backend:
     """Returns the CPU backend: the live model at small sizes, with real values."""
     return Backend(
-        name="cpu", reason=reason, layer_provider=TorchProvider, distributed_backend="gloo", active=stand_in
+        name="cpu", reason=reason, layer_provider=TorchProvider, distributed_backend="fake", active=stand_in
     )
 
 

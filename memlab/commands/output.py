@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 
 
 @contextmanager
@@ -17,11 +17,11 @@ def result_alone_on_stdout() -> Iterator[None]:
     stdout = os.dup(1)
     os.dup2(2, 1)
     try:
-        with warnings.catch_warnings():
+        with redirect_stdout(sys.stderr), warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
             yield
     finally:
-        sys.stdout.flush()
+        sys.stdout.flush()  # of whoever kept the stream
         ctypes.CDLL(None).fflush(None)  # C keeps a buffer of its own, and would write it after the result
         os.dup2(stdout, 1)
         os.close(stdout)

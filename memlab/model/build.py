@@ -52,7 +52,7 @@ def build(
     Args:
         scenario: What to build.
         provider: A `BackendSpecProvider` class, in the place of Megatron's ``TESpecProvider``.
-        distributed_backend: ``gloo`` or ``nccl``.
+        distributed_backend: ``nccl``, or ``fake`` for a rank that is alone.
         settings: Recompute and offload settings to build with; a live model takes others by `toggles.apply`.
 
     Returns:
@@ -75,6 +75,7 @@ def build(
             use_distributed_optimizer=True,
         ),
         [chunk],
+        use_gloo_process_groups=False,
     )
     _fuse_adam(optimizer)
     return LiveModel(scenario, config, chunk, optimizer, get_forward_backward_func())
@@ -174,7 +175,13 @@ def settings_fields(settings: MemorySettings) -> dict[str, Any]:
 
 def join_process_group(distributed_backend: str, seed: int) -> None:
     """Starts a process group of this rank alone and seeds Megatron's random states."""
-    torch.distributed.init_process_group(distributed_backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
+    if distributed_backend == "fake":
+        # Importing it registers the backend. On one rank every collective is the identity, and this one allocates
+        # nothing for it, like NCCL; gloo would copy the whole gradient buffer.
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401
+    torch.distributed.init_process_group(
+        distributed_backend, store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

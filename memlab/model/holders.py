@@ -57,6 +57,11 @@ def release(live: LiveModel) -> None:
     for module in list(live.chunk.modules()):
         vars(module).clear()
     live.chunk = live.optimizer = live.config = None  # type: ignore[assignment]
+    forget()
+
+
+def forget() -> None:
+    """Empties megatron-core's process-wide state and leaves the process group."""
     RotaryEmbedding.forward.cache_clear()
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
     get_moe_layer_wise_logging_tracker().clear()
@@ -65,5 +70,6 @@ def release(live: LiveModel) -> None:
     random._CUDA_RNG_STATE_TRACKER = None
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
     parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     gc.collect()

@@ -105,15 +105,17 @@ def prepare_lab(
     Raises:
         ValueError: If the notebook is no lab, or a parameter, the folder or the limit is wrong.
     """
-    notebook, folder = Path(notebook).resolve(), Path(output_folder).resolve()
-    source = read_notebook(notebook)
+    source = read_notebook(Path(notebook))
+    folder = Path(output_folder).resolve()
     values = resolve(read_parameters(source), parameters)
     check_record_cell(source)
     if not 0 < timeout_seconds <= _WEEK_SECONDS:
         raise ValueError(f"timeout is {timeout_seconds:g} seconds, must be above 0 and at most a week: give another")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"output folder {folder} is not empty, and a run overwrites nothing: give another folder")
-    return PreparedLab(notebook=notebook, parameters=values, folder=folder, timeout_seconds=timeout_seconds)
+    return PreparedLab(
+        notebook=Path(notebook).resolve(), parameters=values, folder=folder, timeout_seconds=timeout_seconds
+    )
 
 
 def run_lab(

@@ -32,8 +32,9 @@ _PLOT_HEIGHT = 320
 _BAND_HEIGHT = 18
 _LINE_HEIGHT = 17
 _LETTER_SHARE = 6.5 / 510
-# Letters on a line across the figure, and beside a peak that stands in its middle.
+# Letters on a line across the figure, in its legend, and beside a peak that stands in its middle.
 _LETTERS_ACROSS = 90
+_LETTERS_IN_LEGEND = 76
 _LETTERS_BESIDE = 42
 
 
@@ -122,7 +123,8 @@ def compare_figure(*records: StepRecord, axis: Axis = "time") -> go.Figure:
     lines.append("in brackets: the difference from the first peak")
     labels = [in_unit(peaks[0], unit_bytes)]
     labels += [f"{in_unit(peak, unit_bytes)} ({_signed(peak - peaks[0], unit_bytes)})" for peak in peaks[1:]]
-    legend = [_folded(f"{name}: peak {label} {unit}") for (name, _, _), label in zip(drawn, labels, strict=True)]
+    entries = [f"{name}: peak {label} {unit}" for (name, _, _), label in zip(drawn, labels, strict=True)]
+    legend = [_folded(entry, _LETTERS_IN_LEGEND) for entry in entries]
     num_legend_lines = sum(len(rows) for rows in legend)
     y_title = f"allocated on the device ({unit})"
     figure = _frame(title, lines, _AXIS_TITLES[axis], y_title, num_legend_lines=num_legend_lines)

@@ -127,7 +127,8 @@ def largest_modules(
     """Names the modules whose bytes, born since the step's start, fill a pool most.
 
     Args:
-        timeline: The events; what was alive at the step's start is left out, for it is there at every point.
+        timeline: The events; what was alive at the step's start or was loaded back for it is left out: next to
+            parameters and optimizer state, which every step has, nothing else would be named.
         event_index: The events after which to look, ascending, of shape [points].
         pool: One of `POOLS`.
         count: How many modules to name at most.
@@ -136,7 +137,8 @@ def largest_modules(
         For each of `event_index` the modules with their bytes, the largest first.
     """
     since = timeline.num_opening_events
-    mine = since + np.flatnonzero(timeline.pool[since:] == POOLS.index(pool))
+    loaded = timeline.phase[since:] == PHASES.index("load")
+    mine = since + np.flatnonzero((timeline.pool[since:] == POOLS.index(pool)) & ~loaded)
     point = np.searchsorted(event_index, mine)
     num_modules, rows = len(timeline.modules), []
     alive = np.zeros(num_modules, dtype=np.int64)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from small_labs import RECORD, set_tag, write_lab
 
 from memlab.record import StepRecord
 from memlab.regression.runner import LabFailedError, run_lab
+from tests.notebooks.small_labs import RECORD, set_tag, write_lab
 
 WRITE_PIDS = """\
 import os, subprocess, pathlib, time

@@ -82,6 +82,7 @@ def test_a_short_timeline_is_drawn_whole() -> None:
     events = range(timeline.num_opening_events - 1, len(timeline))
     assert resample(timeline).event_index.tolist() == list(events)
     assert resample(timeline, axis="event").position.tolist() == list(range(len(events)))
+    assert len(resample(random_timeline(200, instants=1, num_opening_events=1))) == 200
 
 
 @pytest.mark.parametrize("timeline", CASES)
@@ -89,6 +90,23 @@ def test_held_bytes_are_the_least_that_any_event_left_drawn_or_not(timeline: Tim
     rows = of_the_step(timeline, held_after_every_event(timeline, "device"))
     points = resample(timeline, num_bins=3)
     assert points.held_bytes.tolist() == [min(column) for column in zip(*rows, strict=True)]
+
+
+def test_a_category_s_dip_counts_even_where_no_point_is_drawn() -> None:
+    step = TimelineBuilder()
+    step.opening("gradients", 5)
+    for category, delta in (
+        ("temporary", 6),
+        ("gradients", -4),
+        ("temporary", 8),
+        ("gradients", 4),
+        ("temporary", -14),
+    ):
+        step.event(delta, category, after=1)
+    points = resample(step.build(), num_bins=1)
+    assert len(points) < 6
+    assert 1 not in points.category_bytes[CATEGORIES.index("gradients")]
+    assert points.held_bytes[CATEGORIES.index("gradients")] == 1
 
 
 def test_a_timeline_without_events_gives_no_points() -> None:
@@ -109,7 +127,7 @@ def test_events_that_all_have_one_time_keep_their_start_end_and_extremes() -> No
 def naive_largest(timeline: Timeline, event: int, pool: str, count: int) -> list[tuple[str, int]]:
     alive = dict.fromkeys(timeline.modules, 0)
     for number in range(timeline.num_opening_events, event + 1):
-        if POOLS[timeline.pool[number]] == pool:
+        if POOLS[timeline.pool[number]] == pool and PHASES[timeline.phase[number]] != "load":
             alive[timeline.modules[timeline.module[number]]] += int(timeline.delta_bytes[number])
     ranked = sorted(alive.items(), key=lambda item: -item[1])
     return [(name, size) for name, size in ranked[:count] if size > 0]
@@ -125,6 +143,14 @@ def test_the_largest_modules_are_those_that_grew_most_since_the_step_began(pool:
     assert len(named) == len(points)
     for point in np.linspace(0, len(points) - 1, 12).astype(int):
         assert named[point] == naive_largest(timeline, points.event_index[point], pool, 3)
+
+
+def test_what_was_loaded_back_did_not_grow() -> None:
+    step = TimelineBuilder(phase="load")
+    step.event(100, "parameters", "loaded")
+    step.phase = "forward"
+    step.event(1, "activations", "grown")
+    assert largest_modules(step.build(), np.array([0, 1])) == [[], [("grown", 1)]]
 
 
 @pytest.mark.parametrize("axis", AXES)

@@ -230,6 +230,16 @@ def test_pointing_at_a_moment_names_the_phase_and_the_modules_that_grew_most() -
     assert text[peak].startswith("backward; grew most since the step's start:<br>  output_layer 1.758 GiB")
 
 
+def test_the_modules_named_are_those_that_fill_the_drawn_pool() -> None:
+    step = TimelineBuilder()
+    step.event(5 * MIB, "activations", "on the device", after=1)
+    step.event(3 * MIB, "activations", "on the host", pool="host", after=1)
+    for pool, size in (("device", "5.00 MiB"), ("host", "3.00 MiB")):
+        figure = timeline_figure(record_of(step.build()), pool)
+        assert total_of(figure).text[-1].endswith(f"<br>  on the {pool} {size}")
+        assert f"grew most: on the {pool}, {size}" in texts(figure)
+
+
 @pytest.mark.parametrize(
     ("pool", "words"),
     [
@@ -267,6 +277,15 @@ def test_a_hundred_gibibytes_are_drawn_to_the_byte() -> None:
     figure = timeline_figure(record_of(step.build()))
     assert total_of(figure).y[-1] * GIB == 100 * GIB + 1
     assert figure.layout.yaxis.range[0] < figure.layout.yaxis.range[1]
+
+
+def test_a_step_that_allocates_nothing_new_is_drawn() -> None:
+    step = TimelineBuilder()
+    step.opening("parameters", GIB)
+    step.event(0, "temporary", after=1)
+    record = record_of(step.build())
+    for figure in (timeline_figure(record), compare_figure(record, record)):
+        assert figure.layout.yaxis.range == (1.0, 2.0)
 
 
 @pytest.mark.parametrize("above_start", [True, False])
@@ -380,8 +399,10 @@ def test_compared_scenarios_are_named_where_they_differ() -> None:
 
 def test_the_compared_axis_says_where_it_starts() -> None:
     assert "the axis starts at the lowest bytes of all, 46.8" in texts(compare_figure(PLAIN, RECOMPUTED))
-    empty_start = record_of(random_timeline(500, num_opening_events=0))
-    figure = compare_figure(PLAIN, empty_start)
+    step = TimelineBuilder()
+    step.opening("parameters", GIB)
+    step.event(2, "activations", after=1)
+    figure = compare_figure(PLAIN, record_of(step.build()))
     assert figure.layout.yaxis.range[0] == 0
     assert "the axis starts" not in texts(figure)
 
@@ -450,8 +471,11 @@ def test_compare_table_holds_every_step_against_the_first() -> None:
 
 
 def test_compare_table_keeps_quiet_about_what_a_failed_step_did_not_measure() -> None:
-    row = next(line for line in compare_table(PLAIN, out_of_memory(RECOMPUTED)).splitlines() if "full" in line)
-    assert row.split()[-3:] == ["-", "-", "-"]
+    table = compare_table(PLAIN, replace(out_of_memory(RECOMPUTED), settings=MemorySettings()))
+    row = next(line.split() for line in table.splitlines() if line.startswith("none (out of memory)"))
+    peak = f"{RECOMPUTED.peak_allocated_bytes / GIB:.3f}"
+    assert row[4:6] == [peak, "-"]
+    assert row[-3:] == ["-", "-", "-"]
 
 
 def test_columns_are_aligned_and_lines_fit_the_page() -> None:

@@ -1,0 +1,86 @@
+"""The labs themselves: each keeps the conventions, and each runs headless."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from memlab.regression.notebooks import INTERACTIVE_TAG, PARAMETERS_TAG, RECORD_TAG, has_tag, read_notebook
+from memlab.regression.parameters import INTERACTIVE, read_parameters
+from memlab.regression.runner import run_lab
+
+LABS = sorted((Path(__file__).parents[2] / "labs").glob("*.ipynb"))
+TAGS = {PARAMETERS_TAG, INTERACTIVE_TAG, RECORD_TAG, "hide-input", "solution"}
+every_lab = pytest.mark.parametrize("path", LABS, ids=lambda path: path.stem)
+
+
+def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def test_there_are_labs() -> None:
+    assert LABS
+
+
+@every_lab
+def test_a_lab_is_committed_stripped(path: Path) -> None:
+    notebook = read_notebook(path)
+    assert (notebook.nbformat, notebook.nbformat_minor) == (4, 5)
+    assert set(notebook.metadata) <= {"kernelspec"}, "no language_info, no papermill, no widgets"
+    assert notebook.metadata.kernelspec.name == "python3"
+    for cell in notebook.cells:
+        assert set(cell.metadata) <= {"tags"}
+    for cell in code_cells(notebook):
+        assert cell.outputs == []
+        assert cell.execution_count is None
+
+
+@every_lab
+def test_a_lab_has_its_parts_in_order(path: Path) -> None:
+    notebook = read_notebook(path)
+    title, *_ = notebook.cells
+    assert title.cell_type == "markdown"
+    assert title.source.startswith("# ")
+    assert "costs" in title.source, "what it takes in time and memory"
+    assert INTERACTIVE in read_parameters(notebook)
+    cells = code_cells(notebook)
+    assert has_tag(cells[0], PARAMETERS_TAG)
+    assert has_tag(cells[-1], RECORD_TAG)
+    assert "finish(" in cells[-1].source
+    predict = next(index for index, cell in enumerate(notebook.cells) if cell.source.startswith("## Predict"))
+    first_step = next(index for index, cell in enumerate(notebook.cells) if ".step(" in cell.source)
+    assert predict < first_step, "the reader guesses before the first figure"
+
+
+@every_lab
+def test_a_lab_holds_no_logic(path: Path) -> None:
+    cells = code_cells(read_notebook(path))
+    assert len(cells) <= 16
+    for cell in cells:
+        assert set(cell.metadata.get("tags", [])) <= TAGS
+        assert cell.source.count("\n") < 15
+        for node in ast.walk(ast.parse(cell.source)):
+            assert not isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.While, ast.Try)), cell.source
+
+
+@pytest.mark.notebook
+def test_the_quickstart_runs_headless(tmp_path: Path) -> None:
+    lab = next(path for path in LABS if path.stem == "00_quickstart")
+    progress: list[str] = []
+    run = run_lab(lab, {"num_layers": 2}, tmp_path / "run", timeout_seconds=300, on_progress=progress.append)
+    records = run.metrics["records"]
+    assert len(records) == 10
+    for family in ("qwen3", "phi4"):
+        plain = records[f"{family}-plain"]
+        assert all(record["loss"] == plain["loss"] for name, record in records.items() if name.startswith(family))
+        for lower in ("full", "selective", "offload"):
+            assert records[f"{family}-{lower}"]["peak_allocated_bytes"] < plain["peak_allocated_bytes"]
+        assert records[f"{family}-on-host"]["static_bytes"] < plain["static_bytes"] / 10
+    page = (run.folder / "page.html").read_text()
+    assert page.count("Plotly.newPlot(") == 8, "six timelines and two comparisons, and plotly.js does not call itself"
+    assert page.count("plotly.js v") == 1
+    assert ' src="http' not in page
+    assert len(progress) == 13

@@ -1,0 +1,54 @@
+"""`memlab run` as a process: its output, its exit codes, and its end on a signal."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from memlab.cli import main
+from tests.notebooks.small_labs import write_lab
+
+
+def test_a_run_says_where_notebook_and_page_are(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = write_lab(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", str(lab), "-p", "count", "8"]) == 0
+    printed, complaint = capfd.readouterr()
+    assert complaint == ""
+    for label in ("notebook", "page"):
+        path = next(line.split(maxsplit=1)[1] for line in printed.splitlines() if line.startswith(f"  {label}"))
+        assert (tmp_path / path).is_file()
+        assert path.startswith("papermill_runs/runs/")
+
+
+def test_a_failed_run_exits_with_1_and_says_what_is_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    lab = write_lab(tmp_path, "1 / 0")
+    assert main(["run", str(lab), "--out", str(tmp_path / "run")]) == 1
+    complaint = capfd.readouterr().err
+    assert "failed in cell 3 of 4 (Part 1): ZeroDivisionError: division by zero" in complaint
+    assert f"its notebook, page and log are in {tmp_path / 'run.failed'}" in complaint
+
+
+def test_a_terminated_run_ends_its_processes_and_leaves_nothing(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    lab = write_lab(
+        tmp_path, "import os, pathlib, time\npathlib.Path(name).write_text(str(os.getpid()))\ntime.sleep(600)"
+    )
+    command = [sys.executable, "-m", "memlab", "run", str(lab), "-p", "name", str(pid_file)]
+    with subprocess.Popen([*command, "--out", str(tmp_path / "runs" / "run")]) as process:
+        while not (pid_file.is_file() and pid_file.read_text()):
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    pid = int(pid_file.read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert not list((tmp_path / "runs").iterdir())

@@ -1,0 +1,64 @@
+"""What the tests of the live model share: settings at random, and a look at gradients."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from memlab.lab import Lab
+from memlab.settings import MOE_OFFLOAD_MODULES, MOE_RECOMPUTE_MODULES, OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
+
+FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+
+def recompute(*modules: str) -> MemorySettings:
+    return MemorySettings(recompute_granularity="selective", recompute_modules=modules)
+
+
+def offload(*modules: str) -> MemorySettings:
+    return MemorySettings(offload_modules=modules, min_offloaded_tensor_size=0)
+
+
+def random_settings(lab: Lab, rng: random.Random) -> MemorySettings:
+    """Draws settings that are allowed on the lab's model."""
+    is_moe = lab.scenario.architecture.is_moe
+    recompute_modules = [name for name in RECOMPUTE_MODULES if is_moe or name not in MOE_RECOMPUTE_MODULES]
+    offload_modules = [name for name in OFFLOAD_MODULES if is_moe or name not in MOE_OFFLOAD_MODULES]
+    while True:
+        values: dict[str, Any] = {"recompute_granularity": rng.choice([None, "full", "selective"])}
+        if values["recompute_granularity"] == "full":
+            values["recompute_method"] = rng.choice(["uniform", "block"])
+            values["recompute_num_layers"] = rng.randint(1, lab.scenario.num_layers)
+        if values["recompute_granularity"] == "selective":
+            values["recompute_modules"] = rng.sample(recompute_modules, rng.randint(1, 3))
+        if rng.random() < 0.6:
+            values["offload_modules"] = rng.sample(offload_modules, rng.randint(1, 4))
+            values["min_offloaded_tensor_size"] = rng.choice([0, 5000, 1024 * 1024])
+        for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
+            values[name] = rng.random() < 0.3
+        try:
+            settings = MemorySettings(**values)
+            settings.check(lab.scenario.architecture, lab.scenario.num_layers)
+        except ValueError:
+            continue
+        return settings
+
+
+def gradients_of_step(lab: Lab, settings: MemorySettings) -> tuple[float | None, list[torch.Tensor]]:
+    """Takes a step and returns its loss and a copy of every gradient buffer as the optimizer sees it."""
+    optimizer, copies = lab._live.optimizer, []
+    take_step = optimizer.step
+
+    def copy_then_step() -> Any:
+        chunk = lab._live.chunk
+        copies[:] = [buffer.grad_data.clone() for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        return take_step()
+
+    optimizer.step = copy_then_step
+    try:
+        record = lab.step(settings)
+    finally:
+        optimizer.step = take_step
+    return record.loss, copies

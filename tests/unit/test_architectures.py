@@ -1,0 +1,121 @@
+"""The architectures against what is published of them, and against the live Megatron models."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from memlab.architectures import ARCHITECTURES, find_architecture
+from memlab.scenario import Scenario
+from memlab.settings import MemorySettings
+
+# "Model size" of the safetensors on each model's Hugging Face page.
+PUBLISHED_PARAMETERS = {
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "phi-4": 14_659_507_200,
+    "phi-4-mini": 3_836_021_760,
+}
+
+
+@pytest.fixture(scope="module")
+def megatron() -> object:
+    """A CPU that stands in for CUDA, with Megatron's process group of one rank."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from memlab.backends import cpu
+        from memlab.model import build
+    with cpu.stand_in():
+        build.join_process_group("fake", seed=1)
+    yield cpu.stand_in
+    build.parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
+def test_the_live_model_has_the_published_number_of_parameters(name: str, megatron: object) -> None:
+    from memlab.model.build import gpt_model, transformer_config
+    from memlab.model.torch_layers import TorchProvider
+
+    scenario = Scenario(architecture=name)  # type: ignore[arg-type]
+    with megatron(), FakeTensorMode():  # type: ignore[operator]
+        config = transformer_config(scenario, MemorySettings())
+        config.perform_initialization = False
+        model = gpt_model(scenario, config, TorchProvider)
+    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED_PARAMETERS[name]
+    assert scenario.architecture.num_parameters == PUBLISHED_PARAMETERS[name]
+
+
+def qwen_config() -> dict[str, object]:
+    return {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "router_aux_loss_coef": 0.001,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def phi_config() -> dict[str, object]:
+    return {
+        "model_type": "phi3",
+        "num_hidden_layers": 32,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "vocab_size": 200064,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "partial_rotary_factor": 0.75,
+    }
+
+
+@pytest.mark.parametrize(("config", "name"), [(qwen_config(), "qwen3-30b-a3b"), (phi_config(), "phi-4-mini")])
+def test_a_hugging_face_config_gives_the_same_architecture(config: dict[str, object], name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    assert find_architecture(folder) == ARCHITECTURES[name]
+    assert find_architecture(folder / "config.json") == ARCHITECTURES[name]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "llama"}, "'llama' is not supported"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step 1"),
+        ({"attention_bias": True}, "attention_bias"),
+    ],
+)
+def test_a_config_that_memlab_cannot_model_is_refused(change: dict[str, object], words: str, tmp_path: Path) -> None:
+    config = qwen_config() | change
+    config = {key: value for key, value in config.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=words):
+        find_architecture(tmp_path)
+
+
+def test_an_unknown_name_is_refused_with_the_choices() -> None:
+    with pytest.raises(ValueError, match=r"'qwen4' is neither.*qwen3-30b-a3b, .*phi-4-tiny"):
+        find_architecture("qwen4")

@@ -1,0 +1,274 @@
+"""The command line: what it refuses, what it prints, and that its result stands alone on stdout."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import types
+from dataclasses import fields
+from importlib import metadata
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import pytest
+
+from memlab.cli import main
+from memlab.commands.output import result_alone_on_stdout
+from memlab.record import StepRecord
+from memlab.settings import MemorySettings
+from tests.unit.builders import record_of, training_step
+
+# What `measure` and `predict` promise to every reader of their JSON.
+PROMISED_KEYS = {
+    "static_bytes",
+    "peak_allocated_bytes",
+    "activation_peak_bytes",
+    "peak_by_category",
+    "residual_bytes",
+    "host_bytes",
+    "offloaded_bytes_by_module",
+    "load_seconds",
+    "offload_seconds",
+    "step_seconds",
+    "tokens_per_second",
+    "loss",
+    "settings",
+    "scenario",
+    "versions",
+}
+
+
+class FakeLab:
+    """Takes no step and is as talkative as Megatron."""
+
+    settings: ClassVar[MemorySettings | None] = None
+    arguments: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, architecture: object, **arguments: Any) -> None:
+        type(self).arguments = arguments | {"architecture": architecture}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        sys.stdout.write("closing\n")
+
+    def step(self, settings: MemorySettings) -> StepRecord:
+        sys.stdout.write("a step\n")
+        os.write(1, b"from below\n")
+        ctypes.CDLL(None).puts(b"from C")
+        type(self).settings = settings
+        return record_of(training_step(), settings)
+
+
+@pytest.fixture
+def fake_lab(monkeypatch: pytest.MonkeyPatch) -> type[FakeLab]:
+    monkeypatch.setitem(sys.modules, "memlab.lab", types.SimpleNamespace(Lab=FakeLab))
+    monkeypatch.setattr("memlab.backends.find_backend", lambda _: None)
+    return FakeLab
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refusal"),
+    [
+        ("measure nope", "architecture 'nope' is neither a known name nor"),
+        ("measure phi-4-tiny --num-layers x", "argument --num-layers: 'x' is not a whole number"),
+        ("measure phi-4-tiny --micro-batch-size 0", "micro_batch_size is 0, must be a whole number of at least 1"),
+        ("measure phi-4-tiny --dtype fp8", "dtype is 'fp8', must be one of bf16, fp32"),
+        ("measure phi-4-tiny --seq-len 8", "unrecognized arguments: --seq-len 8"),
+        (
+            "measure phi-4-tiny --recompute-granularity some",
+            "recompute_granularity is 'some', must be one of full, sel",
+        ),
+        ("measure phi-4-tiny --recompute-modules mlp", "recompute_modules is ['mlp'], but only recompute_granularity"),
+        (
+            "measure phi-4-tiny --recompute-granularity full --recompute-method uniform",
+            "recompute_method 'uniform' needs recompute_num_layers",
+        ),
+        (
+            "measure phi-4-tiny --recompute-granularity full --recompute-method uniform --recompute-num-layers 5",
+            "recompute_num_layers is 5, but the model has 4 layers",
+        ),
+        ("measure phi-4-tiny --offload-modules=", "offload_modules is an empty list: name at least one of"),
+        (
+            "measure phi-4-tiny --offload-modules core_attn,nope",
+            "offload_modules has ['nope'], which Megatron does",
+        ),
+        ("measure phi-4-tiny --offload-modules attn_proj", "offload_modules has 'attn_proj' without 'core_attn'"),
+        ("measure phi-4-tiny --offload-modules moe_act", "offload_modules has ['moe_act'], which only MoE layers have"),
+        (
+            "measure qwen3-moe-tiny --recompute-granularity selective --recompute-modules moe,core_attn "
+            "--offload-modules moe_act",
+            "offload_modules has ['moe_act'] under selective recompute of 'moe'",
+        ),
+        (
+            "measure phi-4-tiny --min-offloaded-tensor-size -1",
+            "min_offloaded_tensor_size is -1, must be a whole number",
+        ),
+        ("measure phi-4-tiny --backend tpu", "backend is 'tpu', must be one of auto, cpu"),
+        ("measure", "the following arguments are required: ARCH: see memlab measure --help"),
+        ("", "the following arguments are required: COMMAND: see memlab --help"),
+        ("mesure phi-4-tiny", "argument COMMAND: invalid choice: 'mesure' (choose from"),
+        ("run missing.ipynb", "notebook missing.ipynb does not exist"),
+        ("run labs/00_quickstart.ipynb -p seq 8", "unknown parameter seq: choose from seq_length, num_layers"),
+        ("run labs/00_quickstart.ipynb -p seq_length 1e3", "parameter seq_length is '1e3', must be a whole number"),
+        ("run labs/00_quickstart.ipynb -p seq_length 8 -p seq_length 9", "parameter seq_length is given twice"),
+        ("run labs/00_quickstart.ipynb --timeout 0", "timeout is 0 seconds, must be above 0 and at most a week"),
+        ("run labs/00_quickstart.ipynb --timeout nan", "timeout is nan seconds, must be above 0"),
+        ("run labs/00_quickstart.ipynb --out labs", "is not empty, and a run overwrites nothing: give another folder"),
+    ],
+)
+def test_bad_input_exits_with_2_and_one_line(
+    arguments: str, refusal: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    assert main(arguments.split()) == 2
+    printed, complaint = capfd.readouterr()
+    assert printed == ""
+    assert refusal in complaint
+    assert complaint.count("\n") == 1
+
+
+def test_measure_prints_one_json_object_and_nothing_else(
+    fake_lab: type[FakeLab], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["measure", "phi-4-tiny", "--json"]) == 0
+    printed, noise = capfd.readouterr()
+    values = json.loads(printed)
+    assert set(values) >= PROMISED_KEYS
+    assert {name: type(values[name]) for name in PROMISED_KEYS if name.endswith("_bytes")} == {
+        name: int for name in PROMISED_KEYS if name.endswith("_bytes")
+    }
+    assert all(type(num_bytes) is int for num_bytes in values["peak_by_category"].values())
+    assert values == json.loads(json.dumps(record_of(training_step(), MemorySettings()).to_dict()))
+    assert sorted(noise.splitlines()) == ["a step", "closing", "from C", "from below"]
+
+
+def test_measure_prints_the_table_without_json(fake_lab: type[FakeLab], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["measure", "phi-4-tiny"]) == 0
+    printed = capfd.readouterr().out
+    assert "settings: none" in printed
+    assert "from" not in printed.splitlines()[0]
+
+
+def test_flags_reach_scenario_and_settings(fake_lab: type[FakeLab]) -> None:
+    flags = (
+        "measure qwen3-moe-tiny --num-layers 3 --seq-length 64 --micro-batch-size 2 --num-microbatches 4 --seed 7 "
+        "--dtype fp32 --recompute-granularity selective --recompute-modules core_attn,layernorm "
+        "--offload-modules expert_fc1,moe_act --min-offloaded-tensor-size 0 --offload-parameters --offload-optimizer "
+        "--no-offload-gradients --json"
+    )
+    assert main(flags.split()) == 0
+    assert fake_lab.settings == MemorySettings(
+        recompute_granularity="selective",
+        recompute_modules=("core_attn", "layernorm"),
+        offload_modules=("expert_fc1", "moe_act"),
+        min_offloaded_tensor_size=0,
+        offload_parameters=True,
+        offload_gradients=False,
+        offload_optimizer=True,
+    )
+    assert fake_lab.arguments["architecture"].name == "qwen3-moe-tiny"
+    assert {name: value for name, value in fake_lab.arguments.items() if name != "architecture"} == {
+        "num_layers": 3,
+        "seq_length": 64,
+        "micro_batch_size": 2,
+        "num_microbatches": 4,
+        "seed": 7,
+        "dtype": "fp32",
+        "backend": "auto",
+    }
+
+
+def test_every_memory_setting_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["measure", "--help"])
+    printed = capsys.readouterr().out
+    for field in fields(MemorySettings):
+        assert "--" + field.name.replace("_", "-") in printed
+
+
+def test_measure_saves_a_record_once(
+    fake_lab: type[FakeLab], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = ["measure", "phi-4-tiny", "--out", str(tmp_path / "record")]
+    assert main(command) == 0
+    assert StepRecord.load(tmp_path / "record").timeline is not None
+    assert main(command) == 2
+    assert "holds a record, and is not overwritten" in capfd.readouterr().err
+
+
+def test_an_error_of_the_lab_is_not_taken_for_bad_input(
+    fake_lab: type[FakeLab], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> StepRecord:
+        raise ValueError("of Megatron's")
+
+    monkeypatch.setattr(fake_lab, "step", fail)
+    with pytest.raises(ValueError, match="of Megatron's"):
+        main(["measure", "phi-4-tiny"])
+
+
+def test_stdout_is_given_back_after_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError), result_alone_on_stdout():
+        raise RuntimeError
+    os.write(1, b"back\n")
+    assert capfd.readouterr().out == "back\n"
+
+
+def test_a_live_measurement_is_one_json_object() -> None:
+    flags = (
+        "measure qwen3-moe-tiny --num-layers 2 --seq-length 32 --offload-modules moe_act --min-offloaded-tensor-size 0"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "memlab", *flags.split(), "--json"], capture_output=True, text=True, check=True
+    )
+    values = json.loads(done.stdout)
+    assert set(values) >= PROMISED_KEYS
+    assert values["offloaded_bytes_by_module"]["moe_act"] > 0
+    assert values["load_seconds"] == values["offload_seconds"] == 0.0
+    assert sum(values["peak_by_category"].values()) == values["peak_allocated_bytes"]
+
+
+def test_doctor_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    installed = metadata.version
+
+    def version(name: str) -> str:
+        if name == "plotly":
+            raise metadata.PackageNotFoundError(name)
+        return "0.12.0" if name == "megatron-core" else installed(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert main(["doctor", "--json"]) == 1, "no backend can be used"
+    found = json.loads(capfd.readouterr().out)
+    assert found["packages"]["torch"]["ok"]
+    assert found["packages"]["plotly"] == {
+        "ok": False,
+        "version": None,
+        "problem": "not installed",
+        "remedy": "pip install -e '.[cpu]'",
+    }
+    assert found["packages"]["megatron-core"]["version"] == "0.12.0"
+    assert ">=0.16.1" in found["packages"]["megatron-core"]["problem"]
+    assert "megatron-core is not" in found["backends"]["cpu"]["problem"]
+    assert all(bool(backend["problem"]) == bool(backend["remedy"]) for backend in found["backends"].values())
+
+
+def test_doctor_finds_the_cpu_backend(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    printed = capfd.readouterr().out
+    backends = printed[printed.index("backends") :]
+    assert any(line.split() == ["cpu", "-", "ok"] for line in backends.splitlines())
+    assert "cuda" in backends
+
+
+def test_lab_opens_jupyterlab_on_the_labs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, command: started.append(command))
+    main(["lab", "--", "--no-browser"])
+    folder = Path(__file__).parents[2] / "labs"
+    assert started == [[sys.executable, "-m", "jupyterlab", f"--notebook-dir={folder}", "--no-browser"]]

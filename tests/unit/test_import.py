@@ -1,0 +1,39 @@
+"""What `import memlab` costs: nothing heavy is loaded before it is used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import memlab
+
+HEAVY = ("torch", "megatron", "numpy", "plotly", "ipywidgets", "IPython", "papermill", "nbformat")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import memlab",
+        "import memlab.cli",
+        "from memlab.cli import main; main(['measure', 'phi-4-tiny', '--seed', 'x'])",
+    ],
+)
+def test_importing_memlab_loads_neither_torch_nor_plotly(statement: str) -> None:
+    # The command line knows the plain values, and a record's timeline is made of numpy's columns.
+    allowed = {"numpy"} if "cli" in statement else set()
+    code = f"{statement}\nimport sys\nprint(*sorted(set(sys.modules) & set({HEAVY!r})))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) <= allowed
+
+
+@pytest.mark.parametrize("name", memlab.__all__)
+def test_every_exported_name_is_there(name: str) -> None:
+    assert getattr(memlab, name).__name__ == name if name != "ARCHITECTURES" else memlab.ARCHITECTURES
+    assert name in dir(memlab)
+
+
+def test_an_unknown_name_is_an_attribute_error_with_the_choices() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'Labb': choose from ARCHITECTURES, Architecture, Lab,"):
+        _ = memlab.Labb

@@ -1,0 +1,132 @@
+"""The rules of memory settings: what is refused, in which words, and what Megatron takes and ignores."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from memlab.architectures import find_architecture
+from memlab.settings import OFFLOAD_MODULES, MemorySettings
+
+MOE, DENSE = find_architecture("qwen3-moe-tiny"), find_architecture("phi-4-tiny")
+
+REFUSED = [
+    ({"recompute_granularity": "some"}, ["recompute_granularity", "'some'", "full, selective"]),
+    ({"recompute_granularity": "full"}, ["recompute_method", "uniform", "block"]),
+    ({"recompute_granularity": "full", "recompute_method": "all"}, ["'all'", "uniform, block"]),
+    ({"recompute_granularity": "full", "recompute_method": "uniform"}, ["recompute_num_layers", "for example 1"]),
+    (
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 0},
+        ["recompute_num_layers is 0", "at least 1"],
+    ),
+    ({"recompute_method": "uniform"}, ["recompute_method", "granularity is None"]),
+    ({"recompute_num_layers": 2}, ["recompute_num_layers", "granularity is None"]),
+    ({"recompute_modules": ["mlp"]}, ["recompute_modules", "'selective'"]),
+    (
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1, "recompute_modules": ["mlp"]},
+        ["recompute_modules", "'full'"],
+    ),
+    ({"recompute_granularity": "selective", "recompute_modules": ["attention"]}, ["['attention']", "core_attn, layernorm"]),
+    ({"recompute_granularity": "selective", "recompute_modules": []}, ["recompute_modules", "empty"]),
+    ({"recompute_granularity": "selective", "recompute_modules": "mlp"}, ["'mlp'", "list", "['mlp']"]),
+    ({"offload_modules": []}, ["offload_modules", "empty"]),
+    ({"offload_modules": "moe_act"}, ["'moe_act'", "list", "['moe_act']"]),
+    ({"offload_modules": 42}, ["42", "list"]),
+    ({"offload_modules": ["fc1"]}, ["['fc1']", "expert_fc1"]),
+    ({"offload_modules": ["attn_proj"]}, ["'attn_proj' without 'core_attn'", "add 'core_attn'"]),
+    (
+        {"offload_modules": ["moe_act"], "recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        ["['moe_act']", "recompute of 'moe'"],
+    ),
+    ({"offload_modules": ["core_attn"], "min_offloaded_tensor_size": -1}, ["min_offloaded_tensor_size is -1", "0 or more"]),
+    ({"min_offloaded_tensor_size": 1.5}, ["min_offloaded_tensor_size is 1.5"]),
+    ({"offload_parameters": "yes"}, ["offload_parameters is 'yes'", "True or False"]),
+]
+
+
+@pytest.mark.parametrize(("values", "words"), REFUSED, ids=[str(values) for values, _ in REFUSED])
+def test_a_broken_rule_is_refused_in_one_line_with_value_and_remedy(values: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ValueError) as refusal:
+        MemorySettings(**values)  # type: ignore[arg-type]
+    message = str(refusal.value)
+    assert "\n" not in message
+    assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"offload_modules": ["expert_fc1"]}, ["offload_modules", "['expert_fc1']", "phi-4-tiny is dense", "core_attn"]),
+        ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, ["recompute_modules", "mlp"]),
+        (
+            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 5},
+            ["recompute_num_layers is 5", "4 layers", "1 to 4"],
+        ),
+        (
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 3},
+            ["recompute_num_layers is 3", "do not divide", "1, 2, 4"],
+        ),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused_on_that_model(values: dict[str, object], words: list[str]) -> None:
+    settings = MemorySettings(**values)  # type: ignore[arg-type]
+    with pytest.raises(ValueError) as refusal:
+        settings.check(DENSE, 4)
+    assert [word for word in words if word not in str(refusal.value)] == []
+
+
+def test_settings_that_mean_the_same_are_equal() -> None:
+    assert MemorySettings(offload_modules=["moe_act", "core_attn", "moe_act"]) == MemorySettings(
+        offload_modules=("core_attn", "moe_act")
+    )
+    assert MemorySettings(recompute_granularity="selective") == MemorySettings(
+        recompute_granularity="selective", recompute_modules=["core_attn"]
+    )
+    assert len({MemorySettings(), MemorySettings(offload_gradients=False)}) == 1
+
+
+def test_gradients_go_with_the_optimizer_or_alone_but_never_with_the_parameters() -> None:
+    assert MemorySettings(offload_optimizer=True).offload_gradients is True
+    assert MemorySettings(offload_optimizer=True, offload_gradients=False).offload_gradients is False
+    assert MemorySettings(offload_gradients=True).offload_optimizer is False
+    assert MemorySettings(offload_parameters=True).offload_gradients is False
+
+
+def test_settings_cannot_be_changed_after_they_were_checked() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        MemorySettings().min_offloaded_tensor_size = -1  # type: ignore[misc]
+    with pytest.raises(ValueError, match="core_attn"):
+        dataclasses.replace(MemorySettings(offload_modules=["core_attn", "attn_proj"]), offload_modules=("attn_proj",))
+
+
+def test_settings_survive_json() -> None:
+    settings = MemorySettings(
+        recompute_granularity="selective", recompute_modules=["moe_act"], offload_modules=list(OFFLOAD_MODULES), offload_optimizer=True
+    )
+    assert MemorySettings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
+    with pytest.raises(ValueError, match="recompute_granularity"):
+        MemorySettings.from_dict({"granularity": "full"})
+
+
+def test_a_fused_norm_is_named_as_the_reason_that_a_setting_does_nothing() -> None:
+    settings = MemorySettings(
+        offload_modules=["attn_norm", "mlp_norm"], recompute_granularity="selective", recompute_modules=["layernorm", "mlp"]
+    )
+    assert set(settings.without_effect(MOE)) == {"offload_modules:attn_norm", "recompute_modules:mlp"}
+    assert set(settings.without_effect(DENSE)) == {
+        "offload_modules:attn_norm",
+        "offload_modules:mlp_norm",
+        "recompute_modules:layernorm",
+    }
+    assert "fused into linear_qkv" in settings.without_effect(MOE)["offload_modules:attn_norm"]
+
+
+def test_the_short_name_tells_settings_apart() -> None:
+    names = [
+        str(MemorySettings()),
+        str(MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)),
+        str(MemorySettings(offload_modules=["moe_act"], offload_parameters=True)),
+    ]
+    assert names == ["none", "full uniform 2", "offload moe_act, on host parameters"]
