@@ -100,8 +100,7 @@ def fake_lab(monkeypatch: pytest.MonkeyPatch) -> type[FakeLab]:
         ("measure phi-4-tiny --offload-modules attn_proj", "offload_modules has 'attn_proj' without 'core_attn'"),
         ("measure phi-4-tiny --offload-modules moe_act", "offload_modules has ['moe_act'], which only MoE layers have"),
         (
-            "measure qwen3-moe-tiny --recompute-granularity selective --recompute-modules moe,core_attn "
-            "--offload-modules moe_act",
+            "measure qwen3-moe-tiny --offload-modules moe_act --recompute-granularity selective --recompute-modules=moe",
             "offload_modules has ['moe_act'] under selective recompute of 'moe'",
         ),
         (

@@ -1,0 +1,117 @@
+"""A Lab from its opening to its closing."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memlab.record import StepRecord
+from memlab.settings import MemorySettings
+from tests.unit.live import FULL, offload
+
+
+def test_closing_gives_every_byte_back(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    lab.step(MemorySettings(offload_modules=["moe_act"], min_offloaded_tensor_size=0, offload_optimizer=True))
+    lab.step(FULL)
+    meter = lab._meter
+    assert meter.live_bytes() > 1_000_000
+    lab.close()
+    gc.collect()
+    assert {pool: meter.live_bytes(pool) for pool in ("device", "host", "on_chip")} == {"device": 0, "host": 0, "on_chip": 0}
+    left = [type(thing).__name__ for thing in gc.get_objects() if type(thing).__name__ in ("GPTModel", "DistributedOptimizer")]
+    assert left == []
+
+
+def test_a_second_lab_in_the_process_measures_the_same(open_lab: Callable[..., Any]) -> None:
+    first = open_lab("qwen3-moe-tiny")
+    one = first.step(FULL)
+    first.close()
+    two = open_lab("qwen3-moe-tiny").step(FULL)
+    for name in ("static_bytes", "peak_allocated_bytes", "residual_bytes", "loss"):
+        assert getattr(one, name) == getattr(two, name), name
+
+
+def test_opening_a_lab_closes_the_open_one_and_says_so(open_lab: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    first = open_lab("phi-4-tiny")
+    second = open_lab("phi-4-tiny")
+    assert "closing the open lab (phi-4-tiny" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"closed: open another with Lab"):
+        first.step()
+    assert second.step().status == "ok"
+
+
+def test_a_lab_that_could_not_be_built_leaves_room_for_the_next(open_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from memlab.model import build
+
+    with monkeypatch.context() as patched:
+        patched.setattr(build, "_fuse_adam", lambda optimizer: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            open_lab("phi-4-tiny")
+    assert open_lab("phi-4-tiny").step().status == "ok"
+
+
+def test_the_steps_of_one_setting_are_alike_to_the_byte(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    for settings in (MemorySettings(), FULL, offload("core_attn", "attn_proj", "expert_fc1")):
+        records = [lab.step(settings) for _ in range(3)]
+        for name in ("static_bytes", "peak_allocated_bytes", "residual_bytes", "host_bytes", "peak_by_category", "loss"):
+            assert len({str(getattr(record, name)) for record in records}) == 1, name
+
+
+def test_warm_up_steps_are_taken_only_after_a_change(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("phi-4-tiny")
+    indices = [lab.step().step_index, lab.step().step_index, lab.step(FULL).step_index, lab.step(FULL).step_index]
+    assert indices == [1, 2, 4, 5]
+    assert lab.step(MemorySettings(), warm_up=False).step_index == 6
+    assert [record.step_index for record in lab.records] == [1, 2, 4, 5, 6]
+
+
+def test_work_happens_on_one_thread_of_the_lab_s_own(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("phi-4-tiny")
+    threads = {lab._on_worker(threading.get_ident) for _ in range(3)}
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
+
+
+def test_torch_is_as_it_was_outside_a_job(open_lab: Callable[..., Any]) -> None:
+    import torch
+
+    before = (torch.cuda.current_stream, torch.Tensor.record_stream, torch.UntypedStorage.resize_, torch.get_rng_state)
+    lab = open_lab("phi-4-tiny")
+    lab.step(FULL)
+    assert (torch.cuda.current_stream, torch.Tensor.record_stream, torch.UntypedStorage.resize_, torch.get_rng_state) == before
+    assert torch.ones(2).type() == "torch.FloatTensor"
+
+
+def test_a_record_survives_its_lab_and_the_disk(open_lab: Callable[..., Any], tmp_path: Path) -> None:
+    lab = open_lab("qwen3-moe-tiny", num_layers=2, num_microbatches=2)
+    record = lab.step(FULL)
+    lab.close()
+    loaded = StepRecord.load(record.save(tmp_path / "record"))
+    assert loaded == record
+    assert loaded.timeline is not None and record.timeline is not None
+    assert loaded.timeline.total_bytes().tolist() == record.timeline.total_bytes().tolist()
+    assert loaded.timeline.modules == record.timeline.modules
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_layers": -1}, "num_layers is -1"),
+        ({"micro_batch_size": 0}, "micro_batch_size is 0"),
+        ({"seq_length": 1.5}, "seq_length is 1.5"),
+        ({"dtype": "fp8"}, "dtype is 'fp8'.*bf16, fp32"),
+        ({"backend": "tpu"}, "backend is 'tpu'.*auto, cpu"),
+    ],
+)
+def test_a_wrong_scenario_is_refused_before_anything_is_built(options: dict[str, Any], words: str) -> None:
+    from memlab.lab import Lab
+
+    with pytest.raises(ValueError, match=words):
+        Lab("phi-4-tiny", **options)

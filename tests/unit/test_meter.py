@@ -1,0 +1,170 @@
+"""The meter against torch's own allocation profiler, and its labels and categories on a live step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from memlab.lab import Lab
+from memlab.meter.labels import Labels, labelled_by, on_host, one_kernel
+from memlab.meter.storages import StorageMeter
+from memlab.settings import MemorySettings
+from memlab.timeline import PHASES, Timeline
+from tests.unit.live import FULL, offload, recompute
+
+# A Python number in an operation becomes an 8-byte tensor that lives inside that one operation.
+PYTHON_NUMBER_BYTES = 8
+
+
+class ProfiledLab(Lab):
+    """A lab that runs from its first byte under torch's allocation profiler, with a mark in it after every operation."""
+
+    def _build(self) -> Any:
+        self.meter_totals: list[int] = []
+        self.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self.profile.start()
+        self._running = 0
+        observe, event = self._meter.observe, self._meter._event
+
+        def count(delta: int, life: Any) -> None:
+            self._running += delta if abs(delta) > PYTHON_NUMBER_BYTES else 0
+            event(delta, life)
+
+        def observe_and_mark(results: Any, arguments: Any = ()) -> None:
+            observe(results, arguments)
+            with torch.autograd.profiler.record_function(f"mark {len(self.meter_totals)}"):
+                self.meter_totals.append(self._running)
+
+        self._meter._event, self._meter.observe = count, observe_and_mark  # type: ignore[method-assign]
+        return super()._build()
+
+    def disagreements(self, from_mark: int) -> list[tuple[int, int]]:
+        """Returns (mark, profiler's bytes - meter's bytes) wherever they differ."""
+        self._on_worker(self.profile.stop)
+        assert self.profile.profiler is not None
+        rows = []
+        for event in self.profile.profiler.kineto_results.events():
+            if event.name() == "[memory]" and abs(event.nbytes()) > PYTHON_NUMBER_BYTES:
+                rows.append((event.start_ns(), -1, event.nbytes()))
+            elif event.name().startswith("mark "):
+                rows.append((event.start_ns(), int(event.name()[5:]), 0))
+        allocated, found = 0, []
+        for _, mark, num_bytes in sorted(rows):
+            allocated += num_bytes
+            if mark >= from_mark and allocated != self.meter_totals[mark]:
+                found.append((mark, allocated - self.meter_totals[mark]))
+        return found
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe-tiny", "phi-4-tiny"])
+def test_every_event_agrees_with_torch_s_allocation_profiler(family: str) -> None:
+    # offload("core_attn", "attn_proj") and the host groups resize storages in place, both ways.
+    moved = MemorySettings(
+        offload_modules=["core_attn", "attn_proj"],
+        min_offloaded_tensor_size=0,
+        offload_parameters=True,
+        offload_optimizer=True,
+    )
+    with ProfiledLab(family, seq_length=32, backend="cpu") as lab:
+        built = len(lab.meter_totals)
+        for settings in (MemorySettings(), FULL, recompute("layernorm", "core_attn"), moved):
+            lab.step(settings)
+        assert len(lab.meter_totals) - built > 10_000
+        assert lab.disagreements(from_mark=built) == []
+
+
+def metered(labels: Labels, work: Any) -> Timeline:
+    meter = StorageMeter(labels)
+    with labelled_by(labels), meter.watching():
+        meter.start({})
+        work(meter)
+        return meter.finish()
+
+
+def test_a_resize_in_place_is_a_death_and_a_birth() -> None:
+    def work(meter: StorageMeter) -> None:
+        tensor = torch.empty(1000, dtype=torch.uint8)
+        tensor.untyped_storage().resize_(0)
+        tensor.untyped_storage().resize_(400)
+        del tensor
+
+    assert metered(Labels(), work).delta_bytes.tolist() == [1000, -1000, 400, -400]
+
+
+def test_views_are_not_new_bytes_and_the_last_reference_ends_a_storage() -> None:
+    def work(meter: StorageMeter) -> None:
+        tensor = torch.empty(1000, dtype=torch.uint8)
+        view = tensor[500:].view(5, 100)
+        del tensor
+        assert meter.live_bytes() == 1000
+        del view
+        assert meter.live_bytes() == 0
+
+    assert metered(Labels(), work).delta_bytes.tolist() == [1000, -1000]
+
+
+def test_what_stays_inside_a_fused_kernel_never_counts_as_device_memory() -> None:
+    def work(meter: StorageMeter) -> None:
+        with one_kernel():
+            inner = torch.zeros(1000, dtype=torch.uint8)
+            outer = inner + 1
+            del inner
+        assert meter.live_bytes("device") == 1000
+        with on_host():
+            copy = outer.clone()
+        assert (meter.live_bytes("host"), meter.live_bytes("on_chip")) == (1000, 0)
+        del outer, copy
+
+    timeline = metered(Labels(), work)
+    assert timeline.peak_bytes("device") == 1000
+    assert timeline.peak_bytes("on_chip") == 2000
+    assert timeline.peak_bytes("host") == 1000
+    assert timeline.closing_bytes == 0
+
+
+def test_lifetime_tells_activations_from_temporaries() -> None:
+    labels = Labels()
+
+    def work(meter: StorageMeter) -> None:
+        labels.enter_phase("forward")
+        kept, dropped = torch.empty(100, dtype=torch.uint8), torch.empty(10, dtype=torch.uint8)
+        del dropped
+        labels.enter_phase("backward")
+        with labels.recompute():
+            again = torch.empty(40, dtype=torch.uint8)
+        gradient = torch.empty(7, dtype=torch.uint8)
+        del kept, again, gradient
+
+    timeline = metered(labels, work)
+    born = {name: timeline.born_bytes(name) for name in ("activations", "temporary", "recomputed")}
+    assert born == {"activations": 100, "temporary": 17, "recomputed": 40}
+
+
+def test_a_step_s_categories_hold_exactly_the_model_s_own_bytes(open_lab: Any) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    record = lab.step()
+    parameters = lab.scenario.architecture.num_parameters
+    opening = record.timeline.breakdown(record.timeline.num_opening_events - 1)
+    num_tensors = len(list(lab._live.chunk.parameters()))
+    # DDP starts each tensor at a multiple of 64 elements in its buffer, and pads the end to one of 128.
+    padded = opening["parameters"] // 2
+    assert parameters <= padded <= parameters + 64 * num_tensors + 128
+    assert opening["gradients"] == 4 * padded
+    assert opening["optimizer state"] == 12 * parameters + 4 * num_tensors  # and torch's AdamW counts steps by tensor
+    assert sum(record.peak_by_category.values()) == record.peak_allocated_bytes
+    assert sum(opening.values()) == record.static_bytes
+
+
+def test_bytes_are_named_by_module_and_phase_in_forward_and_backward(open_lab: Any) -> None:
+    timeline = open_lab("qwen3-moe-tiny").step().timeline
+    born = timeline.delta_bytes > 0
+    for phase in ("forward", "backward"):
+        of_phase = born & (timeline.phase == PHASES.index(phase))
+        named = of_phase & (timeline.module > 0)
+        assert timeline.delta_bytes[named].sum() > 0.9 * timeline.delta_bytes[of_phase].sum()
+        layers = {timeline.modules[code] for code in timeline.module[of_phase]}
+        assert "decoder.layers.3.mlp.experts.linear_fc1" in layers
+    assert set(timeline.phase[born].tolist()) <= {PHASES.index(name) for name in ("idle", "load", "forward", "backward", "optimizer")}
