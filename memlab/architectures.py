@@ -231,4 +231,4 @@ def _from_hugging_face(config: dict[str, Any], path: Path) -> Architecture:
             moe_router_pre_softmax=not config.get("norm_topk_prob", True),
         )
     except KeyError as error:
-        raise ValueError(f"{path}: field {error} is missing: give the model's whole Hugging Face config.json") from error
+        raise ValueError(f"{path}: field {error} is missing: give the whole Hugging Face config.json") from error

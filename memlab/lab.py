@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -154,7 +154,7 @@ class Lab:
         self._worker.shutdown()
         self._worker = None
 
-    def __enter__(self) -> Lab:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -261,7 +261,9 @@ def versions() -> dict[str, str]:
 def _close_open_lab() -> None:
     lab = Lab._open() if Lab._open is not None else None
     if lab is not None and lab._worker is not None:
-        print(f"memlab: closing the open lab ({lab.scenario}): Megatron has its process groups once a process")
+        warnings.warn(
+            f"closing the open lab ({lab.scenario}): Megatron keeps its process groups once a process", stacklevel=3
+        )
         lab.close()
 
 

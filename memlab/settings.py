@@ -67,7 +67,7 @@ class MemorySettings:
         for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
             value = getattr(self, name)
             if not isinstance(value, bool):
-                raise ValueError(f"{name} is {value!r}, must be True or False: say where the tensors wait between steps")
+                raise ValueError(f"{name} is {value!r}, must be True or False: say where the tensors wait")
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -174,8 +174,8 @@ class MemorySettings:
             only a run can tell (tensors under the minimum size, the last group of a name) is added by the step record.
         """
         reasons: dict[str, str] = {}
-        fused_attention_norm = "the norm before attention is fused into linear_qkv, so there is no norm module to offload"
-        fused_mlp_norm = "the norm before the dense MLP is fused into linear_fc1, so there is no norm module"
+        fused_attention_norm = "the norm before attention is fused into linear_qkv: there is no norm module to offload"
+        fused_mlp_norm = "the norm before the dense MLP is fused into linear_fc1: there is no norm module"
         if "attn_norm" in (self.offload_modules or ()):
             reasons["offload_modules:attn_norm"] = fused_attention_norm
         if "mlp_norm" in (self.offload_modules or ()) and not architecture.is_moe:
@@ -185,16 +185,14 @@ class MemorySettings:
                 "core_attn is recomputed, and Megatron opens no offload group around an attention that it checkpoints"
             )
         if "layernorm" in (self.recompute_modules or ()) and not architecture.is_moe:
-            reasons["recompute_modules:layernorm"] = "both norms of a dense layer are fused into the linear that follows"
+            reasons["recompute_modules:layernorm"] = "both norms of a dense layer are fused into the linear after them"
         if "mlp" in (self.recompute_modules or ()) and architecture.is_moe:
             reasons["recompute_modules:mlp"] = "it recomputes dense MLPs, and every layer of this model is MoE"
         return reasons
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings as JSON-ready values, every field named."""
-        return {
-            name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()
-        }
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> MemorySettings:

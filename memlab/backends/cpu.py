@@ -28,9 +28,7 @@ from memlab.model.torch_layers import TorchProvider
 
 def backend(reason: str) -> Backend:
     """Returns the CPU backend: the live model at small sizes, with real values."""
-    return Backend(
-        name="cpu", reason=reason, layer_provider=TorchProvider, distributed_backend="fake", active=stand_in
-    )
+    return Backend(name="cpu", reason=reason, layer_provider=TorchProvider, distributed_backend="fake", active=stand_in)
 
 
 @contextmanager
@@ -88,7 +86,7 @@ def _make(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     if str(device) == "meta":
         return func(*args, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in ("pin_memory", "device")}
-    if pinned or isinstance(device, str) and device == "cpu" or device is None and func not in _LIKE:
+    if pinned or (isinstance(device, str) and device == "cpu") or (device is None and func not in _LIKE):
         return _made_on_host(func, *args, **kwargs)
     return func(*args, **kwargs)
 
@@ -133,7 +131,13 @@ def _backward(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> Non
     )
     with _CudaOnCpu():
         torch.autograd.Variable._execution_engine.run_backward(
-            tensors, grads, keep_graph=False, create_graph=False, inputs=(), allow_unreachable=True, accumulate_grad=True
+            tensors,
+            grads,
+            keep_graph=False,
+            create_graph=False,
+            inputs=(),
+            allow_unreachable=True,
+            accumulate_grad=True,
         )
 
 
@@ -232,7 +236,7 @@ _CUDA: dict[str, Any] = {
     "set_device": _nothing,
     "empty_cache": _nothing,
     "nvtx": SimpleNamespace(range_push=_nothing, range_pop=_nothing),
-    "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
+    "manual_seed": torch.default_generator.manual_seed,
     "get_rng_state": _random_state,
     "set_rng_state": lambda state, *_: torch.default_generator.set_state(state),
 }

@@ -120,7 +120,7 @@ _active: Labels | None = None
 @contextmanager
 def labelled_by(labels: Labels) -> Iterator[None]:
     """Makes `labels` the ones that `one_kernel` and `on_host` mark, for the block."""
-    global _active
+    global _active  # noqa: PLW0603  # the stand-ins and layers that mark are handed nothing of a lab
     outer, _active = _active, labels
     try:
         yield

@@ -82,7 +82,7 @@ def build(
 
 
 def _fuse_adam(optimizer: Any) -> None:
-    # Without TE or Apex Megatron takes torch's AdamW; fused, it updates in one kernel without temporaries, as TE's does.
+    # Without TE or Apex Megatron takes torch's AdamW; fused, it updates in one kernel without temporaries, like TE's.
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(part.optimizer, torch.optim.Adam):
             for group in part.optimizer.param_groups:
@@ -178,10 +178,9 @@ def join_process_group(distributed_backend: str, seed: int) -> None:
     if distributed_backend == "fake":
         # Importing it registers the backend. On one rank every collective is the identity, and this one allocates
         # nothing for it, like NCCL; gloo would copy the whole gradient buffer.
-        import torch.testing._internal.distributed.fake_pg  # noqa: F401
-    torch.distributed.init_process_group(
-        distributed_backend, store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
+        import torch.testing._internal.distributed.fake_pg
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # missing from torch's stubs
+    torch.distributed.init_process_group(distributed_backend, store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

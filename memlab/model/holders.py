@@ -56,7 +56,7 @@ def release(live: LiveModel) -> None:
     vars(live.optimizer).clear()
     for module in list(live.chunk.modules()):
         vars(module).clear()
-    live.chunk = live.optimizer = live.config = None  # type: ignore[assignment]
+    live.chunk = live.optimizer = live.config = None
     forget()
 
 

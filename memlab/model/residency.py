@@ -33,7 +33,9 @@ class Residency:
         """Returns each group's tensors, one for every storage, expert buffers included; and their host copies."""
         seen: set[int] = set()
         groups: dict[str, list[torch.Tensor]] = {}
-        for group, tensors in zip(GROUPS, (self._parameters(), self._gradients(), self._optimizer_state()), strict=True):
+        for group, tensors in zip(
+            GROUPS, (self._parameters(), self._gradients(), self._optimizer_state()), strict=True
+        ):
             # In fp32 the main parameters are views of the parameters: a storage belongs to the first group that has it.
             own = [tensor for tensor in tensors if tensor.untyped_storage()._cdata not in seen]
             seen.update(tensor.untyped_storage()._cdata for tensor in own)
@@ -60,7 +62,9 @@ class Residency:
             copies = self._host_copies[group]
             tensors = groups[group][: len(groups[group]) - len(copies)]
             if group != "gradients":
-                copies.extend(torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors[len(copies) :])
+                copies.extend(
+                    torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors[len(copies) :]
+                )
                 for tensor, copy in zip(tensors, copies, strict=True):
                     copy.copy_(tensor, non_blocking=True)
                 torch.cuda.synchronize()

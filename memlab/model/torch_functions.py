@@ -17,9 +17,7 @@ class RmsNorm(torch.autograd.Function):
     """RMSNorm over the last dimension; keeps its input and the reciprocal root mean square of each row (fp32)."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float
-    ) -> torch.Tensor:
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         output, reciprocal = _normalise(inputs, weight, epsilon)
         ctx.save_for_backward(inputs, reciprocal, weight)
         return output
@@ -35,7 +33,7 @@ class Linear(torch.autograd.Function):
     """``inputs @ weight.T``; keeps its input (transformer_engine/pytorch/module/linear.py)."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(inputs, weight)
         return _matmul(inputs, weight.T)
 
@@ -53,7 +51,7 @@ class NormLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, inputs: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
         normalised, reciprocal = _normalise(inputs, norm_weight, epsilon)
@@ -77,7 +75,7 @@ class GroupedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, inputs: torch.Tensor, splits: list[int], save_original_input: bool, *weights: torch.Tensor
     ) -> torch.Tensor:
         rows = torch.split(inputs, splits)
@@ -111,9 +109,7 @@ class CausalAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
         # A value that is a slice of linear_qkv's output is copied, and the copy kept (TE's get_qkv_layout).
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         with one_kernel():
@@ -159,9 +155,7 @@ def _heads_first(
     )
 
 
-def _normalise(
-    inputs: torch.Tensor, weight: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _normalise(inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
     with one_kernel():
         exact = inputs.float()
         reciprocal = torch.rsqrt(exact.square().mean(-1) + epsilon)

@@ -46,7 +46,7 @@ class TorchProvider(BackendSpecProvider):
     def grouped_mlp_modules(self, *_: Any, **__: Any) -> tuple[type, MLPSubmodules]:
         return TEGroupedMLP, MLPSubmodules(linear_fc1=TorchGroupedLinear, linear_fc2=TorchGroupedLinear)
 
-    def activation_func(self) -> None:  # type: ignore[override]
+    def activation_func(self) -> None:
         return None
 
 

@@ -15,7 +15,7 @@ from memlab.meter.labels import one_kernel
 
 class _PermuteWithMask(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, tokens: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         num_tokens, num_experts = routing_map.shape
@@ -47,9 +47,7 @@ class _PermuteWithMask(torch.autograd.Function):
 
 class _UnpermuteWithMask(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, permuted: torch.Tensor, row_id_map: torch.Tensor, restore_shape: torch.Size
-    ) -> torch.Tensor:
+    def forward(ctx: Any, permuted: torch.Tensor, row_id_map: torch.Tensor, restore_shape: torch.Size) -> torch.Tensor:
         ctx.num_experts = (row_id_map.shape[1] - 1) // 2
         ctx.save_for_backward(row_id_map)
         with one_kernel():
@@ -66,7 +64,7 @@ class _UnpermuteWithMask(torch.autograd.Function):
 
 class _SortChunks(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, tokens: torch.Tensor, split_sizes: torch.Tensor, order: torch.Tensor, probs: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         with one_kernel():

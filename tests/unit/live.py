@@ -8,7 +8,13 @@ from typing import Any
 import torch
 
 from memlab.lab import Lab
-from memlab.settings import MOE_OFFLOAD_MODULES, MOE_RECOMPUTE_MODULES, OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
+from memlab.settings import (
+    MOE_OFFLOAD_MODULES,
+    MOE_RECOMPUTE_MODULES,
+    OFFLOAD_MODULES,
+    RECOMPUTE_MODULES,
+    MemorySettings,
+)
 
 FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 

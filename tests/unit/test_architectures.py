@@ -91,7 +91,9 @@ def phi_config() -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("config", "name"), [(qwen_config(), "qwen3-30b-a3b"), (phi_config(), "phi-4-mini")])
-def test_a_hugging_face_config_gives_the_same_architecture(config: dict[str, object], name: str, tmp_path: Path) -> None:
+def test_a_hugging_face_config_gives_the_same_architecture(
+    config: dict[str, object], name: str, tmp_path: Path
+) -> None:
     folder = tmp_path / name
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))

@@ -25,10 +25,18 @@ REFUSED = [
     ({"recompute_num_layers": 2}, ["recompute_num_layers", "granularity is None"]),
     ({"recompute_modules": ["mlp"]}, ["recompute_modules", "'selective'"]),
     (
-        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1, "recompute_modules": ["mlp"]},
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "block",
+            "recompute_num_layers": 1,
+            "recompute_modules": ["mlp"],
+        },
         ["recompute_modules", "'full'"],
     ),
-    ({"recompute_granularity": "selective", "recompute_modules": ["attention"]}, ["['attention']", "core_attn, layernorm"]),
+    (
+        {"recompute_granularity": "selective", "recompute_modules": ["attention"]},
+        ["['attention']", "core_attn, layernorm"],
+    ),
     ({"recompute_granularity": "selective", "recompute_modules": []}, ["recompute_modules", "empty"]),
     ({"recompute_granularity": "selective", "recompute_modules": "mlp"}, ["'mlp'", "list", "['mlp']"]),
     ({"offload_modules": []}, ["offload_modules", "empty"]),
@@ -40,14 +48,19 @@ REFUSED = [
         {"offload_modules": ["moe_act"], "recompute_granularity": "selective", "recompute_modules": ["moe"]},
         ["['moe_act']", "recompute of 'moe'"],
     ),
-    ({"offload_modules": ["core_attn"], "min_offloaded_tensor_size": -1}, ["min_offloaded_tensor_size is -1", "0 or more"]),
+    (
+        {"offload_modules": ["core_attn"], "min_offloaded_tensor_size": -1},
+        ["min_offloaded_tensor_size is -1", "0 or more"],
+    ),
     ({"min_offloaded_tensor_size": 1.5}, ["min_offloaded_tensor_size is 1.5"]),
     ({"offload_parameters": "yes"}, ["offload_parameters is 'yes'", "True or False"]),
 ]
 
 
 @pytest.mark.parametrize(("values", "words"), REFUSED, ids=[str(values) for values, _ in REFUSED])
-def test_a_broken_rule_is_refused_in_one_line_with_value_and_remedy(values: dict[str, object], words: list[str]) -> None:
+def test_a_broken_rule_is_refused_in_one_line_with_value_and_remedy(
+    values: dict[str, object], words: list[str]
+) -> None:
     with pytest.raises(ValueError) as refusal:
         MemorySettings(**values)  # type: ignore[arg-type]
     message = str(refusal.value)
@@ -58,7 +71,10 @@ def test_a_broken_rule_is_refused_in_one_line_with_value_and_remedy(values: dict
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"offload_modules": ["expert_fc1"]}, ["offload_modules", "['expert_fc1']", "phi-4-tiny is dense", "core_attn"]),
+        (
+            {"offload_modules": ["expert_fc1"]},
+            ["offload_modules", "['expert_fc1']", "phi-4-tiny is dense", "core_attn"],
+        ),
         ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, ["recompute_modules", "mlp"]),
         (
             {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 5},
@@ -103,7 +119,10 @@ def test_settings_cannot_be_changed_after_they_were_checked() -> None:
 
 def test_settings_survive_json() -> None:
     settings = MemorySettings(
-        recompute_granularity="selective", recompute_modules=["moe_act"], offload_modules=list(OFFLOAD_MODULES), offload_optimizer=True
+        recompute_granularity="selective",
+        recompute_modules=["moe_act"],
+        offload_modules=list(OFFLOAD_MODULES),
+        offload_optimizer=True,
     )
     assert MemorySettings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
     with pytest.raises(ValueError, match="recompute_granularity"):
@@ -112,7 +131,9 @@ def test_settings_survive_json() -> None:
 
 def test_a_fused_norm_is_named_as_the_reason_that_a_setting_does_nothing() -> None:
     settings = MemorySettings(
-        offload_modules=["attn_norm", "mlp_norm"], recompute_granularity="selective", recompute_modules=["layernorm", "mlp"]
+        offload_modules=["attn_norm", "mlp_norm"],
+        recompute_granularity="selective",
+        recompute_modules=["layernorm", "mlp"],
     )
     assert set(settings.without_effect(MOE)) == {"offload_modules:attn_norm", "recompute_modules:mlp"}
     assert set(settings.without_effect(DENSE)) == {

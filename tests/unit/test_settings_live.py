@@ -63,7 +63,9 @@ def test_200_random_settings_leave_flags_and_peak_as_a_fresh_model_has_them(
         settings = random_settings(lab, rng)
         record = lab.step(settings, warm_up=False)
         assert record.loss == first.loss, settings
-        live, fresh = lab._on_worker(lambda settings=settings: (flags(lab._live.chunk.module), fresh_flags(lab, settings)))
+        live, fresh = lab._on_worker(
+            lambda settings=settings: (flags(lab._live.chunk.module), fresh_flags(lab, settings))
+        )
         assert live == fresh, settings
     last = lab.step(NONE)
     assert last.peak_allocated_bytes == first.peak_allocated_bytes
@@ -76,9 +78,15 @@ def flags(model: torch.nn.Module) -> dict[str, object]:
     of_a_run = {"current_microbatch", "disable_param_offloading", "training", "timers"}
     found: dict[str, object] = {}
     for name, module in model.named_modules():
-        values = {key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str | None)}
+        values = {
+            key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str | None)
+        }
         config = vars(module.config) if hasattr(module, "config") else {}
-        values |= {f"config.{key}": value for key, value in config.items() if isinstance(value, bool | int | float | str | list | None)}
+        values |= {
+            f"config.{key}": value
+            for key, value in config.items()
+            if isinstance(value, bool | int | float | str | list | None)
+        }
         found |= {f"{name}.{key}": value for key, value in values.items() if key.split(".")[-1] not in of_a_run}
     return found
 
@@ -91,7 +99,7 @@ def fresh_flags(lab: Any, settings: MemorySettings) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_full_recompute_lowers_the_activation_peak_and_makes_bytes_again(family: str, open_lab: Callable[..., Any]) -> None:
+def test_full_recompute_lowers_the_activation_peak(family: str, open_lab: Callable[..., Any]) -> None:
     lab = open_lab(family, num_layers=8)
     plain, full = lab.step(NONE), lab.step(FULL)
     assert full.activation_peak_bytes < plain.activation_peak_bytes * 0.75
@@ -106,7 +114,9 @@ def test_selective_recompute_lowers_the_activation_peak(name: str, open_lab: Cal
     assert selective.recomputed_bytes > 0
 
 
-def test_a_checkpointed_moe_layer_keeps_its_input_and_gradient_and_nothing_else_does(open_lab: Callable[..., Any]) -> None:
+def test_only_a_checkpointed_moe_layer_keeps_its_input_and_gradient(
+    open_lab: Callable[..., Any],
+) -> None:
     # verl #5251: (input + gradient) x segments = 2 x tokens x hidden x 2 bytes x segments.
     lab = open_lab("qwen3-moe-tiny")
     tokens, hidden, layers = 128, lab.scenario.architecture.hidden_size, 4

@@ -19,14 +19,18 @@ def values(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64).float().requires_grad_()
 
 
-def assert_same_function(mine: Callable[..., torch.Tensor], reference: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> None:
+def assert_same_function(
+    mine: Callable[..., torch.Tensor], reference: Callable[..., torch.Tensor], *inputs: torch.Tensor
+) -> None:
     """Compares outputs and the gradients of every input under one upstream gradient."""
     mine_out, reference_out = mine(*inputs), reference(*inputs)
     torch.testing.assert_close(mine_out, reference_out, rtol=1e-4, atol=1e-5)
     upstream = values(*mine_out.shape, seed=9).detach()
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     for mine_grad, reference_grad in zip(
-        torch.autograd.grad(mine_out, wanted, upstream), torch.autograd.grad(reference_out, wanted, upstream), strict=True
+        torch.autograd.grad(mine_out, wanted, upstream),
+        torch.autograd.grad(reference_out, wanted, upstream),
+        strict=True,
     ):
         torch.testing.assert_close(mine_grad, reference_grad, rtol=1e-4, atol=1e-4)
 
@@ -57,7 +61,9 @@ def test_the_grouped_linear_is_one_linear_for_each_expert(save_original_input: b
     splits = [3, 0, 4]
     assert_same_function(
         lambda inputs, *weights: GroupedLinear.apply(inputs, splits, save_original_input, *weights),
-        lambda inputs, *weights: torch.cat([F.linear(part, weight) for part, weight in zip(inputs.split(splits), weights)]),
+        lambda inputs, *weights: torch.cat(
+            [F.linear(part, weight) for part, weight in zip(inputs.split(splits), weights, strict=True)]
+        ),
         values(7, 8),
         *(values(6, 8, seed=seed) for seed in (1, 2, 3)),
     )
@@ -111,7 +117,9 @@ def retained_by_layer(timeline: Timeline, layer: int) -> int:
     """Device bytes born in a layer's forward that are alive when backward begins."""
     first_backward = int((timeline.phase == PHASES.index("backward")).argmax())
     head = slice(timeline.num_opening_events, first_backward)
-    names = [name.startswith(f"decoder.layers.{layer}.") or name == f"decoder.layers.{layer}" for name in timeline.modules]
+    names = [
+        name.startswith(f"decoder.layers.{layer}.") or name == f"decoder.layers.{layer}" for name in timeline.modules
+    ]
     in_layer = [names[code] for code in timeline.module[head]]
     device = timeline.pool[head] == POOLS.index("device")
     return int(timeline.delta_bytes[head][device & in_layer].sum())
@@ -144,7 +152,15 @@ def qwen_layer_bytes(s: int, h: int, H: int, G: int, d: int, E: int, k: int, f: 
     dispatcher = 4 * s * E + s * E + 4 * s * (2 * E + 1) + 8 * E
     sorted_rows = 3 * 4 * s * k
     experts = 2 * s * k * h + 2 * s * k * 2 * f + 2 * s * k * f
-    return te_attention_bytes(s, h, H, G, d) + query_and_key_norms + residual_norm + router + dispatcher + sorted_rows + experts
+    return (
+        te_attention_bytes(s, h, H, G, d)
+        + query_and_key_norms
+        + residual_norm
+        + router
+        + dispatcher
+        + sorted_rows
+        + experts
+    )
 
 
 @pytest.mark.parametrize("family", ["phi-4-tiny", "qwen3-moe-tiny"])
