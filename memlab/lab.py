@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import platform
 import time
 import warnings
@@ -24,6 +25,7 @@ from memlab.meter.storages import StorageMeter
 from memlab.model import holders, toggles
 from memlab.model.build import LiveModel, build
 from memlab.model.offload_watch import OffloadWatch
+from memlab.model.quiet import quiet_megatron
 from memlab.model.residency import Residency
 from memlab.model.training_step import train_step
 from memlab.record import StepRecord
@@ -128,7 +130,7 @@ class Lab:
         if settings is not None:
             self.apply(settings)
         if warm_up and not self._settled:
-            self._on_worker(self._step)
+            self._on_worker(self._settle)
         record = self._on_worker(self._step)
         self.records.append(record)
         return record
@@ -170,10 +172,7 @@ class Lab:
 
         def run() -> _Result:
             with ExitStack() as stack:
-                stack.enter_context(warnings.catch_warnings())
-                # Megatron warns of its own defaults, and reads `.grad` of the views that its fp32 main parameters are.
-                warnings.filterwarnings("ignore", module=r"megatron\.")
-                warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+                stack.enter_context(quiet_megatron())
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(self.backend.active())
                 stack.enter_context(labelled_by(self._labels))
@@ -193,6 +192,10 @@ class Lab:
 
     def _categories(self) -> dict[str, Any]:
         return {"workspace": list(holders.workspace(self._live)), **self._residency.tensors()}
+
+    def _settle(self) -> None:
+        self._step()
+        gc.collect()  # what the last settings left in reference cycles is not this setting's memory
 
     def _step(self) -> StepRecord:
         labels, meter, settings = self._labels, self._meter, self.settings

@@ -9,7 +9,6 @@ offloading is seen although both pools are the same RAM.
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -35,23 +34,19 @@ def backend(reason: str) -> Backend:
 def stand_in() -> Iterator[None]:
     """Lets Megatron run on this thread as if the CPU were a CUDA device, for the block."""
     with ExitStack() as stack:
+        # One operation of a small model is shorter than waking a second thread, and where another process wants the
+        # core, OpenMP's threads wait for each other: a step of 50 ms became one of 1.9 s.
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
         for name, value in _CUDA.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
         for module, name, value in _megatron_parts():
             stack.enter_context(patch.object(module, name, value, create=True))
-        logger = logging.getLogger("megatron.core.tensor_parallel.random")
-        logger.addFilter(_not_about_one_generator)
-        stack.callback(logger.removeFilter, _not_about_one_generator)
         stack.enter_context(patch.object(torch, "get_rng_state", _random_state))
         # Its C++ signature refuses any other stream than CUDA's before a function mode is asked.
         stack.enter_context(patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None))
         stack.enter_context(_CudaOnCpu())
         yield
-
-
-def _not_about_one_generator(record: logging.LogRecord) -> bool:
-    # Device and host draw from one generator here, so the tracker's check that they do not interfere always speaks up.
-    return record.getMessage() != "CPU RNG state changed within GPU RNG context"
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
@@ -245,6 +240,7 @@ _CUDA: dict[str, Any] = {
 def _megatron_parts() -> Iterator[tuple[Any, str, Any]]:
     """Yields (module, name, stand-in) for what megatron-core takes from CUDA, Transformer Engine or torch.compile."""
     from megatron.core.extensions import transformer_engine
+    from megatron.core.pipeline_parallel.fine_grained_activation_offload import ChunkOffloadHandler
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
 
@@ -254,8 +250,12 @@ def _megatron_parts() -> Iterator[tuple[Any, str, Any]]:
     yield random, "FP8GlobalStateManager", SimpleNamespace(is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: None)
     yield random, "activation_recompute_forward", lambda **_: contextlib.nullcontext()
     yield random, "fp8_autocast", lambda **_: contextlib.nullcontext()
+    if hasattr(random, "_get_share_storage"):  # 0.19 compiles an extension for it
+        yield random, "_get_share_storage", lambda: _move_block
     # fine_grained_activation_offload.py turns TE's own offloading on around a group, and refuses to run without it.
     yield transformer_engine, "cpu_offload", SimpleNamespace(CPUOffloadEnabled=False)
+    if hasattr(ChunkOffloadHandler, "_can_manage_tensor_for_offload"):  # 0.19 looks at the tensor's device
+        yield ChunkOffloadHandler, "_can_manage_tensor_for_offload", staticmethod(_is_offloadable)
     # moe_utils.py names te_general_gemm without TE although its import failed; None selects torch.mm.
     yield moe_utils, "te_general_gemm", None
     yield moe_utils, "HAVE_TE", True
@@ -265,6 +265,25 @@ def _megatron_parts() -> Iterator[tuple[Any, str, Any]]:
     yield moe_utils, "fused_sort_chunks_by_index", torch_moe.sort_chunks_by_index
     yield moe_utils, "fused_sort_chunks_by_index_with_probs", torch_moe.sort_chunks_by_index_with_probs
     yield from _compiled_functions()
+
+
+def _move_block(output: torch.Tensor, recomputed: torch.Tensor) -> None:
+    """Gives a recomputed tensor's memory to the output that was discarded.
+
+    On a GPU both storages then point to one block. Of the recomputed tensor backward needs only the graph, so here its
+    block may leave it: one block either way.
+    """
+    num_bytes = recomputed.untyped_storage().nbytes()
+    with one_kernel():
+        block = recomputed.data.clone()
+        recomputed.untyped_storage().resize_(0)
+        output.untyped_storage().resize_(num_bytes)
+        output.data.copy_(block)  # through .data, so that autograd sees no change
+        del block
+
+
+def _is_offloadable(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, torch.nn.Parameter) and not is_on_host(tensor)
 
 
 def _compiled_functions() -> Iterator[tuple[Any, str, Any]]:

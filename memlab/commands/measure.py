@@ -11,7 +11,6 @@ from typing import Any
 
 from memlab.architectures import ARCHITECTURES
 from memlab.commands.output import result_alone_on_stdout
-from memlab.record import StepRecord
 from memlab.scenario import DTYPES, Scenario
 from memlab.settings import (
     OFFLOAD_MODULES,
@@ -59,7 +58,8 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     Raises:
         ValueError: If a value breaks its rule, or the output folder holds a record.
     """
-    scenario = Scenario(**_given(arguments, Scenario))
+    workload = _given(arguments, Scenario)
+    scenario = Scenario(**workload)
     settings = MemorySettings(**_given(arguments, MemorySettings))
     settings.check(scenario.architecture, scenario.num_layers)
     from memlab.backends import find_backend
@@ -68,12 +68,15 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         raise ValueError(f"output folder {arguments.out} holds a record, and is not overwritten: give another folder")
     with result_alone_on_stdout():
         find_backend(arguments.backend)
-    return lambda: _measure(scenario, settings, arguments)
+    return lambda: _measure(workload, settings, arguments)
 
 
-def _measure(scenario: Scenario, settings: MemorySettings, arguments: argparse.Namespace) -> int:
+def _measure(workload: dict[str, Any], settings: MemorySettings, arguments: argparse.Namespace) -> int:
     with result_alone_on_stdout():
-        record = _step(scenario, settings, arguments.backend)
+        from memlab.lab import Lab
+
+        with Lab(**workload, backend=arguments.backend) as lab:
+            record = lab.step(settings)
     if arguments.out is not None:
         record.save(arguments.out)
     if arguments.json:
@@ -83,22 +86,6 @@ def _measure(scenario: Scenario, settings: MemorySettings, arguments: argparse.N
 
         print(record_table(record))
     return 0
-
-
-def _step(scenario: Scenario, settings: MemorySettings, backend: str) -> StepRecord:
-    from memlab.lab import Lab
-
-    with Lab(
-        scenario.architecture,
-        num_layers=scenario.num_layers,
-        seq_length=scenario.seq_length,
-        micro_batch_size=scenario.micro_batch_size,
-        num_microbatches=scenario.num_microbatches,
-        seed=scenario.seed,
-        dtype=scenario.dtype,
-        backend=backend,
-    ) as lab:
-        return lab.step(settings)
 
 
 def _given(arguments: argparse.Namespace, cls: type[Scenario | MemorySettings]) -> dict[str, Any]:

@@ -15,10 +15,11 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.tensor_parallel import random
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from memlab.model.build import LiveModel
+from memlab.model.upstream_versions import auxiliary_losses, forget_auxiliary_losses
 
 
 def workspace(live: LiveModel) -> Iterator[torch.Tensor]:
@@ -39,8 +40,7 @@ def workspace(live: LiveModel) -> Iterator[torch.Tensor]:
     yield from _tensors_in(dict(enumerate(gc.get_referents(RotaryEmbedding.forward))))
     # transformer/moe/moe_utils.py
     yield from _tensors_in({"scale": MoEAuxLossAutoScaler.main_loss_backward_scale})
-    for entry in get_moe_layer_wise_logging_tracker().values():
-        yield from _tensors_in(entry)
+    yield from auxiliary_losses()
 
 
 def _tensors_in(attributes: dict[Any, Any]) -> Iterator[torch.Tensor]:
@@ -64,7 +64,7 @@ def forget() -> None:
     """Empties megatron-core's process-wide state and leaves the process group."""
     RotaryEmbedding.forward.cache_clear()
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
-    get_moe_layer_wise_logging_tracker().clear()
+    forget_auxiliary_losses()
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = None
     PipelineOffloadManager.OFFLOAD_MGR = None
     random._CUDA_RNG_STATE_TRACKER = None

@@ -76,4 +76,6 @@ class OffloadWatch:
 
 
 def _could_move(tensor: Any) -> bool:
-    return isinstance(tensor, torch.Tensor) and getattr(tensor, "offloading_activation", True)
+    # Parameters are marked so that they stay: by one attribute in 0.16, by another in 0.19.
+    marked = not getattr(tensor, "offloading_activation", True) or getattr(tensor, "_do_not_offload", False)
+    return isinstance(tensor, torch.Tensor) and not marked

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron.core.pipeline_parallel.fine_grained_activation_offload import FineGrainedActivationOffloadingInterface
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.transformer.identity_op import IdentityOp
 
 from memlab.model.build import LiveModel, settings_fields, transformer_config
@@ -40,8 +40,10 @@ def apply(live: LiveModel, settings: MemorySettings) -> None:
         if "offload_expert_fc1" in attributes:
             # experts.py keeps one tensor instead of one view an expert, so that the offload is one copy.
             module.linear_fc1.save_original_input = attributes["offload_expert_fc1"]
-    # The manager learns the model's groups in its next step, which is then a warm-up.
-    FineGrainedActivationOffloadingInterface.reset_instance()
+    # The new manager learns the model's groups in its next step, which is then a warm-up. The old one's host buffers go
+    # now: in 0.19 it is part of a cycle, and would keep them until the next garbage collection.
+    PipelineOffloadManager.get_instance().cpu_tensor_pool.clear()
+    PipelineOffloadManager.reset_instance()
 
 
 def _recomputes(name: str) -> Callable[[Any, MemorySettings], bool]:

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from memlab.model.torch_functions import CausalAttention, GroupedLinear, Linear, NormLinear, RmsNorm
+from memlab.model.upstream_versions import grouped_experts
 
 
 class TorchProvider(BackendSpecProvider):
@@ -43,8 +42,8 @@ class TorchProvider(BackendSpecProvider):
     def core_attention(self) -> type:
         return TorchAttention
 
-    def grouped_mlp_modules(self, *_: Any, **__: Any) -> tuple[type, MLPSubmodules]:
-        return TEGroupedMLP, MLPSubmodules(linear_fc1=TorchGroupedLinear, linear_fc2=TorchGroupedLinear)
+    def grouped_mlp_modules(self, *_: Any, **__: Any) -> Any:
+        return grouped_experts(TorchGroupedLinear)
 
     def activation_func(self) -> None:
         return None

@@ -9,10 +9,10 @@ from unittest.mock import patch
 
 import torch
 from megatron.core.tensor_parallel import random
-from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 
 from memlab.meter.labels import Labels
 from memlab.model.build import LiveModel
+from memlab.model.upstream_versions import zero_auxiliary_losses
 from memlab.scenario import Scenario
 
 
@@ -42,8 +42,7 @@ def train_step(live: LiveModel, labels: Labels) -> float:
         labels.enter_phase("optimizer")
         succeeded, _, _ = live.optimizer.step()
         assert succeeded, "bf16 and fp32 training scale no loss, so no step is skipped"
-        # Megatron's training loop logs and zeroes the auxiliary losses after each step.
-        clear_aux_losses_tracker()
+        zero_auxiliary_losses()
     return sum(losses) / len(losses)
 
 

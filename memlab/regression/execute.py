@@ -45,7 +45,8 @@ def main() -> int:
 
 
 def _execute(notebook: Path, parameters: dict[str, Any], channel: TextIO) -> None:
-    waiting = iter(enumerate(names := headings(read_notebook(notebook), with_injected=bool(parameters)), start=1))
+    names = headings(read_notebook(notebook), with_injected=bool(parameters))
+    waiting = enumerate(names, start=1)
 
     def on_cell_execute(cell: nbformat.NotebookNode, cell_index: int) -> None:
         number, heading = next(waiting)

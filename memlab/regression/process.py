@@ -55,18 +55,25 @@ def execute(
             start_new_session=True,  # so that Ctrl-C reaches the runner alone, which then ends the run
         ) as process,
     ):
+        assert process.stdout is not None
+        lines: queue.Queue[str | None] = queue.Queue()
+        reader = threading.Thread(target=_read, args=(process.stdout, lines))
+        reader.start()
         try:
-            return _follow(process, time.monotonic() + timeout_seconds, on_progress)
+            return _follow(process, lines, time.monotonic() + timeout_seconds, on_progress)
         except TimeoutError as error:
             return f"{error}: it was killed at its limit of {timeout_seconds:g} s: allow more time, or run less"
         finally:
             _end_processes(folder)
+            reader.join()
 
 
-def _follow(process: subprocess.Popen[str], deadline: float, on_progress: Callable[[str], object]) -> str:
-    assert process.stdout is not None
-    lines: queue.Queue[str | None] = queue.Queue()
-    threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
+def _follow(
+    process: subprocess.Popen[str],
+    lines: queue.Queue[str | None],
+    deadline: float,
+    on_progress: Callable[[str], object],
+) -> str:
     started = time.monotonic()
     where, failure = "before its first cell", ""
     try:

@@ -95,7 +95,7 @@ def test_permuting_and_unpermuting_is_megatron_s_own_without_fusion() -> None:
         return unpermute(permuted * permuted_probs.unsqueeze(1), row_id_map, restore_shape=tokens.shape)
 
     def unfused(tokens: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        permuted, permuted_probs, order = moe_utils.permute(tokens, routing_map, probs, num_out_tokens=8)
+        permuted, permuted_probs, order, *_ = moe_utils.permute(tokens, routing_map, probs, num_out_tokens=8)
         return moe_utils.unpermute(permuted * permuted_probs.unsqueeze(1), order, tokens.shape, routing_map=routing_map)
 
     assert_same_function(fused, unfused, values(4, 5), values(4, 3, seed=1))

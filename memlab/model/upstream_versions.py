@@ -1,0 +1,45 @@
+"""What differs between megatron-core 0.16.1 and 0.19.2 and cannot be asked of the library any other way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe import experts, moe_utils
+
+
+def grouped_experts(linear: type) -> Any:
+    """Returns what a layer provider gives for grouped experts (``megatron/core/models/backends.py``).
+
+    0.16 wants a class and its submodules; 0.19 a callable that builds the experts.
+    """
+    if hasattr(experts, "GroupedMLPSubmodules"):
+        submodules = experts.GroupedMLPSubmodules(linear_fc1=linear, linear_fc2=linear, activation_func=None)
+        return partial(experts.TEGroupedMLP, submodules=submodules)
+    return experts.TEGroupedMLP, MLPSubmodules(linear_fc1=linear, linear_fc2=linear)
+
+
+def auxiliary_losses() -> Iterator[torch.Tensor]:
+    """Yields the auxiliary losses that MoE layers log, as kept process-wide (``transformer/moe/moe_utils.py``)."""
+    for entry in _tracker().values():
+        yield entry["values"] if isinstance(entry, dict) else entry.values
+
+
+def zero_auxiliary_losses() -> None:
+    """Zeroes the logged losses, as Megatron's training loop does after it has logged a step."""
+    for losses in auxiliary_losses():
+        losses.zero_()
+
+
+def forget_auxiliary_losses() -> None:
+    """Drops the logged losses, so that their memory can be freed."""
+    _tracker().clear()
+
+
+def _tracker() -> dict[str, Any]:
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):
+        return moe_utils.get_moe_metrics_tracker().metrics
+    return moe_utils.get_moe_layer_wise_logging_tracker()

@@ -1,0 +1,62 @@
+"""`finish` outside of a headless run, and what it refuses. Inside of one: tests/notebooks."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from memlab.record import StepRecord
+from memlab.regression.metrics import METRICS_MIMETYPE, RUN_FOLDER_VARIABLE, finish
+from tests.unit.builders import record_of, training_step
+
+
+@pytest.fixture
+def record() -> StepRecord:
+    return record_of(training_step())
+
+
+def test_finish_shows_its_metrics_and_writes_nothing(
+    record: StepRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(RUN_FOLDER_VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    shown = finish({"plain": record}, seconds=1.5)._repr_mimebundle_()
+    assert not list(tmp_path.iterdir())
+    values = json.loads(json.dumps(shown[METRICS_MIMETYPE]))
+    assert values["records"]["plain"]["peak_allocated_bytes"] == record.peak_allocated_bytes
+    assert values["extra"] == {"seconds": 1.5}
+    assert "memlab" in values["versions"]
+    assert shown["text/plain"].splitlines()[0].startswith("plain: peak ")
+    assert "seconds: 1.5" in shown["text/plain"]
+
+
+def test_finish_writes_whole_files_into_the_folder_of_a_run(
+    record: StepRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUN_FOLDER_VARIABLE, str(tmp_path))
+    metrics = finish({"a": record, "b": record})
+    assert json.loads((tmp_path / "metrics.json").read_text()) == metrics.values
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.json", "records"]
+    assert StepRecord.load(tmp_path / "records" / "b") == record
+    with pytest.raises(ValueError, match="finish must be called once"):
+        finish({"a": record})
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "two words"])
+def test_a_record_name_must_be_a_folder_name(record: StepRecord, name: str) -> None:
+    with pytest.raises(ValueError, match="cannot name a folder"):
+        finish({name: record})
+
+
+def test_what_is_no_number_is_no_metric(record: StepRecord) -> None:
+    with pytest.raises(ValueError, match=r"metric loss of plain is nan, must be finite"):
+        finish({"plain": record_of(training_step(), loss=math.nan)})
+    with pytest.raises(ValueError, match=r"metric speed of the lab is inf, must be finite"):
+        finish({"plain": record}, speed=math.inf)
+    with pytest.raises(ValueError, match=r"metric speed is 'fast', must be a number"):
+        finish({"plain": record}, speed="fast")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="finish got no records"):
+        finish({})
