@@ -113,7 +113,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             num_moe_experts=8,
             moe_router_topk=2,
             moe_ffn_hidden_size=64,
-            default_seq_length=128,
+            default_seq_length=1024,
             **(_QWEN3_MOE | {"kv_channels": 32}),
         ),
         # https://huggingface.co/microsoft/phi-4/blob/main/config.json
@@ -159,7 +159,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             vocab_size=256,
             rotary_base=250000.0,
             layernorm_epsilon=1e-5,
-            default_seq_length=128,
+            default_seq_length=1024,
         ),
     )
 }

@@ -10,13 +10,13 @@ import pytest
 
 @pytest.fixture
 def open_lab() -> Iterator[Callable[..., Any]]:
-    """Opens labs, and closes the last one after the test."""
+    """Opens small labs, and closes the last one after the test."""
     from memlab.lab import Lab
 
     labs: list[Lab] = []
 
     def open_lab(architecture: str = "qwen3-moe-tiny", **options: Any) -> Lab:
-        labs.append(Lab(architecture, backend="cpu", **options))
+        labs.append(Lab(architecture, backend="cpu", **{"seq_length": 128, **options}))
         return labs[-1]
 
     yield open_lab
