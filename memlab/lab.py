@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import atexit
 import gc
-import platform
-import time
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
-from importlib import metadata
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import torch
-
-import memlab
 from memlab.architectures import Architecture
 from memlab.backends import find_backend
-from memlab.meter.labels import Labels, labelled_by
-from memlab.meter.storages import StorageMeter
-from memlab.model import holders, toggles
-from memlab.model.build import LiveModel, build
-from memlab.model.offload_watch import OffloadWatch
-from memlab.model.quiet import quiet_megatron
-from memlab.model.residency import Residency
-from memlab.model.training_step import train_step
+from memlab.model import holders
+from memlab.progress import Follower, Progress
 from memlab.record import StepRecord
 from memlab.scenario import Dtype, Scenario
 from memlab.settings import MemorySettings
+from memlab.stepper import Stepper
+
+__all__ = ["Lab", "Progress"]
 
 _Result = TypeVar("_Result")
 
@@ -69,7 +61,7 @@ class Lab:
         dtype: Dtype = "bf16",
         backend: str = "auto",
     ) -> None:
-        self.scenario = Scenario(
+        scenario = Scenario(
             architecture=architecture,  # type: ignore[arg-type]  # the Scenario finds names and paths itself
             num_layers=num_layers or 0,
             seq_length=seq_length or 0,
@@ -81,23 +73,52 @@ class Lab:
         self.backend = find_backend(backend)
         self.settings = MemorySettings()
         self.records: list[StepRecord] = []
-        self.num_steps = 0
         _close_open_lab()
-        self._labels = Labels()
-        self._meter = StorageMeter(self._labels)
-        self._offload_watch = OffloadWatch()
+        self._stepper = Stepper(scenario, self.backend)
         self._settled = False
         """Whether a step has been taken under the settings that stand: the next one is then steady."""
+        self._stop = threading.Event()
+        self._running: Future[StepRecord] | None = None
+        self._starting = threading.Lock()
         self._worker: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="memlab")
         Lab._open = weakref.ref(self)
         try:
-            self._live = self._on_worker(self._build)
+            self._on_worker(self._stepper.build).result()
         except BaseException:
             holders.forget()
             self._worker.shutdown()
             self._worker = None
             raise
-        self._residency = Residency(self._live)
+
+    @property
+    def scenario(self) -> Scenario:
+        """What a step runs; `set_workload` changes it."""
+        return self._stepper.scenario
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is running."""
+        return self._running is not None and not self._running.done()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the model has been given back."""
+        return self._worker is None
+
+    @property
+    def device_memory_bytes(self) -> int | None:
+        """On the CPU, the device's pretended size: a step that needs more ends in a record that says so. None: endless.
+
+        Raises:
+            ValueError: When it is set to something else than a positive number of bytes or None.
+        """
+        return self._stepper.meter.device_memory_bytes
+
+    @device_memory_bytes.setter
+    def device_memory_bytes(self, num_bytes: int | None) -> None:
+        if num_bytes is not None and (not isinstance(num_bytes, int) or num_bytes < 1):
+            raise ValueError(f"device_memory_bytes is {num_bytes!r}, must be a positive number of bytes, or None")
+        self._stepper.meter.device_memory_bytes = num_bytes
 
     def apply(self, settings: MemorySettings) -> None:
         """Changes the memory settings of the live model, in place.
@@ -105,54 +126,111 @@ class Lab:
         What is offloaded between steps moves at the end of the next step, and comes back at the start of the one after.
 
         Raises:
-            ValueError: If a rule is broken; the model is then as it was.
+            ValueError: If a rule is broken, or a step is running; the model is then as it was.
         """
-        if settings == self.settings and self.num_steps:
-            return
-        self._on_worker(lambda: toggles.apply(self._live, settings))
-        self.settings = settings
-        self._settled = False
+        self._refuse_if_busy()
+        settings.check(self.scenario.architecture, self.scenario.num_layers)
+        self._on_worker(lambda: self._apply(settings)).result()
 
-    def step(self, settings: MemorySettings | None = None, *, warm_up: bool = True) -> StepRecord:
-        """Takes a training step and measures it.
+    def set_workload(
+        self,
+        *,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        num_microbatches: int | None = None,
+    ) -> None:
+        """Changes what the next step trains on; the model stays as it is.
 
         Args:
-            settings: Applied first; None keeps those that stand.
-            warm_up: After a change, take one step that is not recorded first: it makes Adam's moments and fills
-                Megatron's offload manager, so that the recorded step is like all that follow.
+            seq_length: Tokens in a sequence; None leaves it.
+            micro_batch_size: Sequences in a pass; None leaves it.
+            num_microbatches: Passes before an optimizer step; None leaves it.
+
+        Raises:
+            ValueError: If a value is not a positive number, or a step is running.
+        """
+        self._refuse_if_busy()
+        given: dict[str, Any] = {
+            "seq_length": seq_length,
+            "micro_batch_size": micro_batch_size,
+            "num_microbatches": num_microbatches,
+        }
+        scenario = replace(self.scenario, **{name: value for name, value in given.items() if value is not None})
+        if scenario != self.scenario:
+            self._stepper.set_workload(scenario)
+            self._settled = False
+
+    def step(
+        self,
+        settings: MemorySettings | None = None,
+        *,
+        warm_up: bool = True,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> StepRecord:
+        """Takes a training step and measures it: `submit`, and waits. Ctrl-C ends the step between two layers.
 
         Returns:
             The record, also appended to `records`.
 
         Raises:
-            ValueError: If the settings break a rule, or the lab is closed.
+            ValueError: If the settings break a rule, or the lab is busy or closed.
         """
-        if settings is not None:
-            self.apply(settings)
-        if warm_up and not self._settled:
-            self._on_worker(self._settle)
-        record = self._on_worker(self._step)
-        self.records.append(record)
-        return record
+        running = self.submit(settings, warm_up=warm_up, on_progress=on_progress)
+        try:
+            return running.result()
+        except KeyboardInterrupt:
+            self.stop()
+            running.result()
+            raise
+
+    def submit(
+        self,
+        settings: MemorySettings | None = None,
+        *,
+        warm_up: bool = True,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> Future[StepRecord]:
+        """Starts a training step and returns at once.
+
+        Args:
+            settings: Applied first; None keeps those that stand.
+            warm_up: After a change, take one step that is not recorded first: it makes Adam's moments and fills
+                Megatron's offload manager, so that the recorded step is like all that follow.
+            on_progress: Called on the worker's thread at each phase and layer.
+
+        Returns:
+            The record to come. A step that runs out of memory or is stopped ends in a record too.
+
+        Raises:
+            ValueError: If the settings break a rule, or the lab is busy or closed; nothing has then run.
+        """
+        wanted = self.settings if settings is None else settings
+        wanted.check(self.scenario.architecture, self.scenario.num_layers)
+        with self._starting:
+            self._refuse_if_busy()
+            self._stop.clear()
+            self._running = self._on_worker(lambda: self._run(wanted, warm_up, on_progress))
+        return self._running
+
+    def stop(self) -> bool:
+        """Asks the running step to end between two phases or layers; its record says ``interrupted``.
+
+        Returns:
+            Whether a step was running.
+        """
+        self._stop.set()
+        return self.busy
 
     def unmetered_step_seconds(self) -> float:
         """Takes a step without metering it, and returns its duration: what the meter costs is told by comparison."""
-
-        def run() -> float:
-            started = time.perf_counter()
-            self._residency.load()
-            train_step(self._live, self._labels)
-            self._residency.offload(self.settings)
-            torch.cuda.synchronize()
-            return time.perf_counter() - started
-
-        return self._on_worker(run, metered=False)
+        return self._on_worker(lambda: self._stepper.unmetered_step_seconds(self.settings), metered=False).result()
 
     def close(self) -> None:
         """Gives back everything: model, optimizer, process group, thread. Records stay readable. Twice is harmless."""
         if self._worker is None:
             return
-        self._on_worker(self._release)
+        self.stop()
+        self._on_worker(self._stepper.release).result()
         self._worker.shutdown()
         self._worker = None
 
@@ -163,107 +241,52 @@ class Lab:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._worker is None else f"{self.num_steps} steps"
+        state = "closed" if self.closed else f"{self._stepper.num_steps} steps"
         return f"Lab({self.scenario}, {self.backend.name}, {self.settings}, {state})"
 
-    def _on_worker(self, job: Callable[[], _Result], *, metered: bool = True) -> _Result:
+    def _refuse_if_busy(self) -> None:
+        if self.busy:
+            raise ValueError(f"this lab is busy with a step ({self.settings}): wait for it, or stop it")
+
+    def _on_worker(self, job: Callable[[], _Result], *, metered: bool = True) -> Future[_Result]:
         if self._worker is None:
             raise ValueError(f"this lab ({self.scenario}) is closed: open another with Lab(...)")
 
         def run() -> _Result:
-            with ExitStack() as stack:
-                stack.enter_context(quiet_megatron())
-                stack.enter_context(torch.enable_grad())
-                stack.enter_context(self.backend.active())
-                stack.enter_context(labelled_by(self._labels))
-                stack.enter_context(self._meter.watching() if metered else nullcontext())
+            with self._stepper.at_work(metered=metered):
                 return job()
 
-        return self._worker.submit(run).result()
+        return self._worker.submit(run)
 
-    def _build(self) -> LiveModel:
-        live = build(self.scenario, self.backend.layer_provider, self.backend.distributed_backend)
-        self._labels.attach(live.chunk)
-        return live
+    def _apply(self, settings: MemorySettings) -> None:
+        if settings != self.settings or not self._stepper.num_steps:
+            self._stepper.apply(settings)
+            self.settings = settings
+            self._settled = False
 
-    def _release(self) -> None:
-        holders.release(self._live)
-        del self._live, self._residency
-
-    def _categories(self) -> dict[str, Any]:
-        return {"workspace": list(holders.workspace(self._live)), **self._residency.tensors()}
-
-    def _settle(self) -> None:
-        self._step()
-        gc.collect()  # what the last settings left in reference cycles is not this setting's memory
-
-    def _step(self) -> StepRecord:
-        labels, meter, settings = self._labels, self._meter, self.settings
+    def _run(
+        self, settings: MemorySettings, warm_up: bool, on_progress: Callable[[Progress], None] | None
+    ) -> StepRecord:
+        self._apply(settings)
+        warms_up = warm_up and not self._settled
+        stepper = self._stepper
+        follower = Follower(stepper.labels, self.scenario, 2 if warms_up else 1, self._stop, on_progress)
         self._settled = False
-        meter.start(self._categories())
-        started = time.perf_counter()
-        with self._offload_watch.watching():
-            with labels.phase_of("load"):
-                load_seconds = _seconds_if_moved(self._residency.load)[1]
-            with labels.phase_of("forward"):
-                loss = train_step(self._live, labels)
-            meter.categorise(self._categories())
-            with labels.phase_of("offload"):
-                freed, offload_seconds = _seconds_if_moved(lambda: self._residency.offload(settings))
-        torch.cuda.synchronize()
-        step_seconds = time.perf_counter() - started
-        meter.categorise(self._categories())
-        residual_bytes = meter.uncategorised_bytes()
-        timeline = meter.finish()
-        peak = timeline.peak_index()
-        self.num_steps += 1
-        self._settled = True
-        return StepRecord(
-            scenario=self.scenario,
-            settings=settings,
-            backend=self.backend.name,
-            versions=versions(),
-            step_index=self.num_steps - 1,
-            static_bytes=timeline.opening_bytes,
-            peak_allocated_bytes=timeline.bytes_at(peak),
-            activation_peak_bytes=timeline.peak_bytes(phases=("forward", "backward")) - timeline.opening_bytes,
-            peak_by_category=timeline.breakdown(peak),
-            peak_by_module=dict(list(timeline.breakdown(peak, by="module").items())[:20]),
-            residual_bytes=residual_bytes,
-            host_bytes=timeline.peak_bytes("host"),
-            offloaded_bytes_by_module=dict(self._offload_watch.moved_bytes),
-            offloaded_bytes_by_group=freed,
-            recomputed_bytes=timeline.born_bytes("recomputed"),
-            without_effect=self._offload_watch.without_effect(self.scenario, settings),
-            load_seconds=load_seconds,
-            offload_seconds=offload_seconds,
-            step_seconds=step_seconds,
-            tokens_per_second=self.scenario.tokens_per_step / step_seconds,
-            loss=loss,
-            timeline=timeline,
-        )
-
-
-def _seconds_if_moved(move: Callable[[], dict[str, int]]) -> tuple[dict[str, int], float]:
-    started = time.perf_counter()
-    moved = move()
-    return moved, time.perf_counter() - started if moved else 0.0
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions that a measurement depends on."""
-    found = {"memlab": memlab.__version__, "python": platform.python_version(), "torch": torch.__version__}
-    for package in ("megatron-core", "transformer-engine"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+        if warms_up:
+            follower.prefix = "warm-up "
+            record = stepper.step(settings, follower)
+            gc.collect()  # what the last settings left in reference cycles is not this setting's memory
+            follower.prefix = ""
+        if not warms_up or record.status == "ok":
+            record = stepper.step(settings, follower)
+        self._settled = record.status == "ok"
+        self.records.append(record)
+        return record
 
 
 def _close_open_lab() -> None:
-    lab = Lab._open() if Lab._open is not None else None
-    if lab is not None and lab._worker is not None:
+    lab: Any = Lab._open() if Lab._open is not None else None
+    if lab is not None and not lab.closed:
         warnings.warn(
             f"closing the open lab ({lab.scenario}): Megatron keeps its process groups once a process", stacklevel=3
         )

@@ -12,7 +12,7 @@ from memlab.settings import MemorySettings
 from memlab.timeline import Timeline
 from memlab.units import format_bytes
 
-Status = Literal["ok", "out_of_memory"]
+Status = Literal["ok", "out_of_memory", "interrupted"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,19 +25,36 @@ class Labels:
         self.span = 0
         """Grows with every change of phase and at both ends of a recomputation: storages that are born and die in the
         same span never waited for backward."""
+        self.num_passes = 0
+        """Forward and backward passes that have begun in this lab's life."""
         self.recomputing = False
         self.fused_depth = 0
         """How many fused kernels enclose the current operation (a kernel may be built from others)."""
         self.host_depth = 0
         """Above 0 while storages are made that a GPU job keeps in host memory."""
+        self.on_move: Callable[[], None] | None = None
+        """Called when a phase begins or another module takes over; what it raises ends the step there."""
         self.on_kernel_end: Callable[[], None] | None = None
         self._codes: dict[str, int] = {"": 0}
+
+    @property
+    def place(self) -> str:
+        """Phase and module in words, such as ``forward of decoder.layers.2.mlp``."""
+        module = self.modules[self.module]
+        return f"{PHASES[self.phase]} of {module}" if module else PHASES[self.phase]
 
     def enter_phase(self, name: str) -> None:
         """Starts a phase (one of `PHASES`); the last one ends."""
         self.phase = PHASES.index(name)
-        self.module = 0
         self.span += 1
+        self.num_passes += name in ("forward", "backward")
+        self.enter_module(0)
+
+    def enter_module(self, code: int) -> None:
+        """Lets another module take over; `code` as from `code`."""
+        self.module = code
+        if self.on_move is not None:
+            self.on_move()
 
     @contextmanager
     def phase_of(self, name: str) -> Iterator[None]:
@@ -91,7 +108,7 @@ class _ModuleFollower:
 
     def enter(self, module: torch.nn.Module, args: Any) -> None:
         self._outer.append(self._labels.module)
-        self._labels.module = self._code
+        self._labels.enter_module(self._code)
 
     def leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         self._labels.module = self._outer.pop() if self._outer else 0
@@ -111,7 +128,7 @@ class _ModuleFollower:
             waiting.extend(next_node for next_node, _ in node.next_functions)
 
     def _in_backward(self, grad_outputs: Any) -> None:
-        self._labels.module = self._code
+        self._labels.enter_module(self._code)
 
 
 _active: Labels | None = None

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from memlab.meter.labels import Labels
 from memlab.timeline import CATEGORIES, PHASES, POOLS, Timeline
+from memlab.units import format_bytes
 
 _DEVICE, _HOST, _ON_CHIP = (POOLS.index(name) for name in ("device", "host", "on_chip"))
 _ACTIVATIONS, _RECOMPUTED, _TEMPORARY, _WORKSPACE = (
@@ -49,7 +50,10 @@ class StorageMeter:
     """Accounts for every storage that is made on its thread while `watching`."""
 
     def __init__(self, labels: Labels) -> None:
+        self.device_memory_bytes: int | None = None
+        """The size of the device, where it is pretended: what would exceed it raises `torch.OutOfMemoryError`."""
         self._labels = labels
+        self._device_bytes = 0
         self._live: dict[int, _Life] = {}
         self._events: list[tuple[int, int, int, _Life, int]] = []
         self._opening: list[tuple[int, int, _Life]] = []
@@ -148,7 +152,21 @@ class StorageMeter:
             return _HOST
         return _DEVICE
 
+    def require_room(self, num_bytes: int) -> None:
+        """Refuses device bytes that are more than the device has left.
+
+        Raises:
+            torch.OutOfMemoryError: With what was asked for, and what is allocated of how much.
+        """
+        if self.device_memory_bytes is not None and self._device_bytes + num_bytes > self.device_memory_bytes:
+            allocated = f"{format_bytes(self._device_bytes)} of {format_bytes(self.device_memory_bytes)} allocated"
+            raise torch.OutOfMemoryError(
+                f"in {self._labels.place}: {format_bytes(num_bytes)} asked for with {allocated}"
+            )
+
     def _born(self, storage: Any, key: int, pool: int) -> None:
+        if pool == _DEVICE:
+            self.require_room(storage.nbytes())
         labels = self._labels
         life = _Life(
             weakref.ref(storage, lambda _: self._died(key, life)),
@@ -171,6 +189,12 @@ class StorageMeter:
         self._event(-life.num_bytes, life)
         life.num_bytes = 0
 
+    def resizes(self, storage: Any, num_bytes: int) -> None:
+        """Refuses a growth in place that the device has no room for, before it happens."""
+        life = self._live.get(storage._cdata)
+        if life is not None and life.pool == _DEVICE:
+            self.require_room(num_bytes - life.num_bytes)
+
     def resized(self, storage: Any) -> None:
         """Books a storage whose size changed in place."""
         life = self._live.get(storage._cdata)
@@ -180,12 +204,13 @@ class StorageMeter:
             self._event(delta, life)
 
     def _leave_kernel(self) -> None:
-        for life in self._in_kernel:
-            if life.died_in_span is None:
-                self._event(-life.num_bytes, life)
-                life.pool = _DEVICE
-                self._event(life.num_bytes, life)
+        survivors = [life for life in self._in_kernel if life.died_in_span is None]
         self._in_kernel.clear()
+        self.require_room(sum(life.num_bytes for life in survivors))
+        for life in survivors:
+            self._event(-life.num_bytes, life)
+            life.pool = _DEVICE
+            self._event(life.num_bytes, life)
 
     def move(self, tensors: Iterable[torch.Tensor], pool: str) -> None:
         """Moves storages to another pool, where a tensor's place is known only after it was made."""
@@ -199,6 +224,8 @@ class StorageMeter:
 
     def _event(self, delta: int, life: _Life) -> None:
         if delta:
+            if life.pool == _DEVICE:
+                self._device_bytes += delta
             self._events.append((time.perf_counter_ns(), delta, life.pool, life, self._labels.phase))
 
     @staticmethod
@@ -231,6 +258,7 @@ def _observe_resizes(meter: StorageMeter) -> Iterator[None]:
     original = torch.UntypedStorage.resize_
 
     def resize_(storage: Any, num_bytes: int) -> Any:
+        meter.resizes(storage, num_bytes)
         result = original(storage, num_bytes)
         meter.resized(storage)
         return result

@@ -82,13 +82,15 @@ class Residency:
         """
         taken: dict[str, int] = {}
         for group in GROUPS:
-            away, self._away[group] = self._away[group], []
-            for index, (tensor, num_bytes) in enumerate(away):
+            while self._away[group]:
+                # Taken off the list when it is back: a load that runs out of memory can be taken up again.
+                tensor, num_bytes = self._away[group][-1]
                 tensor.untyped_storage().resize_(num_bytes)
                 if group == "gradients":
                     tensor.zero_()
                 else:
-                    tensor.copy_(self._host_copies[group][index], non_blocking=True)
+                    tensor.copy_(self._host_copies[group][len(self._away[group]) - 1], non_blocking=True)
+                self._away[group].pop()
                 taken[group] = taken.get(group, 0) + num_bytes
         if taken:
             torch.cuda.synchronize()

@@ -54,11 +54,11 @@ def random_settings(lab: Lab, rng: random.Random) -> MemorySettings:
 
 def gradients_of_step(lab: Lab, settings: MemorySettings) -> tuple[float | None, list[torch.Tensor]]:
     """Takes a step and returns its loss and a copy of every gradient buffer as the optimizer sees it."""
-    optimizer, copies = lab._live.optimizer, []
+    optimizer, copies = lab._stepper.live.optimizer, []
     take_step = optimizer.step
 
     def copy_then_step() -> Any:
-        chunk = lab._live.chunk
+        chunk = lab._stepper.live.chunk
         copies[:] = [buffer.grad_data.clone() for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         return take_step()
 

@@ -19,7 +19,7 @@ def test_closing_gives_every_byte_back(open_lab: Callable[..., Any]) -> None:
     lab = open_lab("qwen3-moe-tiny")
     lab.step(MemorySettings(offload_modules=["moe_act"], min_offloaded_tensor_size=0, offload_optimizer=True))
     lab.step(FULL)
-    meter = lab._meter
+    meter = lab._stepper.meter
     assert meter.live_bytes() > 1_000_000
     lab.close()
     gc.collect()
@@ -80,7 +80,7 @@ def test_warm_up_steps_are_taken_only_after_a_change(open_lab: Callable[..., Any
 
 def test_work_happens_on_one_thread_of_the_lab_s_own(open_lab: Callable[..., Any]) -> None:
     lab = open_lab("phi-4-tiny")
-    threads = {lab._on_worker(threading.get_ident) for _ in range(3)}
+    threads = {lab._on_worker(threading.get_ident).result() for _ in range(3)}
     assert len(threads) == 1
     assert threading.get_ident() not in threads
 
@@ -129,3 +129,112 @@ def test_a_wrong_scenario_is_refused_before_anything_is_built(options: dict[str,
 
     with pytest.raises(ValueError, match=words):
         Lab("phi-4-tiny", **options)
+
+
+def test_a_step_that_needs_more_than_the_device_ends_in_a_record_and_the_model_steps_on(
+    open_lab: Callable[..., Any],
+) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    plain = lab.step()
+    for share in (0.2, 0.5, 0.9):
+        lab.device_memory_bytes = plain.static_bytes + int(share * plain.activation_peak_bytes)
+        record = lab.step()
+        assert record.status == "out_of_memory"
+        assert record.loss is None
+        assert record.peak_allocated_bytes <= lab.device_memory_bytes
+        assert "asked for with" in record.message and "decoder.layers" in record.message
+        lab.device_memory_bytes = None
+        again = lab.step()
+        for name in ("loss", "static_bytes", "peak_allocated_bytes", "residual_bytes", "host_bytes"):
+            assert getattr(again, name) == getattr(plain, name), (share, name)
+
+
+def test_an_out_of_memory_while_loading_or_in_the_first_optimizer_step_is_survived_too(
+    open_lab: Callable[..., Any],
+) -> None:
+    lab = open_lab("phi-4-tiny")
+    parameters = lab.scenario.architecture.num_parameters
+    lab.device_memory_bytes = 11 * parameters + 4_000_000
+    assert lab.step().status == "out_of_memory", "Adam's moments do not fit"
+    lab.device_memory_bytes = None
+    plain = lab.step()
+    on_host = lab.step(MemorySettings(offload_parameters=True, offload_optimizer=True))
+    lab.device_memory_bytes = 6 * parameters
+    assert "in load" in lab.step().message
+    lab.device_memory_bytes = None
+    assert lab.step().static_bytes == on_host.static_bytes
+    assert lab.step(MemorySettings()).peak_allocated_bytes == plain.peak_allocated_bytes
+
+
+def test_stop_ends_a_step_between_two_layers_and_the_model_steps_on(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    plain = lab.step(FULL)
+    for phase in ("forward", "backward", "optimizer"):
+        stopped = lab.step(on_progress=lambda progress, phase=phase: progress.phase == phase and lab.stop())
+        assert stopped.status == "interrupted"
+        assert stopped.message.startswith("stopped in ")
+        again = lab.step()
+        for name in ("loss", "static_bytes", "peak_allocated_bytes", "residual_bytes", "host_bytes"):
+            assert getattr(again, name) == getattr(plain, name), (phase, name)
+
+
+def test_an_error_inside_a_step_is_told_and_the_model_steps_on(
+    open_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    plain = lab.step(FULL)
+    attention = lab._stepper.live.chunk.module.decoder.layers[2].self_attention.core_attention
+    with monkeypatch.context() as broken:
+        broken.setattr(type(attention), "forward", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            lab.step()
+    again = lab.step()
+    assert (again.loss, again.peak_allocated_bytes) == (plain.loss, plain.peak_allocated_bytes)
+
+
+def test_progress_names_phase_and_layer_and_ends_at_its_total(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("phi-4-tiny", num_microbatches=2)
+    seen: list[Any] = []
+    lab.step(FULL, on_progress=seen.append)
+    done = [progress.done for progress in seen]
+    assert done == sorted(done)
+    assert {progress.total for progress in seen} == {2 * 4 * 2 * 2}
+    assert done[-1] == 2 * 4 * 2 * 2
+    places = [(progress.phase, progress.module) for progress in seen]
+    assert ("warm-up forward", "decoder.layers.3") in places
+    assert ("backward", "decoder.layers.0") in places
+    assert {"load", "optimizer", "offload"} <= {phase for phase, _ in places}
+
+
+def test_a_busy_lab_refuses_a_second_step_in_words(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("phi-4-tiny")
+    gate = threading.Event()
+    running = lab.submit(on_progress=lambda progress: gate.wait(30))
+    assert lab.busy
+    for again in (lab.submit, lab.step, lambda: lab.apply(FULL), lambda: lab.set_workload(seq_length=16)):
+        with pytest.raises(ValueError, match="this lab is busy with a step"):
+            again()
+    gate.set()
+    assert running.result().status == "ok"
+    assert not lab.busy
+    assert not lab.stop()
+    assert lab.step().status == "ok", "a stop that came too late stops nothing"
+
+
+def test_the_workload_changes_without_a_rebuild(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("qwen3-moe-tiny", seq_length=64)
+    model = lab._stepper.live.chunk
+    short = lab.step()
+    lab.set_workload(seq_length=128, micro_batch_size=2)
+    long = lab.step()
+    assert lab._stepper.live.chunk is model
+    assert long.scenario.tokens_per_step == 4 * short.scenario.tokens_per_step
+    lab.close()
+    fresh = open_lab("qwen3-moe-tiny", seq_length=128, micro_batch_size=2).step()
+    assert long.loss == fresh.loss
+    # Megatron caches the rotary angles of every length it has seen: fp32 [sequence, 1, 1, channels].
+    angles_of_the_short_sequence = 64 * 32 * 4
+    assert long.peak_allocated_bytes == fresh.peak_allocated_bytes + angles_of_the_short_sequence
+    lab = open_lab("phi-4-tiny")
+    with pytest.raises(ValueError, match=r"seq_length is 1\.5"):
+        lab.set_workload(seq_length=1.5)

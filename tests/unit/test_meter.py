@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from memlab.lab import Lab
+import memlab.lab
 from memlab.meter.labels import Labels, labelled_by, on_host, one_kernel
 from memlab.meter.storages import StorageMeter
 from memlab.settings import MemorySettings
+from memlab.stepper import Stepper
 from memlab.timeline import PHASES, Timeline
 from tests.unit.live import FULL, recompute
 
@@ -19,15 +20,15 @@ from tests.unit.live import FULL, recompute
 PYTHON_NUMBER_BYTES = 8
 
 
-class ProfiledLab(Lab):
-    """A lab under torch's allocation profiler from its first byte, with a mark in it after every operation."""
+class ProfiledStepper(Stepper):
+    """A stepper under torch's allocation profiler from its first byte, with a mark in it after every operation."""
 
-    def _build(self) -> Any:
+    def build(self) -> None:
         self.meter_totals: list[int] = []
         self.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self.profile.start()
         self._running = 0
-        observe, event = self._meter.observe, self._meter._event
+        observe, event = self.meter.observe, self.meter._event
 
         def count(delta: int, life: Any) -> None:
             self._running += delta if abs(delta) > PYTHON_NUMBER_BYTES else 0
@@ -38,12 +39,12 @@ class ProfiledLab(Lab):
             with torch.autograd.profiler.record_function(f"mark {len(self.meter_totals)}"):
                 self.meter_totals.append(self._running)
 
-        self._meter._event, self._meter.observe = count, observe_and_mark  # type: ignore[method-assign]
-        return super()._build()
+        self.meter._event, self.meter.observe = count, observe_and_mark  # type: ignore[method-assign]
+        super().build()
 
     def disagreements(self, from_mark: int) -> list[tuple[int, int]]:
         """Returns (mark, profiler's bytes - meter's bytes) wherever they differ."""
-        self._on_worker(self.profile.stop)
+        self.profile.stop()
         assert self.profile.profiler is not None
         rows = []
         for event in self.profile.profiler.kineto_results.events():
@@ -60,7 +61,9 @@ class ProfiledLab(Lab):
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe-tiny", "phi-4-tiny"])
-def test_every_event_agrees_with_torch_s_allocation_profiler(family: str) -> None:
+def test_every_event_agrees_with_torch_s_allocation_profiler(
+    family: str, open_lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # offload("core_attn", "attn_proj") and the host groups resize storages in place, both ways.
     moved = MemorySettings(
         offload_modules=["core_attn", "attn_proj"],
@@ -68,12 +71,14 @@ def test_every_event_agrees_with_torch_s_allocation_profiler(family: str) -> Non
         offload_parameters=True,
         offload_optimizer=True,
     )
-    with ProfiledLab(family, seq_length=32, backend="cpu") as lab:
-        built = len(lab.meter_totals)
-        for settings in (MemorySettings(), FULL, recompute("layernorm", "core_attn"), moved):
-            lab.step(settings)
-        assert len(lab.meter_totals) - built > 10_000
-        assert lab.disagreements(from_mark=built) == []
+    monkeypatch.setattr(memlab.lab, "Stepper", ProfiledStepper)
+    lab = open_lab(family, seq_length=32)
+    stepper: ProfiledStepper = lab._stepper
+    built = len(stepper.meter_totals)
+    for settings in (MemorySettings(), FULL, recompute("layernorm", "core_attn"), moved):
+        lab.step(settings)
+    assert len(stepper.meter_totals) - built > 10_000
+    assert lab._on_worker(lambda: stepper.disagreements(from_mark=built)).result() == []
 
 
 def metered(labels: Labels, work: Any) -> Timeline:
@@ -148,7 +153,7 @@ def test_a_step_s_categories_hold_exactly_the_model_s_own_bytes(open_lab: Any) -
     record = lab.step()
     parameters = lab.scenario.architecture.num_parameters
     opening = record.timeline.breakdown(record.timeline.num_opening_events - 1)
-    num_tensors = len(list(lab._live.chunk.parameters()))
+    num_tensors = len(list(lab._stepper.live.chunk.parameters()))
     # DDP starts each tensor at a multiple of 64 elements in its buffer, and pads the end to one of 128.
     padded = opening["parameters"] // 2
     assert parameters <= padded <= parameters + 64 * num_tensors + 128

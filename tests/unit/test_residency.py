@@ -40,26 +40,26 @@ def test_a_step_after_a_full_trip_down_and_up_is_bit_identical(open_lab: Callabl
     lab.step(NONE)
 
     def state() -> dict[str, list[torch.Tensor]]:
-        groups = lab._residency.tensors()
+        groups = lab._stepper.residency.tensors()
         return {name: [tensor.clone() for tensor in groups[name]] for name in ("parameters", "optimizer state")}
 
-    before = lab._on_worker(state)
+    before = lab._on_worker(state).result()
     everything = MemorySettings(offload_parameters=True, offload_optimizer=True)
 
     def down_and_up() -> None:
-        lab._residency.offload(everything)
-        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in lab._live.chunk.module.parameters()), (
+        lab._stepper.residency.offload(everything)
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in lab._stepper.live.chunk.module.parameters()), (
             "parameters share the emptied buffer"
         )
-        lab._residency.load()
-        lab._residency.offload(NONE)
+        lab._stepper.residency.load()
+        lab._stepper.residency.offload(NONE)
 
-    lab._on_worker(down_and_up)
-    after = lab._on_worker(state)
+    lab._on_worker(down_and_up).result()
+    after = lab._on_worker(state).result()
     for name, tensors in before.items():
         assert len(tensors) == len(after[name]) > 0
         assert all(torch.equal(old, new) for old, new in zip(tensors, after[name], strict=True)), name
-    assert all(float(buffer.grad_data.abs().sum()) == 0.0 for buffer in lab._live.chunk.buffers), (
+    assert all(float(buffer.grad_data.abs().sum()) == 0.0 for buffer in lab._stepper.live.chunk.buffers), (
         "gradients come back zeroed"
     )
 
@@ -79,7 +79,7 @@ def test_the_buffers_of_experts_that_are_spread_over_ranks_move_too(
 
     monkeypatch.setattr(torch_layers.TorchGroupedLinear, "__init__", spread)
     lab = open_lab("qwen3-moe-tiny")
-    assert lab._live.chunk.expert_parallel_buffers
+    assert lab._stepper.live.chunk.expert_parallel_buffers
     record = lab.step(MemorySettings(offload_parameters=True, offload_optimizer=True))
     parameters = lab.scenario.architecture.num_parameters
     assert record.offloaded_bytes_by_group["parameters"] >= 2 * parameters

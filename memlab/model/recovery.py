@@ -1,0 +1,34 @@
+"""Makes a model usable again after a step that ended halfway, in an out-of-memory, a stop or an error."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+
+from megatron.core.tensor_parallel import random
+
+from memlab.model import toggles
+from memlab.model.build import LiveModel
+from memlab.settings import MemorySettings
+
+
+def recover(live: LiveModel, settings: MemorySettings, error: BaseException) -> None:
+    """Undoes what a step leaves behind when it does not reach its end.
+
+    Args:
+        live: The model.
+        settings: Those that stand; they are applied anew, so that Megatron's offload manager starts over.
+        error: What ended the step. Its frames hold the step's tensors, and are emptied.
+    """
+    current: BaseException | None = error
+    while current is not None:
+        traceback.clear_frames(current.__traceback__)
+        current = current.__cause__ or current.__context__
+    random._unset_checkpointing()
+    for part in getattr(live.optimizer, "chained_optimizers", [live.optimizer]):
+        # torch fills a parameter's state one tensor after another; a half-filled one would be taken for whole.
+        for state in part.optimizer.state.values():
+            if not {"exp_avg", "exp_avg_sq"} <= state.keys():
+                state.clear()
+    toggles.apply(live, settings)
+    gc.collect()

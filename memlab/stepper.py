@@ -1,0 +1,191 @@
+"""The worker's side of a lab: everything that touches the live model, on one thread.
+
+It knows nothing of threads, records kept or who asked: it takes a step under settings and says what happened.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from importlib import metadata
+from typing import Any
+
+import torch
+
+import memlab
+from memlab.backends import Backend
+from memlab.meter.labels import Labels, labelled_by
+from memlab.meter.storages import StorageMeter
+from memlab.model import holders, toggles
+from memlab.model.build import LiveModel, build
+from memlab.model.offload_watch import OffloadWatch
+from memlab.model.quiet import quiet_megatron
+from memlab.model.recovery import recover
+from memlab.model.residency import Residency
+from memlab.model.training_step import train_step
+from memlab.record import Status, StepRecord
+from memlab.scenario import Scenario
+from memlab.settings import MemorySettings
+
+
+class StepStopped(Exception):  # noqa: N818  # asked for, not an error
+    """Raised inside a step to end it where it stands; its text is the place."""
+
+
+class Stepper:
+    """One live model, its meter, and the steps it takes."""
+
+    def __init__(self, scenario: Scenario, backend: Backend) -> None:
+        self.scenario = scenario
+        self.num_steps = 0
+        self.labels = Labels()
+        self.meter = StorageMeter(self.labels)
+        self._backend = backend
+        self._offload_watch = OffloadWatch()
+        self.live: LiveModel
+        self.residency: Residency
+
+    @contextmanager
+    def at_work(self, *, metered: bool = True) -> Iterator[None]:
+        """Everything below runs inside this context."""
+        with ExitStack() as stack:
+            stack.enter_context(quiet_megatron())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(self._backend.active())
+            stack.enter_context(labelled_by(self.labels))
+            stack.enter_context(self.meter.watching() if metered else nullcontext())
+            yield
+
+    def build(self) -> None:
+        """Builds the model."""
+        self.live = build(self.scenario, self._backend.layer_provider, self._backend.distributed_backend)
+        self.labels.attach(self.live.chunk)
+        self.residency = Residency(self.live)
+
+    def apply(self, settings: MemorySettings) -> None:
+        """Sets recompute and activation offload for the next step."""
+        toggles.apply(self.live, settings)
+
+    def set_workload(self, scenario: Scenario) -> None:
+        """Takes another sequence length, micro-batch size or number of micro-batches from the next step on."""
+        self.scenario = self.live.scenario = scenario
+
+    def release(self) -> None:
+        """Gives the model back."""
+        holders.release(self.live)
+        del self.live, self.residency
+
+    def step(self, settings: MemorySettings, on_move: Callable[[], None] | None = None) -> StepRecord:
+        """Takes one metered step.
+
+        Args:
+            settings: Those that were applied; what waits on the host between steps is read from them here.
+            on_move: Called at each phase and module; raises `StepStopped` to end the step.
+
+        Returns:
+            The record: of a whole step, or of one that ran out of memory or was stopped. The model is usable after
+            either.
+        """
+        labels, meter = self.labels, self.meter
+        meter.start(self._categories())
+        started = time.perf_counter()
+        measured: dict[str, Any] = {}
+        labels.on_move = on_move
+        try:
+            with self._offload_watch.watching():
+                measured |= self._phases(settings)
+        except (torch.OutOfMemoryError, StepStopped) as error:
+            measured |= self._ended_early(error)
+            labels.on_move = None
+            recover(self.live, settings, error)
+        except BaseException as error:
+            labels.on_move = None
+            recover(self.live, settings, error)
+            raise
+        finally:
+            labels.on_move = None
+        torch.cuda.synchronize()
+        measured["step_seconds"] = time.perf_counter() - started
+        self.num_steps += 1
+        return self._record(settings, measured)
+
+    def _phases(self, settings: MemorySettings) -> dict[str, Any]:
+        with self.labels.phase_of("load"):
+            _, load_seconds = _seconds_if_moved(self.residency.load)
+        with self.labels.phase_of("forward"):
+            loss = train_step(self.live, self.labels)
+        self.meter.categorise(self._categories())
+        with self.labels.phase_of("offload"):
+            freed, offload_seconds = _seconds_if_moved(lambda: self.residency.offload(settings))
+        return {
+            "loss": loss,
+            "load_seconds": load_seconds,
+            "offload_seconds": offload_seconds,
+            "offloaded_bytes_by_group": freed,
+            "offloaded_bytes_by_module": dict(self._offload_watch.moved_bytes),
+            "without_effect": self._offload_watch.without_effect(self.scenario, settings),
+        }
+
+    @staticmethod
+    def _ended_early(error: Exception) -> dict[str, Any]:
+        status: Status = "interrupted"
+        message = f"stopped in {error}: run the step again"
+        if isinstance(error, torch.OutOfMemoryError):
+            status = "out_of_memory"
+            message = f"{error}: recompute or offload more, or shorten the sequence"
+        return {"status": status, "message": message}
+
+    def _categories(self) -> dict[str, Any]:
+        return {"workspace": list(holders.workspace(self.live)), **self.residency.tensors()}
+
+    def _record(self, settings: MemorySettings, measured: dict[str, Any]) -> StepRecord:
+        self.meter.categorise(self._categories())
+        residual_bytes = self.meter.uncategorised_bytes()
+        timeline = self.meter.finish()
+        peak = timeline.peak_index()
+        return StepRecord(
+            scenario=self.scenario,
+            settings=settings,
+            backend=self._backend.name,
+            versions=versions(),
+            step_index=self.num_steps - 1,
+            static_bytes=timeline.opening_bytes,
+            peak_allocated_bytes=timeline.bytes_at(peak),
+            activation_peak_bytes=timeline.peak_bytes(phases=("forward", "backward")) - timeline.opening_bytes,
+            peak_by_category=timeline.breakdown(peak),
+            peak_by_module=dict(list(timeline.breakdown(peak, by="module").items())[:20]),
+            residual_bytes=residual_bytes,
+            host_bytes=timeline.peak_bytes("host"),
+            recomputed_bytes=timeline.born_bytes("recomputed"),
+            tokens_per_second=self.scenario.tokens_per_step / measured["step_seconds"],
+            timeline=timeline,
+            **measured,
+        )
+
+    def unmetered_step_seconds(self, settings: MemorySettings) -> float:
+        """Takes a step without metering it, and returns its duration: what the meter costs is told by comparison."""
+        started = time.perf_counter()
+        self.residency.load()
+        train_step(self.live, self.labels)
+        self.residency.offload(settings)
+        torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+
+def _seconds_if_moved(move: Callable[[], dict[str, int]]) -> tuple[dict[str, int], float]:
+    started = time.perf_counter()
+    moved = move()
+    return moved, time.perf_counter() - started if moved else 0.0
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions that a measurement depends on."""
+    found = {"memlab": memlab.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    for package in ("megatron-core", "transformer-engine"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found

@@ -1,0 +1,1 @@
+"""The labs and the panel as people meet them: JupyterLab in a browser."""

@@ -1,0 +1,136 @@
+"""A notebook in JupyterLab, as a browser shows it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import nbformat
+
+if TYPE_CHECKING:
+    from playwright.sync_api import ConsoleMessage, Error, Locator, Page
+
+    from tests.browser.server import JupyterServer
+
+KERNEL_SECONDS = 60
+RUN_SECONDS = 150
+_READY = """() => {
+    const session = window.jupyterapp?.shell.currentWidget?.sessionContext;
+    return session?.isReady && session.session?.kernel?.status === 'idle'
+        && session.session.kernel.connectionStatus === 'connected';
+}"""
+# The command's promise is kept when the last cell has ended; waiting for it in steps leaves room for a time limit.
+_RUN = """command => {
+    window.hasRun = false;
+    window.jupyterapp.commands.execute(command).finally(() => { window.hasRun = true; });
+}"""
+_OUTPUTS = "() => [...window.jupyterapp.shell.currentWidget.content.model.cells].map(c => c.outputs?.toJSON() ?? [])"
+_ASK = """async expression => {
+    const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
+    const request = {code: '', store_history: false, user_expressions: {value: expression}};
+    return (await kernel.requestExecute(request).done).content.user_expressions.value;
+}"""
+# Plotly keeps what it was given as `data`, and what it drew, with its defaults, as `_fullData`.
+_FIGURES = """() => [...document.querySelectorAll('.js-plotly-plot')].filter(plot => plot._fullData).map(plot => ({
+    title: plot._fullLayout.title.text ?? '',
+    annotations: (plot._fullLayout.annotations ?? []).map(a => a.text),
+    traces: plot._fullData.map(t => ({
+        name: t.name ?? '', visible: t.visible, stack: t.stackgroup ?? '',
+        x: Array.from(t.x ?? []), y: Array.from(t.y ?? []),
+    })),
+}))"""
+
+
+def write_notebook(path: Path, *sources: str) -> None:
+    """Writes a notebook with one code cell a source."""
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+
+
+class NotebookPage:
+    """One browser page with one notebook open in it."""
+
+    def __init__(self, page: Page, server: JupyterServer) -> None:
+        self.page = page
+        self.server = server
+        self.complaints: list[str] = []
+        """What the page wrote on its console as errors, and what it threw."""
+        page.on("console", self._note)
+        page.on("pageerror", self._note_error)
+
+    def open(self, notebook: str) -> None:
+        """Opens a notebook of the server's folder and waits for its kernel."""
+        self.page.goto(self.server.address(notebook))
+        self.wait_until_ready()
+
+    def reload(self) -> None:
+        """Saves the notebook and loads the page again; the kernel goes on."""
+        self.save()
+        self.page.reload()
+        self.wait_until_ready()
+
+    def save(self) -> None:
+        """Writes the notebook to the server's folder, with its outputs."""
+        self.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
+
+    def wait_until_ready(self) -> None:
+        """Waits until the kernel has started and has nothing to do."""
+        self.page.wait_for_function(_READY, timeout=KERNEL_SECONDS * 1000)
+
+    def run_all(self, seconds: float = RUN_SECONDS) -> None:
+        """Runs all cells to their end."""
+        self._run("notebook:run-all-cells", seconds)
+
+    def run_cell(self, index: int, seconds: float = RUN_SECONDS) -> None:
+        """Selects one cell and runs it to its end."""
+        content = "window.jupyterapp.shell.currentWidget.content"
+        self.page.evaluate(f"index => {{ {content}.deselectAll(); {content}.activeCellIndex = index; }}", index)
+        self._run("notebook:run-cell", seconds)
+
+    def outputs(self) -> list[list[dict[str, Any]]]:
+        """Returns the outputs of each cell, as the notebook would be saved."""
+        return self.page.evaluate(_OUTPUTS)
+
+    def ask(self, expression: str) -> Any:
+        """Evaluates a Python expression in the kernel and returns its value, if that is a literal.
+
+        Raises:
+            RuntimeError: If the kernel raised instead, with what it said.
+        """
+        reply = self.page.evaluate(_ASK, expression)
+        if reply["status"] != "ok":
+            raise RuntimeError(f"the kernel answered {expression} by {reply['ename']}: {reply['evalue']}")
+        return ast.literal_eval(reply["data"]["text/plain"])
+
+    def errors(self) -> list[str]:
+        """Returns every error and every line of stderr under any cell."""
+        flat = [output for outputs in self.outputs() for output in outputs]
+        raised = [f"{out['ename']}: {out['evalue']}" for out in flat if out["output_type"] == "error"]
+        return raised + [str(out["text"]) for out in flat if out.get("name") == "stderr"]
+
+    def figures(self) -> list[dict[str, Any]]:
+        """Returns what plotly has drawn on the page: title, annotations and traces with their x and y."""
+        return self.page.evaluate(_FIGURES)
+
+    def wait_for_figures(self, count: int) -> list[dict[str, Any]]:
+        """Waits until as many figures are drawn."""
+        self.page.wait_for_function(
+            f"count => ({_FIGURES})().length >= count", arg=count, timeout=KERNEL_SECONDS * 1000
+        )
+        return self.figures()
+
+    def cell_output(self, index: int) -> Locator:
+        """Returns the place of a cell's outputs."""
+        return self.page.locator(f".jp-Notebook-cell[data-windowed-list-index='{index}'] .jp-Cell-outputArea")
+
+    def _run(self, command: str, seconds: float) -> None:
+        self.page.evaluate(_RUN, command)
+        self.page.wait_for_function("() => window.hasRun", timeout=seconds * 1000)
+
+    def _note(self, message: ConsoleMessage) -> None:
+        if message.type == "error":
+            self.complaints.append(message.text)
+
+    def _note_error(self, error: Error) -> None:
+        self.complaints.append(str(error))

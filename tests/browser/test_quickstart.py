@@ -1,0 +1,44 @@
+"""The quickstart as a person runs it: all cells in JupyterLab, and its figures on the page."""
+
+from __future__ import annotations
+
+import base64
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.browser.notebook_page import NotebookPage
+
+pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+QUICKSTART = Path(__file__).parents[2] / "labs" / "00_quickstart.ipynb"
+
+
+def numbers(column: Any) -> list[float]:
+    """What plotly sends: a list, or a typed array in base64."""
+    if isinstance(column, dict):
+        return np.frombuffer(base64.b64decode(column["bdata"]), dtype=column["dtype"]).tolist()
+    return list(column)
+
+
+def test_the_quickstart_runs_and_draws_each_figure_as_it_was_sent(notebook_page: NotebookPage) -> None:
+    shutil.copy(QUICKSTART, notebook_page.server.work)
+    notebook_page.open(QUICKSTART.name)
+    notebook_page.run_all()
+    assert notebook_page.errors() == []
+    outputs = [output for cell in notebook_page.outputs() for output in cell]
+    sent = [output["data"].get("application/vnd.plotly.v1+json") for output in outputs if "data" in output]
+    sent = [figure for figure in sent if figure]
+    assert len(sent) >= 8
+    drawn = notebook_page.wait_for_figures(len(sent))
+    titles = [figure["title"] for figure in drawn]
+    for figure in sent:
+        # A panel has figures of its own, so each figure that was sent is looked for by its title.
+        shown = drawn[titles.index(figure["layout"]["title"]["text"])]
+        assert len(shown["traces"]) == len(figure["data"])
+        for trace, on_page in zip(figure["data"], shown["traces"], strict=True):
+            assert on_page["x"] == numbers(trace["x"])
+            assert on_page["y"] == numbers(trace["y"])
+    assert notebook_page.complaints == []
