@@ -192,6 +192,7 @@ def _frame(
             "legend": {"orientation": "h", "x": 0.0, "y": -50 / _PLOT_HEIGHT, "yanchor": "top", "itemwidth": 40}
             | {"traceorder": "normal"},
             "hovermode": "x unified",
+            "modebar": {"bgcolor": TRANSPARENT, "color": INK, "activecolor": INK},
             "hoverlabel": {"bgcolor": "white", "bordercolor": INK, "font": {"color": "#333333"}},
         }
     )

@@ -18,7 +18,7 @@ LINE_WIDTH = 118
 _DECIMALS = {GIB: 3, MIB: 2, KIB: 1, 1: 0}
 _NUM_MODULES = 10
 _NAME_WIDTH = 64
-_SETTING_WIDTH = 30
+_SETTING_WIDTH = 27
 
 
 def in_unit(num_bytes: int, unit_bytes: int) -> str:
@@ -130,6 +130,7 @@ def compare_table(*records: StepRecord) -> str:
         ["", "setting", "", *names],
         _byte_column("", "peak", [record.peak_allocated_bytes for record in records]),
         _byte_column("", "saved", saved, known=[_ended(first) and _ended(record) for record in records]),
+        _byte_column("step's", "start", [record.static_bytes for record in records]),
         _byte_column("activation", "peak", [record.activation_peak_bytes for record in records]),
         _byte_column("", "residual", [record.residual_bytes for record in records]),
         _byte_column("", "host", [record.host_bytes for record in records]),
