@@ -1,6 +1,6 @@
 """What memlab adds to a step: metered against unmetered, interleaved in one run; and what changing a setting takes.
 
-    python benchmarks/steps.py
+python benchmarks/steps.py
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def apply_cost() -> None:
             started = time.perf_counter()
             lab.apply(settings)
             seconds.append(time.perf_counter() - started)
-    print(f"\napply on 48 layers: median {statistics.median(seconds) * 1e3:.1f} ms, largest {max(seconds) * 1e3:.1f} ms")
+    print(
+        f"\napply on 48 layers: median {statistics.median(seconds) * 1e3:.1f} ms, largest {max(seconds) * 1e3:.1f} ms"
+    )
 
 
 if __name__ == "__main__":

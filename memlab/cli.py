@@ -20,12 +20,8 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}: see {self.prog} --help")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
-
-    Returns:
-        0, or 1 if the command's work failed, or 2 if the input was bad: then one line on stderr says what and why.
-    """
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands; it raises `ValueError` with one line for what it cannot parse."""
     parser = _Parser(prog="memlab", description="Training steps of a live Megatron model, every byte accounted for.")
     parser.add_argument("--version", action="version", version=f"memlab {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -34,8 +30,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         subparser = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         command.add_arguments(subparser)
         subparser.set_defaults(prepare=command.prepare)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Returns:
+        0, or 1 if the command's work failed, or 2 if the input was bad: then one line on stderr says what and why.
+    """
     try:
-        arguments = parser.parse_args(argv)
+        arguments = build_parser().parse_args(argv)
         job = arguments.prepare(arguments)
     except ValueError as error:
         print(error, file=sys.stderr)
