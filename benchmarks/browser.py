@@ -1,0 +1,167 @@
+"""How quick and how heavy the panel is on a page of JupyterLab, by the browser's own clock.
+
+Goals: a control's change is on the page within 100 ms; the chart of a step of 100,000 events within 500 ms of its
+end, of 1,000,000 within 1.5 s; 100 runs grow the page by less than 100 MB and the kernel by the records that it
+keeps; the notebook on disk stays under 1 MB.
+
+    python -m benchmarks.browser
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import CDPSession, Page, expect, sync_playwright
+
+from tests.browser.chromium import ARGS, find_chromium
+from tests.browser.notebook_page import NotebookPage, write_notebook
+from tests.browser.panel_page import PanelPage
+from tests.browser.server import JupyterServer
+
+NUM_REPEATS = 20
+NUM_RUNS = 100
+EVENT_COUNTS = (100_000, 1_000_000)
+MB = 1e6
+ROOT = Path(__file__).parents[1]
+# The lab of the chart's benchmark takes steps that end as they begin, so that what is timed is the way to the page.
+SETUP = f"""\
+import itertools, sys
+sys.path.insert(0, {str(ROOT)!r})
+from concurrent.futures import Future
+from dataclasses import replace
+from benchmarks.figures import synthetic_record
+from memlab import Lab, panel
+
+lab = Lab("qwen3-moe-tiny", num_layers=2, seq_length=256)
+
+def end_at_once(num_events):
+    records = itertools.cycle(synthetic_record(num_events - less, 500) for less in (0, 2))
+    def submit(settings=None, **options):
+        future = Future()
+        lab.records.append(replace(next(records), step_index=len(lab.records)))
+        future.set_result(lab.records[-1])
+        return future
+    lab.submit = submit"""
+# A frame is what a person can see, so the page is looked at once a frame.
+_CONTROL_MS = """async ([pressed, changed, attribute]) => {
+    const [control, seen] = [document.querySelector(pressed), document.querySelector(changed)];
+    const before = seen[attribute], started = performance.now();
+    control.click();
+    while (seen[attribute] === before) await new Promise(requestAnimationFrame);
+    return performance.now() - started;
+}"""
+# Plotly says when it has drawn; the last of its drawings, and the table's new row, count.
+_CHART_MS = """async () => {
+    const frame = () => new Promise(requestAnimationFrame);
+    const plot = document.querySelector('.memlab-chart .js-plotly-plot');
+    const rows = () => document.querySelectorAll('.memlab-runs tbody tr[data-run]').length;
+    const before = rows();
+    let drawn = 0;
+    plot.on('plotly_afterplot', () => { drawn = performance.now(); });
+    const started = performance.now();
+    document.querySelector('button.memlab-run, .memlab-run button').click();
+    while (rows() === before || drawn === 0) await frame();
+    while (performance.now() - drawn < 1000) await frame();
+    plot.removeAllListeners('plotly_afterplot');
+    return drawn - started;
+}"""
+
+
+def medians(label: str, goal: str, milliseconds: list[float]) -> None:
+    """Prints a row of the table of times."""
+    print(
+        f"{label:<52} {statistics.median(milliseconds):8.0f} ms {min(milliseconds):8.0f} {max(milliseconds):8.0f}  "
+        f"goal {goal}"
+    )
+
+
+def heap_bytes(session: CDPSession) -> float:
+    """Returns what the page's scripts hold after a collection."""
+    session.send("HeapProfiler.collectGarbage")
+    metrics: list[dict[str, Any]] = session.send("Performance.getMetrics")["metrics"]
+    return next(metric["value"] for metric in metrics if metric["name"] == "JSHeapUsedSize")
+
+
+def time_controls(page: Page) -> None:
+    """Times ways from a click to what the kernel's answer changes."""
+    offload = ".memlab-offload-modules-{} input"
+    cases = {
+        "a tick is refused, the rule's text stands there": (
+            offload.format("attn-proj"),
+            ".memlab-refusal",
+            "innerText",
+        ),
+    }
+    for label, case in cases.items():
+        medians(label, "100 ms", [page.evaluate(_CONTROL_MS, case) for _ in range(NUM_REPEATS)])
+
+
+def time_charts(panel: PanelPage) -> None:
+    """Times the way from Run, of a step that takes no time, to the drawn chart."""
+    for num_events, goal in zip(EVENT_COUNTS, ("500 ms", "1500 ms"), strict=True):
+        panel.notebook.ask(f"end_at_once({num_events})")
+        panel.notebook.page.evaluate(_CHART_MS)  # the first has the axes to change as well
+        times = [panel.notebook.page.evaluate(_CHART_MS) for _ in range(NUM_REPEATS // 2)]
+        medians(f"Run to chart, {num_events:,} events, step of 0 ms", goal, times)
+    panel.notebook.ask("delattr(lab, 'submit')")
+
+
+def weigh(panel: PanelPage, session: CDPSession) -> None:
+    """Takes real steps under settings in turn, and weighs kernel and page before and after."""
+    notebook = panel.notebook
+    panel.run()  # what is loaded at the first step is not growth
+    kernel, page = notebook.server.kernel_rss(), heap_bytes(session)
+    kept = (
+        "sum(sum(column.nbytes for column in map(record.timeline.__getattribute__, record.timeline.__slots__) "
+        "if hasattr(column, 'nbytes')) for record in lab.records)"
+    )
+    records = notebook.ask(kept)
+    for number in range(NUM_RUNS):
+        panel.choose("recompute-granularity", ("full", "none")[number % 2])
+        before = panel.rows.count()
+        panel.press("run")
+        expect(panel.rows).to_have_count(before + 1)
+    notebook.wait_until_ready()
+    grown = {
+        "kernel, resident": notebook.server.kernel_rss() - kernel,
+        "of it, timelines that the lab keeps": notebook.ask(kept) - records,
+        "page, JavaScript heap": heap_bytes(session) - page,
+    }
+    print(f"\n{NUM_RUNS} runs in one panel")
+    for label, num_bytes in grown.items():
+        print(f"{label:<52} {num_bytes / MB:+8.1f} MB")
+
+
+def main() -> None:
+    """Prints one table."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        JupyterServer(Path(folder) / "jupyter") as server,
+        sync_playwright() as playwright,
+    ):
+        write_notebook(server.work / "panel.ipynb", SETUP, "panel(lab)")
+        page = playwright.chromium.launch(executable_path=find_chromium(), args=ARGS).new_page()
+        session = page.context.new_cdp_session(page)
+        session.send("Performance.enable")
+        notebook = NotebookPage(page, server)
+        notebook.open("panel.ipynb")
+        notebook.run_all()
+        panel = PanelPage(notebook)
+        panel.run()
+        notebook.save()
+        small = (server.work / "panel.ipynb").stat().st_size
+        print(f"{'':<52} {'median':>11} {'least':>8} {'most':>8}")
+        time_controls(page)
+        time_charts(panel)
+        notebook.run_all()  # a lab without the large records
+        weigh(panel, session)
+        notebook.save()
+        large = (server.work / "panel.ipynb").stat().st_size
+        print(f"\nnotebook on disk: {small / MB:.2f} MB after one run, {large / MB:.2f} MB after {NUM_RUNS}, goal 1 MB")
+
+
+if __name__ == "__main__":
+    main()
