@@ -25,13 +25,10 @@ from memlab.model.quiet import quiet_megatron
 from memlab.model.recovery import recover
 from memlab.model.residency import Residency
 from memlab.model.training_step import train_step
+from memlab.progress import StepStopped
 from memlab.record import Status, StepRecord
 from memlab.scenario import Scenario
 from memlab.settings import MemorySettings
-
-
-class StepStopped(Exception):  # noqa: N818  # asked for, not an error
-    """Raised inside a step to end it where it stands; its text is the place."""
 
 
 class Stepper:

@@ -27,6 +27,11 @@ _POOL_TITLES = {
     "host": "allocated on the host",
     "on_chip": "on chip, not part of the device's bytes",
 }
+_STEP_TITLES = {
+    "ok": "one step",
+    "out_of_memory": "a step that ran out of memory",
+    "interrupted": "a step that was stopped",
+}
 # Pixels. The narrowest figure that must stay readable is 600 wide, its plot 510; a letter takes about 6.5.
 _PLOT_HEIGHT = 320
 _BAND_HEIGHT = 18
@@ -59,9 +64,7 @@ def timeline_figure(
     """
     _check_choice("pool", pool, POOLS)
     _check_choice("axis", axis, AXES)
-    title = f"Memory {_POOL_TITLES[pool]}, " + (
-        "one step" if record.status == "ok" else "a step that ran out of memory"
-    )
+    title = f"Memory {_POOL_TITLES[pool]}, {_STEP_TITLES[record.status]}"
     lines = [f"{record.scenario}, on {record.backend}", f"settings: {record.settings}", *_messages([record])]
     timeline = _timeline_of(record)
     points = resample(timeline, pool, axis) if timeline else None
@@ -155,7 +158,7 @@ def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def _timeline_of(record: StepRecord) -> Timeline | None:
-    """The record's timeline; None if it has no event, or ran out of memory before it had a timeline."""
+    """The record's timeline; None if it has no event, or ended before it had a timeline."""
     if record.timeline is None and record.status == "ok":
         raise ValueError(
             f"the record of step {record.step_index} ({record.settings}) has no timeline, which a figure draws: "

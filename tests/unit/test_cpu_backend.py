@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memlab.backends.cpu import is_on_host, stand_in
+from memlab.backends.cpu import stand_in
+from memlab.backends.cuda_calls import is_on_host
 
 
 @pytest.mark.parametrize(

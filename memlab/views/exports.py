@@ -1,0 +1,137 @@
+"""What a run leaves outside the panel: files, and the lines that repeat it headless."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import shlex
+from collections.abc import Sequence
+from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+
+from memlab.architectures import ARCHITECTURES
+from memlab.scenario import Scenario
+from memlab.settings import MemorySettings
+from memlab.views.run import COLUMNS, Run, rows
+
+
+def settings_line(settings: MemorySettings) -> str:
+    """Returns the Python expression that makes equal settings, for example ``MemorySettings(offload_optimizer=True)``."""
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in _given(settings).items()}
+    return f"MemorySettings({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+
+
+def measure_command(run: Run) -> str:
+    """Returns the command line that repeats a run in a process of its own."""
+    scenario = run.scenario
+    architecture = scenario.architecture
+    is_known = ARCHITECTURES.get(architecture.name) == architecture
+    # A scenario does not say which file a model that memlab does not know was read from.
+    words = ["memlab", "measure", architecture.name if is_known else f"path/to/{architecture.name}/config.json"]
+    default = Scenario(architecture=architecture)
+    for field in fields(Scenario):
+        value = getattr(scenario, field.name)
+        if value != getattr(default, field.name):
+            words += [_flag(field.name), str(value)]
+    for name, value in _given(run.settings).items():
+        if isinstance(value, bool):
+            words.append(_flag(name) if value else _flag(f"no_{name}"))
+        else:
+            words += [_flag(name), ",".join(value) if isinstance(value, tuple) else str(value)]
+    return shlex.join([*words, "--backend", run.backend])
+
+
+def table_csv(runs: Sequence[Run], pinned: Run | None) -> str:
+    """Returns the table of runs as CSV: the cells as shown, then plain bytes, seconds and the settings as a line."""
+    text = io.StringIO()
+    numbers = ["peak_allocated_bytes", "saved_bytes", "step_seconds", "loss"]
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*COLUMNS, *numbers, "message", "repeat"])
+    for run, row in zip(runs, rows(runs, pinned), strict=True):
+        writer.writerow([*(row[name] for name in COLUMNS), *_numbers(run, pinned), row["message"], measure_command(run)])
+    return text.getvalue()
+
+
+def save_run(run: Run, folder: Path) -> Path:
+    """Saves a run's record and timeline into a folder of its own.
+
+    Raises:
+        ValueError: If the run has no record.
+        OSError: If the folder cannot be written.
+    """
+    if run.record is None:
+        raise ValueError(f"{run} ended in an error and has no record to save: choose a run that ended otherwise")
+    return run.record.save(free_path(folder / _stem(run)))
+
+
+def save_picture(figure: go.Figure, run: Run, folder: Path, kind: str) -> Path:
+    """Saves the chart as an image.
+
+    Args:
+        figure: The chart.
+        run: Names the file.
+        folder: Where it goes; made if it is missing.
+        kind: ``png`` or ``svg``.
+
+    Raises:
+        ValueError: If kaleido, which draws without a browser page, is not installed.
+    """
+    if find_spec("kaleido") is None:
+        raise ValueError(
+            f"{kind.upper()} needs kaleido, which is not installed: run pip install kaleido, or export HTML: its page "
+            "has a camera button"
+        )
+    path = free_path(folder / f"{_stem(run)}.{kind}")
+    # On the page the chart is transparent and takes the theme's ground; a file has none.
+    picture = go.Figure(figure).update_layout(paper_bgcolor="white", plot_bgcolor="white")
+    folder.mkdir(parents=True, exist_ok=True)
+    picture.write_image(path, width=1000, height=figure.layout.height or 500, scale=2)
+    return path
+
+
+def save_page(figure: go.Figure, table: str, run: Run, folder: Path) -> Path:
+    """Saves the chart and its text twin as one HTML file that needs no network."""
+    path = free_path(folder / f"{_stem(run)}.html")
+    page = go.Figure(figure).to_html(include_plotlyjs=True, full_html=True)
+    head, body, tail = page.rpartition("</body>")
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{head}<pre>{html.escape(table, quote=False)}</pre>{body}{tail}", encoding="utf-8")
+    return path
+
+
+def free_path(path: Path) -> Path:
+    """Returns the path, or the first of ``name-2``, ``name-3`` and so on that is free: no export is overwritten."""
+    candidate, number = path, 2
+    while candidate.exists():
+        candidate, number = path.with_name(f"{path.stem}-{number}{path.suffix}"), number + 1
+    return candidate
+
+
+def _given(settings: MemorySettings) -> dict[str, Any]:
+    """The fields that have to be named to make equal settings."""
+    values = settings.changed()
+    values.pop("offload_gradients", None)
+    if settings.offload_gradients != settings.offload_optimizer:
+        values["offload_gradients"] = settings.offload_gradients
+    return values
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _stem(run: Run) -> str:
+    return f"{run.scenario.architecture.name.replace('.', '_')}-run-{run.number}"
+
+
+def _numbers(run: Run, pinned: Run | None) -> list[Any]:
+    if run.record is None:
+        return [""] * 4
+    record, base = run.record, pinned.record if pinned is not None else None
+    saved = base.peak_allocated_bytes - record.peak_allocated_bytes if base is not None and run.is_ok else ""
+    return [record.peak_allocated_bytes, saved, record.step_seconds, "" if record.loss is None else record.loss]
