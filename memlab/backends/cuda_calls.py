@@ -179,7 +179,7 @@ _STREAM = _Stream()
 
 
 def random_state(*_: Any, **__: Any) -> torch.Tensor:
-    """Returns the one generator's state. Made behind the meter's back, an operation brings it into sight, on the host."""
+    """Returns the one generator's state; an operation brings it, made behind the meter's back, into sight."""
     with on_host():
         return torch.ops.aten.alias(torch.default_generator.get_state())
 
