@@ -76,7 +76,23 @@ def _megatron_parts() -> Iterator[tuple[Any, str, Any]]:
     yield moe_utils, "fused_unpermute", torch_moe.unpermute
     yield moe_utils, "fused_sort_chunks_by_index", torch_moe.sort_chunks_by_index
     yield moe_utils, "fused_sort_chunks_by_index_with_probs", torch_moe.sort_chunks_by_index_with_probs
+    yield from _optimizer_parts()
     yield from _compiled_functions()
+
+
+def _optimizer_parts() -> Iterator[tuple[Any, str, Any]]:
+    # Where Transformer Engine is installed Megatron takes its CUDA kernels; these are what it takes where it is not.
+    from megatron.core import optimizer, utils
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.optimizer import optimizer as mixed_precision
+
+    yield optimizer, "USING_PYTORCH_OPTIMIZER", True
+    yield optimizer, "Adam", torch.optim.AdamW
+    for module in (clip_grads, mixed_precision):
+        yield module, "multi_tensor_applier", utils.local_multi_tensor_applier
+        yield module, "multi_tensor_scale_impl", utils.local_multi_tensor_scale
+    yield clip_grads, "l2_norm_impl", utils.local_multi_tensor_l2_norm
+    yield clip_grads, "multi_tensor_scale_tensor_impl", None
 
 
 def _move_block(output: torch.Tensor, recomputed: torch.Tensor) -> None:

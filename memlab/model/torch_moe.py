@@ -115,9 +115,11 @@ def unpermute(
     row_id_map: torch.Tensor,
     merging_probs: torch.Tensor | None = None,
     restore_shape: torch.Size | None = None,
+    pad_offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Adds permuted rows [rows, hidden] up into their tokens [tokens, hidden]."""
     assert merging_probs is None and restore_shape is not None, "Megatron weighs tokens in the experts' activation"
+    assert pad_offsets is None, "rows are padded only for 8-bit training"
     result: torch.Tensor = _UnpermuteWithMask.apply(permuted, row_id_map, restore_shape)
     return result
 
