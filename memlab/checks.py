@@ -1,0 +1,87 @@
+"""Checks for the labs' exercises: each holds a record against a goal, and its text helps where the goal is missed."""
+
+from __future__ import annotations
+
+from memlab.record import StepRecord
+from memlab.units import format_bytes
+
+
+class CheckFailed(AssertionError):  # noqa: N818  # reads as what happened
+    """An exercise's goal was missed; the text says by how much and where to look."""
+
+
+class Check:
+    """Goals for one record. Each returns the check again, so that goals can be chained."""
+
+    def __init__(self, record: StepRecord) -> None:
+        self._record = record
+
+    def peak_below(self, num_bytes: int) -> Check:
+        """Wants `peak_allocated_bytes` under a number of bytes."""
+        return self._below("the step's peak", self._record.peak_allocated_bytes, num_bytes, self._largest())
+
+    def activation_peak_below(self, num_bytes: int) -> Check:
+        """Wants `activation_peak_bytes` under a number of bytes."""
+        return self._below("the activation peak", self._record.activation_peak_bytes, num_bytes, self._largest())
+
+    def starts_below(self, num_bytes: int) -> Check:
+        """Wants `static_bytes` under a number of bytes."""
+        hint = "what waits on the device between steps is parameters, gradients and optimizer state"
+        return self._below("the step's start", self._record.static_bytes, num_bytes, hint)
+
+    def residual_is_zero(self) -> Check:
+        """Wants nothing left after the step."""
+        hint = "a checkpointed MoE layer keeps its input and gradient: recompute something smaller, or apply a remedy"
+        return self._below("what is left after the step", self._record.residual_bytes, 1, hint)
+
+    def recomputes_less_than(self, num_bytes: int) -> Check:
+        """Wants fewer bytes made a second time."""
+        hint = "recompute what is large and cheap to make again"
+        return self._below("what backward makes again", self._record.recomputed_bytes, num_bytes, hint)
+
+    def moves(self, *modules: str) -> Check:
+        """Wants each of some offload modules to have moved bytes."""
+        for module in modules:
+            if not self._record.offloaded_bytes_by_module.get(module):
+                reason = self._record.without_effect.get(f"offload_modules:{module}", "it is not among offload_modules")
+                raise CheckFailed(f"{module} moved nothing: {reason}")
+        print(f"reached: {', '.join(modules)} moved to the host")  # noqa: T201  # an exercise's answer
+        return self
+
+    def same_loss_as(self, other: StepRecord) -> Check:
+        """Wants the loss of another step, to the last bit."""
+        if self._record.loss != other.loss:
+            raise CheckFailed(
+                f"the loss is {self._record.loss!r}, not {other.loss!r}: a memory setting changes no number"
+            )
+        print("reached: the same loss, to the last bit")  # noqa: T201
+        return self
+
+    def _below(self, what: str, now: int, goal: int, hint: str) -> Check:
+        if self._record.status != "ok":
+            raise CheckFailed(f"the step ended early ({self._record.message}): a goal wants a whole step")
+        if now >= goal:
+            raise CheckFailed(f"{what} is {format_bytes(now)}, must be below {format_bytes(goal)}: {hint}")
+        print(f"reached: {what} is {format_bytes(now)}, below {format_bytes(goal)}")  # noqa: T201
+        return self
+
+    def _largest(self) -> str:
+        categories = {
+            name: size
+            for name, size in self._record.peak_by_category.items()
+            if name not in ("parameters", "gradients", "optimizer state", "workspace")
+        }
+        name, size = max(categories.items(), key=lambda item: item[1], default=("activations", 0))
+        return f"the largest part that settings change is {name}, {format_bytes(size)}"
+
+
+def check(record: StepRecord) -> Check:
+    """Begins the check of an exercise: ``check(record).peak_below(...).same_loss_as(plain)``.
+
+    Args:
+        record: What `Lab.step` returned.
+
+    Returns:
+        A check whose goals print when they are reached, and raise `CheckFailed` with a hint when they are missed.
+    """
+    return Check(record)

@@ -1,0 +1,141 @@
+"""What a series of step records says: a leak, a spike in every step, something retained, or growth that ends.
+
+The four look alike from outside (the job runs out of memory after some steps) and want different mends. They are told
+apart by the bytes at the steps' starts, the peaks above them, and what is left at the steps' ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from memlab.record import StepRecord
+from memlab.units import format_bytes
+
+Kind = Literal["leak", "retention", "growth by phase", "spike", "steady"]
+
+_SPIKE_SHARE = 0.25
+"""Activations above this share of the peak decide whether a step fits."""
+_STATIC_NOISE = 0.01
+_VARYING = 1.2
+"""Largest over smallest activation peak from which steps are said to differ."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that the records show."""
+
+    kind: Kind
+    evidence: str
+    """The figures that say so."""
+    advice: str
+    """What to do about it."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.evidence}. {self.advice}."
+
+
+def diagnose(records: Sequence[StepRecord]) -> list[Finding]:
+    """Tells what a series of consecutive steps under one setting shows.
+
+    Args:
+        records: At least three steps in their order, of one model under one setting; the workload may vary.
+
+    Returns:
+        The findings, the most serious first; never empty.
+
+    Raises:
+        ValueError: If there are fewer than three steps, or they are of different settings.
+    """
+    if len(records) < 3:
+        raise ValueError(f"diagnose got {len(records)} records, must be at least 3: take more steps")
+    if len({record.settings for record in records}) > 1:
+        raise ValueError("diagnose got records of different settings, must be of one: diagnose each setting by itself")
+    findings = [*_static_growth(records), *_retention(records), *_spike(records)]
+    if not findings:
+        static = format_bytes(records[-1].static_bytes)
+        findings.append(Finding(kind="steady", evidence=f"every step starts at {static}", advice="Nothing to mend"))
+    return findings
+
+
+def probability_of_exceeding(records: Sequence[StepRecord], budget_bytes: int, num_steps: int) -> float:
+    """Estimates how likely a run is to meet a step that does not fit.
+
+    Args:
+        records: Steps drawn from the same workload.
+        budget_bytes: Device memory that there is.
+        num_steps: Length of the run.
+
+    Returns:
+        1 - (1 - p)^n, where p is the share of the records whose peak is over the budget: steps count as independent.
+
+    Raises:
+        ValueError: If there is no record.
+    """
+    if not records:
+        raise ValueError("probability_of_exceeding got 0 records, must be at least 1: take some steps")
+    share = sum(record.peak_allocated_bytes > budget_bytes for record in records) / len(records)
+    return float(1.0 - (1.0 - share) ** num_steps)
+
+
+def _static_growth(records: Sequence[StepRecord]) -> list[Finding]:
+    starts = [record.static_bytes for record in records]
+    growth = [later - earlier for earlier, later in pairwise(starts)]
+    recent = growth[len(growth) // 2 :]
+    # Less than that is what caches take, such as rotary angles for a length that was not met before.
+    noise = _STATIC_NOISE * starts[0]
+    if all(step > 0 for step in recent) and sum(recent) > noise and len(recent) > 1:
+        per_step = sum(recent) // len(recent)
+        return [
+            Finding(
+                kind="leak",
+                evidence=f"the bytes at a step's start still grow at the end, by {format_bytes(per_step)} a step, "
+                f"from {format_bytes(starts[0])} to {format_bytes(starts[-1])}",
+                advice="Something keeps what it should drop in every step: look at what is appended to",
+            )
+        ]
+    total = starts[-1] - starts[0]
+    if abs(total) > noise and max(abs(step) for step in recent) <= noise:
+        last = max(index for index, step in enumerate(growth) if abs(step) > noise) + 1
+        return [
+            Finding(
+                kind="growth by phase",
+                evidence=f"the bytes at a step's start change by {format_bytes(total)} up to step {last}, then no more",
+                advice="State that is made once, such as Adam's moments: count it in, it is no leak",
+            )
+        ]
+    return []
+
+
+def _retention(records: Sequence[StepRecord]) -> list[Finding]:
+    left = [record.residual_bytes for record in records]
+    if min(left) == 0 or left[-1] > 2 * left[0]:
+        return []
+    return [
+        Finding(
+            kind="retention",
+            evidence=f"{format_bytes(min(left))} of activations stay alive after every step, and do not grow",
+            advice="The next forward replaces them, but between steps nobody needs them: see which object holds them",
+        )
+    ]
+
+
+def _spike(records: Sequence[StepRecord]) -> list[Finding]:
+    highest = max(records, key=lambda record: record.peak_allocated_bytes)
+    above = highest.peak_allocated_bytes - highest.static_bytes
+    if above < _SPIKE_SHARE * highest.peak_allocated_bytes:
+        return []
+    peaks = [record.activation_peak_bytes for record in records]
+    varies = max(peaks) > _VARYING * min(peaks)
+    spread = f", and from {format_bytes(min(peaks))} to {format_bytes(max(peaks))} between steps" if varies else ""
+    return [
+        Finding(
+            kind="spike",
+            evidence=f"each step returns to {format_bytes(highest.static_bytes)} but rises by up to "
+            f"{format_bytes(above)} within{spread}",
+            advice="Bound the step itself: recompute or offload activations"
+            + (", or bound the length of the longest batch" if varies else ""),
+        )
+    ]

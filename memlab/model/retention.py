@@ -1,0 +1,89 @@
+"""What outlives a step although nobody needs it: found by its holder, and three remedies.
+
+Megatron's MoE token dispatcher keeps the differentiable routing probabilities as an attribute
+(``self.probs = probs``, ``megatron/core/transformer/moe/token_dispatcher.py``, 0.16.1 and 0.19.2). In a recomputed
+forward their graph leads back to the checkpoint's detached input, whose AccumulateGrad node holds the input and its
+gradient until the layer's next forward (verl #5251, Megatron-LM #3267).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memlab.model.build import LiveModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retained:
+    """A leaf that a graph keeps alive, as plain data."""
+
+    holder: str
+    """Module and attribute that hold the graph, such as ``decoder.layers.0.mlp.token_dispatcher.probs``."""
+    path: tuple[str, ...]
+    """Autograd nodes from the holder's tensor to the leaf."""
+    shape: tuple[int, ...]
+    input_bytes: int
+    gradient_bytes: int
+
+    def __str__(self) -> str:
+        size = f"{list(self.shape)}, {self.input_bytes} bytes and {self.gradient_bytes} of gradient"
+        return f"{self.holder} -> {' -> '.join(self.path)} -> leaf {size}"
+
+
+def find_retained(live: LiveModel) -> list[Retained]:
+    """Finds the leaves other than parameters that module attributes keep alive through their graphs.
+
+    Args:
+        live: A model between two steps.
+
+    Returns:
+        One entry a leaf, in the order of the modules; the shortest path to it.
+    """
+    found: list[Retained] = []
+    seen: set[int] = set()
+    for holder, tensor in _differentiable_attributes(live):
+        for path, leaf in _leaves(tensor.grad_fn):
+            key = leaf.untyped_storage()._cdata
+            if isinstance(leaf, torch.nn.Parameter) or key in seen:
+                continue
+            seen.add(key)
+            gradient = leaf.grad
+            found.append(
+                Retained(
+                    holder=holder,
+                    path=path,
+                    shape=tuple(leaf.shape),
+                    input_bytes=leaf.untyped_storage().nbytes(),
+                    gradient_bytes=0 if gradient is None else gradient.untyped_storage().nbytes(),
+                )
+            )
+    return found
+
+
+def _differentiable_attributes(live: LiveModel) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, module in live.chunk.module.named_modules():
+        owners = {name: module, f"{name}.token_dispatcher": getattr(module, "token_dispatcher", None)}
+        for owner_name, owner in owners.items():
+            for attribute, value in vars(owner).items() if owner is not None else ():
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                    yield f"{owner_name}.{attribute}", value
+
+
+def _leaves(root: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """Walks an autograd graph breadth first, and yields its leaves with the way to them."""
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), root)]
+    seen = {root}
+    while waiting:
+        path, node = waiting.pop(0)
+        name = type(node).__name__.removesuffix("Backward")
+        if name == "AccumulateGrad":
+            yield path, node.variable
+            continue
+        for next_node, _ in node.next_functions:
+            if next_node is not None and next_node not in seen:
+                seen.add(next_node)
+                waiting.append(((*path, name), next_node))

@@ -1,0 +1,85 @@
+"""Leak, spike, retention and growth by phase, told apart from records alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from memlab.diagnosis import diagnose, probability_of_exceeding
+from memlab.record import StepRecord
+from memlab.settings import MemorySettings
+from tests.unit.live import FULL
+
+
+def series(plain: StepRecord, starts: Sequence[int], peaks_above: Sequence[int], residual: int = 0) -> list[StepRecord]:
+    return [
+        replace(
+            plain,
+            static_bytes=start,
+            peak_allocated_bytes=start + above,
+            activation_peak_bytes=above,
+            residual_bytes=residual,
+        )
+        for start, above in zip(starts, peaks_above, strict=True)
+    ]
+
+
+@pytest.fixture
+def plain(open_lab: Callable[..., Any]) -> StepRecord:
+    record: StepRecord = open_lab("phi-4-tiny", seq_length=16).step()
+    return record
+
+
+@pytest.mark.parametrize(
+    ("starts", "above", "residual", "kinds"),
+    [
+        ([100] * 6, [5] * 6, 0, ["steady"]),
+        ([100, 110, 120, 130, 140, 150], [5] * 6, 0, ["leak"]),
+        ([100, 180, 180, 180, 180, 180], [5] * 6, 0, ["growth by phase"]),
+        ([100] * 6, [5] * 6, 7, ["retention"]),
+        ([100] * 6, [300] * 6, 0, ["spike"]),
+        ([100] * 6, [200, 600, 250, 900, 300, 220], 0, ["spike"]),
+        ([100, 110, 120, 130, 140, 150], [300] * 6, 0, ["leak", "spike"]),
+    ],
+)
+def test_each_kind_is_told_from_the_others(
+    starts: list[int], above: list[int], residual: int, kinds: list[str], plain: StepRecord
+) -> None:
+    assert [finding.kind for finding in diagnose(series(plain, starts, above, residual))] == kinds
+
+
+def test_batches_of_varying_length_are_a_spike_and_no_leak_on_a_live_model(open_lab: Callable[..., Any]) -> None:
+    # NeMo Automodel #2634: flat allocated bytes between steps, 60 GiB above them within.
+    lab = open_lab("phi-4-tiny", seq_length=1024)
+    lab.step()
+    records = []
+    for length in (64, 1024, 128, 512, 1024, 256):
+        lab.set_workload(seq_length=length)
+        records.append(lab.step(warm_up=False))
+    findings = diagnose(records)
+    assert [finding.kind for finding in findings] == ["spike"]
+    assert "longest batch" in findings[0].advice
+
+
+def test_a_live_moe_checkpoint_is_retention(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    records = [lab.step(FULL) for _ in range(4)]
+    assert "retention" in [finding.kind for finding in diagnose(records)]
+    assert "retention" not in [finding.kind for finding in diagnose([lab.step(MemorySettings()) for _ in range(4)])]
+
+
+def test_a_rare_spike_becomes_likely_in_a_long_run(plain: StepRecord) -> None:
+    records = series(plain, [100] * 100, [50] * 99 + [500])
+    assert probability_of_exceeding(records, 200, 1) == pytest.approx(0.01)
+    assert probability_of_exceeding(records, 200, 500) == pytest.approx(1 - 0.99**500)
+    assert probability_of_exceeding(records, 1000, 500) == 0.0
+
+
+def test_too_little_to_tell_is_refused(plain: StepRecord) -> None:
+    with pytest.raises(ValueError, match="got 2 records, must be at least 3"):
+        diagnose([plain, plain])
+    with pytest.raises(ValueError, match="different settings"):
+        diagnose([plain, plain, replace(plain, settings=MemorySettings(offload_parameters=True))])

@@ -1,0 +1,24 @@
+"""Who holds what after a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from memlab.model.retention import find_retained
+from memlab.settings import MemorySettings
+from tests.unit.live import FULL, recompute
+
+
+def test_the_dispatcher_s_probabilities_hold_each_checkpoint_s_input_and_gradient(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    for settings, layers in ((FULL, 4), (recompute("moe"), 4), (MemorySettings(), 0), (recompute("moe_act"), 0)):
+        record = lab.step(settings)
+        retained = find_retained(lab._stepper.live)
+        assert len(retained) == layers
+        assert sum(leaf.input_bytes + leaf.gradient_bytes for leaf in retained) == record.residual_bytes
+        for layer, leaf in enumerate(retained):
+            assert leaf.holder == f"decoder.layers.{layer}.mlp.token_dispatcher.probs"
+            assert leaf.shape == (128, 1, 128)
+            assert "RouterGatingLinearFunction" in leaf.path
+    assert find_retained(open_lab("phi-4-tiny")._stepper.live) == []
