@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memlab.architectures import ARCHITECTURES, Architecture
+    from memlab.checks import check
+    from memlab.diagnosis import diagnose, probability_of_exceeding
     from memlab.lab import Lab
     from memlab.record import StepRecord
     from memlab.regression.metrics import finish
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from memlab.settings import MemorySettings
     from memlab.timeline import Timeline
     from memlab.views.display import compare, show
+    from memlab.views.panel import panel
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,8 +30,12 @@ __all__ = [
     "Scenario",
     "StepRecord",
     "Timeline",
+    "check",
     "compare",
+    "diagnose",
     "finish",
+    "panel",
+    "probability_of_exceeding",
     "show",
 ]
 
@@ -40,8 +47,12 @@ _HOMES = {
     "Scenario": "memlab.scenario",
     "StepRecord": "memlab.record",
     "Timeline": "memlab.timeline",
+    "check": "memlab.checks",
     "compare": "memlab.views.display",
+    "diagnose": "memlab.diagnosis",
     "finish": "memlab.regression.metrics",
+    "panel": "memlab.views.panel",
+    "probability_of_exceeding": "memlab.diagnosis",
     "show": "memlab.views.display",
 }
 

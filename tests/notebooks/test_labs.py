@@ -13,7 +13,7 @@ from memlab.regression.parameters import INTERACTIVE, read_parameters
 from memlab.regression.runner import run_lab
 
 LABS = sorted((Path(__file__).parents[2] / "labs").glob("*.ipynb"))
-TAGS = {PARAMETERS_TAG, INTERACTIVE_TAG, RECORD_TAG, "hide-input", "solution"}
+TAGS = {PARAMETERS_TAG, INTERACTIVE_TAG, RECORD_TAG, "exercise", "hide-input"}
 every_lab = pytest.mark.parametrize("path", LABS, ids=lambda path: path.stem)
 
 
