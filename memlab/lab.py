@@ -16,11 +16,13 @@ from typing import Any, Self, TypeVar
 from memlab.architectures import Architecture
 from memlab.backends import find_backend
 from memlab.model import holders
+from memlab.model.retention import Retained, find_retained
+from memlab.movement import Movement, check_groups
 from memlab.progress import Follower, Progress
 from memlab.record import StepRecord
 from memlab.scenario import Dtype, Scenario
 from memlab.settings import MemorySettings
-from memlab.stepper import Stepper
+from memlab.stepper import Action, Stepper
 
 __all__ = ["Lab", "Progress"]
 
@@ -183,6 +185,41 @@ class Lab:
             running.result()
             raise
 
+    def offload(self, *groups: str) -> Movement:
+        """Takes groups off the device between two steps; the next step brings them back.
+
+        Args:
+            *groups: Some of ``parameters``, ``gradients``, ``optimizer state``. Gradients are dropped, others copied.
+
+        Raises:
+            ValueError: If a name is unknown, or the lab is busy or closed.
+        """
+        return self._move("offload", groups)
+
+    def load(self, *groups: str) -> Movement:
+        """Brings groups back to the device between two steps.
+
+        Args:
+            *groups: Some of ``parameters``, ``gradients``, ``optimizer state``.
+
+        Raises:
+            ValueError: If a name is unknown, or the lab is busy or closed.
+        """
+        return self._move("load", groups)
+
+    def hand_over(self) -> Movement:
+        """Copies the parameters to the host for a rollout engine, as a weight sync does.
+
+        Raises:
+            ValueError: If the parameters are not on the device, or the lab is busy or closed.
+        """
+        return self._move("hand over", ("parameters",))
+
+    def retained(self) -> list[Retained]:
+        """Finds what module attributes keep alive between steps through their autograd graphs, and by which path."""
+        self._refuse_if_busy()
+        return self._on_worker(lambda: find_retained(self._stepper.live)).result()
+
     def submit(
         self,
         settings: MemorySettings | None = None,
@@ -243,6 +280,12 @@ class Lab:
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self._stepper.num_steps} steps"
         return f"Lab({self.scenario}, {self.backend.name}, {self.settings}, {state})"
+
+    def _move(self, action: Action, groups: tuple[str, ...]) -> Movement:
+        check_groups(groups)
+        self._refuse_if_busy()
+        self._settled = False
+        return self._on_worker(lambda: self._stepper.move(action, groups)).result()
 
     def _refuse_if_busy(self) -> None:
         if self.busy:

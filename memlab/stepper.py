@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import metadata
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,12 +23,15 @@ from memlab.model.build import LiveModel, build
 from memlab.model.offload_watch import OffloadWatch
 from memlab.model.quiet import quiet_megatron
 from memlab.model.recovery import recover
-from memlab.model.residency import Residency
+from memlab.model.residency import Residency, groups_on_host
 from memlab.model.training_step import train_step
+from memlab.movement import GROUPS, Movement
 from memlab.progress import StepStopped
 from memlab.record import Status, StepRecord
 from memlab.scenario import Scenario
 from memlab.settings import MemorySettings
+
+Action = Literal["load", "offload", "hand over"]
 
 
 class Stepper:
@@ -115,7 +118,7 @@ class Stepper:
             loss = train_step(self.live, self.labels)
         self.meter.categorise(self._categories())
         with self.labels.phase_of("offload"):
-            freed, offload_seconds = _seconds_if_moved(lambda: self.residency.offload(settings))
+            freed, offload_seconds = _seconds_if_moved(lambda: self._between_steps(settings))
         return {
             "loss": loss,
             "load_seconds": load_seconds,
@@ -124,6 +127,31 @@ class Stepper:
             "offloaded_bytes_by_module": dict(self._offload_watch.moved_bytes),
             "without_effect": self._offload_watch.without_effect(self.scenario, settings),
         }
+
+    def _between_steps(self, settings: MemorySettings) -> dict[str, int]:
+        away = groups_on_host(settings)
+        self.residency.forget([group for group in GROUPS if group not in away])
+        return self.residency.offload(away)
+
+    def move(self, action: Action, groups: tuple[str, ...]) -> Movement:
+        """Moves groups between two steps, or hands the parameters over.
+
+        Raises:
+            ValueError: If the parameters are to be handed over while they are on the host.
+        """
+        moves = {
+            "load": lambda: self.residency.load(groups),
+            "offload": lambda: self.residency.offload(groups),
+            "hand over": self.residency.hand_over,
+        }
+        moved_bytes, seconds = _seconds_if_moved(moves[action])
+        return Movement(
+            action=action,
+            moved_bytes=moved_bytes,
+            seconds=seconds,
+            device_bytes=self.meter.live_bytes("device"),
+            host_bytes=self.meter.live_bytes("host"),
+        )
 
     @staticmethod
     def _ended_early(error: Exception) -> dict[str, Any]:
@@ -166,7 +194,7 @@ class Stepper:
         started = time.perf_counter()
         self.residency.load()
         train_step(self.live, self.labels)
-        self.residency.offload(settings)
+        self._between_steps(settings)
         torch.cuda.synchronize()
         return time.perf_counter() - started
 

@@ -7,21 +7,27 @@ used here for the optimizer too. Gradients are dropped, not copied: they come ba
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 
 from memlab.model.build import LiveModel
+from memlab.movement import GROUPS
 from memlab.settings import MemorySettings
 
-GROUPS = ("parameters", "gradients", "optimizer state")
+
+def groups_on_host(settings: MemorySettings) -> tuple[str, ...]:
+    """Returns the groups that the settings keep on the host between steps."""
+    wanted = (settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer)
+    return tuple(group for group, is_wanted in zip(GROUPS, wanted, strict=True) if is_wanted)
 
 
 class Residency:
     """The three groups of one live model, and their copies on the host.
 
-    A host copy is allocated when its tensor first goes down and then kept, pinned, for as long as the setting stands:
-    pinning anew each time doubles the host memory for a moment (verl #6193).
+    A host copy is allocated when its tensor first goes down and then kept, pinned, until `forget`: pinning anew each
+    time doubles the host memory for a moment (verl #6193).
     """
 
     def __init__(self, live: LiveModel) -> None:
@@ -30,58 +36,44 @@ class Residency:
         self._away: dict[str, list[tuple[torch.Tensor, int]]] = {group: [] for group in GROUPS}
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Returns each group's tensors, one for every storage, expert buffers included; and their host copies."""
-        seen: set[int] = set()
-        groups: dict[str, list[torch.Tensor]] = {}
-        for group, tensors in zip(
-            GROUPS, (self._parameters(), self._gradients(), self._optimizer_state()), strict=True
-        ):
-            # In fp32 the main parameters are views of the parameters: a storage belongs to the first group that has it.
-            own = [tensor for tensor in tensors if tensor.untyped_storage()._cdata not in seen]
-            seen.update(tensor.untyped_storage()._cdata for tensor in own)
-            groups[group] = own + self._host_copies[group]
-        return groups
+        """Returns each group's tensors and their host copies."""
+        return {group: own + self._host_copies[group] for group, own in self._own_tensors().items()}
 
-    def offload(self, settings: MemorySettings) -> dict[str, int]:
-        """Takes the groups that the settings name off the device, and forgets host copies that they no longer need.
+    def offload(self, groups: Collection[str]) -> dict[str, int]:
+        """Takes groups off the device.
+
+        Args:
+            groups: Some of `GROUPS`.
 
         Returns:
-            Device bytes that each group gave back; groups that stay are left out.
+            Device bytes that each group gave back; groups that were away already are left out.
         """
-        wanted = {
-            "parameters": settings.offload_parameters,
-            "gradients": bool(settings.offload_gradients),
-            "optimizer state": settings.offload_optimizer,
-        }
-        groups = self.tensors()
+        own_tensors = self._own_tensors()
         freed: dict[str, int] = {}
         for group in GROUPS:
-            if not wanted[group]:
-                self._host_copies[group].clear()
+            if group not in groups or self._away[group]:
                 continue
-            copies = self._host_copies[group]
-            tensors = groups[group][: len(groups[group]) - len(copies)]
+            tensors = own_tensors[group]
             if group != "gradients":
-                copies.extend(
-                    torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors[len(copies) :]
-                )
-                for tensor, copy in zip(tensors, copies, strict=True):
-                    copy.copy_(tensor, non_blocking=True)
-                torch.cuda.synchronize()
-            freed[group] = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-            self._away[group] = [(tensor, tensor.untyped_storage().nbytes()) for tensor in tensors]
+                self._copy_down(group, tensors)
+            sizes = [(tensor, tensor.untyped_storage().nbytes()) for tensor in tensors]
+            self._away[group] = sizes
+            freed[group] = sum(num_bytes for _, num_bytes in sizes)
             for tensor in tensors:
                 tensor.untyped_storage().resize_(0)
         return freed
 
-    def load(self) -> dict[str, int]:
-        """Brings back whatever is away: copies up, gradients as zeros.
+    def load(self, groups: Collection[str] = GROUPS) -> dict[str, int]:
+        """Brings back what is away: copies up, gradients as zeros.
+
+        Args:
+            groups: Some of `GROUPS`.
 
         Returns:
             Device bytes that each group took again; empty if nothing was away.
         """
         taken: dict[str, int] = {}
-        for group in GROUPS:
+        for group in groups:
             while self._away[group]:
                 # Taken off the list when it is back: a load that runs out of memory can be taken up again.
                 tensor, num_bytes = self._away[group][-1]
@@ -96,16 +88,56 @@ class Residency:
             torch.cuda.synchronize()
         return taken
 
-    def _buffers(self) -> Iterator[object]:
+    def forget(self, groups: Collection[str]) -> None:
+        """Frees the host copies of groups that are back on the device."""
+        for group in groups:
+            assert not self._away[group], f"the only copy of the {group} is on the host"
+            self._host_copies[group].clear()
+
+    def hand_over(self) -> dict[str, int]:
+        """Copies the parameters to the host for somebody else, as a weight sync does, and leaves them where they are.
+
+        Returns:
+            Bytes that were copied, under ``parameters``.
+
+        Raises:
+            ValueError: If the parameters are not on the device.
+        """
+        if self._away["parameters"]:
+            raise ValueError("the parameters wait on the host, and are handed over from the device: load them first")
+        parameters = self._own_tensors()["parameters"]
+        self._copy_down("parameters", parameters)
+        return {"parameters": sum(tensor.untyped_storage().nbytes() for tensor in parameters)}
+
+    def _copy_down(self, group: str, tensors: list[torch.Tensor]) -> None:
+        copies = self._host_copies[group]
+        missing = tensors[len(copies) :]
+        copies.extend(torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in missing)
+        for tensor, copy in zip(tensors, copies, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        torch.cuda.synchronize()
+
+    def _own_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Returns each group's tensors, one for every storage, expert buffers included."""
+        seen: set[int] = set()
+        groups: dict[str, list[torch.Tensor]] = {}
+        sources = (self._parameters(), self._gradients(), self._optimizer_state())
+        for group, tensors in zip(GROUPS, sources, strict=True):
+            # In fp32 the main parameters are views of the parameters: a storage belongs to the first group with it.
+            groups[group] = [tensor for tensor in tensors if tensor.untyped_storage()._cdata not in seen]
+            seen.update(tensor.untyped_storage()._cdata for tensor in groups[group])
+        return groups
+
+    def _buffers(self) -> Iterator[Any]:
         # Experts have buffers of their own where they are spread over ranks; forgetting them was verl #1766.
         yield from self._live.chunk.buffers
         yield from self._live.chunk.expert_parallel_buffers
 
     def _parameters(self) -> list[torch.Tensor]:
-        return [buffer.param_data for buffer in self._buffers() if buffer.param_data is not None]  # type: ignore[attr-defined]
+        return [buffer.param_data for buffer in self._buffers() if buffer.param_data is not None]
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [buffer.grad_data for buffer in self._buffers()]  # type: ignore[attr-defined]
+        return [buffer.grad_data for buffer in self._buffers()]
 
     def _optimizer_state(self) -> list[torch.Tensor]:
         tensors: list[torch.Tensor] = []

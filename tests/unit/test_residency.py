@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from memlab.movement import GROUPS
 from memlab.settings import MemorySettings
 
 NONE = MemorySettings()
@@ -54,15 +55,14 @@ def test_a_step_after_a_full_trip_down_and_up_is_bit_identical(
         return {name: [tensor.clone() for tensor in groups[name]] for name in ("parameters", "optimizer state")}
 
     before = lab._on_worker(state).result()
-    everything = MemorySettings(offload_parameters=True, offload_optimizer=True)
 
     def down_and_up() -> None:
-        lab._stepper.residency.offload(everything)
+        lab._stepper.residency.offload(GROUPS)
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in lab._stepper.live.chunk.module.parameters()), (
             "parameters share the emptied buffer"
         )
         lab._stepper.residency.load()
-        lab._stepper.residency.offload(NONE)
+        lab._stepper.residency.forget(GROUPS)
 
     lab._on_worker(down_and_up).result()
     after = lab._on_worker(state).result()
@@ -105,3 +105,39 @@ def test_host_copies_are_made_once(open_lab: Callable[..., Any]) -> None:
     assert {record.host_bytes for record in later} == {later[0].host_bytes}
     assert later[0].host_bytes <= first.host_bytes + 16384
     assert lab.step(NONE).host_bytes < later[0].host_bytes
+
+
+def test_groups_move_one_by_one_between_steps_and_the_next_step_is_the_same(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    plain = lab.step(NONE)
+    down = lab.offload("optimizer state", "gradients")
+    assert list(down.moved_bytes) == ["gradients", "optimizer state"]
+    assert down.device_bytes == plain.static_bytes - sum(down.moved_bytes.values())
+    assert down.seconds > 0
+    again = lab.offload("gradients")
+    assert (again.moved_bytes, again.seconds) == ({}, 0.0)
+    assert (lab.load("parameters").moved_bytes, lab.load("parameters").seconds) == ({}, 0.0)
+    handed = lab.hand_over()
+    assert handed.moved_bytes == {"parameters": lab.offload("parameters").moved_bytes["parameters"]}
+    with pytest.raises(ValueError, match="wait on the host, and are handed over from the device: load them first"):
+        lab.hand_over()
+    with pytest.raises(ValueError, match=r"groups are \['weights'\], must be some of parameters, gradients"):
+        lab.load("weights")
+    # Loading gradients only to read weights takes twice the parameters' bytes for nothing (SkyRL #563).
+    careless = lab.load("parameters", "gradients")
+    assert careless.moved_bytes["gradients"] == 2 * careless.moved_bytes["parameters"]
+    after = lab.step(NONE)
+    for name in ("loss", "static_bytes", "peak_allocated_bytes", "host_bytes"):
+        assert getattr(after, name) == getattr(plain, name), name
+
+
+def test_a_weight_sync_needs_the_parameters_alone(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("phi-4-tiny")
+    away = lab.step(MemorySettings(offload_parameters=True, offload_optimizer=True))
+    up, handed, down = lab.load("parameters"), lab.hand_over(), lab.offload("parameters")
+    assert list(up.moved_bytes) == list(handed.moved_bytes) == list(down.moved_bytes) == ["parameters"]
+    idle = away.timeline.closing_bytes
+    assert up.device_bytes == idle + up.moved_bytes["parameters"]
+    assert down.device_bytes == idle
+    assert down.host_bytes == up.host_bytes, "the host copy is made once"
+    assert lab.step().loss == away.loss

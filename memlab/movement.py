@@ -1,0 +1,44 @@
+"""One move between device and host outside a step, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memlab.units import format_bytes
+
+GROUPS = ("parameters", "gradients", "optimizer state")
+"""What can wait on the host between steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Movement:
+    """What moved, how long it took, and what is where afterwards."""
+
+    action: str
+    """``load``, ``offload`` or ``hand over``."""
+    moved_bytes: dict[str, int]
+    """Bytes by group that arrived on the device, or left it; empty if nothing had to move."""
+    seconds: float
+    """Exactly 0.0 where nothing moved."""
+    device_bytes: int
+    """Allocated on the device afterwards."""
+    host_bytes: int
+    """Held on the host afterwards."""
+
+    def __str__(self) -> str:
+        what = ", ".join(f"{group} {format_bytes(size)}" for group, size in self.moved_bytes.items()) or "nothing moved"
+        return (
+            f"{self.action}: {what} in {self.seconds * 1e3:.1f} ms; then {format_bytes(self.device_bytes)} on the "
+            f"device, {format_bytes(self.host_bytes)} on the host"
+        )
+
+
+def check_groups(groups: tuple[str, ...]) -> None:
+    """Holds names of groups against `GROUPS`.
+
+    Raises:
+        ValueError: If there is none, or one is unknown.
+    """
+    unknown = [group for group in groups if group not in GROUPS]
+    if unknown or not groups:
+        raise ValueError(f"groups are {list(groups)}, must be some of {', '.join(GROUPS)}: name at least one")
