@@ -16,6 +16,7 @@ SELECTIVE = 'mine = lab.step(MemorySettings(recompute_granularity="selective", r
 SOLUTIONS = {
     "01_recompute": [SELECTIVE.format('["moe"]'), SELECTIVE.format('["moe_act"]')],
     "05_phi4_activation_peak": [SELECTIVE.format('["mlp"]')],
+    "06_weight_sync": ["mine = lab.step(MemorySettings(offload_optimizer=True))"],
 }
 
 pytestmark = pytest.mark.notebook
