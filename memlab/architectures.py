@@ -41,6 +41,25 @@ class Architecture:
     default_seq_length: int = 4096
     """The sequence length that a Scenario takes when none is given."""
 
+    def __post_init__(self) -> None:
+        counts = ["num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"]
+        counts += ["kv_channels", "vocab_size", "default_seq_length"]
+        counts += ["num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size"] if self.is_moe else []
+        for name in counts:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{self.name}: {name} is {value!r}, must be a whole number of at least 1: correct it")
+        if self.num_attention_heads % self.num_query_groups:
+            raise ValueError(
+                f"{self.name}: num_attention_heads is {self.num_attention_heads}, must be a multiple of "
+                f"num_query_groups, {self.num_query_groups}: correct one of them"
+            )
+        if self.num_moe_experts is not None and self.moe_router_topk > self.num_moe_experts:
+            raise ValueError(
+                f"{self.name}: moe_router_topk is {self.moe_router_topk}, must be at most num_moe_experts, "
+                f"{self.num_moe_experts}: correct one of them"
+            )
+
     @property
     def is_moe(self) -> bool:
         """Whether the layers hold experts instead of one dense MLP."""
@@ -197,7 +216,19 @@ def _from_hugging_face(config: dict[str, Any], path: Path) -> Architecture:
     family = config.get("model_type")
     if family not in ("qwen3_moe", "phi3"):
         raise ValueError(f"{path}: model_type {family!r} is not supported: memlab models qwen3_moe and phi3")
+    changes_memory = {
+        "hidden_act": ("silu",),
+        "attention_dropout": (0, 0.0),
+        "resid_pdrop": (0, 0.0),
+        "embd_pdrop": (0, 0.0),
+    }
+    for name, modelled in changes_memory.items():
+        if name in config and config[name] not in modelled:
+            raise ValueError(f"{path}: {name} {config[name]!r} is not modelled: memlab models {modelled[0]!r}")
     try:
+        heads = config["num_attention_heads"]
+        if not isinstance(heads, int) or heads < 1 or not isinstance(config["hidden_size"], int):
+            raise ValueError(f"{path}: num_attention_heads and hidden_size must be whole numbers: correct them")
         common: dict[str, Any] = {
             "name": (path.parent.name if path.name == "config.json" else path.stem) or family,
             "family": family,

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from memlab import __version__
-from memlab.commands import doctor, lab, measure, run
+from memlab.commands import baseline, doctor, lab, measure, nightly, run
 
-_COMMANDS = {"measure": measure, "run": run, "doctor": doctor, "lab": lab}
+_COMMANDS = {"measure": measure, "run": run, "nightly": nightly, "baseline": baseline, "doctor": doctor, "lab": lab}
 
 
 class _Parser(argparse.ArgumentParser):
     """Refuses in one line, without the usage text that argparse puts before it."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}: see {self.prog} --help")
+        raise ValueError(f"{' '.join(message.split())}: see {self.prog} --help")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -6,7 +6,6 @@ import atexit
 import gc
 import threading
 import warnings
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -33,7 +32,8 @@ class Lab:
     """One live Megatron model on one rank.
 
     All work on the model runs on one thread of the lab's own, so that cells, widgets and headless runs do the same.
-    Megatron keeps its process groups once a process, so opening a lab closes the one that was open before.
+    Megatron keeps its process groups once a process, so opening a lab closes the one that was open before; until then,
+    or until `close`, a lab stays open, also when its last name is gone.
 
     Args:
         architecture: A known name (`memlab.ARCHITECTURES`), or the path of a Hugging Face ``config.json``.
@@ -49,7 +49,7 @@ class Lab:
         ValueError: If a value breaks its rule.
     """
 
-    _open: weakref.ref[Lab] | None = None
+    _open: Lab | None = None
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class Lab:
     ) -> None:
         scenario = Scenario(
             architecture=architecture,  # type: ignore[arg-type]  # the Scenario finds names and paths itself
-            num_layers=num_layers or 0,
-            seq_length=seq_length or 0,
+            num_layers=num_layers,  # type: ignore[arg-type]  # None becomes the architecture's
+            seq_length=seq_length,  # type: ignore[arg-type]
             micro_batch_size=micro_batch_size,
             num_microbatches=num_microbatches,
             seed=seed,
@@ -83,7 +83,8 @@ class Lab:
         self._running: Future[StepRecord] | None = None
         self._starting = threading.Lock()
         self._worker: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="memlab")
-        Lab._open = weakref.ref(self)
+        self._thread = self._worker.submit(threading.get_ident).result()
+        Lab._open = self
         try:
             self._on_worker(self._stepper.build).result()
         except BaseException:
@@ -130,9 +131,10 @@ class Lab:
         Raises:
             ValueError: If a rule is broken, or a step is running; the model is then as it was.
         """
-        self._refuse_if_busy()
-        settings.check(self.scenario.architecture, self.scenario.num_layers)
-        self._on_worker(lambda: self._apply(settings)).result()
+        self._check(settings)
+        with self._starting:
+            self._refuse_if_busy()
+            self._on_worker(lambda: self._apply(settings)).result()
 
     def set_workload(
         self,
@@ -151,16 +153,17 @@ class Lab:
         Raises:
             ValueError: If a value is not a positive number, or a step is running.
         """
-        self._refuse_if_busy()
         given: dict[str, Any] = {
             "seq_length": seq_length,
             "micro_batch_size": micro_batch_size,
             "num_microbatches": num_microbatches,
         }
         scenario = replace(self.scenario, **{name: value for name, value in given.items() if value is not None})
-        if scenario != self.scenario:
-            self._stepper.set_workload(scenario)
-            self._settled = False
+        with self._starting:
+            self._refuse_if_busy()
+            if scenario != self.scenario:
+                self._on_worker(lambda: self._stepper.set_workload(scenario)).result()
+                self._settled = False
 
     def step(
         self,
@@ -217,8 +220,9 @@ class Lab:
 
     def retained(self) -> list[Retained]:
         """Finds what module attributes keep alive between steps through their autograd graphs, and by which path."""
-        self._refuse_if_busy()
-        return self._on_worker(lambda: find_retained(self._stepper.live)).result()
+        with self._starting:
+            self._refuse_if_busy()
+            return self._on_worker(lambda: find_retained(self._stepper.live)).result()
 
     def submit(
         self,
@@ -242,7 +246,7 @@ class Lab:
             ValueError: If the settings break a rule, or the lab is busy or closed; nothing has then run.
         """
         wanted = self.settings if settings is None else settings
-        wanted.check(self.scenario.architecture, self.scenario.num_layers)
+        self._check(wanted)
         with self._starting:
             self._refuse_if_busy()
             self._stop.clear()
@@ -259,17 +263,45 @@ class Lab:
         return self.busy
 
     def unmetered_step_seconds(self) -> float:
-        """Takes a step without metering it, and returns its duration: what the meter costs is told by comparison."""
-        return self._on_worker(lambda: self._stepper.unmetered_step_seconds(self.settings), metered=False).result()
+        """Takes a step without metering it, and returns its duration: what the meter costs is told by comparison.
+
+        The meter then has to catch up: the next step under the same settings is preceded by a warm-up step.
+
+        Raises:
+            ValueError: If no metered step has been taken under these settings, or the lab is busy or closed.
+        """
+        with self._starting:
+            self._refuse_if_busy()
+            if not self._settled:
+                raise ValueError(
+                    "an unmetered step is held against a metered one: take a step under these settings first"
+                )
+            self._settled = False
+            return self._on_worker(lambda: self._stepper.unmetered_step_seconds(self.settings)).result()
 
     def close(self) -> None:
         """Gives back everything: model, optimizer, process group, thread. Records stay readable. Twice is harmless."""
-        if self._worker is None:
-            return
+        self._refuse_on_own_thread()
         self.stop()
-        self._on_worker(self._stepper.release).result()
-        self._worker.shutdown()
-        self._worker = None
+        with self._starting:
+            if self._worker is not None:
+                self._on_worker(self._stepper.release).result()
+                self._leave_worker()
+
+    def drop(self) -> dict[str, int]:
+        """Closes the lab the careless way: drops its names alone, and says who kept how much of the model alive.
+
+        Returns:
+            Device bytes by holder; an empty dict if dropping the names was enough. Afterwards all of it is free.
+
+        Raises:
+            ValueError: If the lab is busy or closed.
+        """
+        with self._starting:
+            self._refuse_if_busy()
+            left = self._on_worker(self._stepper.drop).result()
+            self._leave_worker()
+        return left
 
     def __enter__(self) -> Self:
         return self
@@ -283,20 +315,37 @@ class Lab:
 
     def _move(self, action: Action, groups: tuple[str, ...]) -> Movement:
         check_groups(groups)
-        self._refuse_if_busy()
-        self._settled = False
-        return self._on_worker(lambda: self._stepper.move(action, groups)).result()
+        with self._starting:
+            self._refuse_if_busy()
+            self._settled = False
+            return self._on_worker(lambda: self._stepper.move(action, groups)).result()
+
+    def _leave_worker(self) -> None:
+        assert self._worker is not None
+        self._worker.shutdown()
+        self._worker = None
+        Lab._open = None if Lab._open is self else Lab._open
+
+    def _check(self, settings: MemorySettings) -> None:
+        if not isinstance(settings, MemorySettings):
+            raise ValueError(f"settings are {settings!r}, must be MemorySettings(...): name its fields")
+        settings.check(self.scenario.architecture, self.scenario.num_layers)
 
     def _refuse_if_busy(self) -> None:
+        self._refuse_on_own_thread()
         if self.busy:
             raise ValueError(f"this lab is busy with a step ({self.settings}): wait for it, or stop it")
 
-    def _on_worker(self, job: Callable[[], _Result], *, metered: bool = True) -> Future[_Result]:
+    def _refuse_on_own_thread(self) -> None:
+        if threading.get_ident() == self._thread:
+            raise ValueError("a progress or done callback runs on the lab's own thread: call the lab from another one")
+
+    def _on_worker(self, job: Callable[[], _Result]) -> Future[_Result]:
         if self._worker is None:
             raise ValueError(f"this lab ({self.scenario}) is closed: open another with Lab(...)")
 
         def run() -> _Result:
-            with self._stepper.at_work(metered=metered):
+            with self._stepper.at_work():
                 return job()
 
         return self._worker.submit(run)
@@ -328,7 +377,7 @@ class Lab:
 
 
 def _close_open_lab() -> None:
-    lab: Any = Lab._open() if Lab._open is not None else None
+    lab = Lab._open
     if lab is not None and not lab.closed:
         warnings.warn(
             f"closing the open lab ({lab.scenario}): Megatron keeps its process groups once a process", stacklevel=3

@@ -38,7 +38,7 @@ class StepRecord:
     residual_bytes: int
     """Alive at the step's end beyond parameters, gradients, optimizer state and workspaces."""
     host_bytes: int
-    """The most host bytes held at any moment of the step for what was offloaded."""
+    """The most bytes on the host at any moment of the step: what was offloaded, and the batch."""
     offloaded_bytes_by_module: dict[str, int] = field(default_factory=dict)
     """Saved inputs that `offload_modules` moved to the host in this step, by offload module."""
     offloaded_bytes_by_group: dict[str, int] = field(default_factory=dict)

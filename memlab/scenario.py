@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from memlab.architectures import Architecture, find_architecture
 
@@ -22,10 +22,10 @@ class Scenario:
 
     architecture: Architecture
     """Given as an `Architecture`, a known name, or the path of a Hugging Face ``config.json``."""
-    num_layers: int = 0
-    """Transformer layers that are built; 0 stands for all of the architecture's."""
-    seq_length: int = 0
-    """Tokens in a sequence; 0 stands for the architecture's default."""
+    num_layers: int = cast("int", None)
+    """Transformer layers that are built; None becomes all of the architecture's."""
+    seq_length: int = cast("int", None)
+    """Tokens in a sequence; None becomes the architecture's default."""
     micro_batch_size: int = 1
     """Sequences in one forward and backward pass."""
     num_microbatches: int = 1
@@ -38,14 +38,17 @@ class Scenario:
     def __post_init__(self) -> None:
         if isinstance(self.architecture, (str, Path)):
             object.__setattr__(self, "architecture", find_architecture(self.architecture))
-        for name in ("num_layers", "seq_length", "seed"):
-            _check_count(name, getattr(self, name), at_least=0)
-        for name in ("micro_batch_size", "num_microbatches"):
+        if self.num_layers is None:
+            object.__setattr__(self, "num_layers", self.architecture.num_layers)
+        if self.seq_length is None:
+            object.__setattr__(self, "seq_length", self.architecture.default_seq_length)
+        for name in ("num_layers", "seq_length", "micro_batch_size", "num_microbatches"):
             _check_count(name, getattr(self, name), at_least=1)
+        _check_count("seed", self.seed, at_least=0)
+        if self.seed >= 2**63:
+            raise ValueError(f"seed is {self.seed}, must be below 2**63: give a smaller one")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}, must be one of {', '.join(DTYPES)}: choose one of them")
-        object.__setattr__(self, "num_layers", self.num_layers or self.architecture.num_layers)
-        object.__setattr__(self, "seq_length", self.seq_length or self.architecture.default_seq_length)
 
     @property
     def tokens_per_step(self) -> int:

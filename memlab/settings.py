@@ -51,7 +51,8 @@ class MemorySettings:
     offload_parameters: bool = False
     """Keep the parameters on the host between steps (copied down and up)."""
     offload_gradients: bool | None = None
-    """Drop the gradient buffers between steps (nothing is copied; they come back zeroed). None: with the optimizer."""
+    """Drop the gradient buffers between steps (nothing is copied; they come back zeroed). None, when the settings are
+    made, stands for what `offload_optimizer` is; ``dataclasses.replace`` keeps what it then became."""
     offload_optimizer: bool = False
     """Keep main parameters and Adam's moments on the host between steps (copied down and up)."""
 
@@ -60,14 +61,15 @@ class MemorySettings:
         self._set("offload_modules", _modules("offload_modules", self.offload_modules, OFFLOAD_MODULES))
         self._check_recompute()
         self._check_offload()
+        for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "offload_gradients" and value is None):
+                raise ValueError(f"{name} is {value!r}, must be True or False: say where the tensors wait")
+
         # Gradients go with the optimizer unless told otherwise: between steps they hold nothing that the optimizer
         # has not used (SkyRL #563).
         if self.offload_gradients is None:
             self._set("offload_gradients", self.offload_optimizer)
-        for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ValueError(f"{name} is {value!r}, must be True or False: say where the tensors wait")
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -176,6 +178,11 @@ class MemorySettings:
         reasons: dict[str, str] = {}
         fused_attention_norm = "the norm before attention is fused into linear_qkv: there is no norm module to offload"
         fused_mlp_norm = "the norm before the dense MLP is fused into linear_fc1: there is no norm module"
+        if (
+            self.offload_modules is None
+            and self.min_offloaded_tensor_size != MemorySettings().min_offloaded_tensor_size
+        ):
+            reasons["min_offloaded_tensor_size"] = "no offload_modules are named, so no tensor is held against it"
         if "attn_norm" in (self.offload_modules or ()):
             reasons["offload_modules:attn_norm"] = fused_attention_norm
         if "mlp_norm" in (self.offload_modules or ()) and not architecture.is_moe:
@@ -244,7 +251,10 @@ def _modules(name: str, value: object, choices: tuple[str, ...]) -> tuple[str, .
     if value is None:
         return None
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise ValueError(f"{name} is {value!r}, must be a list of module names: write [{value!r}] for a single one")
+        remedy = (
+            f"write [{value!r}] for a single one" if isinstance(value, str) else f"name some of {', '.join(choices)}"
+        )
+        raise ValueError(f"{name} is {value!r}, must be a list of module names: {remedy}")
     given = list(value)
     if not given:
         raise ValueError(f"{name} is an empty list: name at least one of {', '.join(choices)}, or leave {name} out")

@@ -5,10 +5,11 @@ It knows nothing of threads, records kept or who asked: it takes a step under se
 
 from __future__ import annotations
 
+import gc
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from typing import Any, Literal
 
@@ -48,20 +49,20 @@ class Stepper:
         self.residency: Residency
 
     @contextmanager
-    def at_work(self, *, metered: bool = True) -> Iterator[None]:
+    def at_work(self) -> Iterator[None]:
         """Everything below runs inside this context."""
         with ExitStack() as stack:
             stack.enter_context(quiet_megatron())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self._backend.active())
             stack.enter_context(labelled_by(self.labels))
-            stack.enter_context(self.meter.watching() if metered else nullcontext())
+            stack.enter_context(self.meter.watching())
             yield
 
     def build(self) -> None:
         """Builds the model."""
         self.live = build(self.scenario, self._backend.layer_provider, self._backend.distributed_backend)
-        self.labels.attach(self.live.chunk)
+        self.labels.attach(self.live.chunk.module)
         self.residency = Residency(self.live)
 
     def apply(self, settings: MemorySettings) -> None:
@@ -71,6 +72,23 @@ class Stepper:
     def set_workload(self, scenario: Scenario) -> None:
         """Takes another sequence length, micro-batch size or number of micro-batches from the next step on."""
         self.scenario = self.live.scenario = scenario
+
+    def drop(self) -> dict[str, int]:
+        """Drops every name of the model, as a notebook does with ``del``, and finds out who still holds it.
+
+        Returns:
+            Device bytes by holder: what came free when it let go, one holder after the other. Nothing is left then.
+        """
+        del self.live, self.residency
+        gc.collect()
+        left: dict[str, int] = {}
+        for holder, let_go in holders.process_wide_holders():
+            before = self.meter.live_bytes()
+            let_go()
+            gc.collect()
+            left[holder] = before - self.meter.live_bytes()
+        holders.forget()
+        return {holder: num_bytes for holder, num_bytes in left.items() if num_bytes}
 
     def release(self) -> None:
         """Gives the model back."""
@@ -97,7 +115,7 @@ class Stepper:
             with self._offload_watch.watching():
                 measured |= self._phases(settings)
         except (torch.OutOfMemoryError, StepStopped) as error:
-            measured |= self._ended_early(error)
+            measured |= self._ended_early(error) | self._offload_seen(settings)
             labels.on_move = None
             recover(self.live, settings, error)
         except BaseException as error:
@@ -124,6 +142,11 @@ class Stepper:
             "load_seconds": load_seconds,
             "offload_seconds": offload_seconds,
             "offloaded_bytes_by_group": freed,
+            **self._offload_seen(settings),
+        }
+
+    def _offload_seen(self, settings: MemorySettings) -> dict[str, Any]:
+        return {
             "offloaded_bytes_by_module": dict(self._offload_watch.moved_bytes),
             "without_effect": self._offload_watch.without_effect(self.scenario, settings),
         }
@@ -180,20 +203,24 @@ class Stepper:
             peak_allocated_bytes=timeline.bytes_at(peak),
             activation_peak_bytes=timeline.peak_bytes(phases=("forward", "backward")) - timeline.opening_bytes,
             peak_by_category=timeline.breakdown(peak),
-            peak_by_module=dict(list(timeline.breakdown(peak, by="module").items())[:20]),
+            peak_by_module=timeline.breakdown(peak, by="module"),
             residual_bytes=residual_bytes,
             host_bytes=timeline.peak_bytes("host"),
             recomputed_bytes=timeline.born_bytes("recomputed"),
-            tokens_per_second=self.scenario.tokens_per_step / measured["step_seconds"],
+            tokens_per_second=self.scenario.tokens_per_step / measured["step_seconds"] if "loss" in measured else 0.0,
             timeline=timeline,
             **measured,
         )
 
     def unmetered_step_seconds(self, settings: MemorySettings) -> float:
-        """Takes a step without metering it, and returns its duration: what the meter costs is told by comparison."""
+        """Takes a step and does not meter what it computes; returns its duration.
+
+        Loading and offloading are metered as always: storages that they resize would be lost to the account.
+        """
         started = time.perf_counter()
         self.residency.load()
-        train_step(self.live, self.labels)
+        with self.meter.looking_away():
+            train_step(self.live, self.labels)
         self._between_steps(settings)
         torch.cuda.synchronize()
         return time.perf_counter() - started

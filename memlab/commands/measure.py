@@ -66,6 +66,8 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
     if arguments.out is not None and (arguments.out / "record.json").exists():
         raise ValueError(f"output folder {arguments.out} holds a record, and is not overwritten: give another folder")
+    if arguments.out is not None:
+        _make_folder(arguments.out)
     with result_alone_on_stdout():
         find_backend(arguments.backend)
     return lambda: _measure(workload, settings, arguments)
@@ -77,15 +79,22 @@ def _measure(workload: dict[str, Any], settings: MemorySettings, arguments: argp
 
         with Lab(**workload, backend=arguments.backend) as lab:
             record = lab.step(settings)
-    if arguments.out is not None:
-        record.save(arguments.out)
     if arguments.json:
         print(json.dumps(record.to_dict(), indent=2))
     else:
         from memlab.views.tables import record_table
 
         print(record_table(record))
-    return 0
+    if arguments.out is not None:
+        record.save(arguments.out)
+    return 0 if record.status == "ok" else 1
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"output folder {folder} cannot be made ({error.strerror}): give another folder") from error
 
 
 def _given(arguments: argparse.Namespace, cls: type[Scenario | MemorySettings]) -> dict[str, Any]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
+
+from memlab.commands.signals import ended_by_signals
 
 if TYPE_CHECKING:
     from memlab.regression.runner import PreparedLab
@@ -58,7 +57,7 @@ def _run(lab: PreparedLab) -> int:
 
     print(f"running {_shown(lab.notebook)}", flush=True)
     try:
-        with _ended_by_signals():
+        with ended_by_signals():
             run = lab.run(on_progress=lambda line: print(line, flush=True))
     except LabFailedError as failure:
         print(f"{failure}\nits notebook, page and log are in {_shown(failure.folder)}", file=sys.stderr)
@@ -67,21 +66,6 @@ def _run(lab: PreparedLab) -> int:
     print(f"  notebook  {_shown(run.folder / 'notebook.ipynb')}")
     print(f"  page      {_shown(run.folder / 'page.html')}")
     return 0
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Lets a request to terminate end the run with all its processes, as Ctrl-C does."""
-
-    def end(number: int, _: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _shown(path: Path) -> Path:

@@ -32,6 +32,8 @@ class Labels:
         """How many fused kernels enclose the current operation (a kernel may be built from others)."""
         self.host_depth = 0
         """Above 0 while storages are made that a GPU job keeps in host memory."""
+        self.reload_depth = 0
+        """Above 0 while activations come back from the host."""
         self.on_move: Callable[[], None] | None = None
         """Called when a phase begins or another module takes over; what it raises ends the step there."""
         self.on_kernel_end: Callable[[], None] | None = None
@@ -84,18 +86,12 @@ class Labels:
             self.modules.append(module_name)
         return code
 
-    def attach(self, model: torch.nn.Module) -> list[Any]:
-        """Follows a model's modules by hooks.
-
-        Returns:
-            The hooks' handles; call `remove` on each to take them off.
-        """
-        handles: list[Any] = []
+    def attach(self, model: torch.nn.Module) -> None:
+        """Follows the modules of a model by hooks; the model itself is called ``gpt_model``."""
         for name, module in model.named_modules():
-            follower = _ModuleFollower(self, self.code(name.removeprefix("module.")))
-            handles.append(module.register_forward_pre_hook(follower.enter))
-            handles.append(module.register_forward_hook(follower.leave, always_call=True))
-        return handles
+            follower = _ModuleFollower(self, self.code(name or "gpt_model"))
+            module.register_forward_pre_hook(follower.enter)
+            module.register_forward_hook(follower.leave, always_call=True)
 
 
 class _ModuleFollower:
@@ -136,7 +132,7 @@ _active: Labels | None = None
 
 @contextmanager
 def labelled_by(labels: Labels) -> Iterator[None]:
-    """Makes `labels` the ones that `one_kernel` and `on_host` mark, for the block."""
+    """Makes `labels` the ones that `one_kernel`, `on_host` and `reloading` mark, for the block."""
     global _active  # noqa: PLW0603  # the stand-ins and layers that mark are handed nothing of a lab
     outer, _active = _active, labels
     try:
@@ -147,9 +143,10 @@ def labelled_by(labels: Labels) -> Iterator[None]:
 
 @contextmanager
 def one_kernel() -> Iterator[None]:
-    """Runs the block as one fused GPU kernel: what dies inside it never reaches device memory on a GPU.
+    """Runs a block, or as a decorator a function, as one fused GPU kernel: what dies inside it stays on chip.
 
-    The meter books such storages in the ``on_chip`` pool, and moves those that outlive the block to the device.
+    The meter books such storages in the ``on_chip`` pool, and moves those that outlive the block to the device. A name
+    that is bound inside a block outlives it; inside a decorated function it does not.
     """
     labels = _active
     if labels is None:
@@ -176,3 +173,17 @@ def on_host() -> Iterator[None]:
         yield
     finally:
         labels.host_depth -= 1
+
+
+@contextmanager
+def reloading() -> Iterator[None]:
+    """Runs the block with its new storages as what forward saved, back from the host."""
+    labels = _active
+    if labels is None:
+        yield
+        return
+    labels.reload_depth += 1
+    try:
+        yield
+    finally:
+        labels.reload_depth -= 1

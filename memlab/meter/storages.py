@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from memlab.meter.labels import Labels
@@ -42,8 +42,10 @@ class _Life:
     phase: int
     span: int
     recomputed: bool
+    step: int
     category: int | None = None
     died_in_span: int | None = None
+    died_in_step: int | None = None
 
 
 class StorageMeter:
@@ -54,6 +56,7 @@ class StorageMeter:
         """The size of the device, where it is pretended: what would exceed it raises `torch.OutOfMemoryError`."""
         self._labels = labels
         self._device_bytes = 0
+        self._num_starts = 0
         self._live: dict[int, _Life] = {}
         self._events: list[tuple[int, int, int, _Life, int]] = []
         self._opening: list[tuple[int, int, _Life]] = []
@@ -67,6 +70,12 @@ class StorageMeter:
         with _ObserveResults(self), _observe_resizes(self):
             yield
 
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Lets the block run unmetered within `watching`; what is born in it stays unknown, deaths are still seen."""
+        with _disable_current_modes():
+            yield
+
     def start(self, categories: Mapping[str, Iterable[torch.Tensor]]) -> None:
         """Begins a timeline: what is alive now becomes its opening events.
 
@@ -74,6 +83,7 @@ class StorageMeter:
             categories: Category to the tensors that are of it, as `Timeline` will name them.
         """
         self.categorise(categories)
+        self._num_starts += 1
         self._events.clear()
         self._opening = [(life.num_bytes, life.pool, life) for life in self._live.values() if life.num_bytes]
         self._started = time.perf_counter_ns()
@@ -176,6 +186,8 @@ class StorageMeter:
             labels.phase,
             labels.span,
             labels.recomputing,
+            self._num_starts,
+            _ACTIVATIONS if labels.reload_depth else None,
         )
         self._live[key] = life
         if pool == _ON_CHIP:
@@ -186,6 +198,7 @@ class StorageMeter:
         if self._live.get(key) is life:
             del self._live[key]
         life.died_in_span = self._labels.span
+        life.died_in_step = self._num_starts
         self._event(-life.num_bytes, life)
         life.num_bytes = 0
 
@@ -230,11 +243,16 @@ class StorageMeter:
 
     @staticmethod
     def _settled_category(life: _Life) -> int:
-        """What a storage was, told from its whole life: one that ends in the span of its birth was temporary."""
+        """What a storage was, told from its whole life: one that ends in the span of its birth was temporary.
+
+        What outlives its step waits for something, whatever made it: a retained gradient is no temporary.
+        """
         if life.category is not None:
             return life.category
         if life.died_in_span == life.span:
             return _TEMPORARY
+        if life.died_in_step != life.step:
+            return _ACTIVATIONS
         if life.phase == _FORWARD:
             return _ACTIVATIONS
         if life.phase == _BACKWARD and life.recomputed:

@@ -7,7 +7,7 @@ of them are named here, with their file (megatron-core 0.16.1 and 0.19.2).
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -62,14 +62,32 @@ def release(live: LiveModel) -> None:
 
 def forget() -> None:
     """Empties megatron-core's process-wide state and leaves the process group."""
-    RotaryEmbedding.forward.cache_clear()
-    MoEAuxLossAutoScaler.main_loss_backward_scale = None
-    forget_auxiliary_losses()
-    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = None
-    PipelineOffloadManager.OFFLOAD_MGR = None
-    random._CUDA_RNG_STATE_TRACKER = None
-    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
-    parallel_state.destroy_model_parallel()
+    for _, let_go in process_wide_holders():
+        let_go()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     gc.collect()
+
+
+def process_wide_holders() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yields who holds on to a model when its last name is dropped, and how each lets go."""
+    yield "token dispatchers (graph of their probabilities -> parameters -> DDP's hooks -> model)", _empty_dispatchers
+    yield "RotaryEmbedding.forward's cache of angles", RotaryEmbedding.forward.cache_clear
+    yield "the scale of the auxiliary loss", lambda: setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
+    yield "the log of auxiliary losses", forget_auxiliary_losses
+    yield "the offload manager's buffers", lambda: setattr(PipelineOffloadManager, "OFFLOAD_MGR", None)
+    yield "random states", _forget_random_states
+    yield "process groups and the global memory buffer", parallel_state.destroy_model_parallel
+
+
+def _empty_dispatchers() -> None:
+    # The cycle runs through autograd's nodes in C++, where Python's garbage collector does not look.
+    for candidate in gc.get_objects():
+        if type(candidate) is MoEAlltoAllTokenDispatcher:  # isinstance would ask objects that answer with warnings
+            vars(candidate).clear()
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = None
+
+
+def _forget_random_states() -> None:
+    random._CUDA_RNG_STATE_TRACKER = None
+    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False

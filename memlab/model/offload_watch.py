@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as upstream
 
+from memlab.meter.labels import reloading
 from memlab.scenario import Scenario
 from memlab.settings import MemorySettings
 
@@ -44,7 +45,14 @@ class OffloadWatch:
             self._largest_kept_elements[group._name] = max(self._largest_kept_elements.get(group._name, 0), *kept, 0)
             record_offload_event(group, stream)
 
+        reload = upstream.ChunkOffloadHandler.reload
+
+        def reload_as_activation(handler: Any, *args: Any, **kwargs: Any) -> Any:
+            with reloading():
+                return reload(handler, *args, **kwargs)
+
         with (
+            patch.object(upstream.ChunkOffloadHandler, "reload", reload_as_activation),
             patch.object(upstream.OffloadTensorGroup, "push_tensor", count_moved),
             patch.object(upstream.OffloadTensorGroup, "record_offload_event", count_kept),
             patch.object(upstream, "print_offload_summary_table", lambda total_offload_bytes: None),

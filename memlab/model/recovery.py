@@ -9,6 +9,7 @@ from megatron.core.tensor_parallel import random
 
 from memlab.model import toggles
 from memlab.model.build import LiveModel
+from memlab.model.retention import drop_graphs
 from memlab.settings import MemorySettings
 
 
@@ -30,5 +31,6 @@ def recover(live: LiveModel, settings: MemorySettings, error: BaseException) -> 
         for state in part.optimizer.state.values():
             if not {"exp_avg", "exp_avg_sq"} <= state.keys():
                 state.clear()
+    drop_graphs(live)
     toggles.apply(live, settings)
     gc.collect()

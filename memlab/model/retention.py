@@ -45,8 +45,9 @@ def find_retained(live: LiveModel) -> list[Retained]:
     """
     found: list[Retained] = []
     seen: set[int] = set()
-    for holder, tensor in _differentiable_attributes(live):
-        for path, leaf in _leaves(tensor.grad_fn):
+    for name, owner, attribute in _differentiable_attributes(live):
+        holder = f"{name}.{attribute}"
+        for path, leaf in _leaves(vars(owner)[attribute].grad_fn):
             key = leaf.untyped_storage()._cdata
             if isinstance(leaf, torch.nn.Parameter) or key in seen:
                 continue
@@ -64,13 +65,20 @@ def find_retained(live: LiveModel) -> list[Retained]:
     return found
 
 
-def _differentiable_attributes(live: LiveModel) -> Iterator[tuple[str, torch.Tensor]]:
+def drop_graphs(live: LiveModel) -> None:
+    """Detaches every tensor that a module keeps with its graph: after a step that failed, nobody will use the graph."""
+    for _, owner, attribute in list(_differentiable_attributes(live)):
+        vars(owner)[attribute] = vars(owner)[attribute].detach()
+
+
+def _differentiable_attributes(live: LiveModel) -> Iterator[tuple[str, Any, str]]:
+    """Yields an owner's name, the owner, and the attribute that holds a tensor with a graph."""
     for name, module in live.chunk.module.named_modules():
         owners = {name: module, f"{name}.token_dispatcher": getattr(module, "token_dispatcher", None)}
         for owner_name, owner in owners.items():
             for attribute, value in vars(owner).items() if owner is not None else ():
                 if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                    yield f"{owner_name}.{attribute}", value
+                    yield owner_name, owner, attribute
 
 
 def _leaves(root: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:

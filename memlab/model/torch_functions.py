@@ -112,12 +112,7 @@ class CausalAttention(torch.autograd.Function):
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
         # A value that is a slice of linear_qkv's output is copied, and the copy kept (TE's get_qkv_layout).
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        with one_kernel():
-            output, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *_heads_first(query, key, value), 0.0, True, scale=scale
-            )
-            output = output.permute(2, 0, 1, 3).contiguous()
-            log_sum_exp = log_sum_exp.contiguous()
+        output, log_sum_exp = _attend(query, key, value, scale)
         ctx.save_for_backward(query, key, value, output, log_sum_exp)
         ctx.scale = scale
         return output.view(*output.shape[:2], -1)
@@ -125,23 +120,7 @@ class CausalAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         query, key, value, output, log_sum_exp = ctx.saved_tensors
-        groups = query.shape[2] // key.shape[2]
-        with one_kernel():
-            grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grads[0].view(output.shape).permute(1, 2, 0, 3),
-                *_heads_first(query, key, value),
-                output.permute(1, 2, 0, 3),
-                log_sum_exp,
-                0.0,
-                True,
-                scale=ctx.scale,
-            )
-            grad_query = grad_query.permute(2, 0, 1, 3).contiguous()
-            grad_key, grad_value = (
-                grad.unflatten(1, (-1, groups)).float().sum(2).to(grad.dtype).permute(2, 0, 1, 3).contiguous()
-                for grad in (grad_key, grad_value)
-            )
-        return grad_query, grad_key, grad_value, None
+        return *_attend_backward(grads[0], query, key, value, output, log_sum_exp, ctx.scale), None
 
 
 def _heads_first(
@@ -155,25 +134,60 @@ def _heads_first(
     )
 
 
+@one_kernel()
 def _normalise(inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
-    with one_kernel():
-        exact = inputs.float()
-        reciprocal = torch.rsqrt(exact.square().mean(-1) + epsilon)
-        output = (exact * reciprocal.unsqueeze(-1) * weight.float()).to(inputs.dtype)
-    return output, reciprocal
+    exact = inputs.float()
+    reciprocal = torch.rsqrt(exact.square().mean(-1) + epsilon)
+    return (exact * reciprocal.unsqueeze(-1) * weight.float()).to(inputs.dtype), reciprocal
 
 
+@one_kernel()
 def _normalise_backward(
     grad: torch.Tensor, inputs: torch.Tensor, reciprocal: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    with one_kernel():
-        unit = inputs.float() * reciprocal.unsqueeze(-1)
-        exact = grad.view(inputs.shape).float()
-        grad_weight = _flat(exact * unit).sum(0).to(weight.dtype)
-        weighted = exact * weight.float()
-        projected = (weighted * unit).mean(-1, keepdim=True)
-        grad_inputs = ((weighted - unit * projected) * reciprocal.unsqueeze(-1)).to(inputs.dtype)
-    return grad_inputs, grad_weight
+    unit = inputs.float() * reciprocal.unsqueeze(-1)
+    exact = grad.view(inputs.shape).float()
+    grad_weight = _flat(exact * unit).sum(0).to(weight.dtype)
+    weighted = exact * weight.float()
+    projected = (weighted * unit).mean(-1, keepdim=True)
+    return ((weighted - unit * projected) * reciprocal.unsqueeze(-1)).to(inputs.dtype), grad_weight
+
+
+@one_kernel()
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    output, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *_heads_first(query, key, value), 0.0, True, scale=scale
+    )
+    return output.permute(2, 0, 1, 3).contiguous(), log_sum_exp.contiguous()
+
+
+@one_kernel()
+def _attend_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    groups = query.shape[2] // key.shape[2]
+    grad_query, *grads_of_groups = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad.view(output.shape).permute(1, 2, 0, 3),
+        *_heads_first(query, key, value),
+        output.permute(1, 2, 0, 3),
+        log_sum_exp,
+        0.0,
+        True,
+        scale=scale,
+    )
+    grad_key, grad_value = (
+        part.unflatten(1, (-1, groups)).float().sum(2).to(part.dtype).permute(2, 0, 1, 3).contiguous()
+        for part in grads_of_groups
+    )
+    return grad_query.permute(2, 0, 1, 3).contiguous(), grad_key, grad_value
 
 
 def _matmul(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

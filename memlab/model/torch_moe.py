@@ -17,19 +17,11 @@ class _PermuteWithMask(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, tokens: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int, probs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        num_tokens, num_experts = routing_map.shape
-        with one_kernel():
-            # TE's map is int32 [tokens, 2 * experts + 1]; only the places of the routed rows are read here.
-            row_id_map = tokens.new_empty((num_tokens, 2 * num_experts + 1), dtype=torch.int32)
-            row_id_map[:, :num_experts] = routing_map
-        with one_kernel():
-            experts, rows = _routed(row_id_map, num_experts)
-            assert len(rows) == num_out_tokens, f"{len(rows)} rows routed, {num_out_tokens} expected"
-            permuted = tokens.index_select(0, rows)
-            permuted_probs = probs[rows, experts]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        row_id_map = _row_id_map(routing_map)
+        permuted, permuted_probs = _gather(tokens, probs, row_id_map)
+        assert len(permuted) == num_out_tokens, f"{len(permuted)} rows routed, {num_out_tokens} expected"
         ctx.save_for_backward(row_id_map)
-        ctx.num_experts = num_experts
         ctx.mark_non_differentiable(row_id_map)
         return permuted, row_id_map, permuted_probs
 
@@ -37,29 +29,20 @@ class _PermuteWithMask(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         grad_permuted, _, grad_permuted_probs = grads
         (row_id_map,) = ctx.saved_tensors
-        with one_kernel():
-            experts, rows = _routed(row_id_map, ctx.num_experts)
-            grad_tokens = _scatter_add(grad_permuted, rows, row_id_map.shape[0])
-            grad_probs = grad_permuted_probs.new_zeros((row_id_map.shape[0], ctx.num_experts))
-            grad_probs[rows, experts] = grad_permuted_probs
+        grad_tokens, grad_probs = _scatter(grad_permuted, grad_permuted_probs, row_id_map)
         return grad_tokens, None, None, grad_probs
 
 
 class _UnpermuteWithMask(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, permuted: torch.Tensor, row_id_map: torch.Tensor, restore_shape: torch.Size) -> torch.Tensor:
-        ctx.num_experts = (row_id_map.shape[1] - 1) // 2
         ctx.save_for_backward(row_id_map)
-        with one_kernel():
-            _, rows = _routed(row_id_map, ctx.num_experts)
-            return _scatter_add(permuted, rows, restore_shape[0])
+        return _scatter(permuted, None, row_id_map)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         (row_id_map,) = ctx.saved_tensors
-        with one_kernel():
-            _, rows = _routed(row_id_map, ctx.num_experts)
-            return grads[0].index_select(0, rows), None, None
+        return _gather(grads[0], None, row_id_map)[0], None, None
 
 
 class _SortChunks(torch.autograd.Function):
@@ -67,11 +50,9 @@ class _SortChunks(torch.autograd.Function):
     def forward(
         ctx: Any, tokens: torch.Tensor, split_sizes: torch.Tensor, order: torch.Tensor, probs: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        with one_kernel():
-            row_id_map = _chunk_rows(split_sizes, order)
-        with one_kernel():
-            sorted_tokens = tokens.index_select(0, row_id_map)
-            sorted_probs = None if probs is None else probs.index_select(0, row_id_map)
+        row_id_map = _chunk_rows(split_sizes, order)
+        sorted_tokens = tokens.index_select(0, row_id_map)
+        sorted_probs = None if probs is None else probs.index_select(0, row_id_map)
         ctx.save_for_backward(row_id_map)
         return sorted_tokens, sorted_probs
 
@@ -79,11 +60,8 @@ class _SortChunks(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         grad_tokens, grad_probs = grads
         (row_id_map,) = ctx.saved_tensors
-        with one_kernel():
-            restored = torch.empty_like(grad_tokens).index_copy_(0, row_id_map.long(), grad_tokens)
-            restored_probs = None
-            if ctx.needs_input_grad[3]:
-                restored_probs = torch.empty_like(grad_probs).index_copy_(0, row_id_map.long(), grad_probs)
+        restored = _put_back(grad_tokens, row_id_map)
+        restored_probs = _put_back(grad_probs, row_id_map) if ctx.needs_input_grad[3] else None
         return restored, None, None, restored_probs
 
 
@@ -138,19 +116,52 @@ def sort_chunks_by_index_with_probs(
     return sorted_tokens, sorted_probs
 
 
-def _routed(row_id_map: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+@one_kernel()
+def _row_id_map(routing_map: torch.Tensor) -> torch.Tensor:
+    # TE's map is int32 [tokens, 2 * experts + 1]; only the places of the routed rows are read here.
+    num_tokens, num_experts = routing_map.shape
+    row_id_map = routing_map.new_empty((num_tokens, 2 * num_experts + 1), dtype=torch.int32)
+    row_id_map[:, :num_experts] = routing_map
+    return row_id_map
+
+
+def _routed(row_id_map: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the expert and the token of every permuted row, expert by expert."""
+    num_experts = (row_id_map.shape[1] - 1) // 2
     experts, rows = row_id_map[:, :num_experts].T.nonzero(as_tuple=True)
     return experts, rows
 
 
-def _scatter_add(permuted: torch.Tensor, rows: torch.Tensor, num_tokens: int) -> torch.Tensor:
+@one_kernel()
+def _gather(
+    tokens: torch.Tensor, probs: torch.Tensor | None, row_id_map: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    experts, rows = _routed(row_id_map)
+    return tokens.index_select(0, rows), None if probs is None else probs[rows, experts]
+
+
+@one_kernel()
+def _scatter(
+    permuted: torch.Tensor, permuted_probs: torch.Tensor | None, row_id_map: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    experts, rows = _routed(row_id_map)
+    num_tokens = len(row_id_map)
     # TE's kernel adds in fp32 and rounds once.
     total = permuted.new_zeros((num_tokens, permuted.shape[1]), dtype=torch.float32)
     total.index_add_(0, rows, permuted.float())
-    return total.to(permuted.dtype)
+    probs = None
+    if permuted_probs is not None:
+        probs = permuted_probs.new_zeros((num_tokens, (row_id_map.shape[1] - 1) // 2))
+        probs[rows, experts] = permuted_probs
+    return total.to(permuted.dtype), probs
 
 
+@one_kernel()
+def _put_back(rows: torch.Tensor, row_id_map: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(rows).index_copy_(0, row_id_map.long(), rows)
+
+
+@one_kernel()
 def _chunk_rows(split_sizes: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     sizes = split_sizes.tolist()
     starts = [sum(sizes[:index]) for index in range(len(sizes))]

@@ -1,4 +1,4 @@
-"""An executed notebook as one HTML file that opens without a network: text, tables and living figures.
+"""An executed notebook as an HTML file that opens without a network: text, tables and living figures.
 
 nbconvert's own pages load scripts from the network and leave plotly's figures out, so the body is nbconvert's
 and the rest is here: one copy of plotly.js for all figures, and each figure's table under it.
@@ -39,13 +39,14 @@ summary { color: #57606a; cursor: pointer; font-size: 14px; }
 """
 
 
-def write_page(notebook_path: Path, page_path: Path, failure: str = "") -> None:
+def write_page(notebook_path: Path, page_path: Path, failure: str = "", plotly_js: str = "") -> None:
     """Writes an executed notebook as a page.
 
     Args:
         notebook_path: The executed notebook.
         page_path: Where the page goes.
         failure: Why the run failed; stands at the head of the page.
+        plotly_js: Where the page finds plotly.js, for pages that share a copy; without it the page holds its own.
 
     Raises:
         ValueError: If the notebook cannot be read.
@@ -60,7 +61,8 @@ def write_page(notebook_path: Path, page_path: Path, failure: str = "") -> None:
     notebook.cells = [cell for cell in notebook.cells if not has_tag(cell, INTERACTIVE_TAG)]
     exporter = HTMLExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True)
     body, _ = exporter.from_notebook_node(notebook)
-    script = f"<script>{get_plotlyjs()}</script>" if num_figures else ""
+    source = f' src="{escape(plotly_js)}">' if plotly_js else f">{get_plotlyjs()}"
+    script = f"<script{source}</script>" if num_figures else ""
     banner = f'<p class="failure">{escape(failure)}</p>' if failure else ""
     page_path.write_text(
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'

@@ -64,7 +64,7 @@ def execute(
         except TimeoutError as error:
             return f"{error}: it was killed at its limit of {timeout_seconds:g} s: allow more time, or run less"
         finally:
-            _end_processes(folder)
+            end_processes(folder)
             reader.join()
 
 
@@ -103,8 +103,8 @@ def _exit_name(exit_code: int) -> str:
     return signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
 
 
-def _end_processes(folder: Path) -> None:
-    """Kills whatever still runs for a run: its process, its kernel, and what the kernel started.
+def end_processes(folder: Path) -> None:
+    """Kills whatever still runs for the runs in a folder: their processes, kernels, and what the kernels started.
 
     Jupyter starts a kernel in a session of its own, out of reach of a signal to the run's process group. But every
     process of the run carries the run's folder in its environment, orphans included.
@@ -128,4 +128,5 @@ def _belongs_to(process: psutil.Process, folder: Path) -> bool:
         environment: dict[str, str] = process.environ()
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False  # gone, or another user's
-    return environment.get(RUN_FOLDER_VARIABLE) == str(folder)
+    run_folder = environment.get(RUN_FOLDER_VARIABLE)
+    return run_folder is not None and Path(run_folder).is_relative_to(folder)

@@ -24,22 +24,22 @@ TRACES = (BASE, *CATEGORY_LOOKS, TOTAL, PEAK, PINNED, MOMENT)
 """Names of the chart's traces, in their order."""
 
 
+_NOTHING: dict[str, Any] = {"x": np.zeros(0), "y": np.zeros(0), "visible": False}
+
+
 def first_event(timeline: Timeline) -> int:
     """Returns the index of the event after which the step starts: moment 0."""
     return max(timeline.num_opening_events - 1, 0)
 
 
-def chart_figure(
-    shown: Run | None, pinned: Run | None, pool: str = "device", axis: Axis = "time", moment: int | None = None
-) -> go.Figure:
-    """Draws the panel's chart.
+def chart_figure(shown: Run | None, pinned: Run | None, pool: str = "device", axis: Axis = "time") -> go.Figure:
+    """Draws the panel's chart, without the mark of a moment.
 
     Args:
         shown: The run whose memory is stacked by category; None says that there is none.
         pinned: A run whose total is laid over it as a line, or None.
         pool: ``"device"`` or ``"host"``.
         axis: ``"time"`` or ``"event"``.
-        moment: Number of the event to mark, counted from the step's start; None marks none.
 
     Returns:
         A figure with exactly the traces of `TRACES`; those with nothing to show are invisible and empty.
@@ -54,31 +54,47 @@ def chart_figure(
     if timeline is None or not figure.data:
         return _with_all_traces(figure, {})
     unit_bytes, unit = binary_unit(timeline.peak_bytes(pool))
-    if other is not None and _starts_below(other, figure.layout.yaxis.range[0] * unit_bytes, pool):
+    if other is not None and _is_far_below(other, figure.layout.yaxis.range, unit_bytes, pool):
         figure = timeline_figure(shown.record, pool, axis, above_start=False)
     traces = {trace.name or PEAK: trace.to_plotly_json() for trace in figure.data}
     if other is not None:
         traces[PINNED] = _overlay(figure, other, pool, axis, unit_bytes, unit)
-    if moment is not None:
-        traces[MOMENT] = moment_trace(timeline, moment, pool, axis)
+    # While the picture stays, so does what a reader zoomed into, or hid by its legend.
+    figure.layout.uirevision = f"{shown.number} {pool} {axis}"
     return _with_all_traces(figure, traces)
 
 
-def moment_trace(timeline: Timeline, moment: int, pool: str, axis: Axis) -> dict[str, Any]:
-    """Returns the mark at a moment: a dashed line down from the total at that event."""
+def mark_moment(figure: go.Figure, shown: Run | None, moment: int | None, pool: str, axis: Axis) -> go.Figure:
+    """Draws a line across the chart at a moment, with a mark on the total; None takes them off.
+
+    Args:
+        figure: What `chart_figure` drew of the same run; it is changed.
+        shown: The run.
+        moment: Number of the event, counted from the step's start.
+        pool: As the figure has it.
+        axis: As the figure has it.
+
+    Returns:
+        The same figure.
+    """
+    timeline, trace = _timeline_of(shown), figure.data[TRACES.index(MOMENT)]
+    if timeline is None or moment is None:
+        trace.update(_NOTHING)
+        return figure
     index = first_event(timeline) + moment
     unit_bytes, _ = binary_unit(timeline.peak_bytes(pool))
-    x = moment if axis == "event" else timeline.nanoseconds[index] / 1e6
-    y = timeline.bytes_at(index, pool) / unit_bytes
-    return {
-        "x": np.array([x, x]),
-        "y": np.array([0.0, y]),
-        "mode": "lines+markers",
-        "line": {"color": INK, "width": 1.5, "dash": "4px,3px"},
-        "marker": {"symbol": ["line-ew", "circle-open"], "size": [0, 11], "color": INK, "line": {"width": 2}},
-        "showlegend": False,
-        "hoverinfo": "skip",
-    }
+    low, high = figure.layout.yaxis.range
+    trace.update(
+        x=np.full(3, float(moment) if axis == "event" else timeline.nanoseconds[index] / 1e6),
+        y=np.array([low, timeline.bytes_at(index, pool) / unit_bytes, high]),
+        visible=True,
+        mode="lines+markers",
+        line={"color": INK, "width": 2},
+        marker={"size": [0, 11, 0], "opacity": 1, "color": INK, "line": {"color": "white", "width": [0, 1.5, 0]}},
+        showlegend=False,
+        hoverinfo="skip",
+    )
+    return figure
 
 
 def event_at(timeline: Timeline, point: int, pool: str, axis: Axis) -> int:
@@ -92,10 +108,12 @@ def _timeline_of(run: Run | None) -> Timeline | None:
     return run.record.timeline
 
 
-def _starts_below(run: Run, floor_bytes: float, pool: str) -> bool:
+def _is_far_below(run: Run, y_range: tuple[float, float], unit_bytes: int, pool: str) -> bool:
+    """Whether a run goes further below the axis than the axis is long; a little is cut off instead."""
     timeline = _timeline_of(run)
     assert timeline is not None
-    return bool(timeline.total_bytes(pool)[first_event(timeline) :].min() < floor_bytes)
+    lowest = float(timeline.total_bytes(pool)[first_event(timeline) :].min()) / unit_bytes
+    return lowest < y_range[0] - (y_range[1] - y_range[0])
 
 
 def _overlay(figure: go.Figure, run: Run, pool: str, axis: Axis, unit_bytes: int, unit: str) -> dict[str, Any]:
@@ -105,10 +123,14 @@ def _overlay(figure: go.Figure, run: Run, pool: str, axis: Axis, unit_bytes: int
     points = resample(timeline, pool, axis)
     totals = points.total_bytes / unit_bytes
     low, high = figure.layout.yaxis.range
+    label = figure.layout.annotations[-1]  # of the shown run's peak: it moves up, over the line
+    growth = max(1.0, (float(totals.max()) - low) / (label.y - low or 1.0))
+    label.y = low + (label.y - low) * growth
+    figure.layout.yaxis.range = [low, low + (high - low) * growth]
     figure.layout.xaxis.range = [0.0, max(figure.layout.xaxis.range[1], float(points.position[-1]))]
-    figure.layout.yaxis.range = [low, max(high, low + (float(totals.max()) - low) * 1.05)]
-    look = series_look(2)
-    name = f"pinned: run {run.number}, {textwrap.shorten(str(run.settings), 40)}, peak {format_bytes(int(points.total_bytes[points.peak]))}"
+    look = series_look(4)
+    peak = format_bytes(int(points.total_bytes[points.peak]))
+    name = f"pinned: run {run.number}, {textwrap.shorten(str(run.settings), 40)}, peak {peak}"
     return {
         "x": points.position,
         "y": totals,
@@ -132,12 +154,14 @@ def _words(title: str, text: str) -> go.Figure:
 
 def _with_all_traces(figure: go.Figure, traces: dict[str, dict[str, Any]]) -> go.Figure:
     """The figure's layout over the traces of `TRACES`, in their order."""
-    nothing: dict[str, Any] = {"x": np.zeros(0), "y": np.zeros(0), "visible": False}
     shown = []
     for name in TRACES:
-        # A legend tells a run's own name, and a slot is known by the trace's uid.
-        trace = {"visible": True, **traces[name]} if name in traces else nothing
+        # The pinned run is known by its uid: its name tells which run it is. A uid with a space paints a pattern black.
+        trace = {"visible": True, **traces[name]} if name in traces else _NOTHING
         stacked = {"stackgroup": "pool"} if name in (BASE, *CATEGORY_LOOKS) else {}
-        legend = {"name": trace.get("text") if name == PINNED and name in traces else name, "uid": name}
+        legend = {
+            "name": trace.get("text") if name == PINNED and name in traces else name,
+            "uid": name.replace(" ", "-"),
+        }
         shown.append(go.Scatter(**{**stacked, **trace, **legend}))
     return go.Figure(data=shown, layout=figure.layout)

@@ -1,25 +1,27 @@
-"""One plotly widget that is reused for every picture, and that leaves megabytes out of the notebook.
+"""The chart on the page: one widget whose state is the picture, and no more than the picture.
 
-plotly's own FigureWidget carries plotly.js, 5 MB, as a piece of its state: in every message that creates it and
-in every notebook that saves it. This one's page code asks the kernel for it, once a page. It then asks for the
-figure as it is by now, because what changed while the page was loading was told to nobody.
+plotly's FigureWidget would do, but for two things. It carries plotly.js, 5 MB, as a piece of its state: in the
+message that creates it and in every notebook that saves it. And its page forgets the updates it was sent, so that
+a second view, or a page that is loaded again, draws an old picture without its colours. Here the whole picture is
+one trait, at most some hundred kilobytes, and the page asks the kernel for plotly.js once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from pathlib import Path
-from threading import RLock
 from typing import Any
 
+import anywidget
+import numpy as np
 import plotly
 import plotly.graph_objects as go
+import traitlets
 
-_PLOTLY_JS = Path(plotly.__file__).parent / "package_data" / "widgetbundle.js"
+_PLOTLY_JS = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
 
 _PAGE_CODE = """
-function answer(model, question) {
+function ask(model, question) {
   return new Promise((resolve) => {
     const listen = (message, buffers) => {
       if (message.answer !== question) return;
@@ -32,88 +34,116 @@ function answer(model, question) {
 }
 
 async function loadPlotly(model) {
-  const [code] = await answer(model, "plotly");
-  const url = URL.createObjectURL(new Blob([code], { type: "text/javascript" }));
-  try {
-    return await import(url);
-  } finally {
+  if (!globalThis.memlabPlotly) {
+    const [code] = await ask(model, "plotly");
+    const url = URL.createObjectURL(new Blob([code], { type: "text/javascript" }));
+    await new Promise((resolve, reject) => {
+      const script = document.createElement("script");
+      Object.assign(script, { src: url, onload: resolve, onerror: reject });
+      document.head.appendChild(script);
+    });
     URL.revokeObjectURL(url);
+    globalThis.memlabPlotly = globalThis.Plotly;
   }
+  return globalThis.memlabPlotly;
 }
 
-async function start(model) {
-  globalThis.memlabPlotly ??= loadPlotly(model);
-  const figure = (await globalThis.memlabPlotly).default();
-  await answer(model, "figure");
-  await figure.initialize({ model });
-  return figure;
+function unpack(value, arrays) {
+  if (Array.isArray(value)) return value.map((item) => unpack(item, arrays));
+  if (value === null || typeof value !== "object") return value;
+  if ("array" in value) return arrays[value.array];
+  return Object.fromEntries(Object.entries(value).map(([name, item]) => [name, unpack(item, arrays)]));
 }
 
-export default () => {
-  let figure;
-  return {
-    async render({ model, el, ...rest }) {
-      el.textContent = "The chart is drawn as soon as the kernel answers.";
-      figure ??= start(model);
-      const { render } = await figure;
-      el.textContent = "";
-      return render({ model, el, ...rest });
-    },
+function picture(model) {
+  const { traces, layout, arrays } = model.get("picture");
+  const numbers = arrays.map(
+    ({ buffer, byteOffset, byteLength }) => new Float64Array(buffer.slice(byteOffset, byteOffset + byteLength)),
+  );
+  return { data: unpack(traces, numbers), layout, config: { displaylogo: false } };
+}
+
+async function render({ model, el }) {
+  const plot = el.appendChild(document.createElement("div"));
+  plot.textContent = "The chart is drawn as soon as the kernel answers.";
+  const Plotly = await loadPlotly(model);
+  plot.textContent = "";
+  let isStale = false;
+  let isDrawing = false;
+  async function draw() {
+    isStale = true;
+    if (isDrawing) return;
+    isDrawing = true;
+    while (isStale) {
+      isStale = false;
+      const { data, layout, config } = picture(model);
+      await Plotly.react(plot, data, { ...layout, width: el.clientWidth }, config);
+    }
+    isDrawing = false;
+  }
+  await draw();
+  plot.on("plotly_click", ({ points }) => {
+    const point = points.find(({ data }) => data.uid === "total");
+    if (point) model.send({ point: point.pointNumber });
+  });
+  model.on("change:picture", draw);
+  // Plotly's own resizing would also forget the height, which the picture sets.
+  const resized = new ResizeObserver(() => {
+    if (el.clientWidth && el.clientWidth !== plot.layout.width) Plotly.relayout(plot, { width: el.clientWidth });
+  });
+  resized.observe(el);
+  return () => {
+    resized.disconnect();
+    model.off("change:picture", draw);
+    Plotly.purge(plot);
   };
-};
+}
+
+export default { render };
 """
 
 
-class ChartWidget(go.FigureWidget):  # type: ignore[misc]  # plotly ships no types
-    """A `FigureWidget` without its own copy of plotly.js.
+class ChartWidget(anywidget.AnyWidget):
+    """Shows one plotly figure at a time.
 
     Args:
-        figure: The first picture; `replace` takes over pictures with the same traces.
-        lock: Held while the page is told what the figure is.
+        figure: The first picture; `show` replaces it.
+        on_point: Called with the number of the point when the trace with the uid ``total`` is clicked.
     """
 
     _esm = _PAGE_CODE
 
-    def __init__(self, figure: go.Figure, lock: RLock) -> None:
-        super().__init__(data=figure.data, layout=figure.layout)
-        self._tell_lock = lock
-        self.on_msg(self._tell)
+    picture: Any = traitlets.Dict().tag(sync=True)
+    """The figure as JSON, with ``{"array": n}`` in place of its arrays of numbers, and those arrays' bytes."""
 
-    def replace(self, figure: go.Figure) -> None:
-        """Takes over another picture, in one message."""
-        axes = {name: _AXIS | figure.layout[name].to_plotly_json() for name in ("xaxis", "yaxis")}
-        with self.batch_update():
-            for trace, new in zip(self.data, figure.data, strict=True):
-                trace.update(new.to_plotly_json())
-            for name in ("title", "height", "margin", "shapes", "annotations"):
-                self.layout[name] = figure.layout[name]
-            self.layout.update(axes)
+    def __init__(self, figure: go.Figure, on_point: Callable[[int], None]) -> None:
+        super().__init__(picture=_packed(figure))
+        self._on_point = on_point
+        self.on_msg(self._answer)
 
-    def on_total_click(self, look_at: Callable[[int], None]) -> None:
-        """Calls with the number of the drawn point that is clicked."""
+    def show(self, figure: go.Figure) -> None:
+        """Replaces the picture, in one message."""
+        self.picture = _packed(figure)
 
-        def clicked(_trace: Any, points: Any, _state: Any) -> None:
-            if points.point_inds:
-                look_at(points.point_inds[0])
-
-        next(trace for trace in self.data if trace.name == "total").on_click(clicked)
-
-    def get_state(self, key: Any = None, drop_defaults: bool = False) -> dict[str, Any]:  # noqa: FBT001, FBT002 - ipywidgets' signature
-        """Returns the state with the figure as it is now; plotly's own is that of the widget's birth."""
-        for name, now in (("_widget_data", self._data), ("_widget_layout", self._layout)):
-            self._trait_values[name] = deepcopy(now)
-        state: dict[str, Any] = super().get_state(key=key, drop_defaults=drop_defaults)
-        return state
-
-    def _tell(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
-        question = content.get("question")
-        if question == "plotly":
-            self.send({"answer": question}, buffers=[_PLOTLY_JS.read_bytes()])
-        if question == "figure":
-            with self._tell_lock:
-                self.send_state(["_widget_data", "_widget_layout"])
-                self.send({"answer": question})
+    def _answer(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
+        if content.get("question") == "plotly":
+            self.send({"answer": "plotly"}, buffers=[_PLOTLY_JS.read_bytes()])
+        elif "point" in content:
+            self._on_point(int(content["point"]))
 
 
-_AXIS = {"showticklabels": True, "ticks": "outside", "showgrid": True, "showline": False, "title": {"text": ""}}
-"""What one picture sets and the next may leave out."""
+def _packed(figure: go.Figure) -> dict[str, Any]:
+    # Nearly all traces share their x: each array travels once.
+    arrays: dict[bytes, int] = {}
+
+    def pack(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return {"array": arrays.setdefault(value.astype(np.float64).tobytes(), len(arrays))}
+        if isinstance(value, dict):
+            return {name: pack(item) for name, item in value.items()}
+        if isinstance(value, (list, tuple)) and not all(isinstance(item, str) for item in value):
+            return [pack(item) for item in value]
+        return value
+
+    traces = [pack(trace.to_plotly_json()) for trace in figure.data]
+    return {"traces": traces, "layout": figure.layout.to_plotly_json(), "arrays": list(arrays)}

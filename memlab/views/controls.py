@@ -13,10 +13,17 @@ from memlab.units import format_bytes
 from memlab.views.draft import Draft
 from memlab.views.state import LabState
 
-_DEVICE_OR_HOST = [("device", False), ("host", True)]
+# By what a control shows. A Dropdown takes the value None for no choice at all, so its values are these words.
+_GRANULARITIES = {"none": None, "full": "full", "selective": "selective"}
+_METHODS = {method: method for method in RECOMPUTE_METHODS}
+_DEVICE_OR_HOST = {"device": False, "host": True}
 # Gradients are dropped, not copied: between steps they hold nothing that the optimizer has not used.
-_GRADIENTS = [("with the optimizer state", None), ("device", False), ("dropped", True)]
-_WAITING = {"offload_parameters": "parameters", "offload_gradients": "gradients", "offload_optimizer": "optimizer state"}
+_GRADIENTS = {"with the optimizer state": None, "device": False, "dropped": True}
+_WAITING = {
+    "offload_parameters": "parameters",
+    "offload_gradients": "gradients",
+    "offload_optimizer": "optimizer state",
+}
 
 
 class SettingsControls:
@@ -29,54 +36,51 @@ class SettingsControls:
         self._state = state
         self.by_name: dict[str, Any] = {}
         self.refusals: dict[str, Any] = {}
-        self._notes: dict[str, Any] = {}
+        self.notes: dict[str, Any] = {}
         self._reads: dict[str, Callable[[Draft], Any]] = {}
-        self.box = ipywidgets.Box([self._recompute(), self._offload(), self._between_steps(), self._workload()])
+        last_column = ipywidgets.VBox([self._between_steps(), self._workload()])
+        last_column.add_class("memlab-column")
+        self.box = ipywidgets.Box([self._recompute(), self._offload(), last_column])
         self.box.add_class("memlab-settings")
         self._follow_draft()
-        self._follow_runs()
         state.observe(lambda _: self._follow_draft(), names=["draft"])
         state.observe(lambda _: self._follow_refusal(), names=["refusal"])
-        state.observe(lambda _: self._follow_runs(), names=["runs"])
+        state.observe(lambda _: self._follow_reasons(), names=["runs"])
 
     def _recompute(self) -> Any:
-        granularities = [("none", None), ("full", "full"), ("selective", "selective")]
         num_layers = self._state.scenario.num_layers
-        layers = {"min": 1, "max": num_layers, "value": 1}
-        slider = ipywidgets.IntSlider(**layers, description="", readout=False, continuous_update=False)
+        slider = ipywidgets.IntSlider(min=1, max=num_layers, readout=False, continuous_update=False)
         slider.tooltip = "recompute_num_layers"
         return self._group(
             "Recompute",
             [
-                self._field("recompute_granularity", ipywidgets.Dropdown(options=granularities, description="granularity")),
-                self._field("recompute_method", ipywidgets.Dropdown(options=RECOMPUTE_METHODS, description="method")),
-                self._field("recompute_num_layers", ipywidgets.BoundedIntText(**layers, description="layers")),
-                self._named("recompute_num_layers:slider", "recompute_num_layers", slider),
+                self._choice("recompute_granularity", "granularity", _GRANULARITIES),
+                self._choice("recompute_method", "method", _METHODS),
+                self._number("recompute_num_layers", ipywidgets.IntText(description="layers")),
+                self._number("recompute_num_layers:slider", slider),
+                ipywidgets.HTML("modules, under selective:"),
                 *(self._tick("recompute_modules", module) for module in RECOMPUTE_MODULES),
             ],
             ("recompute_",),
         )
 
     def _offload(self) -> Any:
-        ticks = [self._noted(self._tick("offload_modules", module), module) for module in OFFLOAD_MODULES]
+        ticks = [self._tick("offload_modules", module) for module in OFFLOAD_MODULES]
         size = ipywidgets.IntText(description="at least, elements")
         return self._group(
             "Offload during the step",
-            [*ticks, self._field("min_offloaded_tensor_size", size)],
+            [*ticks, self._number("min_offloaded_tensor_size", size)],
             ("offload_modules", "min_offloaded_tensor_size"),
         )
 
     def _between_steps(self) -> Any:
         places = {name: _GRADIENTS if name == "offload_gradients" else _DEVICE_OR_HOST for name in _WAITING}
-        boxes = [
-            self._noted(self._field(name, ipywidgets.Dropdown(options=options, description=_WAITING[name])), _WAITING[name])
-            for name, options in places.items()
-        ]
-        return self._group("Between steps, on", boxes, tuple(_WAITING))
+        boxes = [self._choice(name, _WAITING[name], choices) for name, choices in places.items()]
+        return self._group("Between steps", boxes, tuple(_WAITING))
 
     def _workload(self) -> Any:
         fields = {"seq_length": "sequence length", "micro_batch_size": "micro-batch size"}
-        numbers = [self._field(name, ipywidgets.IntText(description=label)) for name, label in fields.items()]
+        numbers = [self._number(name, ipywidgets.IntText(description=label)) for name, label in fields.items()]
         return self._group("Workload", numbers, tuple(fields))
 
     def _group(self, title: str, children: list[Any], prefixes: tuple[str, ...]) -> Any:
@@ -88,11 +92,17 @@ class SettingsControls:
         box.add_class("memlab-group")
         return box
 
-    def _field(self, name: str, control: Any) -> Any:
-        return self._named(name, name, control)
+    def _choice(self, field: str, label: str, choices: dict[str, Any]) -> Any:
+        """A choice among values of a field of the draft, by their words."""
+        control = ipywidgets.Dropdown(options=list(choices), description=label)
+        control.style.description_width = "initial"
+        control.observe(lambda change: self._state.edit(**{field: choices[change["new"]]}), names=["value"])
+        words = {value: word for word, value in choices.items()}
+        return self._register(field, control, lambda draft: words.get(getattr(draft, field)))
 
-    def _named(self, name: str, field: str, control: Any) -> Any:
-        """Ties a control to a field of the draft, in both directions."""
+    def _number(self, name: str, control: Any) -> Any:
+        """A number that is a field of the draft: the name up to its colon."""
+        field = name.partition(":")[0]
         control.style.description_width = "initial"
         control.observe(lambda change: self._state.edit(**{field: change["new"]}), names=["value"])
         return self._register(name, control, lambda draft: getattr(draft, field))
@@ -103,27 +113,46 @@ class SettingsControls:
         return self._register(f"{field}:{module}", control, lambda draft: module in getattr(draft, field))
 
     def _register(self, name: str, control: Any, read: Callable[[Draft], Any]) -> Any:
-        control.add_class("memlab-" + name.replace("_", "-").replace(":", "-"))
+        """Puts a note beside a control: what it moved last time, or why it does not apply."""
         self.by_name[name], self._reads[name] = control, read
-        return control
-
-    def _noted(self, control: Any, subject: str) -> Any:
-        note = self._notes[subject] = ipywidgets.HTML()
-        note.add_class("memlab-offload-note-" + subject.replace("_", "-").replace(" ", "-"))
+        note = self.notes[name] = ipywidgets.HTML()
+        hook = name.replace("_", "-").replace(":", "-")
+        control.add_class(f"memlab-{hook}")
+        note.add_class(f"memlab-note-{hook}")
         box = ipywidgets.Box([control, note])
         box.add_class("memlab-noted")
         return box
 
     def _follow_draft(self) -> None:
         draft = self._state.draft
-        reasons = draft.not_applicable(self._state.scenario.architecture)
         for name, control in self.by_name.items():
             value = self._reads[name](draft)
-            if value is not None or name in ("recompute_granularity", "offload_gradients"):
+            # A slider that cannot stand at a value stays where it is; the typed number beside it and the rule tell.
+            if value is not None and not (hasattr(control, "max") and not control.min <= value <= control.max):
                 control.value = value
-            reason = reasons.get(name.removesuffix(":slider"))
-            control.disabled, control.tooltip = reason is not None, reason or name.partition(":")[0]
+        self._follow_reasons()
         self._follow_refusal()
+
+    def _follow_reasons(self) -> None:
+        reasons = self._state.draft.not_applicable(self._state.scenario.architecture)
+        moved = self._state.moved_bytes()
+        settings = self._state.settings
+        idle = settings.without_effect(self._state.scenario.architecture) if settings is not None else {}
+        for name, control in self.by_name.items():
+            reason = reasons.get(name.removesuffix(":slider"))
+            control.disabled = reason is not None
+            subject = _WAITING.get(name) or name.removeprefix("offload_modules:")
+            if reason:
+                # The note lies over the control: JupyterLab's own tooltips stand on a part of it, or nowhere.
+                why = html.escape(reason)
+                self.notes[name].value = f'<i class="memlab-why" tabindex="0" title="{why}" aria-label="{why}"></i>'
+            elif name in idle:
+                self.notes[name].value = html.escape(f"no effect: {idle[name]}")
+            elif subject in moved and "offload" in name:
+                verb = "dropped" if subject == "gradients" else "moved"
+                self.notes[name].value = f"{format_bytes(moved[subject])} {verb} last time"
+            else:
+                self.notes[name].value = ""
 
     def _follow_refusal(self) -> None:
         refusal = self._state.refusal
@@ -131,15 +160,3 @@ class SettingsControls:
         for box in self.refusals.values():
             is_about = bool(refusal) and box is (about[0] if about else self.refusals["seq_length"])
             box.value = f'<div role="alert">{html.escape(refusal, quote=False)}</div>' if is_about else ""
-
-    def _follow_runs(self) -> None:
-        moved = self._state.moved_bytes()
-        reasons = self._state.draft.not_applicable(self._state.scenario.architecture)
-        for subject, note in self._notes.items():
-            reason = reasons.get(f"offload_modules:{subject}")
-            if reason:
-                why = html.escape(reason)
-                note.value = f'<span tabindex="0" title="{why}" aria-label="{why}">does not apply</span>'
-            elif subject in moved:
-                verb = "dropped" if subject == "gradients" else "moved"
-                note.value = f"{format_bytes(moved[subject])} {verb} last time"

@@ -53,8 +53,12 @@ class Draft:
         if settings.offload_gradients == settings.offload_optimizer:
             values["offload_gradients"] = None
         values["offload_modules"] = values["offload_modules"] or ()
-        kept = {name: value for name, value in values.items() if value is not None or name in _MAY_BE_NONE}
-        return replace(self, **{name: tuple(value) if name in MODULE_FIELDS else value for name, value in kept.items()})
+        kept: dict[str, Any] = {
+            name: tuple(value) if name in MODULE_FIELDS else value
+            for name, value in values.items()
+            if value is not None or name in _MAY_BE_NONE
+        }
+        return replace(self, **kept)
 
     def toggled(self, field: str, module: str, *, on: bool) -> Draft:
         """Returns this draft with one module of a list of modules ticked or not."""
@@ -127,9 +131,10 @@ def _refusal(**values: Any) -> str:
 
 def _reason_against(field: str, module: str, architecture: Architecture) -> str:
     """Why a module, by itself, is refused or ignored on an architecture; empty if it does something."""
-    together = (module, "core_attn") if module == "attn_proj" else (module,)
-    granularity: Any = {"recompute_granularity": "selective"} if field == "recompute_modules" else {}
-    settings = MemorySettings(**granularity, **{field: together})
+    values: dict[str, Any] = {field: (module, "core_attn") if module == "attn_proj" else (module,)}
+    if field == "recompute_modules":
+        values["recompute_granularity"] = "selective"
+    settings = MemorySettings(**values)
     try:
         settings.check(architecture, architecture.num_layers)
     except ValueError as error:

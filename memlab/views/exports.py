@@ -21,7 +21,7 @@ from memlab.views.run import COLUMNS, Run, rows
 
 
 def settings_line(settings: MemorySettings) -> str:
-    """Returns the Python expression that makes equal settings, for example ``MemorySettings(offload_optimizer=True)``."""
+    """Returns the Python that makes equal settings, for example ``MemorySettings(offload_optimizer=True)``."""
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in _given(settings).items()}
     return f"MemorySettings({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
@@ -53,7 +53,9 @@ def table_csv(runs: Sequence[Run], pinned: Run | None) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*COLUMNS, *numbers, "message", "repeat"])
     for run, row in zip(runs, rows(runs, pinned), strict=True):
-        writer.writerow([*(row[name] for name in COLUMNS), *_numbers(run, pinned), row["message"], measure_command(run)])
+        writer.writerow(
+            [*(row[name] for name in COLUMNS), *_numbers(run, pinned), row["message"], measure_command(run)]
+        )
     return text.getvalue()
 
 

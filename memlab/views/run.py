@@ -68,7 +68,9 @@ def rows(runs: Sequence[Run], pinned: Run | None) -> list[dict[str, str]]:
         runs: In the order of the table.
         pinned: What the others are held against; None leaves the differences out.
     """
-    return [_row(run, pinned.record if pinned is not None and pinned.is_ok and run is not pinned else None) for run in runs]
+    return [
+        _row(run, pinned.record if pinned is not None and pinned.is_ok and run is not pinned else None) for run in runs
+    ]
 
 
 def _row(run: Run, base: StepRecord | None) -> dict[str, str]:
@@ -76,7 +78,10 @@ def _row(run: Run, base: StepRecord | None) -> dict[str, str]:
     cells = dict.fromkeys(COLUMNS, "")
     cells |= {"number": str(run.number), "settings": str(run.settings), "workload": workload, "status": run.status}
     if record is None or record.status != "ok":
-        return cells | {"message": run.message, "peak": f"> {format_bytes(record.peak_allocated_bytes)}" if record else ""}
+        return cells | {
+            "message": run.message,
+            "peak": f"> {format_bytes(record.peak_allocated_bytes)}" if record else "",
+        }
     cells |= {
         "message": "",
         "peak": format_bytes(record.peak_allocated_bytes),

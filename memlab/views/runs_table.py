@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import anywidget
 import traitlets
 
@@ -81,14 +83,14 @@ export default { render };
 """
 
 
-class RunsTable(anywidget.AnyWidget):  # type: ignore[misc]  # anywidget is not seen by mypy
+class RunsTable(anywidget.AnyWidget):
     """Rows of text, of which one is shown and one may be pinned."""
 
     _esm = _PAGE_CODE
 
-    columns = traitlets.List().tag(sync=True)
+    columns: Any = traitlets.List().tag(sync=True)
     """Pairs of a row's key and the column's heading."""
-    rows = traitlets.List().tag(sync=True)
+    rows: Any = traitlets.List().tag(sync=True)
     """As `memlab.views.run.rows` writes them."""
     shown = traitlets.Int(0).tag(sync=True)
     """Number of a run; 0 is none."""

@@ -60,7 +60,7 @@ class LabState(traitlets.HasTraits):
     pinned = traitlets.Instance(Run, allow_none=True)
     """What the others are held against."""
     pool = traitlets.Enum(POOLS_SHOWN, default_value="device")
-    axis = traitlets.Enum(AXES, default_value="time")
+    axis: traitlets.Enum[Any] = traitlets.Enum(AXES, default_value="time")
     moment = traitlets.Int(allow_none=True, default_value=None)
     """Number of the event that is looked at, from the step's start; None looks at the peak."""
     table_open = traitlets.Bool()
@@ -114,7 +114,7 @@ class LabState(traitlets.HasTraits):
         """Starts a step with the settings of the draft, or says in `notice` why not.
 
         Returns:
-            The record to come, for callers who wait; None if the step was refused.
+            The record to come, when the state has it too; None if the step was refused.
         """
         # The worker never takes this lock, so the lab may be asked under it.
         with self._pressing:
@@ -130,16 +130,22 @@ class LabState(traitlets.HasTraits):
             except ValueError as error:
                 self._say(f"Not started: {error}")
                 return None
+            except Exception as error:  # noqa: BLE001 - whatever it is, the panel lives on and its reader is told
+                self._fail(error, draft.scenario(self.lab.scenario), settings)
+                return None
             with self.lock:
                 self.progress, self.busy = None, True
                 self.notice = f"Running: {settings}"
-            running.add_done_callback(lambda done: self._finish(done, scenario, settings))
-            return running
+            ended: Future[StepRecord] = Future()
+            running.add_done_callback(lambda done: self._finish(done, ended, scenario, settings))
+            return ended
 
     def stop(self) -> None:
         """Ends the running step between two phases or layers; its row says ``interrupted``."""
         was_running = self.lab.stop()
-        self._say("Stopping: the step ends after this layer." if was_running else "Nothing is running: press Run first.")
+        self._say(
+            "Stopping: the step ends after this layer." if was_running else "Nothing is running: press Run first."
+        )
 
     def show(self, number: int) -> None:
         """Shows a run in the chart and in the text beside it."""
@@ -177,8 +183,17 @@ class LabState(traitlets.HasTraits):
             self.notice = f"Deleted {run}."
 
     def look_at(self, moment: int | None) -> None:
-        """Looks at what is alive after an event, counted from the step's start; None looks at the peak."""
+        """Looks at what is alive after an event, counted from the step's start; None looks at the peak.
+
+        Raises:
+            ValueError: If the shown run has no such event.
+        """
         with self.lock:
+            record = self.shown.record if self.shown is not None else None
+            timeline = record.timeline if record is not None else None
+            num_moments = len(timeline) - max(timeline.num_opening_events - 1, 0) if timeline is not None else 0
+            if moment is not None and not 0 <= moment < num_moments:
+                raise ValueError(f"moment is {moment}, but the shown run has {num_moments} events: count them from 0")
             self.moment = moment
 
     def refresh(self) -> None:
@@ -222,16 +237,27 @@ class LabState(traitlets.HasTraits):
             with self.lock:
                 self.progress = progress
 
-    def _finish(self, done: Future[StepRecord], scenario: Scenario, settings: MemorySettings) -> None:
+    def _finish(
+        self, done: Future[StepRecord], ended: Future[StepRecord], scenario: Scenario, settings: MemorySettings
+    ) -> None:
         error = done.exception()
-        if error is not None:
-            _logger.error("the step under %s ended in an error", settings, exc_info=error)
-            traceback.clear_frames(error.__traceback__)  # they hold tensors, and the lab holds the error until the next step
         with self.lock:
-            if error is None:
-                self.refresh()
+            if error is not None:
+                self._fail(error, scenario, settings)
             else:
-                self._add(scenario=scenario, settings=settings, error=f"{type(error).__name__}: {error}")
+                self.refresh()
+                assert self.shown is not None
+                self.notice = f"{self.shown}: {self.shown.message or self.shown.status}"
             self.progress, self.busy = None, False
-            assert self.shown is not None
-            self.notice = f"{self.shown}: {self.shown.message or self.shown.status}"
+        if error is not None:
+            ended.set_exception(error)
+        else:
+            ended.set_result(done.result())
+
+    def _fail(self, error: BaseException, scenario: Scenario, settings: MemorySettings) -> None:
+        _logger.error("the step under %s ended in an error", settings, exc_info=error)
+        # Its frames hold tensors, and the lab holds the error until the next step.
+        traceback.clear_frames(error.__traceback__)
+        with self.lock:
+            self._add(scenario=scenario, settings=settings, error=f"{type(error).__name__}: {error}")
+            self.notice = f"{self.shown}: {self.shown.message}" if self.shown is not None else ""

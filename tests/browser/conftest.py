@@ -1,26 +1,31 @@
-"""One JupyterLab server and one chromium for all tests of a process; a page and a kernel for each test."""
+"""One JupyterLab server and one chromium for all tests of a process; a page and a kernel for each notebook."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+from playwright.sync_api import Browser, ViewportSize, expect, sync_playwright
 
 from tests.browser.chromium import ARGS, NoChromiumError, find_chromium
-from tests.browser.notebook_page import NotebookPage
+from tests.browser.notebook_page import ANSWER_SECONDS, NotebookPage, write_notebook
+from tests.browser.panel_page import PanelPage
 from tests.browser.server import JupyterServer
 
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+expect.set_options(timeout=ANSWER_SECONDS * 1000)
+SCREEN: ViewportSize = {"width": 1280, "height": 900}
+CELLS = (
+    "from memlab import Lab, MemorySettings, panel",
+    'lab = Lab("qwen3-moe-tiny", num_layers=2, seq_length=1024)',
+    "panel(lab)",
+)
+PANEL_CELL = CELLS.index("panel(lab)")
 
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     """Starts chromium without a window, after installing it where that is needed and allowed."""
-    from playwright.sync_api import sync_playwright
-
     try:
         path = find_chromium()
     except NoChromiumError as reason:
@@ -40,9 +45,32 @@ def server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def notebook_page(browser: Browser, server: JupyterServer, tmp_path: Path) -> Iterator[NotebookPage]:
-    """Opens a page as wide as a laptop's screen; what it shows at the test's end stays in the test's folder."""
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    yield NotebookPage(page, server)
-    page.screenshot(path=tmp_path / "page.png")
-    page.close()
-    server.end_kernels()
+    """Opens a page as wide as a laptop's screen."""
+    notebook = NotebookPage(browser.new_page(viewport=SCREEN), server)
+    yield notebook
+    notebook.close(tmp_path / "page.png")
+
+
+@pytest.fixture(scope="session")
+def panel_notebook(
+    browser: Browser, server: JupyterServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[NotebookPage]:
+    """Opens the notebook of all tests of the panel: a kernel takes seconds to start and to import torch."""
+    write_notebook(server.work / "panel.ipynb", *CELLS)
+    notebook = NotebookPage(browser.new_page(viewport=SCREEN), server)
+    notebook.open("panel.ipynb")
+    yield notebook
+    notebook.close(tmp_path_factory.mktemp("panel") / "page.png")
+
+
+@pytest.fixture
+def panel(panel_notebook: NotebookPage) -> Iterator[PanelPage]:
+    """Gives each test a lab and a panel of its own, and asks of it that the page has nothing to complain about."""
+    panel_notebook.run_all()
+    assert panel_notebook.errors() == []
+    panel = PanelPage(panel_notebook)
+    expect(panel.root.locator(".js-plotly-plot")).to_be_visible()
+    yield panel
+    panel_notebook.ask("lab.close()")
+    complaints, panel_notebook.complaints = panel_notebook.complaints, []
+    assert complaints == [], "what the page wrote on its console"

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 KERNEL_SECONDS = 60
 RUN_SECONDS = 150
+ANSWER_SECONDS = 30
+"""What a page may take to answer on a machine that has other things to do, a step included."""
 _READY = """() => {
     const session = window.jupyterapp?.shell.currentWidget?.sessionContext;
     return session?.isReady && session.session?.kernel?.status === 'idle'
@@ -33,10 +35,11 @@ _ASK = """async expression => {
 }"""
 # Plotly keeps what it was given as `data`, and what it drew, with its defaults, as `_fullData`.
 _FIGURES = """() => [...document.querySelectorAll('.js-plotly-plot')].filter(plot => plot._fullData).map(plot => ({
+    in_panel: Boolean(plot.closest('.memlab-panel')),
     title: plot._fullLayout.title.text ?? '',
-    annotations: (plot._fullLayout.annotations ?? []).map(a => a.text),
+    y_title: plot._fullLayout.yaxis.title.text ?? '',
     traces: plot._fullData.map(t => ({
-        name: t.name ?? '', visible: t.visible, stack: t.stackgroup ?? '',
+        name: t.name ?? '', uid: t.uid, visible: t.visible, look: [t.fillcolor, t.line?.color, t.line?.width, t.line?.dash],
         x: Array.from(t.x ?? []), y: Array.from(t.y ?? []),
     })),
 }))"""
@@ -45,7 +48,8 @@ _FIGURES = """() => [...document.querySelectorAll('.js-plotly-plot')].filter(plo
 def write_notebook(path: Path, *sources: str) -> None:
     """Writes a notebook with one code cell a source."""
     cells = [nbformat.v4.new_code_cell(source) for source in sources]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}  # without it, JupyterLab asks for one
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), path)
 
 
 class NotebookPage:
@@ -73,6 +77,12 @@ class NotebookPage:
     def save(self) -> None:
         """Writes the notebook to the server's folder, with its outputs."""
         self.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
+
+    def close(self, picture: Path) -> None:
+        """Ends the kernel and the page, and leaves a picture of what the page showed last."""
+        self.page.screenshot(path=picture)
+        self.page.evaluate("() => window.jupyterapp?.shell.currentWidget?.sessionContext.shutdown()")
+        self.page.close()
 
     def wait_until_ready(self) -> None:
         """Waits until the kernel has started and has nothing to do."""

@@ -18,7 +18,13 @@ finish({"plain": record}, count=count)
 """
 
 
-def write_lab(folder: Path, *sources: str, parameters: str | None = PARAMETERS, record: str | None = RECORD) -> Path:
+def write_lab(
+    folder: Path,
+    *sources: str,
+    parameters: str | None = PARAMETERS,
+    record: str | None = RECORD,
+    name: str = "small lab {x}",
+) -> Path:
     """Writes a lab with the given code cells between its parameters and its record cell."""
     markdown, code = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell
     cells = [markdown("# A small lab")]
@@ -28,7 +34,7 @@ def write_lab(folder: Path, *sources: str, parameters: str | None = PARAMETERS, 
         cells += [markdown(f"## Part {number}"), code(source)]
     if record is not None:
         cells += [markdown("## Record"), code(record, metadata={"tags": ["record"]})]
-    path = folder / "small lab {x}.ipynb"
+    path = folder / f"{name}.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
     return path
 

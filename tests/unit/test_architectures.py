@@ -108,6 +108,13 @@ def test_a_hugging_face_config_gives_the_same_architecture(
         ({"hidden_size": None}, "hidden_size"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step 1"),
         ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not modelled"),
+        ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
+        ({"hidden_size": "2048"}, "must be whole numbers"),
+        ({"num_attention_heads": 0}, "must be whole numbers"),
+        ({"num_key_value_heads": 5}, "num_attention_heads is 32, must be a multiple"),
+        ({"num_experts_per_tok": 129}, "moe_router_topk is 129, must be at most"),
+        ({"vocab_size": -1}, "vocab_size is -1"),
     ],
 )
 def test_a_config_that_memlab_cannot_model_is_refused(change: dict[str, object], words: str, tmp_path: Path) -> None:

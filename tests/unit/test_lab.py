@@ -118,6 +118,8 @@ def test_a_record_survives_its_lab_and_the_disk(open_lab: Callable[..., Any], tm
     ("options", "words"),
     [
         ({"num_layers": -1}, "num_layers is -1"),
+        ({"num_layers": 0}, "num_layers is 0"),
+        ({"seed": 2**63}, "seed is .* below"),
         ({"micro_batch_size": 0}, "micro_batch_size is 0"),
         ({"seq_length": 1.5}, "seq_length is 1.5"),
         ({"dtype": "fp8"}, "dtype is 'fp8'.*bf16, fp32"),
@@ -136,11 +138,13 @@ def test_a_step_that_needs_more_than_the_device_ends_in_a_record_and_the_model_s
 ) -> None:
     lab = open_lab("qwen3-moe-tiny")
     plain = lab.step()
+    assert plain.tokens_per_second > 0
     for share in (0.2, 0.5, 0.9):
         lab.device_memory_bytes = plain.static_bytes + int(share * plain.activation_peak_bytes)
         record = lab.step()
         assert record.status == "out_of_memory"
-        assert record.loss is None
+        assert (record.loss, record.tokens_per_second) == (None, 0.0)
+        assert record.residual_bytes == 0
         assert record.peak_allocated_bytes <= lab.device_memory_bytes
         assert "asked for with" in record.message and "decoder.layers" in record.message
         lab.device_memory_bytes = None
@@ -164,6 +168,16 @@ def test_an_out_of_memory_while_loading_or_in_the_first_optimizer_step_is_surviv
     lab.device_memory_bytes = None
     assert lab.step().static_bytes == on_host.static_bytes
     assert lab.step(MemorySettings()).peak_allocated_bytes == plain.peak_allocated_bytes
+
+
+def test_a_setting_that_fits_fits_also_after_one_that_did_not(open_lab: Callable[..., Any]) -> None:
+    # The dispatchers of an MoE model would keep the failed step's whole graph, and the next step never reach them.
+    lab = open_lab("qwen3-moe-tiny", seq_length=512)
+    fits = lab.step(FULL)
+    lab.device_memory_bytes = fits.peak_allocated_bytes + 100_000
+    assert lab.step(MemorySettings()).status == "out_of_memory"
+    again = lab.step(FULL)
+    assert (again.status, again.static_bytes) == ("ok", fits.static_bytes)
 
 
 def test_stop_ends_a_step_between_two_layers_and_the_model_steps_on(open_lab: Callable[..., Any]) -> None:
@@ -238,3 +252,90 @@ def test_the_workload_changes_without_a_rebuild(open_lab: Callable[..., Any]) ->
     lab = open_lab("phi-4-tiny")
     with pytest.raises(ValueError, match=r"seq_length is 1\.5"):
         lab.set_workload(seq_length=1.5)
+
+
+def test_dropping_a_moe_model_s_names_frees_little_and_each_holder_is_named(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    record = lab.step(FULL)
+    meter = lab._stepper.meter
+    left = lab.drop()
+    assert lab.closed
+    assert meter.live_bytes() == 0
+    dispatchers = next(size for holder, size in left.items() if holder.startswith("token dispatchers"))
+    parameters = record.peak_by_category["parameters"] + record.peak_by_category["gradients"]
+    assert dispatchers > parameters, "parameters and gradients stay with the model"
+    assert any("angles" in holder for holder in left)
+    dense = open_lab("phi-4-tiny")
+    dense.step(FULL)
+    assert not [holder for holder in dense.drop() if "dispatchers" in holder], "a dense model keeps no graph"
+    assert open_lab("phi-4-tiny").step().status == "ok"
+
+
+def test_a_lab_whose_last_name_is_gone_is_closed_by_the_next(open_lab: Callable[..., Any]) -> None:
+    from memlab.lab import Lab
+
+    def take_a_step() -> int:
+        peak: int = Lab("phi-4-tiny", seq_length=32).step().peak_allocated_bytes
+        return peak
+
+    with pytest.warns(UserWarning, match="closing the open lab"):
+        assert take_a_step() == take_a_step() == take_a_step()
+    with pytest.warns(UserWarning, match="closing the open lab"):
+        open_lab("phi-4-tiny")
+
+
+def test_an_unmetered_step_leaves_the_account_right(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    with pytest.raises(ValueError, match="take a step under these settings first"):
+        lab.unmetered_step_seconds()
+    for settings in (MemorySettings(), MemorySettings(offload_parameters=True, offload_optimizer=True), FULL):
+        before = lab.step(settings)
+        assert lab.unmetered_step_seconds() > 0
+        after = lab.step()
+        for name in ("loss", "static_bytes", "peak_allocated_bytes", "residual_bytes", "host_bytes"):
+            assert getattr(after, name) == getattr(before, name), (settings, name)
+
+
+def test_a_callback_on_the_lab_s_own_thread_is_refused_instead_of_waiting_for_itself(
+    open_lab: Callable[..., Any],
+) -> None:
+    lab = open_lab("phi-4-tiny")
+    refusals: list[str] = []
+
+    def call(action: Callable[[], Any]) -> None:
+        with pytest.raises(ValueError, match="runs on the lab's own thread") as refusal:
+            action()
+        refusals.append(str(refusal.value))
+
+    lab.step(on_progress=lambda progress: call(lab.close) if progress.phase == "optimizer" else None)
+    running = lab.submit()
+    done = threading.Event()
+    running.add_done_callback(lambda _: (call(lambda: lab.apply(FULL)), done.set()))
+    assert done.wait(30)
+    assert len(refusals) == 2
+
+
+def test_closing_from_several_threads_while_a_step_runs_is_harmless(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("phi-4-tiny")
+    gate = threading.Event()
+    running = lab.submit(on_progress=lambda progress: gate.wait(30))
+    closers = [threading.Thread(target=lab.close) for _ in range(3)]
+    for closer in closers:
+        closer.start()
+    gate.set()
+    for closer in closers:
+        closer.join()
+    assert running.result().status == "interrupted"
+    assert lab.closed
+    for call in (lab.step, lambda: lab.set_workload(seq_length=16), lambda: lab.apply(FULL)):
+        with pytest.raises(ValueError, match="closed"):
+            call()
+
+
+def test_what_is_no_setting_or_no_workload_is_refused_in_words(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("phi-4-tiny")
+    for wrong in ("full", {"recompute_granularity": "full"}):
+        with pytest.raises(ValueError, match=r"must be MemorySettings\(\.\.\.\)"):
+            lab.step(wrong)
+    with pytest.raises(ValueError, match="seq_length is 0, must be a whole number of at least 1"):
+        lab.set_workload(seq_length=0)

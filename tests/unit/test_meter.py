@@ -11,10 +11,13 @@ from torch.profiler import ProfilerActivity, profile
 import memlab.lab
 from memlab.meter.labels import Labels, labelled_by, on_host, one_kernel
 from memlab.meter.storages import StorageMeter
+from memlab.model.torch_functions import RmsNorm
 from memlab.settings import MemorySettings
 from memlab.stepper import Stepper
-from memlab.timeline import PHASES, Timeline
-from tests.unit.live import FULL, recompute
+from memlab.timeline import CATEGORIES, PHASES, POOLS, Timeline
+from tests.unit.live import FULL, offload, recompute
+
+MOVED = offload("expert_fc1", "qkv_linear")
 
 # A Python number in an operation becomes an 8-byte tensor that lives inside that one operation.
 PYTHON_NUMBER_BYTES = 8
@@ -146,6 +149,46 @@ def test_lifetime_tells_activations_from_temporaries() -> None:
     timeline = metered(labels, work)
     born = {name: timeline.born_bytes(name) for name in ("activations", "temporary", "recomputed")}
     assert born == {"activations": 100, "temporary": 17, "recomputed": 40}
+
+
+def test_a_norm_s_own_numbers_stay_on_chip() -> None:
+    inputs, weight = torch.randn(64, 32, dtype=torch.bfloat16), torch.ones(32, dtype=torch.bfloat16)
+
+    def work(meter: StorageMeter) -> None:
+        leaf = inputs.clone().requires_grad_()
+        output = RmsNorm.apply(leaf, weight, 1e-5)
+        torch.autograd.grad(output, leaf, torch.ones_like(output))
+
+    timeline = metered(Labels(), work)
+    births = timeline.delta_bytes[(timeline.delta_bytes > 0) & (timeline.pool == POOLS.index("device"))]
+    # The leaf, the output and its gradient, the input's gradient; the weight's; the reciprocals; nothing large in fp32.
+    assert sorted(births.tolist()) == [32 * 2, 64 * 4, *[64 * 32 * 2] * 4]
+    assert timeline.peak_bytes("on_chip") > 64 * 32 * 4
+
+
+def test_activations_that_come_back_from_the_host_are_activations(open_lab: Any) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    plain, moved = (born_in_backward(record.timeline, "activations") for record in (lab.step(), lab.step(MOVED)))
+    assert plain == 0
+    assert moved == sum(lab.records[-1].offloaded_bytes_by_module.values()) > 0
+
+
+def born_in_backward(timeline: Timeline, category: str) -> int:
+    born = (timeline.delta_bytes > 0) & (timeline.pool == POOLS.index("device"))
+    backward = timeline.phase == PHASES.index("backward")
+    return int(timeline.delta_bytes[born & backward & (timeline.category == CATEGORIES.index(category))].sum())
+
+
+def test_what_is_retained_after_a_step_is_no_temporary(open_lab: Any) -> None:
+    record = open_lab("qwen3-moe-tiny").step(FULL)
+    timeline = record.timeline
+    assert "temporary" not in timeline.breakdown(timeline.num_opening_events - 1)
+    assert timeline.breakdown(len(timeline) - 1)["activations"] == record.residual_bytes
+
+
+def test_the_modules_at_the_peak_add_up_to_it(open_lab: Any) -> None:
+    record = open_lab("qwen3-moe-tiny").step()
+    assert sum(record.peak_by_module.values()) == record.peak_allocated_bytes
 
 
 def test_a_step_s_categories_hold_exactly_the_model_s_own_bytes(open_lab: Any) -> None:

@@ -18,7 +18,11 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_every_path_exists() -> None:
-    written = set(re.findall(r"`((?:memlab|labs|tests|benchmarks)/[\w./]*|[\w]+\.(?:md|yml|toml))`", README))
+    written = set(
+        re.findall(
+            r"`((?:memlab|labs|tests|benchmarks|papermill_runs|\.github)/[\w./]*|[\w]+\.(?:md|yml|toml))`", README
+        )
+    )
     written |= set(re.findall(r"\]\(([\w./]+)\)", README))
     examples = {"labs/NN_name.ipynb"}
     assert [path for path in sorted(written - examples) if not (ROOT / path).exists()] == []
@@ -38,7 +42,9 @@ def test_the_file_tree_is_the_one_that_is_there() -> None:
     assert {name for name in own if not name.startswith("_")} <= set(inside), "a room without a phrase"
 
 
-@pytest.mark.parametrize("line", re.findall(r"^memlab (?:measure|run|doctor|lab)\b.*$", README, re.MULTILINE))
+@pytest.mark.parametrize(
+    "line", re.findall(r"^memlab (?:measure|run|nightly|baseline|doctor|lab)\b.*$", README, re.MULTILINE)
+)
 def test_every_command_parses(line: str) -> None:
     build_parser().parse_args(shlex.split(line)[1:])
 

@@ -53,6 +53,7 @@ REFUSED = [
         ["min_offloaded_tensor_size is -1", "0 or more"],
     ),
     ({"min_offloaded_tensor_size": 1.5}, ["min_offloaded_tensor_size is 1.5"]),
+    ({"offload_optimizer": 1}, ["offload_optimizer is 1"]),
     ({"offload_parameters": "yes"}, ["offload_parameters is 'yes'", "True or False"]),
 ]
 
@@ -142,6 +143,11 @@ def test_a_fused_norm_is_named_as_the_reason_that_a_setting_does_nothing() -> No
         "recompute_modules:layernorm",
     }
     assert "fused into linear_qkv" in settings.without_effect(MOE)["offload_modules:attn_norm"]
+
+
+def test_a_minimum_size_without_offload_modules_is_said_to_do_nothing() -> None:
+    reasons = MemorySettings(min_offloaded_tensor_size=0).without_effect(MOE)
+    assert list(reasons) == ["min_offloaded_tensor_size"]
 
 
 def test_the_short_name_tells_settings_apart() -> None:

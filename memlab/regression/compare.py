@@ -1,0 +1,147 @@
+"""What a case measured, held against its baseline: which metrics are gated, how tightly, and what differs.
+
+| metric | cpu, simulated | cuda |
+| --- | --- | --- |
+| bytes, counts and other numbers | exactly | within 0.1 % |
+| a record's status | exactly | exactly |
+| loss | exactly, where torch, megatron-core and the processor are the baseline's; else reported | reported |
+| reserved bytes, times and rates | reported | reported |
+
+Too low fails like too high: a peak that fell says that something is no longer done, or that the baseline is to be
+refreshed. A loss is the sum of a million roundings, which another processor or another torch takes in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from memlab.regression.measured import Measured, MetricValue, RecordMeasured
+from memlab.units import format_bytes
+
+_CUDA_TOLERANCE = 0.001
+_EXPLAINED_BY_MODULE = ("peak_", "activation_peak", "recomputed")
+# What a number is made with; memlab's own version and Python's change no rounding.
+_NUMERIC_PACKAGES = ("torch", "megatron-core", "transformer-engine")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """One gated metric that is not what its baseline says."""
+
+    record: str
+    metric: str
+    baseline: MetricValue | None
+    """None if the baseline does not have the metric."""
+    now: MetricValue | None
+    """None if the run does not have it."""
+    module: str = ""
+    """Where the largest part of the difference was born, as ``+8.00 MiB in decoder.layers.0.mlp``."""
+    changed: str = ""
+    """The parameters, settings and versions that are not the baseline's."""
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether there was nothing to hold the metric against."""
+        return self.baseline is None
+
+    @property
+    def difference(self) -> str:
+        """How far it is off, in words."""
+        if self.baseline is None:
+            return "not in the baseline"
+        if self.now is None:
+            return "gone"
+        if isinstance(self.baseline, str) or isinstance(self.now, str):
+            return "changed"
+        delta = self.now - self.baseline
+        share = f" ({delta / self.baseline:+.2%})" if self.baseline else ""
+        if "bytes" in self.metric or self.metric.startswith("peak_"):
+            return f"{'+' if delta > 0 else ''}{format_bytes(int(delta))}{share}"
+        return f"{delta:+.6g}{share}"
+
+
+def tolerance(metric: str, backend: str, *, same_rounding: bool) -> float | None:
+    """Returns by which share of its baseline a metric may be off; None if it is reported and never gated.
+
+    Args:
+        metric: Its name, as in `RecordMeasured.metrics`.
+        backend: Where it was measured.
+        same_rounding: Whether both sides were made by the same packages on the same processor.
+    """
+    if metric.endswith(("seconds", "per_second", "_ms")) or "reserved" in metric:
+        return None
+    if metric == "status":
+        return 0.0
+    if metric == "loss" or metric.endswith("_loss"):
+        return 0.0 if same_rounding and backend != "cuda" else None
+    return _CUDA_TOLERANCE if backend == "cuda" else 0.0
+
+
+def has_same_rounding(baseline: Measured, now: Measured) -> bool:
+    """Whether two measurements of one computation must agree to the last bit."""
+    same_packages = all(baseline.versions.get(name) == now.versions.get(name) for name in _NUMERIC_PACKAGES)
+    return same_packages and baseline.machine == now.machine
+
+
+def compare(baseline: Measured, now: Measured, backend: str) -> list[Difference]:
+    """Returns the gated metrics that differ, those that matter most first."""
+    same_rounding = has_same_rounding(baseline, now)
+    found: list[tuple[int, Difference]] = []
+    for record in baseline.records | now.records:
+        before = baseline.records.get(record, RecordMeasured(metrics={}))
+        after = now.records.get(record, RecordMeasured(metrics={}))
+        changed = "; ".join(_changes(baseline, now, before, after))
+        for rank, metric in enumerate(after.metrics | before.metrics):
+            share = tolerance(metric, backend, same_rounding=same_rounding)
+            old, new = before.metrics.get(metric), after.metrics.get(metric)
+            if share is None or _agree(old, new, share):
+                continue
+            module = _module(before, after) if metric.startswith(_EXPLAINED_BY_MODULE) else ""
+            difference = Difference(record=record, metric=metric, baseline=old, now=new, module=module, changed=changed)
+            found.append((rank, difference))
+    return [difference for _, difference in sorted(found, key=lambda pair: pair[0])]
+
+
+def _agree(old: MetricValue | None, new: MetricValue | None, share: float) -> bool:
+    if isinstance(old, (int, float)) and isinstance(new, (int, float)):
+        return abs(new - old) <= share * abs(old)
+    return old == new
+
+
+def _changes(baseline: Measured, now: Measured, before: RecordMeasured, after: RecordMeasured) -> Iterator[str]:
+    yield from _changed("parameter", baseline.parameters, now.parameters)
+    if before.metrics and after.metrics:
+        # What a parameter says is not said again.
+        scenarios = [
+            {name: value for name, value in side.scenario.items() if name not in now.parameters}
+            for side in (before, after)
+        ]
+        yield from _changed("scenario", *scenarios)
+        yield from _changed("setting", before.settings, after.settings)
+    yield from _changed("version of", baseline.versions, now.versions)
+
+
+def _changed(kind: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
+    for name in dict(before) | dict(after):
+        if before.get(name) != after.get(name):
+            yield f"{kind} {name}: {_shown(before.get(name))} -> {_shown(after.get(name))}"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list):
+        return "+".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)
+
+
+def _module(before: RecordMeasured, after: RecordMeasured) -> str:
+    names = before.peak_by_module | after.peak_by_module
+    deltas = {name: after.peak_by_module.get(name, 0) - before.peak_by_module.get(name, 0) for name in names}
+    # Where the peak moved to another moment some modules have more and some less: of interest are those with the trend.
+    direction = 1 if sum(deltas.values()) >= 0 else -1
+    name = max(deltas, key=lambda name: direction * deltas[name], default="")
+    if not deltas.get(name):
+        return ""
+    sign = "+" if deltas[name] > 0 else ""
+    return f"{sign}{format_bytes(deltas[name])} in {name or '(outside the modules)'}"

@@ -1,0 +1,117 @@
+"""Refreshes baselines from a run, and says of every metric what it was and what it is now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from memlab.regression.baseline import Baseline, baseline_path, read_baseline, write_baseline
+from memlab.regression.compare import compare, has_same_rounding
+from memlab.regression.measured import Measured
+from memlab.regression.runs import read_history
+from memlab.regression.suite import Case, Suite
+from memlab.regression.summary import Summary, read_summary
+from memlab.regression.summary_text import value_text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refresh:
+    """Baselines that were checked and are not written yet."""
+
+    suite: Suite
+    summary: Summary
+    measured: dict[str, Measured]
+    """By case."""
+    not_in_run: tuple[str, ...]
+
+    def write(self) -> Iterator[str]:
+        """Writes the baselines, and yields what changed, line by line."""
+        yield f"from {self.summary.name}"
+        for case, measured in self.measured.items():
+            path = baseline_path(self.suite.baselines_folder, case)
+            lines = list(_changes(path, measured, self.suite.backend))
+            if lines:
+                write_baseline(
+                    path,
+                    Baseline(
+                        backend=self.suite.backend,
+                        case=case,
+                        date=self.summary.started[:10],
+                        commit=self.summary.commit,
+                        measured=measured,
+                    ),
+                )
+            yield from (f"{case}: {line}" for line in lines or ["unchanged"])
+        if self.not_in_run:
+            yield f"not in this run, so left as they are: {', '.join(self.not_in_run)}"
+
+
+def plan_refresh(suite: Suite, cases: Sequence[Case], run: Path | None = None) -> Refresh:
+    """Checks that baselines can be taken from a run.
+
+    Args:
+        suite: What `read_suite` returned.
+        cases: Those whose baselines are meant.
+        run: The folder of the run; None stands for the suite's newest.
+
+    Raises:
+        ValueError: If there is no such run, one of its cases failed, or it was run with other parameters.
+    """
+    summary = read_summary(run) if run is not None else _newest(suite)
+    if (summary.suite, summary.backend) != (suite.name, suite.backend):
+        raise ValueError(
+            f"run {summary.name} is of suite {summary.suite} on {summary.backend}, must be of {suite.name} on "
+            f"{suite.backend}: give another with --run"
+        )
+    failed = [result.name for result in summary.results if result.status == "failed"]
+    if failed:
+        raise ValueError(
+            f"run {summary.name} has failed cases, and baselines are taken from whole runs only: mend "
+            f"{', '.join(failed)}, run the suite again, or give another run with --run"
+        )
+    measured = {result.name: result.measured for result in summary.results if result.measured is not None}
+    chosen = {case.name: measured[case.name] for case in cases if case.name in measured}
+    if not chosen:
+        raise ValueError(f"run {summary.name} has none of these cases: run memlab nightly {suite.shown_path} first")
+    for case in cases:
+        if case.name in chosen and chosen[case.name].parameters != case.parameters:
+            raise ValueError(
+                f"case {case.name} was run with {chosen[case.name].parameters}, and the suite now says "
+                f"{case.parameters}: run memlab nightly {suite.shown_path} again"
+            )
+    return Refresh(
+        suite=suite,
+        summary=summary,
+        measured=chosen,
+        not_in_run=tuple(case.name for case in cases if case.name not in chosen),
+    )
+
+
+def _newest(suite: Suite) -> Summary:
+    unreadable: list[str] = []
+    history = read_history(suite.runs_folder, suite.name, suite.backend, unreadable.append)
+    if not history:
+        raise ValueError(
+            f"{suite.runs_folder} holds no run of {suite.name} on {suite.backend}: run memlab nightly "
+            f"{suite.shown_path} first, or give one with --run"
+        )
+    return history[-1][1]
+
+
+def _changes(path: Path, measured: Measured, backend: str) -> Iterator[str]:
+    """Yields what a baseline's file would say anew; nothing if it says the same already."""
+    try:
+        old = read_baseline(path)
+    except ValueError as error:
+        yield f"new, in the place of a file that could not be read ({error})"
+        return
+    if old is None:
+        num_metrics = sum(len(record.metrics) for record in measured.records.values())
+        yield f"new, {num_metrics} metrics of {len(measured.records)} records"
+        return
+    differences = compare(old.measured, measured, backend)
+    for d in differences:
+        yield f"{d.record} {d.metric}: {value_text(d.baseline)} -> {value_text(d.now)} ({d.difference})"
+    if not differences and not has_same_rounding(old.measured, measured):
+        yield "the same metrics, loss taken anew on other packages or another processor"

@@ -1,0 +1,57 @@
+"""A run as plain text: what the command prints at its end, and what CI servers show of a red case."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memlab.regression.measured import MetricValue
+from memlab.regression.summary import CaseResult, Summary
+
+_SHOWN_DIFFERENCES = 12
+
+
+def summary_table(summary: Summary) -> str:
+    """Writes a row a case, then each red case with what differs and why."""
+    rows = [["case", "status", "time"]]
+    rows += [[result.name, result.status, f"{result.seconds:.0f} s"] for result in summary.results]
+    lines = _aligned(rows)
+    for result in summary.red:
+        lines += ["", f"{result.name}: {result.status}", f"  {result.message}"]
+        lines += [f"  {line}" for line in difference_table(result)]
+    return "\n".join(lines)
+
+
+def difference_table(result: CaseResult, most: int | None = _SHOWN_DIFFERENCES) -> list[str]:
+    """Writes a row a difference, and the settings that changed.
+
+    Args:
+        result: A case.
+        most: How many rows are written; None writes all.
+    """
+    if not result.differences:
+        return []
+    shown = result.differences[:most]
+    rows = [["record", "metric", "baseline", "now", "difference", "largest part"]]
+    rows += [[d.record, d.metric, value_text(d.baseline), value_text(d.now), d.difference, d.module] for d in shown]
+    lines = _aligned(rows)
+    if len(result.differences) > len(shown):
+        lines.append(f"and {len(result.differences) - len(shown)} more: see the report")
+    return lines + [f"changed: {text}" for text in changes(result)]
+
+
+def changes(result: CaseResult) -> list[str]:
+    """Returns what is not as it was for the baseline, each once, or a line that says that all is."""
+    found = dict.fromkeys(part for d in result.differences for part in d.changed.split("; ") if part)
+    return list(found) or ["no parameter, setting or version, so look at the code since the baseline's commit"]
+
+
+def value_text(value: MetricValue | None) -> str:
+    """Writes a metric's value; a dash where there is none."""
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.9g}" if isinstance(value, float) else value
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,84 @@
+"""The panel of a notebook, worked as a person works it: by its controls, its buttons and its table."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import TYPE_CHECKING, Any
+
+from playwright.sync_api import expect
+
+from tests.browser.notebook_page import ANSWER_SECONDS
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator
+
+    from tests.browser.notebook_page import NotebookPage
+
+_UNITS = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
+
+
+class PanelPage:
+    """The one panel that is open in a notebook; parts are named by their hooks, without ``memlab-``."""
+
+    def __init__(self, notebook: NotebookPage) -> None:
+        self.notebook = notebook
+        self.root = notebook.page.locator(".memlab-panel")
+        self.rows = self.root.locator(".memlab-runs tbody tr[data-run]")
+        self.refusals = self.root.locator(".memlab-refusal").filter(has_text=re.compile(r"\S"))
+
+    def part(self, hook: str, inside: str = "") -> Locator:
+        """Returns a part of the panel, or an element inside it."""
+        return self.root.locator(f".memlab-{hook} {inside}".strip())
+
+    def choose(self, hook: str, choice: str) -> None:
+        """Chooses from a list."""
+        self.part(hook, "select").select_option(choice)
+
+    def tick(self, hook: str) -> None:
+        """Ticks a box."""
+        self.part(hook, "input[type=checkbox]").check()
+
+    def write(self, hook: str, value: object) -> None:
+        """Types a value and leaves the field."""
+        field = self.part(hook, "input")
+        field.fill(str(value))
+        field.press("Tab")
+
+    def press(self, hook: str) -> None:
+        """Presses a button."""
+        self.root.locator(f"button.memlab-{hook}, .memlab-{hook} button").click()
+
+    def run(self) -> int:
+        """Presses Run, waits for the new row and its chart, and returns the row's peak in bytes."""
+        before = self.rows.count()
+        self.press("run")
+        expect(self.rows).to_have_count(before + 1)
+        self.notebook.wait_until_ready()
+        peak = self.notebook.ask("lab.records[-1].peak_allocated_bytes")
+        self.wait_for_peak(peak)
+        return peak
+
+    def wait_for_peak(self, peak_bytes: int) -> None:
+        """Waits until the chart's highest total is this many bytes."""
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while time.monotonic() < deadline:
+            if self.highest("total") == peak_bytes:
+                return
+            self.notebook.page.wait_for_timeout(50)  # a short wait between two looks
+        raise AssertionError(f"the chart's peak is {self.highest('total')} bytes, not {peak_bytes}")
+
+    def chart(self) -> dict[str, Any]:
+        """Returns what the panel's one chart shows."""
+        expect(self.root.locator(".js-plotly-plot .main-svg").first).to_be_attached()  # not at once on a loaded page
+        return next(figure for figure in self.notebook.figures() if figure["in_panel"])
+
+    def trace(self, name: str) -> dict[str, Any]:
+        """Returns a trace of the chart by its uid, which stays while the name that its legend tells changes."""
+        return next(trace for trace in self.chart()["traces"] if trace["uid"] == name)
+
+    def highest(self, name: str) -> float | None:
+        """Returns the most bytes of a trace of the chart; None where it draws nothing."""
+        unit = re.search(r"\((\w+)\)", self.chart()["y_title"])
+        values = [value for value in self.trace(name)["y"] if value is not None]
+        return max(values) * _UNITS[unit.group(1)] if unit and values else None

@@ -1,0 +1,161 @@
+"""The panel on a page of JupyterLab: what is pressed there happens to the live model, and is on the page again."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser.conftest import PANEL_CELL
+from tests.browser.panel_page import PanelPage
+
+pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+HOST = "offload_optimizer=True"
+
+
+def test_three_settings_run_as_they_do_by_the_api(panel: PanelPage) -> None:
+    plain_peak = panel.run()
+    plain = panel.trace("total")
+    panel.choose("recompute-granularity", "full")
+    panel.write("recompute-num-layers", 1)
+    panel.choose("offload-optimizer", "host")
+    peak = panel.run()
+    assert peak < plain_peak
+    assert panel.trace("total")["y"] != plain["y"]
+    ask = panel.notebook.ask
+    settings = (
+        f"MemorySettings(recompute_granularity='full', recompute_method='uniform', recompute_num_layers=1, {HOST})"
+    )
+    assert ask(f"lab.records[-1].settings == {settings}")
+    assert ask(f"lab.step({settings}).peak_allocated_bytes") == peak
+    expect(panel.part("repeat")).to_contain_text("memlab measure")
+    panel.press("text-toggle")
+    expect(panel.part("text")).to_contain_text(f"{peak:,}")
+
+
+def test_a_run_is_pinned_laid_over_shown_again_and_deleted(panel: PanelPage) -> None:
+    plain_peak = panel.run()
+    plain = panel.trace("total")
+    panel.press("pin")
+    expect(panel.root.locator("tr.memlab-pinned")).to_have_count(1)
+    panel.choose("offload-optimizer", "host")
+    panel.tick("offload-modules-expert-fc1")
+    panel.write("min-offloaded-tensor-size", 0)
+    panel.run()
+    pinned = panel.trace("pinned")
+    assert pinned["visible"] is True
+    assert panel.highest("pinned") == plain_peak
+    assert set(pinned["y"]) <= set(plain["y"]), "the pinned run in the same unit"
+    expect(panel.part("note-offload-modules-expert-fc1")).to_contain_text("iB")
+    panel.rows.filter(has_not_text="offload").first.click()
+    panel.wait_for_peak(plain_peak)
+    panel.rows.filter(has_text="offload").click()
+    panel.press("delete")
+    expect(panel.rows).to_have_count(1)
+    panel.wait_for_peak(plain_peak)
+
+
+def test_a_moment_tells_what_is_alive(panel: PanelPage) -> None:
+    panel.run()
+    breakdown = panel.part("breakdown")
+    panel.write("moment", 1)
+    at_the_start = breakdown.inner_text()
+    assert "optimizer state" in at_the_start
+    panel.part("moment-slider").get_by_role("slider").press("End")
+    expect(breakdown).not_to_have_text(at_the_start)
+    traces = len(panel.chart()["traces"])
+    panel.part("axis", "button").last.click()
+    panel.part("pool", "button").last.click()
+    assert len(panel.chart()["traces"]) == traces, "one figure is reused"
+
+
+def test_an_impossible_combination_is_refused_in_the_rules_words(panel: PanelPage) -> None:
+    panel.tick("offload-modules-attn-proj")
+    expect(panel.refusals).to_have_count(1)
+    expect(panel.refusals).to_contain_text("offload_modules has 'attn_proj' without 'core_attn'")
+    run = panel.part("run")
+    if run.is_enabled():
+        panel.press("run")
+    panel.notebook.wait_until_ready()
+    assert panel.notebook.ask("len(lab.records)") == 0
+    assert panel.rows.count() == 0
+    panel.tick("offload-modules-core-attn")
+    expect(panel.refusals).to_have_count(0)
+    panel.run()
+
+
+def test_a_control_that_does_not_apply_is_disabled_and_says_why(panel: PanelPage) -> None:
+    for hook, reason in {
+        "recompute-method": "only recompute_granularity 'full' reads it",
+        "recompute-num-layers": "only recompute_granularity 'full' reads it",
+        "recompute-modules-moe": "only recompute_granularity 'selective' reads it",
+        "offload-modules-attn-norm": "fused into linear_qkv",
+    }.items():
+        control = panel.part(hook, ":is(select, input)")
+        expect(control).to_be_disabled()
+        control.scroll_into_view_if_needed()
+        # What the mouse meets there; a disabled control of JupyterLab's has no tooltip of its own.
+        over = """control => {
+            const { x, y, width, height } = control.getBoundingClientRect();
+            return document.elementFromPoint(x + width / 2, y + height / 2).title;
+        }"""
+        assert reason in control.evaluate(over)
+
+
+def test_running_out_of_memory_is_a_row_and_the_panel_lives(panel: PanelPage) -> None:
+    peak = panel.run()
+    panel.notebook.ask(f"setattr(lab, 'device_memory_bytes', {peak - 1})")
+    panel.press("run")
+    message = panel.root.locator("tr.memlab-message")
+    expect(message).to_have_count(1)
+    words = " ".join(panel.notebook.ask("lab.records[-1].message").split())
+    expect(message).to_contain_text(words)
+    assert "Traceback" not in panel.root.inner_text()
+    panel.notebook.ask("setattr(lab, 'device_memory_bytes', None)")
+    assert panel.run() == peak
+
+
+def test_stop_ends_a_step_and_a_second_press_is_refused(panel: PanelPage) -> None:
+    panel.notebook.ask("lab.set_workload(num_microbatches=500)")
+    panel.press("run")
+    expect(panel.part("progress-text")).to_contain_text(re.compile(r"forward|backward"))
+    panel.press("run")
+    expect(panel.part("status")).to_contain_text("busy")
+    panel.press("stop")
+    expect(panel.rows).to_have_count(1)
+    assert panel.notebook.ask("lab.records[-1].status") == "interrupted"
+    expect(panel.root.locator("tr.memlab-message")).to_be_visible()
+    panel.notebook.ask("lab.set_workload(num_microbatches=1)")
+    panel.run()
+
+
+def test_a_cell_that_runs_again_shows_the_same_panel(panel: PanelPage) -> None:
+    peak = panel.run()
+    count = "len(__import__('ipywidgets').Widget.widgets)"
+    widgets = panel.notebook.ask(count)
+    panel.notebook.run_cell(PANEL_CELL)
+    expect(panel.root).to_have_count(1)
+    expect(panel.rows).to_have_count(1)
+    panel.wait_for_peak(peak)
+    assert panel.notebook.ask(count) == widgets
+    panel.run()
+
+
+def test_a_page_that_is_loaded_again_has_the_panel_and_its_runs(panel: PanelPage) -> None:
+    peak = panel.run()
+    panel.choose("recompute-granularity", "full")
+    panel.run()
+    panel.press("pin")
+    panel.rows.first.click()
+    panel.wait_for_peak(peak)
+    before = [(trace["name"], trace["look"]) for trace in panel.chart()["traces"] if trace["x"]]
+    panel.notebook.reload()
+    expect(panel.root).to_have_count(1)
+    expect(panel.rows).to_have_count(2)
+    panel.wait_for_peak(peak)
+    assert [(trace["name"], trace["look"]) for trace in panel.chart()["traces"] if trace["x"]] == before
+    expect(panel.part("recompute-granularity", "select")).to_have_value("full")
+    panel.choose("recompute-granularity", "selective")
+    panel.run()
+    expect(panel.rows).to_have_count(3)

@@ -1,0 +1,276 @@
+"""A nightly and its faults: each ends in a clear message and a true exit code, and touches no earlier run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import psutil
+import pytest
+
+from memlab.cli import main
+from memlab.regression.runs import free_name, kept_runs, publish, staged
+from memlab.regression.summary import Summary, read_summary
+from tests.notebooks.small_labs import RECORD
+from tests.notebooks.small_suites import files_below, result_of, summary_of, write_suite
+
+pytestmark = pytest.mark.notebook
+
+GREEN = "backend: cpu\ntimeout_seconds: 120\ncases:\n  - {lab: small, matrix: {name: [good, planted, damaged]}}\n"
+FAULTY = GREEN + (
+    "  - {lab: small, matrix: {name: [killed, exits, unknown]}}\n"
+    "  - {lab: small, name: limited, timeout_seconds: 10, parameters: {name: slow}}\n"
+)
+ONE = "backend: cpu\ncases:\n  - {lab: small, name: one}\n"
+
+
+def memlab(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "memlab", *map(str, arguments)]
+
+
+def runs_of(root: Path) -> list[Path]:
+    return kept_runs(root / "papermill_runs" / "runs")
+
+
+@dataclass(frozen=True)
+class Night:
+    """A green run, baselines taken from it and two of them spoiled, and a run in which everything goes wrong."""
+
+    root: Path
+    output: str
+    exit_codes: list[int]
+    green_run: dict[str, bytes]
+    baselines: dict[str, bytes]
+
+    @property
+    def summary(self) -> Summary:
+        return read_summary(runs_of(self.root)[-1])
+
+
+@pytest.fixture(scope="module")
+def night(tmp_path_factory: pytest.TempPathFactory) -> Night:
+    root = tmp_path_factory.mktemp("night")
+    suite = write_suite(root, GREEN)
+    commands = [
+        memlab("nightly", suite, "--jobs", "2", "--allow-missing"),
+        memlab("baseline", "update", suite),
+        memlab("nightly", suite, "--jobs", "2"),
+    ]
+    codes = [subprocess.run(command, check=False, capture_output=True).returncode for command in commands]
+    folder = root / "papermill_runs" / "baselines" / "cpu"
+    planted = folder / "small-name=planted.json"
+    planted.write_text(planted.read_text().replace('"peak_allocated_bytes": 30', '"peak_allocated_bytes": 31'))
+    (folder / "small-name=damaged.json").write_text('{"backend": ')
+    suite.write_text(FAULTY)
+    (run, _) = runs_of(root)
+    before = files_below(run), files_below(folder)
+    done = subprocess.run(memlab("nightly", suite, "--jobs", "2"), check=False, capture_output=True, text=True)
+    return Night(root, done.stdout + done.stderr, [*codes, done.returncode], *before)
+
+
+def test_a_green_suite_exits_with_0_and_a_red_one_with_1(night: Night) -> None:
+    assert night.exit_codes == [0, 0, 0, 1]
+    assert len(runs_of(night.root)) == 3
+    assert night.summary.headline == "6 of 7 cases failed"
+    assert "6 of 7 cases failed in" in night.output
+
+
+@pytest.mark.parametrize(
+    ("case", "status", "message"),
+    [
+        ("small-name=good", "passed", ""),
+        ("small-name=planted", "changed", "1 metric differs from the baseline of"),
+        ("small-name=damaged", "bad baseline", "small-name=damaged.json cannot be read"),
+        ("small-name=killed", "failed", "in cell 3 of 4 (Part 1): the kernel died"),
+        ("small-name=exits", "failed", "before cell 4 of 4: the kernel exited early"),
+        (
+            "small-name=unknown",
+            "no baseline",
+            "it has no baseline yet: look at its figures, then memlab baseline update",
+        ),
+        ("limited", "failed", "it was killed at its limit of 10 s"),
+    ],
+)
+def test_each_fault_is_named_with_its_case(night: Night, case: str, status: str, message: str) -> None:
+    (result,) = [result for result in night.summary.results if result.name == case]
+    assert (result.status, message in result.message) == (status, True), result.message
+    assert "\n" not in result.message
+    run = runs_of(night.root)[-1]
+    assert (run / result.folder / "log.txt").is_file()
+    assert result.folder == (f"{case}.failed" if status == "failed" else case)
+    (junit,) = [c for c in ET.fromstring((run / "junit.xml").read_text()).iter("testcase") if c.get("name") == case]
+    kinds = {"passed": [], "failed": ["error"]}.get(status, ["failure"])
+    assert [child.tag for child in junit if child.tag != "system-out"] == kinds
+
+
+def test_a_planted_difference_is_reported_with_metric_baseline_and_now(night: Night) -> None:
+    (line,) = [line for line in night.output.splitlines() if "peak_allocated_bytes" in line]
+    assert line.split()[:5] == ["plain", "peak_allocated_bytes", "31", "30", "-1"]
+    html = (runs_of(night.root)[-1] / "index.html").read_text()
+    assert "<b>peak_allocated_bytes</b> of plain -1 B" in html[: html.index("All cases")]
+
+
+def test_earlier_runs_and_baselines_are_untouched(night: Night) -> None:
+    assert files_below(runs_of(night.root)[0]) == night.green_run
+    assert files_below(night.root / "papermill_runs" / "baselines" / "cpu") == night.baselines
+    assert not list((night.root / "papermill_runs" / "runs").glob(".*nightly*"))
+
+
+def test_a_run_is_whole_and_its_pages_share_one_plotly(night: Night) -> None:
+    run = runs_of(night.root)[-1]
+    names = {path.name for path in run.iterdir() if not path.is_dir()}
+    assert names == {"index.html", "junit.xml", "summary.json", "plotly.min.js"}
+    assert not list(run.glob(".*"))
+    case = {path.name for path in (run / "small-name=good").iterdir()}
+    assert case == {"notebook.ipynb", "page.html", "metrics.json", "records", "environment.json", "log.txt"}
+    assert run.name.endswith("_nocommit_cpu")
+
+
+def test_progress_says_when_a_case_begins_and_how_it_ended(night: Night) -> None:
+    assert "small-name=good: started" in night.output
+    assert "/7] small-name=killed: FAILED: small.ipynb failed in cell 3" in night.output
+
+
+def test_a_run_with_a_failed_case_makes_no_baseline(night: Night) -> None:
+    suite = night.root / "papermill_runs" / "suites" / "small.yaml"
+    assert main(["baseline", "update", str(suite)]) == 2
+
+
+def test_two_nightlies_at_once_keep_both_runs(tmp_path: Path) -> None:
+    suite = write_suite(tmp_path, ONE)
+    command = memlab("nightly", suite, "--allow-missing")
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = [process.communicate(timeout=300)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    runs = runs_of(tmp_path)
+    assert len(runs) == 2
+    assert {output.splitlines()[-1] for output in outputs} == {f"report: {run / 'index.html'}" for run in runs}
+    assert all((run / "one" / "metrics.json").is_file() for run in runs)
+    assert [read_summary(run).name for run in runs] == [run.name for run in runs]
+
+
+def test_ctrl_c_ends_every_process_and_keeps_nothing(tmp_path: Path) -> None:
+    pids = [tmp_path / "one", tmp_path / "two"]
+    blocks = "".join(f"  - {{lab: small, name: {path.name}, parameters: {{name: 'slow{path}'}}}}\n" for path in pids)
+    suite = write_suite(tmp_path, f"backend: cpu\ncases:\n{blocks}  - {{lab: small, name: waiting}}\n")
+    earlier = tmp_path / "papermill_runs" / "runs" / "2026-01-01-000000_abc_cpu"
+    earlier.mkdir(parents=True)
+    summary_of(result_of("one")).write(earlier)
+    before = files_below(tmp_path / "papermill_runs")
+    with subprocess.Popen(memlab("nightly", suite, "--jobs", "2"), stderr=subprocess.PIPE, text=True) as process:
+        while not all(path.is_file() and path.read_text() for path in pids):
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, complaint = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "Traceback" not in complaint
+    assert "interrupted: nothing of this run was kept" in complaint
+    for path in pids:
+        pid = int(path.read_text())
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert files_below(tmp_path / "papermill_runs") == before
+
+
+def test_a_disk_that_fills_up_at_the_end_keeps_nothing_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    suite = write_suite(tmp_path, ONE)
+    assert main(["nightly", str(suite), "--allow-missing"]) == 0
+    before = files_below(tmp_path / "papermill_runs")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("memlab.regression.nightly.publish", full)
+    assert main(["nightly", str(suite), "--allow-missing"]) == 1
+    complaint = capfd.readouterr().err
+    assert "no room left in" in complaint
+    assert "earlier runs and baselines are as they were: free some space, or keep fewer runs with --keep" in complaint
+    assert complaint.count("\n") == 1
+    assert files_below(tmp_path / "papermill_runs") == before
+    assert not list((tmp_path / "papermill_runs" / "runs").glob(".*nightly*"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> list[str]:
+    """A prefix under which a command finds a disk of 8 MiB, of which plotly.js takes 5, in the folder `disk`."""
+    (tmp_path / "disk").mkdir()
+    script = f'mount -t tmpfs -o size=8m none {tmp_path / "disk"} && exec "$@"'
+    prefix = ["unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh"]
+    if not shutil.which("unshare") or subprocess.run([*prefix, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("this machine lets nobody mount a small disk")
+    return prefix
+
+
+def test_a_disk_that_fills_up_in_a_case_ends_the_run(tmp_path: Path, small_disk: list[str]) -> None:
+    suite = write_suite(tmp_path, ONE.replace("}", ", parameters: {name: filling}}"))
+    command = memlab("nightly", suite, "--allow-missing", "--out", tmp_path / "disk")
+    done = subprocess.run([*small_disk, *command], check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"no room left in {tmp_path / 'disk'}"), done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_only_the_newest_runs_are_kept(tmp_path: Path) -> None:
+    by_hand = tmp_path / "2020-01-01_by_hand"
+    by_hand.mkdir()
+    for day in range(1, 6):
+        name = f"2026-01-0{day}_abc_cpu"
+        with staged(tmp_path, name, print) as staging:
+            summary_of(result_of(), name=name).write(staging)
+            publish(staging, tmp_path / name, keep=3)
+    assert [run.name[:10] for run in kept_runs(tmp_path)] == ["2026-01-03", "2026-01-04", "2026-01-05"]
+    assert by_hand.is_dir(), "only the nightly's own runs are removed"
+    assert not list(tmp_path.glob(".*nightly*"))
+
+
+def test_two_runs_of_one_second_have_two_names(tmp_path: Path) -> None:
+    for expected in ("one", "one-2", "one-3"):
+        with staged(tmp_path, "one", print) as staging:
+            summary_of(result_of()).write(staging)
+            assert free_name(tmp_path, "one") == expected
+            publish(staging, tmp_path / expected, keep=9)
+    assert len(kept_runs(tmp_path)) == 3
+
+
+def test_what_a_killed_nightly_left_is_removed_and_a_living_ones_is_not(tmp_path: Path) -> None:
+    with staged(tmp_path, "living", print) as living:
+        killed = tmp_path / ".killed.nightly-0"
+        killed.mkdir()
+        (killed / ".alive").touch()
+        with staged(tmp_path, "mine", print) as staging:
+            summary_of(result_of()).write(staging)
+            publish(staging, tmp_path / "mine", keep=3)
+        assert not killed.exists()
+        assert living.is_dir()
+        assert kept_runs(tmp_path) == [tmp_path / "mine"]
+
+
+def test_an_unreadable_run_is_named_and_left_out_of_the_trend(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    suite = write_suite(tmp_path, ONE)
+    spoiled = tmp_path / "papermill_runs" / "runs" / "2026-01-01_abc_cpu"
+    spoiled.mkdir(parents=True)
+    (spoiled / "summary.json").write_text("{")
+    assert main(["nightly", str(suite), "--allow-missing"]) == 0
+    assert f"left out of the trend: {spoiled / 'summary.json'} cannot be read" in capfd.readouterr().out
+
+
+def test_a_record_of_another_backend_fails_its_case(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    suite = write_suite(tmp_path, ONE)
+    lab = tmp_path / "labs" / "small.ipynb"
+    notebook = json.loads(lab.read_text())
+    notebook["cells"][-1]["source"] = RECORD.replace('backend="cpu"', 'backend="cuda"')
+    lab.write_text(json.dumps(notebook))
+    assert main(["nightly", str(suite), "--allow-missing"]) == 1
+    assert "record plain was made on cuda, but the suite says cpu" in capfd.readouterr().out

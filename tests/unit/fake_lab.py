@@ -1,0 +1,95 @@
+"""A lab without a model: it has the API that the panel uses, and its steps end when and how a test says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+from memlab.record import StepRecord
+from memlab.scenario import Scenario
+from memlab.settings import MemorySettings
+from memlab.timeline import Timeline
+
+from .builders import record_of, training_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeProgress:
+    phase: str = "forward"
+    module: str = "decoder.layers.0"
+    done: int = 1
+    total: int = 8
+
+
+class FakeLab:
+    """Its steps end at once, or with ``holds`` when ``end`` is called."""
+
+    def __init__(self, architecture: str = "qwen3-moe-tiny", timeline: Timeline | None = None, **options: Any) -> None:
+        self.scenario = Scenario(architecture=architecture, **({"seq_length": 64} | options))
+        self.backend = SimpleNamespace(name="cpu")
+        self.settings = MemorySettings()
+        self.records: list[StepRecord] = []
+        self.submitted: list[MemorySettings] = []
+        self.timeline = training_step(scale=1024) if timeline is None else timeline
+        self.holds = False
+        self.outcome: dict[str, Any] | Exception = {}
+        """Changes of the next record, or the error that its step ends in."""
+        self._running: Future[StepRecord] | None = None
+        self._on_progress: Callable[[Any], None] | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._running is not None and not self._running.done()
+
+    def set_workload(self, **workload: int | None) -> None:
+        self._refuse_if_busy()
+        self.scenario = replace(self.scenario, **{name: value for name, value in workload.items() if value is not None})
+
+    def submit(
+        self, settings: MemorySettings, *, on_progress: Callable[[Any], None] | None = None
+    ) -> Future[StepRecord]:
+        settings.check(self.scenario.architecture, self.scenario.num_layers)
+        self._refuse_if_busy()
+        self.settings, self._on_progress = settings, on_progress
+        self.submitted.append(settings)
+        running = self._running = Future()
+        if not self.holds:
+            self.end()
+        return running
+
+    def progress(self, **place: Any) -> None:
+        assert self._on_progress is not None
+        self._on_progress(FakeProgress(**place))
+
+    def end(self, **outcome: Any) -> None:
+        """Ends the running step, on a thread of its own as a lab does."""
+        running = self._running
+        assert running is not None
+        error = self.outcome if isinstance(self.outcome, Exception) else None
+
+        def finish() -> None:
+            if error is not None:
+                running.set_exception(error)
+                return
+            changes = (self.outcome if isinstance(self.outcome, dict) else {}) | outcome
+            values: dict[str, Any] = {"scenario": self.scenario, "backend": "cpu", "step_index": len(self.records)}
+            self.records.append(record_of(self.timeline, self.settings, **(values | changes)))
+            running.set_result(self.records[-1])
+
+        worker = threading.Thread(target=finish)
+        worker.start()
+        worker.join()
+
+    def stop(self) -> bool:
+        was_busy = self.busy
+        if was_busy:
+            self.end(status="interrupted", message="stopped in forward: run the step again", loss=None)
+        return was_busy
+
+    def _refuse_if_busy(self) -> None:
+        if self.busy:
+            raise ValueError(f"this lab is busy with a step ({self.settings}): wait for it, or stop it")

@@ -1,0 +1,253 @@
+"""What is held against a baseline and how tightly, and how baselines are read, written and refreshed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from memlab.cli import main
+from memlab.regression.baseline import Baseline, baseline_path, read_baseline, write_baseline
+from memlab.regression.compare import compare
+from memlab.regression.measured import Measured, MetricValue
+from memlab.regression.summary import read_summary
+from memlab.regression.summary_text import changes
+from tests.notebooks.small_suites import measured, result_of, summary_of, write_suite
+
+PEAK = "peak_allocated_bytes"
+SUITE = "backend: cpu\ncases:\n  - {lab: small, name: one, parameters: {count: 1}}\n  - {lab: small, name: two}\n"
+
+
+def baseline_of(values: Measured, case: str = "one") -> Baseline:
+    return Baseline(backend="cpu", case=case, date="2026-01-01", commit="abc1234", measured=values)
+
+
+@pytest.mark.parametrize(
+    ("metric", "now", "backend", "is_red"),
+    [
+        (PEAK, 2**20 + 1, "cpu", True),
+        (PEAK, 2**20 - 1, "cpu", True),
+        (PEAK, 2**20 + 1, "simulated", True),
+        (PEAK, 2**20 + 1048, "cuda", False),
+        (PEAK, 2**20 + 1049, "cuda", True),
+        (PEAK, 2**20 - 1049, "cuda", True),
+        ("reserved_bytes", 7, "cuda", False),
+        ("step_seconds", 9.0, "cpu", False),
+        ("tokens_per_second", 9.0, "cpu", False),
+        ("loss", 1.5000001, "cpu", True),
+        ("loss", 1.5000001, "cuda", False),
+        ("status", "out_of_memory", "cuda", True),
+        ("ratio", 0.5, "cpu", True),
+    ],
+)
+def test_bytes_are_exact_on_the_cpu_and_times_are_never_gated(
+    metric: str, now: MetricValue, backend: str, is_red: bool
+) -> None:
+    before = measured(ratio=0.75, reserved_bytes=1, tokens_per_second=1.0)
+    after = measured(**{"ratio": 0.75, "reserved_bytes": 1, "tokens_per_second": 1.0, metric: now})
+    assert [d.metric for d in compare(before, after, backend)] == ([metric] if is_red else [])
+
+
+def test_a_loss_is_only_gated_where_it_is_rounded_alike() -> None:
+    now = measured(loss=1.6)
+    assert compare(measured(), now, "cpu")
+    for other in (
+        replace(now, machine="aarch64"),
+        replace(now, versions=now.versions | {"torch": "3"}),
+        replace(now, versions=now.versions | {"megatron-core": "0.19.2"}),
+    ):
+        assert not compare(measured(), other, "cpu")
+    assert compare(measured(), replace(now, versions=now.versions | {"memlab": "1", "python": "3.12"}), "cpu")
+
+
+def test_a_metric_or_record_that_came_or_went_is_a_difference() -> None:
+    before, after = measured(gone_bytes=1), measured(came_bytes=2)
+    differences = compare(before, after, "cpu")
+    assert {(d.metric, d.difference, d.is_missing) for d in differences} == {
+        ("gone_bytes", "gone", False),
+        ("came_bytes", "not in the baseline", True),
+    }
+    without = replace(after, records={})
+    assert {d.difference for d in compare(before, without, "cpu")} == {"gone"}
+    assert all(d.is_missing for d in compare(without, after, "cpu"))
+
+
+def test_a_difference_names_module_parameter_setting_and_version() -> None:
+    before, after = measured(), measured(**{PEAK: 2**20 + 2**16})
+    record = replace(
+        after.records["plain"],
+        peak_by_module={"decoder.layers.0.mlp": 2**19, "decoder.layers.1.mlp": 2**19 + 2**16},
+        settings={"offload_modules": ["expert_fc1"]},
+        scenario={"architecture": "phi-4-tiny", "seq_length": 128},
+    )
+    after = replace(
+        after,
+        records={"plain": record},
+        parameters={"seq_length": 128},
+        versions=after.versions | {"torch": "3"},
+    )
+    (difference,) = compare(before, after, "cpu")
+    assert difference.difference == "+64.0 KiB (+6.25%)"
+    assert difference.module == "+64.0 KiB in decoder.layers.1.mlp"
+    assert changes(result_of(differences=(difference,))) == [
+        "parameter seq_length: 64 -> 128",
+        "setting offload_modules: expert_fc1+moe_act -> expert_fc1",
+        "version of torch: 2 -> 3",
+    ]
+    (unexplained,) = compare(before, measured(**{PEAK: 1}), "cpu")
+    assert changes(result_of(differences=(unexplained,)))[0].startswith("no parameter, setting or version")
+
+
+def test_the_module_is_one_that_went_the_way_of_the_peak() -> None:
+    after = measured(**{PEAK: 2**20 + 2**10})
+    modules = {"decoder.layers.0.mlp": 0, "decoder.layers.1.mlp": 2**20 + 2**10}
+    after = replace(after, records={"plain": replace(after.records["plain"], peak_by_module=modules)})
+    assert compare(measured(), after, "cpu")[0].module == "+513.0 KiB in decoder.layers.1.mlp"
+    assert compare(after, measured(), "cpu")[0].module == "-513.0 KiB in decoder.layers.1.mlp"
+
+
+def test_a_dropped_offload_module_is_named() -> None:
+    after = measured()
+    del after.records["plain"].metrics["offloaded_bytes_by_module/moe_act"]
+    (difference,) = compare(measured(), after, "cpu")
+    assert (difference.metric, difference.difference) == ("offloaded_bytes_by_module/moe_act", "gone")
+
+
+def test_a_baseline_reads_back_and_holds_no_time(tmp_path: Path) -> None:
+    path = baseline_path(tmp_path / "cpu", "one")
+    write_baseline(path, baseline_of(measured()))
+    read = read_baseline(path)
+    assert read is not None
+    assert not compare(read.measured, measured(step_seconds=9.0), "cpu")
+    assert "seconds" not in path.read_text()
+    assert list(path.parent.iterdir()) == [path]
+    keys = [line.strip().partition(":")[0] for line in path.read_text().splitlines() if line.startswith("     ")]
+    assert keys == sorted(keys), "a metric a line, sorted: a refresh is read as a diff"
+    assert read_baseline(tmp_path / "missing.json") is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"measured": {}}', "\xff", '{"measured": {"records": {"a": {"metrics": {"b": null}}}}}'],
+)
+def test_a_corrupted_baseline_is_named_with_what_to_do(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "one.json"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(
+        ValueError, match=r"one\.json cannot be read .*git checkout -- one\.json.*memlab baseline update"
+    ) as e:
+        read_baseline(path)
+    assert "\n" not in str(e.value)
+    write_baseline(path, baseline_of(measured()))
+    path.write_text(path.read_text().replace('"status": "ok"', '"status": null'))
+    with pytest.raises(ValueError, match="status is None"):
+        read_baseline(path)
+    path.unlink()
+    write_baseline(path, baseline_of(measured(), case="two"))
+    with pytest.raises(ValueError, match="it is of case two"):
+        read_baseline(path)
+
+
+@pytest.fixture
+def suite_with_a_run(tmp_path: Path) -> Path:
+    """A suite, and a run of both its cases."""
+    path = write_suite(tmp_path, SUITE)
+    one, two = replace(measured(), parameters={"count": 1}), replace(measured(), parameters={})
+    write_run(tmp_path, one, two)
+    return path
+
+
+def write_run(root: Path, one: Measured | None, two: Measured | None, date: str = "2026-01-02") -> Path:
+    results = [
+        result_of(name, measured=values, status="passed" if values else "failed")
+        for name, values in (("one", one), ("two", two))
+    ]
+    folder = root / "papermill_runs" / "runs" / f"{date}-030405_abc1234_cpu"
+    folder.mkdir(parents=True)
+    summary_of(*results, name=folder.name).write(folder)
+    assert [result.name for result in read_summary(folder).results] == ["one", "two"]
+    return folder
+
+
+def baselines(suite: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in (suite.parents[1] / "baselines" / "cpu").glob("*")}
+
+
+def test_an_update_prints_old_and_new_and_touches_nothing_else(
+    suite_with_a_run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    root = suite_with_a_run.parents[2]
+    assert main(["baseline", "update", str(suite_with_a_run)]) == 0
+    assert "one: new, 5 metrics of 1 records" in capfd.readouterr().out
+    first = baselines(suite_with_a_run)
+    assert set(first) == {"one.json", "two.json"}
+    changed = measured(**{PEAK: 2**20 + 2**10})
+    write_run(root, replace(changed, parameters={"count": 1}), replace(changed, parameters={}), date="2026-01-03")
+    assert main(["baseline", "update", str(suite_with_a_run), "--only", "one"]) == 0
+    printed = capfd.readouterr().out.splitlines()
+    assert printed == [
+        "from 2026-01-03-030405_abc1234_cpu",
+        "one: plain peak_allocated_bytes: 1,048,576 -> 1,049,600 (+1.0 KiB (+0.10%))",
+    ]
+    second = baselines(suite_with_a_run)
+    assert second["two.json"] == first["two.json"]
+    assert json.loads(second["one.json"])["measured"]["records"]["plain"]["metrics"][PEAK] == 2**20 + 2**10
+    run = root / "papermill_runs" / "runs" / "2026-01-02-030405_abc1234_cpu"
+    assert main(["baseline", "update", str(suite_with_a_run), "--run", str(run)]) == 0
+    assert baselines(suite_with_a_run) == first
+    assert "two: unchanged" in capfd.readouterr().out
+
+
+def test_an_update_replaces_a_corrupted_baseline(suite_with_a_run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["baseline", "update", str(suite_with_a_run)]) == 0
+    damaged = suite_with_a_run.parents[1] / "baselines" / "cpu" / "two.json"
+    damaged.write_text("{")
+    assert main(["baseline", "update", str(suite_with_a_run)]) == 0
+    assert "two: new, in the place of a file that could not be read" in capfd.readouterr().out
+    assert read_baseline(damaged) is not None
+
+
+def test_an_update_refuses_what_is_no_whole_run(suite_with_a_run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    root = suite_with_a_run.parents[2]
+    failed = write_run(root, replace(measured(), parameters={"count": 1}), None, date="2026-01-04")
+    other = write_run(root, replace(measured(), parameters={"count": 2}), None, date="2026-01-05")
+    refusals = {
+        "": "has failed cases, and baselines are taken from whole runs only: mend two",
+        f"--run {failed}": "has failed cases",
+        f"--run {root}": "holds no summary.json",
+    }
+    for arguments, refusal in refusals.items():
+        assert main(["baseline", "update", str(suite_with_a_run), *arguments.split()]) == 2
+        assert refusal in capfd.readouterr().err
+    summary_of(result_of("one", measured=replace(measured(), parameters={"count": 2}))).write(other)
+    assert main(["baseline", "update", str(suite_with_a_run), "--run", str(other)]) == 2
+    assert "case one was run with {'count': 2}, and the suite now says {'count': 1}" in capfd.readouterr().err
+    (other / "summary.json").write_text("{")
+    assert main(["baseline", "update", str(suite_with_a_run), "--run", str(other)]) == 2
+    assert "summary.json cannot be read" in capfd.readouterr().err
+    assert baselines(suite_with_a_run) == {}
+
+
+def test_an_update_without_a_run_says_what_to_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["baseline", "update", str(write_suite(tmp_path, SUITE))]) == 2
+    assert "holds no run of small on cpu: run memlab nightly" in capfd.readouterr().err
+
+
+def test_a_full_disk_leaves_the_old_baselines(
+    suite_with_a_run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = suite_with_a_run.parents[1] / "baselines" / "cpu"
+    write_baseline(folder / "one.json", baseline_of(replace(measured(**{PEAK: 1}), parameters={"count": 1})))
+    before = baselines(suite_with_a_run)
+
+    def full(self: Path, *_: object, **__: object) -> None:
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        assert main(["baseline", "update", str(suite_with_a_run)]) == 1
+    assert capfd.readouterr().err.startswith(f"no room left in {folder} (No space left on device): what is not named")
+    assert baselines(suite_with_a_run) == before

@@ -1,0 +1,563 @@
+"""The panel's widgets, driven by the messages that a page sends, without a page."""
+
+from __future__ import annotations
+
+import html
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ipywidgets
+import numpy as np
+import pytest
+from ipywidgets.widgets.widget import _instances as open_widgets
+from ipywidgets.widgets.widget import _remove_buffers
+
+import memlab
+from memlab.lab import Lab
+from memlab.record import StepRecord
+from memlab.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
+from memlab.views import exports
+from memlab.views.panel import Panel, panel
+from memlab.views.runs import text_twin
+from memlab.views.tables import record_table
+
+from .builders import random_timeline, training_step
+from .fake_lab import FakeLab
+
+RECOMPUTE = {"recompute_granularity": "selective"}
+FULL = {"recompute_granularity": "full"}
+Drive = tuple[str, Any]
+CONTROLS: list[tuple[list[Drive], dict[str, Any]]] = [
+    # The page's messages, by control, and the settings that the API is given for the same.
+    ([("recompute_granularity", 1)], {**FULL, "recompute_method": "uniform", "recompute_num_layers": 1}),
+    ([("recompute_granularity", 2)], {**RECOMPUTE, "recompute_modules": ["core_attn"]}),
+    (
+        [("recompute_granularity", 1), ("recompute_method", 1), ("recompute_num_layers", 3)],
+        {**FULL, "recompute_method": "block", "recompute_num_layers": 3},
+    ),
+    (
+        [("recompute_granularity", 1), ("recompute_num_layers:slider", 2)],
+        {**FULL, "recompute_method": "uniform", "recompute_num_layers": 2},
+    ),
+    *(
+        (
+            [("recompute_granularity", 2), ("recompute_modules:core_attn", False), (f"recompute_modules:{name}", True)],
+            {**RECOMPUTE, "recompute_modules": [name]},
+        )
+        for name in RECOMPUTE_MODULES
+        if name not in ("mlp", "core_attn")
+    ),
+    *(
+        (
+            [("min_offloaded_tensor_size", 0), (f"offload_modules:{name}", True)],
+            {"offload_modules": [name], "min_offloaded_tensor_size": 0},
+        )
+        for name in OFFLOAD_MODULES
+        if name not in ("attn_norm", "attn_proj")
+    ),
+    (
+        [("offload_modules:core_attn", True), ("offload_modules:attn_proj", True)],
+        {"offload_modules": ["core_attn", "attn_proj"]},
+    ),
+    ([("offload_parameters", 1)], {"offload_parameters": True}),
+    ([("offload_optimizer", 1)], {"offload_optimizer": True}),
+    ([("offload_optimizer", 1), ("offload_gradients", 1)], {"offload_optimizer": True, "offload_gradients": False}),
+    ([("offload_gradients", 2)], {"offload_gradients": True}),
+]
+
+
+def receive(widget: Any, **state: Any) -> None:
+    """Does what a message of the page does."""
+    widget._handle_msg({"content": {"data": {"method": "update", "state": state}}, "buffers": []})
+
+
+def press(button: Any) -> None:
+    content = {"data": {"method": "custom", "content": {"event": "click"}}}
+    button._handle_msg({"content": content, "buffers": []})
+
+
+def drive(shown: Panel, name: str, value: Any) -> None:
+    control = shown.controls.by_name[name]
+    receive(control, **{"index" if isinstance(control, ipywidgets.Dropdown) else "value": value})
+
+
+def button(shown: Panel, hook: str) -> Any:
+    found = [widget for widget in inside(shown) if f"memlab-{hook}" in getattr(widget, "_dom_classes", ())]
+    assert len(found) == 1
+    return found[0]
+
+
+def inside(widget: Any) -> Iterator[Any]:
+    yield widget
+    for child in getattr(widget, "children", ()):
+        yield from inside(child)
+
+
+@pytest.fixture
+def make_panel() -> Iterator[Callable[..., Panel]]:
+    made: list[Panel] = []
+
+    def make(**options: Any) -> Panel:
+        made.append(panel(FakeLab(**options)))
+        return made[-1]
+
+    yield make
+    for shown in made:
+        shown.close()
+
+
+@pytest.mark.parametrize(
+    ("messages", "settings"), CONTROLS, ids=lambda value: str(value) if isinstance(value, dict) else ""
+)
+def test_each_control_by_message_gives_what_the_api_gives(
+    make_panel: Callable[..., Panel], messages: list[Drive], settings: dict[str, Any]
+) -> None:
+    shown, by_api = make_panel(), make_panel()
+    for name, value in messages:
+        drive(shown, name, value)
+    by_api.state.draft = by_api.state.draft.with_settings(MemorySettings(**settings))
+
+    press(shown.run_bar.run)
+    by_api.state.run()
+
+    assert shown.state.settings == by_api.state.settings == MemorySettings(**settings)
+    assert shown.state.lab.submitted == by_api.state.lab.submitted == [MemorySettings(**settings)]
+    shared = [name for name, _ in messages]
+    for name in shared:
+        assert shown.controls.by_name[name].value == by_api.controls.by_name[name].value
+
+
+def test_every_control_is_in_the_parity_test_or_does_not_apply(make_panel: Callable[..., Panel]) -> None:
+    driven = {name for messages, _ in CONTROLS for name, _ in messages}
+
+    left = set(make_panel().controls.by_name) - driven
+
+    assert left == {"recompute_modules:mlp", "offload_modules:attn_norm", "seq_length", "micro_batch_size"}
+
+
+def test_settings_by_message_give_the_record_that_the_api_gives(open_lab: Callable[..., Lab]) -> None:
+    lab = open_lab("qwen3-moe-tiny", seq_length=64)
+    shown = panel(lab)
+    for messages, settings in [CONTROLS[2], CONTROLS[6], CONTROLS[8], CONTROLS[-2]]:
+        shown.state.draft = shown.state.draft.with_settings(MemorySettings())
+        drive(shown, "min_offloaded_tensor_size", 1024 * 1024)
+        for name, value in messages:
+            drive(shown, name, value)
+        by_api = lab.step(MemorySettings(**settings))
+        lab.step(MemorySettings())
+        running = shown.state.run()
+        assert running is not None
+        assert_same_step(running.result(), by_api)
+    drive(shown, "seq_length", 32)
+    drive(shown, "micro_batch_size", 2)
+    drive(shown, "offload_optimizer", 0)
+    by_panel = shown.state.run().result()
+    lab.set_workload(seq_length=32, micro_batch_size=2)
+    assert_same_step(by_panel, lab.step(by_panel.settings))
+    shown.close()
+
+
+def assert_same_step(one: StepRecord, other: StepRecord) -> None:
+    times = ("load_seconds", "offload_seconds", "step_seconds", "tokens_per_second", "step_index")
+    values, others = one.to_dict(), other.to_dict()
+    assert {name: value for name, value in values.items() if name not in times} == {
+        name: value for name, value in others.items() if name not in times
+    }
+    # In which order Python frees what dies at one place is not decided.
+    assert np.array_equal(np.sort(one.timeline.delta_bytes), np.sort(other.timeline.delta_bytes))
+
+
+def test_a_real_step_ends_on_the_panel_and_out_of_memory_too(open_lab: Callable[..., Lab]) -> None:
+    lab = open_lab("qwen3-moe-tiny", seq_length=64)
+    shown = panel(lab)
+    press(shown.run_bar.run)
+    wait_for(shown)
+    assert shown.timeline.chart.picture["layout"]["title"]["text"].startswith("<b>Memory allocated on the device")
+
+    lab.device_memory_bytes = lab.records[0].peak_allocated_bytes - 1
+    press(shown.run_bar.run)
+    wait_for(shown)
+    lab.device_memory_bytes = None
+    press(shown.run_bar.run)
+    wait_for(shown)
+
+    assert [row["status"] for row in shown.runs.table.rows] == ["ok", "out of memory", "ok"]
+    assert "asked for" in shown.runs.table.rows[1]["message"]
+    assert shown.runs.table.rows[2]["peak"] == shown.runs.table.rows[0]["peak"]
+    shown.close()
+
+
+def wait_for(shown: Panel) -> None:
+    """Waits until the step that was started has ended on the panel too."""
+    ended = threading.Event()
+    shown.state.observe(lambda change: change["new"] or ended.set(), names=["busy"])
+    assert not shown.state.busy or ended.wait(60)
+
+
+def test_controls_that_do_not_apply_are_disabled_and_say_why(make_panel: Callable[..., Panel]) -> None:
+    shown = make_panel(architecture="phi-4-tiny")
+    controls = shown.controls
+    disabled = {name for name, control in controls.by_name.items() if control.disabled}
+
+    assert disabled == {
+        *("recompute_method", "recompute_num_layers", "recompute_num_layers:slider"),
+        *(f"recompute_modules:{module}" for module in RECOMPUTE_MODULES),
+        *("offload_modules:attn_norm", "offload_modules:mlp_norm"),
+        *("offload_modules:expert_fc1", "offload_modules:moe_act"),
+    }
+    for name in disabled:
+        assert 'title="' in controls.notes[name].value
+        assert "aria-label=" in controls.notes[name].value
+    assert "only MoE layers have, and phi-4-tiny is dense" in controls.notes["offload_modules:moe_act"].value
+    assert "only recompute_granularity &#x27;full&#x27; reads it" in controls.notes["recompute_method"].value
+
+    drive(shown, "recompute_granularity", 1)
+
+    assert not controls.by_name["recompute_method"].disabled
+    assert controls.notes["recompute_method"].value == ""
+
+
+@pytest.mark.parametrize(
+    ("messages", "group"),
+    [
+        ([("offload_modules:attn_proj", True)], "offload_modules"),
+        ([("recompute_granularity", 1), ("recompute_num_layers", 3)], "recompute_"),
+        ([("recompute_granularity", 1), ("recompute_num_layers", 9)], "recompute_"),
+        ([("seq_length", -5)], "seq_length"),
+    ],
+)
+def test_a_refusal_stands_beside_its_control_in_the_rules_words(
+    make_panel: Callable[..., Panel], messages: list[Drive], group: str
+) -> None:
+    shown = make_panel()
+    for name, value in messages:
+        drive(shown, name, value)
+
+    texts = {prefix: box.value for prefix, box in shown.controls.refusals.items() if box.value}
+    assert shown.state.refusal
+    assert set(texts.values()) == {f'<div role="alert">{html.escape(shown.state.refusal, quote=False)}</div>'}
+    assert group in texts
+    press(shown.run_bar.run)
+    assert shown.state.lab.submitted == []
+    assert html.escape(shown.state.refusal, quote=False) in shown.run_bar.status.value
+
+    shown.state.draft = shown.state.draft.of(MemorySettings(), shown.state.scenario)
+    assert not any(box.value for box in shown.controls.refusals.values())
+
+
+def test_a_value_the_slider_cannot_take_stays_in_the_draft(make_panel: Callable[..., Panel]) -> None:
+    shown = make_panel()
+    shown.state.edit(recompute_granularity="full", recompute_num_layers=9)
+
+    assert shown.state.draft.recompute_num_layers == 9
+    assert shown.controls.by_name["recompute_num_layers"].value == 9
+
+
+def test_run_bar_tells_how_far_the_step_is(make_panel: Callable[..., Panel]) -> None:
+    shown = make_panel()
+    bar, lab = shown.run_bar, shown.state.lab
+    lab.holds = True
+    assert (bar.stop.disabled, bar.progress.layout.visibility) == (True, "hidden")
+    press(bar.run)
+    assert (bar.stop.disabled, bar.place.value, bar.progress.layout.visibility) == (False, "starting", "visible")
+
+    lab.progress(phase="warm-up backward", module="decoder.layers.2", done=6, total=16)
+
+    assert (bar.progress.value, bar.progress.max) == (6, 16)
+    assert bar.place.value == "warm-up backward, decoder.layers.2: 6 of 16 layer passes"
+    press(bar.run)
+    assert "this lab is busy" in bar.status.value
+    press(bar.stop)
+    assert (bar.stop.disabled, bar.place.value, bar.progress.layout.visibility) == (True, "", "hidden")
+    assert shown.runs.table.rows[0]["status"] == "interrupted"
+
+
+def test_bytes_moved_stand_beside_what_moved_them(make_panel: Callable[..., Panel]) -> None:
+    shown = make_panel()
+    shown.state.lab.outcome = {
+        "offloaded_bytes_by_module": {"core_attn": 2048},
+        "offloaded_bytes_by_group": {"gradients": 1024, "optimizer state": 4096},
+    }
+    press(shown.run_bar.run)
+    notes = {name: note.value for name, note in shown.controls.notes.items() if note.value.endswith("last time")}
+
+    assert notes == {
+        "offload_modules:core_attn": "2.0 KiB moved last time",
+        "offload_gradients": "1.0 KiB dropped last time",
+        "offload_optimizer": "4.0 KiB moved last time",
+    }
+
+
+def test_a_tick_without_effect_under_the_other_settings_says_so(make_panel: Callable[..., Panel]) -> None:
+    shown = make_panel()
+    drive(shown, "offload_modules:core_attn", True)
+    note = shown.controls.notes["offload_modules:core_attn"]
+    assert note.value == ""
+
+    drive(shown, "recompute_granularity", 2)
+
+    assert note.value.startswith("no effect: core_attn is recomputed")
+    drive(shown, "recompute_granularity", 0)
+    assert note.value == ""
+
+
+def test_the_table_chooses_pins_and_deletes(make_panel: Callable[..., Panel]) -> None:
+    shown = make_panel()
+    table = shown.runs.table
+    for _ in range(3):
+        press(shown.run_bar.run)
+    assert (table.shown, table.pinned, len(table.rows)) == (3, 0, 3)
+
+    receive(table, shown=1)
+    press(button(shown, "pin"))
+    assert (shown.state.shown.number, table.pinned) == (1, 1)
+    assert shown.runs.pin.description == "Unpin"
+    receive(table, shown=2)
+    traces = {trace["uid"]: trace for trace in shown.timeline.chart.picture["traces"]}
+    assert traces["pinned"]["visible"]
+    assert shown.runs.pin.description == "Pin"
+
+    press(button(shown, "delete"))
+
+    assert [row["number"] for row in table.rows] == ["1", "3"]
+    assert (table.shown, shown.state.shown.number, len(shown.state.lab.records)) == (3, 3, 2)
+    drive(shown, "recompute_granularity", 1)
+    press(button(shown, "reuse"))
+    assert shown.controls.by_name["recompute_granularity"].value == "none"
+
+
+def test_a_click_on_the_chart_and_a_typed_moment_tell_the_same(make_panel: Callable[..., Panel]) -> None:
+    shown = make_panel()
+    press(shown.run_bar.run)
+    view, timeline = shown.timeline, shown.state.shown.record.timeline
+    assert "at the peak" in view.breakdown.value
+    assert view.number.value == timeline.peak_index() - timeline.num_opening_events + 1
+
+    view.chart._handle_msg({"content": {"data": {"method": "custom", "content": {"point": 5}}}, "buffers": []})
+    clicked = view.breakdown.value
+    assert (shown.state.moment, view.number.value, view.slider.value) == (5, 5, 5)
+    press(view.to_peak)
+    assert shown.state.moment is None
+    receive(view.number, value=5)
+
+    assert view.breakdown.value == clicked
+    assert "at event 5," in clicked
+    receive(view.slider, value=9)
+    assert shown.state.moment == 9
+    # The breakdown names what the timeline names, the largest first.
+    index = timeline.num_opening_events - 1 + 9
+    names = [name for name in timeline.breakdown(index) if name in view.breakdown.value]
+    places = [view.breakdown.value.index(f"</i>{name}") for name in names]
+    assert names == list(timeline.breakdown(index))
+    assert places == sorted(places)
+    press(shown.run_bar.run)
+    assert shown.state.moment is None
+
+
+def test_no_value_is_ever_beyond_its_sliders_end(make_panel: Callable[..., Panel]) -> None:
+    shown = make_panel(timeline=random_timeline(400))
+    view, lab = shown.timeline, shown.state.lab
+    seen: list[bool] = []
+    for control in (view.slider, view.number):
+        control.observe(
+            lambda change: seen.append(0 <= change["owner"].value <= change["owner"].max), names=["value", "max"]
+        )
+    for num_events in (400, 50, 4000, 10):
+        lab.timeline = random_timeline(num_events)
+        press(shown.run_bar.run)
+        receive(view.slider, value=view.slider.max)
+        assert view.slider.value == num_events - 7
+
+    for number in (2, 4, 3, 1):
+        shown.state.show(number)
+        assert shown.state.moment is None
+    assert seen
+    assert all(seen)
+
+
+def test_switches_change_pool_and_axis(make_panel: Callable[..., Panel]) -> None:
+    shown = make_panel(timeline=random_timeline(300))
+    press(shown.run_bar.run)
+    view = shown.timeline
+
+    receive(view.pool, index=1)
+    receive(view.axis, index=1)
+
+    layout = view.chart.picture["layout"]
+    assert (shown.state.pool, shown.state.axis) == ("host", "event")
+    assert "on the host" in layout["title"]["text"]
+    assert layout["xaxis"]["title"]["text"].startswith("memory events")
+    assert "Alive on the host" in view.breakdown.value
+    shown.state.pool = "device"
+    assert view.pool.value == "device"
+
+
+def test_the_text_table_says_what_the_chart_shows(make_panel: Callable[..., Panel]) -> None:
+    shown = make_panel()
+    assert shown.table.layout.display == "none"
+    receive(shown.table_toggle, value=True)
+    press(shown.run_bar.run)
+    record = shown.state.shown.record
+
+    assert shown.table.layout.display is None
+    assert html.escape(record_table(record), quote=False) in shown.table.value
+    press(button(shown, "pin"))
+    press(shown.run_bar.run)
+    assert "against the pinned run 1" in shown.table.value
+
+
+def test_text_of_a_run_is_escaped_on_the_page(make_panel: Callable[..., Panel]) -> None:
+    shown = make_panel()
+    shown.state.lab.outcome = RuntimeError("<script>alert(1)</script>")
+    press(shown.run_bar.run)
+
+    for widget in inside(shown):
+        if isinstance(widget, ipywidgets.HTML):
+            assert "<script>" not in widget.value
+    assert "<script>" not in json.dumps(shown.timeline.chart.picture["layout"])
+
+
+@pytest.mark.parametrize("kind", ["run", "html", "csv"])
+def test_exports_say_where_they_are(make_panel: Callable[..., Panel], tmp_path: Path, kind: str) -> None:
+    shown = make_panel()
+    receive(shown.runs.folder, value=str(tmp_path / "exports"))
+    press(button(shown, f"export-{kind}"))
+    assert "No run is shown" in shown.run_bar.status.value
+    press(shown.run_bar.run)
+
+    press(button(shown, f"export-{kind}"))
+
+    (written,) = (tmp_path / "exports").iterdir()
+    assert f"Exported {written}" in shown.run_bar.status.value
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError("no space left"), "no space left"),
+        (RuntimeError("the browser is gone"), "RuntimeError: the browser is gone: export HTML instead"),
+    ],
+    ids=["disk", "browser"],
+)
+def test_an_export_that_fails_says_so_and_the_panel_lives_on(
+    make_panel: Callable[..., Panel], monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
+    shown = make_panel()
+    press(shown.run_bar.run)
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(exports.go.Figure, "write_image", fail)
+    monkeypatch.setattr(exports, "find_spec", lambda _: True)
+    press(button(shown, "export-svg"))
+
+    assert f"Not exported: {said}" in shown.state.notice
+    assert shown.state.notice in shown.run_bar.status.value
+    press(shown.run_bar.run)
+    assert len(shown.state.runs) == 2
+
+
+def test_the_lines_that_repeat_the_shown_run_are_on_the_page(make_panel: Callable[..., Panel]) -> None:
+    shown = make_panel()
+    drive(shown, "offload_parameters", 1)
+    press(shown.run_bar.run)
+
+    assert "MemorySettings(offload_parameters=True)\n" in shown.runs.repeat.value
+    assert "memlab measure qwen3-moe-tiny --seq-length 64 --offload-parameters --backend cpu" in shown.runs.repeat.value
+
+
+def test_a_cell_that_is_run_again_has_the_same_panel() -> None:
+    lab = FakeLab()
+    shown = memlab.panel(lab)
+    num_widgets = len(open_widgets)
+    lab.submit(MemorySettings())
+
+    assert memlab.panel(lab) is shown
+
+    assert len(open_widgets) == num_widgets
+    assert len(shown.runs.table.rows) == 1
+    other = FakeLab()
+    assert memlab.panel(other) is not shown
+    memlab.panel(other).close()
+    shown.close()
+
+
+def test_a_closed_panel_leaves_no_widget() -> None:
+    before = set(open_widgets)
+    lab = FakeLab()
+    shown = panel(lab)
+    press(shown.run_bar.run)
+    shown.close()
+
+    left = [widget for name, widget in open_widgets.items() if name not in before]
+    assert [type(widget).__name__ for widget in left] == []
+    lab.submit(MemorySettings())
+
+
+def test_a_hundred_runs_add_no_widget_and_no_trace(make_panel: Callable[..., Panel]) -> None:
+    shown = make_panel()
+    press(shown.run_bar.run)
+    press(button(shown, "pin"))
+    num_widgets = len(open_widgets)
+    num_traces = len(shown.timeline.chart.picture["traces"])
+
+    for _ in range(99):
+        press(shown.run_bar.run)
+
+    assert len(shown.runs.table.rows) == 100
+    assert len(open_widgets) == num_widgets
+    assert len(shown.timeline.chart.picture["traces"]) == num_traces
+
+
+def test_all_widgets_together_take_less_than_a_notebook_may(make_panel: Callable[..., Panel]) -> None:
+    shown = make_panel(timeline=random_timeline(100_000))
+    for _ in range(20):
+        press(shown.run_bar.run)
+    receive(shown.table_toggle, value=True)
+    press(button(shown, "pin"))
+
+    # As JupyterLab saves them: JSON, and buffers as base64, a third larger.
+    num_bytes = 0
+    for widget in inside(shown):
+        state, _, buffers = _remove_buffers(widget.get_state())
+        num_bytes += len(json.dumps(state, default=str)) + sum(len(buffer) * 4 // 3 for buffer in buffers)
+
+    assert num_bytes < 900_000
+
+
+def test_without_a_front_end_the_panel_is_its_text(make_panel: Callable[..., Panel]) -> None:
+    shown = make_panel()
+    press(shown.run_bar.run)
+    bundle = shown._repr_mimebundle_()
+
+    assert bundle["text/plain"].endswith(text_twin(shown.state.shown, None))
+    assert bundle["application/vnd.jupyter.widget-view+json"]["model_id"] == shown.model_id
+    assert repr(shown).startswith("Panel(1 runs on ")
+
+
+def test_the_page_gets_plotly_when_it_asks(make_panel: Callable[..., Panel], monkeypatch: pytest.MonkeyPatch) -> None:
+    chart = make_panel().timeline.chart
+    sent: list[Any] = []
+    monkeypatch.setattr(chart, "send", lambda content, buffers: sent.append((content, buffers)))
+
+    chart._handle_msg({"content": {"data": {"method": "custom", "content": {"question": "plotly"}}}, "buffers": []})
+
+    ((content, buffers),) = sent
+    assert content == {"answer": "plotly"}
+    assert b"plotly.js" in buffers[0][:200]
+
+
+def test_arrays_of_the_picture_travel_once(make_panel: Callable[..., Panel]) -> None:
+    shown = make_panel(timeline=training_step(scale=1024))
+    press(shown.run_bar.run)
+    picture = shown.timeline.chart.picture
+    stacked = [trace for trace in picture["traces"] if trace["visible"] and trace["uid"] in ("activations", "total")]
+
+    assert len(stacked) == 2
+    assert stacked[0]["x"] == stacked[1]["x"]
+    total = np.frombuffer(picture["arrays"][stacked[1]["y"]["array"]])
+    assert total.max() * 2**20 == shown.state.shown.record.peak_allocated_bytes

@@ -1,0 +1,488 @@
+"""The panel without a widget: what is edited, what runs, which runs there are, and what they leave."""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+import random
+import shlex
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from memlab.architectures import ARCHITECTURES
+from memlab.cli import build_parser
+from memlab.record import StepRecord
+from memlab.scenario import Scenario
+from memlab.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
+from memlab.views import exports
+from memlab.views import state as state_module
+from memlab.views.chart import TRACES, chart_figure, event_at, mark_moment
+from memlab.views.draft import Draft
+from memlab.views.run import Run, rows
+from memlab.views.state import LabState
+
+from .builders import TimelineBuilder, training_step
+from .fake_lab import FakeLab
+
+FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+CASES = [
+    MemorySettings(),
+    FULL,
+    MemorySettings(recompute_granularity="full", recompute_method="block", recompute_num_layers=3),
+    MemorySettings(recompute_granularity="selective", recompute_modules=["moe", "core_attn"]),
+    MemorySettings(offload_modules=["core_attn", "attn_proj"], min_offloaded_tensor_size=0),
+    MemorySettings(offload_optimizer=True),
+    MemorySettings(offload_optimizer=True, offload_gradients=False),
+    MemorySettings(offload_gradients=True, offload_parameters=True),
+]
+
+
+def lab_state(**options: Any) -> tuple[FakeLab, LabState]:
+    lab = FakeLab(**options)
+    return lab, LabState(lab)
+
+
+def run_with(state: LabState, **changes: Any) -> Run:
+    state.edit(**changes)
+    assert state.run() is not None, state.notice
+    return state.shown
+
+
+@pytest.mark.parametrize("settings", CASES, ids=str)
+def test_draft_of_settings_gives_the_same_settings_back(settings: MemorySettings) -> None:
+    scenario = Scenario(architecture="qwen3-moe-tiny")
+
+    assert Draft.of(settings, scenario).settings(scenario) == settings
+
+
+def test_draft_keeps_what_does_not_apply_and_leaves_it_out() -> None:
+    _, state = lab_state()
+    state.edit(recompute_granularity="full", recompute_method="block", recompute_num_layers=2)
+    state.edit(recompute_granularity="selective")
+    assert state.settings == MemorySettings(recompute_granularity="selective", recompute_modules=["core_attn"])
+
+    state.edit(recompute_granularity="full")
+
+    assert (state.settings.recompute_method, state.settings.recompute_num_layers) == ("block", 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        (
+            {"offload_modules": ("attn_proj",)},
+            lambda: MemorySettings(offload_modules=["attn_proj"]),
+        ),
+        (
+            {"recompute_granularity": "full", "recompute_num_layers": 3},
+            lambda: replace(FULL, recompute_num_layers=3).check(ARCHITECTURES["qwen3-moe-tiny"], 4),
+        ),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ()},
+            lambda: MemorySettings(recompute_granularity="selective", recompute_modules=[]),
+        ),
+        (
+            {"recompute_granularity": "full", "recompute_method": None},
+            lambda: MemorySettings(recompute_granularity="full"),
+        ),
+        ({"min_offloaded_tensor_size": -1}, lambda: MemorySettings(min_offloaded_tensor_size=-1)),
+        ({"seq_length": -1}, lambda: Scenario(architecture="qwen3-moe-tiny", seq_length=-1)),
+        ({"micro_batch_size": 0}, lambda: Scenario(architecture="qwen3-moe-tiny", micro_batch_size=0)),
+    ],
+)
+def test_refused_draft_shows_exactly_the_rules_text_and_runs_nothing(changes: dict[str, Any], refused: Any) -> None:
+    lab, state = lab_state()
+    state.edit(**changes)
+    with pytest.raises(ValueError) as rule:
+        refused()
+
+    assert (state.settings, state.refusal) == (None, str(rule.value))
+    assert state.run() is None
+    assert state.notice == f"Not started: {rule.value}"
+    assert lab.submitted == []
+
+    state.draft = Draft.of(MemorySettings(), lab.scenario)
+    assert (state.settings, state.refusal) == (MemorySettings(), "")
+
+
+@pytest.mark.parametrize("architecture", ["qwen3-moe-tiny", "phi-4-tiny"])
+def test_what_does_not_apply_is_what_is_refused_or_without_effect_by_itself(architecture: str) -> None:
+    model = ARCHITECTURES[architecture]
+    draft = Draft.of(MemorySettings(recompute_granularity="selective"), Scenario(architecture=model))
+    reasons = draft.not_applicable(model)
+
+    for field, module in [
+        *product(["recompute_modules"], RECOMPUTE_MODULES),
+        *product(["offload_modules"], OFFLOAD_MODULES),
+    ]:
+        values: dict[str, Any] = {field: [module, "core_attn"] if module == "attn_proj" else [module]}
+        settings = MemorySettings(**(values | ({"recompute_granularity": "selective"} if "recompute" in field else {})))
+        try:
+            settings.check(model, model.num_layers)
+            reason = settings.without_effect(model).get(f"{field}:{module}")
+        except ValueError as error:
+            reason = str(error)
+        assert reasons.get(f"{field}:{module}") == reason
+    assert ("offload_modules:expert_fc1" in reasons) == ("recompute_modules:moe" in reasons) == (not model.is_moe)
+    assert "offload_modules:attn_norm" in reasons
+
+
+def test_run_takes_settings_and_workload_to_the_lab() -> None:
+    lab, state = lab_state()
+    run = run_with(state, recompute_granularity="full", seq_length=128, micro_batch_size=2)
+
+    assert lab.submitted == [FULL]
+    assert (lab.scenario.seq_length, lab.scenario.micro_batch_size) == (128, 2)
+    assert run.record is lab.records[0]
+    assert (state.busy, state.progress, state.notice) == (False, None, "run 1 (full uniform 1): ok")
+
+
+def test_who_waits_for_a_run_finds_it_in_the_state() -> None:
+    lab, state = lab_state()
+    lab.holds = True
+    running = state.run()
+    seen: list[Any] = []
+    running.add_done_callback(lambda done: seen.append((done.result(), state.shown.record, state.busy)))
+
+    lab.end()
+
+    assert seen == [(lab.records[0], lab.records[0], False)]
+    lab.outcome = RuntimeError("no")
+    running = state.run()
+    lab.end()
+    with pytest.raises(RuntimeError, match="no"):
+        running.result()
+
+
+def test_second_press_is_refused_in_the_labs_words() -> None:
+    lab, state = lab_state()
+    lab.holds = True
+    state.run()
+    assert state.busy
+
+    assert state.run() is None
+
+    assert state.notice == "Not started: this lab is busy with a step (none): wait for it, or stop it"
+    assert state.busy
+    assert len(lab.submitted) == 1
+    lab.end()
+    assert not state.busy
+
+
+def test_stop_ends_the_step_in_a_row_and_says_so_when_nothing_runs() -> None:
+    lab, state = lab_state()
+    lab.holds = True
+    state.stop()
+    assert state.notice == "Nothing is running: press Run first."
+    state.run()
+
+    state.stop()
+
+    assert not state.busy
+    assert rows(state.runs, None)[0]["status"] == "interrupted"
+    assert rows(state.runs, None)[0]["message"] == "stopped in forward: run the step again"
+    lab.holds = False
+    assert run_with(state).is_ok
+
+
+def test_progress_reaches_the_state_ten_times_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab, state = lab_state()
+    lab.holds = True
+    now, seen = [100.0], []
+    monkeypatch.setattr(state_module.time, "monotonic", lambda: now[0])
+    state.run()
+    state.observe(lambda change: seen.append(change["new"]), names=["progress"])
+
+    for done in range(100):
+        lab.progress(done=done, total=100)
+        now[0] += 0.01
+    lab.end()
+
+    assert [progress and progress.done for progress in seen] == [*range(0, 100, 10), None]
+
+
+def test_out_of_memory_is_a_row_with_what_to_do() -> None:
+    lab, state = lab_state()
+    lab.outcome = {"status": "out_of_memory", "message": "1 GiB asked for: recompute a layer", "loss": None}
+    run = run_with(state)
+
+    row = rows(state.runs, None)[0]
+    assert (row["status"], row["message"]) == ("out of memory", "1 GiB asked for: recompute a layer")
+    assert row["peak"].startswith("> ")
+    assert state.notice == f"{run}: 1 GiB asked for: recompute a layer"
+    assert "out of memory" in chart_figure(run, None).layout.title.text
+
+
+def test_error_in_the_step_is_a_row_and_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    lab, state = lab_state()
+    lab.outcome = RuntimeError("mat1 and mat2 do not fit")
+    with caplog.at_level(logging.ERROR, "memlab.views.state"):
+        assert state.run() is not None
+    run = state.shown
+
+    assert rows(state.runs, None)[0]["status"] == "error"
+    assert run.message.startswith("RuntimeError: mat1 and mat2 do not fit: ")
+    assert caplog.records[0].exc_info[1] is lab.outcome
+    assert "mat1 and mat2" in chart_figure(run, None).layout.annotations[0].text
+    lab.outcome = {}
+    assert run_with(state).is_ok
+    assert [run.status for run in state.runs] == ["error", "ok"]
+
+
+def test_unforeseen_error_of_a_press_is_a_row_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lab, state = lab_state()
+    monkeypatch.setattr(lab, "submit", lambda *_, **__: 1 / 0)
+
+    assert state.run() is None
+
+    assert state.shown.message.startswith("ZeroDivisionError: division by zero: ")
+    assert caplog.records[0].exc_info[0] is ZeroDivisionError
+    assert not state.busy
+
+
+def test_steps_of_a_cell_are_taken_up_once() -> None:
+    lab, state = lab_state()
+    lab.submit(FULL)
+    lab.submit(MemorySettings())
+
+    state.refresh()
+    state.refresh()
+
+    assert [run.record for run in state.runs] == lab.records
+    assert state.shown.number == 2
+
+
+def test_pinned_run_is_what_the_others_are_held_against() -> None:
+    lab, state = lab_state()
+    run_with(state)
+    state.pin()
+    lab.outcome = {"peak_allocated_bytes": lab.records[0].peak_allocated_bytes - 1024, "step_seconds": 0.2102}
+    run_with(state, recompute_granularity="full")
+
+    first, second = rows(state.runs, state.pinned)
+    assert (first["saved"], second["saved"]) == ("", "1.0 KiB")
+    assert second["step_time"] == "210.2 ms (+100%)"
+    assert second["loss"].endswith("(same)")
+    state.show(1)
+    state.pin()
+    assert state.pinned is None
+    assert rows(state.runs, None)[1]["saved"] == ""
+
+
+def test_delete_forgets_the_run_and_its_record() -> None:
+    lab, state = lab_state()
+    for _ in range(3):
+        run_with(state)
+    state.show(2)
+    state.pin()
+    record = state.shown.record
+
+    state.delete()
+
+    assert all(kept is not record for kept in lab.records)
+    assert [run.number for run in state.runs] == [1, 3]
+    assert (state.shown.number, state.pinned) == (3, None)
+    state.delete()
+    state.delete()
+    assert (state.runs, state.shown, lab.records) == ((), None, [])
+    state.delete()
+    assert state.notice == "No run is shown: choose one in the table first."
+    assert run_with(state).number == 4
+
+
+def test_reuse_puts_a_runs_settings_back_into_the_draft() -> None:
+    _, state = lab_state()
+    run_with(state, recompute_granularity="full", seq_length=32, offload_optimizer=True)
+    run = state.shown
+    state.draft = Draft.of(MemorySettings(), run.scenario)
+    state.edit(seq_length=64)
+
+    state.reuse()
+
+    assert state.settings == run.settings
+    assert state.draft.seq_length == 32
+
+
+def test_moved_bytes_are_those_of_the_last_run_that_moved_them() -> None:
+    lab, state = lab_state()
+    for moved in ({"core_attn": 100}, {"core_attn": 50, "moe_act": 7}, {}):
+        lab.outcome = {
+            "offloaded_bytes_by_module": moved,
+            "offloaded_bytes_by_group": {"parameters": 3} if moved else {},
+        }
+        run_with(state)
+    lab.outcome = {"offloaded_bytes_by_module": {"core_attn": 1}, "status": "out_of_memory"}
+    run_with(state)
+
+    assert state.moved_bytes() == {"core_attn": 50, "moe_act": 7, "parameters": 3}
+
+
+def test_show_and_look_at_refuse_what_is_not_there() -> None:
+    _, state = lab_state()
+    run = run_with(state)
+
+    with pytest.raises(ValueError, match="there is no run 7: choose from 1"):
+        state.show(7)
+    with pytest.raises(ValueError, match="moment is -1, but the shown run has"):
+        state.look_at(-1)
+    last = len(run.record.timeline) - run.record.timeline.num_opening_events
+    state.look_at(last)
+    with pytest.raises(ValueError, match=f"moment is {last + 1}, but"):
+        state.look_at(last + 1)
+
+
+def test_chart_has_the_same_traces_whatever_it_shows() -> None:
+    lab, state = lab_state()
+    full = run_with(state, recompute_granularity="full")
+    empty = Run(number=9, scenario=lab.scenario, settings=FULL, backend="cpu", error="RuntimeError: no")
+    names = [name.replace(" ", "-") for name in TRACES]
+
+    for shown, pinned in product([None, full, empty], repeat=2):
+        for pool, axis, moment in product(["device", "host"], ["time", "event"], [None, 3]):
+            figure = mark_moment(chart_figure(shown, pinned, pool, axis), shown, moment, pool, axis)
+            assert [trace.uid for trace in figure.data] == names
+            assert not any(len(trace.x) for trace in figure.data if not trace.visible)
+
+
+def test_pinned_run_lies_over_the_shown_one_in_its_unit() -> None:
+    lab, state = lab_state()
+    plain = run_with(state)
+    lab.timeline = training_step(scale=1024, recompute=True)
+    full = run_with(state, recompute_granularity="full")
+
+    figure = chart_figure(full, plain)
+    traces = {trace.uid: trace for trace in figure.data}
+
+    unit_bytes = full.record.peak_allocated_bytes / max(traces["total"].y)
+    assert max(traces["pinned"].y) * unit_bytes == plain.record.peak_allocated_bytes
+    assert traces["pinned"].name.startswith("pinned: run 1, none, peak ")
+    assert figure.layout.yaxis.range[1] > max(traces["pinned"].y)
+    assert figure.layout.xaxis.range[1] >= max(traces["pinned"].x)
+    assert not {trace.uid: trace for trace in chart_figure(plain, plain).data}["pinned"].visible
+
+
+def test_axis_starts_at_zero_for_a_pinned_run_far_below_it() -> None:
+    lab, state = lab_state()
+    step = TimelineBuilder()
+    step.phase = "load"
+    step.event(2**20, "parameters", after=1.0)
+    lab.timeline = step.build()
+    on_host = run_with(state, offload_parameters=True)
+    lab.timeline = training_step(scale=1024)
+    plain = run_with(state, offload_parameters=False)
+
+    assert chart_figure(plain, None).layout.yaxis.range[0] > 0
+    assert chart_figure(plain, on_host).layout.yaxis.range[0] == 0
+
+
+@pytest.mark.parametrize("axis", ["time", "event"])
+def test_a_click_names_the_event_whose_mark_then_stands_there(axis: Any) -> None:
+    _, state = lab_state()
+    run = run_with(state)
+    timeline = run.record.timeline
+    total = next(trace for trace in chart_figure(run, None, axis=axis).data if trace.uid == "total")
+
+    for point in (0, 17, len(total.x) - 1):
+        moment = event_at(timeline, point, "device", axis)
+        figure = mark_moment(chart_figure(run, None, axis=axis), run, moment, "device", axis)
+        mark = next(trace for trace in figure.data if trace.uid == "moment")
+        assert mark.x[1] == pytest.approx(total.x[point])
+        assert mark.y[1] == total.y[point]
+
+
+def random_run(rng: random.Random) -> Run:
+    architecture = ARCHITECTURES[rng.choice(["qwen3-moe-tiny", "phi-4-tiny"])]
+    scenario = Scenario(
+        architecture=architecture,
+        num_layers=rng.choice([None, 2]),
+        seq_length=rng.choice([None, 64]),
+        micro_batch_size=rng.choice([1, 2]),
+        num_microbatches=rng.choice([1, 3]),
+        seed=rng.choice([1234, 0]),
+        dtype=rng.choice(["bf16", "fp32"]),
+    )
+    settings = rng.choice([case for case in CASES if architecture.is_moe or "moe" not in str(case)])
+    return Run(number=1, scenario=scenario, settings=settings, backend="cpu")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_command_and_the_line_repeat_the_run(seed: int) -> None:
+    run = random_run(random.Random(seed))
+
+    words = shlex.split(exports.measure_command(run))
+    arguments = vars(build_parser().parse_args(words[1:]))
+
+    given = {name: value for name, value in arguments.items() if value is not None}
+    assert words[0] == "memlab"
+    assert Scenario(**{name: given[name] for name in Scenario.__slots__ if name in given}) == run.scenario
+    assert MemorySettings(**{name: given[name] for name in MemorySettings.__slots__ if name in given}) == run.settings
+    assert arguments["backend"] == "cpu"
+    assert eval(exports.settings_line(run.settings), {"MemorySettings": MemorySettings}) == run.settings  # noqa: S307
+
+
+def test_the_command_of_an_unknown_model_says_what_to_fill_in() -> None:
+    scenario = Scenario(architecture=replace(ARCHITECTURES["phi-4-tiny"], name="mine"))
+    run = Run(number=1, scenario=scenario, settings=MemorySettings(), backend="cpu")
+
+    assert exports.measure_command(run) == "memlab measure path/to/mine/config.json --backend cpu"
+
+
+def test_a_run_exports_to_folders_of_its_own(tmp_path: Path) -> None:
+    _, state = lab_state()
+    run = run_with(state)
+
+    first, second = exports.save_run(run, tmp_path / "new"), exports.save_run(run, tmp_path / "new")
+
+    assert first.name == "qwen3-moe-tiny-run-1"
+    assert second.name == "qwen3-moe-tiny-run-1-2"
+    loaded = StepRecord.load(first)
+    assert loaded == run.record
+    assert np.array_equal(loaded.timeline.delta_bytes, run.record.timeline.delta_bytes)
+    broken = Run(number=2, scenario=run.scenario, settings=run.settings, backend="cpu", error="RuntimeError: no")
+    with pytest.raises(ValueError, match=r"run 2 \(none\) ended in an error and has no record to save"):
+        exports.save_run(broken, tmp_path)
+
+
+def test_the_page_holds_chart_and_table_and_needs_no_network(tmp_path: Path) -> None:
+    _, state = lab_state()
+    run = run_with(state)
+
+    page = exports.save_page(chart_figure(run, None), "a <table>", run, tmp_path).read_text(encoding="utf-8")
+
+    assert "<pre>a &lt;table&gt;</pre></body>" in page
+    assert "Plotly.newPlot" in page
+    assert 'src="http' not in page
+
+
+def test_a_picture_without_kaleido_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, state = lab_state()
+    run = run_with(state)
+    monkeypatch.setattr(exports, "find_spec", lambda _: None)
+
+    with pytest.raises(
+        ValueError, match="PNG needs kaleido, which is not installed: run pip install kaleido, or export"
+    ):
+        exports.save_picture(chart_figure(run, None), run, tmp_path, "png")
+
+
+def test_csv_has_a_row_a_run_with_plain_numbers() -> None:
+    lab, state = lab_state()
+    run_with(state)
+    state.pin()
+    lab.outcome = RuntimeError('no, "never"\nagain')
+    state.run()
+
+    table = list(csv.DictReader(io.StringIO(exports.table_csv(state.runs, state.pinned))))
+
+    assert [row["number"] for row in table] == ["1", "2"]
+    assert int(table[0]["peak_allocated_bytes"]) == lab.records[0].peak_allocated_bytes
+    assert table[0]["repeat"].startswith("memlab measure qwen3-moe-tiny --seq-length 64")
+    assert table[1]["message"].startswith('RuntimeError: no, "never"\nagain')

@@ -1,0 +1,186 @@
+"""The report, the JUnit file and the table: what stands in them, and that any reader can read them."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+from memlab.regression.report import write_reports
+from memlab.regression.summary import Summary, read_summary
+from memlab.regression.summary_text import summary_table
+from tests.notebooks.small_suites import difference_of, measured, result_of, summary_of
+from tests.unit.builders import record_of, training_step
+
+CHANGED = result_of(
+    "changed<case>",
+    status="changed",
+    message="2 metrics differ from the baseline of 2026-01-01, commit abc1234",
+    measured=measured(peak_allocated_bytes=2**21),
+    baseline=measured(),
+    differences=(
+        difference_of(module="+1.00 MiB in decoder.layers.1.mlp", changed="setting offload_modules: a+b -> a"),
+        difference_of(metric="offloaded_bytes_by_module/moe_act", baseline=2**16, now=None),
+    ),
+)
+FAILED = result_of(
+    "broken",
+    status="failed",
+    message="small.ipynb failed in cell 3 of 4 (Part 1): \x1b[31mZeroDivisionError\x1b[0m: division by zero",
+    measured=None,
+    folder="broken.failed",
+)
+MISSING = result_of("bare", status="no baseline", message="it has no baseline yet")
+NEW = result_of("new", status="new", message="no baseline yet, which --allow-missing lets pass")
+PASSED = result_of("passed", baseline=measured())
+RED = summary_of(PASSED, CHANGED, FAILED, MISSING, NEW)
+VOID = {"meta", "br", "wbr"}
+
+
+class Checker(HTMLParser):
+    """Holds that tags are closed in order, and collects text, links and ids."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.links: list[str] = []
+        self.ids: list[str] = []
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.links += [values[name] or "" for name in ("href", "src") if name in values]
+        self.ids += [values["id"] or ""] if "id" in values else []
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def page_of(folder: Path, summary: Summary, history: list[tuple[Path, Summary]] | None = None) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_reports(folder, summary, history or [])
+    return (folder / "index.html").read_text()
+
+
+def test_the_page_says_first_what_failed_and_why(tmp_path: Path) -> None:
+    html = page_of(tmp_path, RED)
+    page = Checker(html)
+    text = "".join(page.text)
+    assert text.index("3 of 5 cases failed") < text.index("What failed, and why") < text.index("All cases")
+    first_screen = text[: text.index("All cases")]
+    for words in (
+        "changed<case>",
+        "peak_allocated_bytes of plain +1.00 MiB (+100.00%), largest part +1.00 MiB in decoder.layers.1.mlp, and one more",
+        "changed: setting offload_modules: a+b → a",
+        "offloaded_bytes_by_module/moe_act",
+        "1,048,576",
+        "2,097,152",
+        "ZeroDivisionError",
+        "it has no baseline yet",
+    ):
+        assert words in first_screen
+    assert text.index("passed") > text.index("All cases")
+    assert text.count("✓") == 2
+
+
+def test_the_page_needs_no_network_and_no_other_file(tmp_path: Path) -> None:
+    html = page_of(tmp_path, RED)
+    page = Checker(html)
+    assert "<script" not in html
+    assert not re.search(r"url\(|@import|https?://", html)
+    files = {link for link in page.links if not link.startswith("#")}
+    assert files == {"summary.json", "junit.xml", "broken.failed/log.txt"}, "links only to what is there"
+    assert {link[1:] for link in page.links if link.startswith("#")} <= set(page.ids)
+    assert len(page.ids) == len(set(page.ids)) == 5
+    assert "prefers-color-scheme: dark" in html
+
+
+def test_a_green_page_says_so_and_names_no_failure(tmp_path: Path) -> None:
+    text = "".join(Checker(page_of(tmp_path, summary_of(PASSED, NEW))).text)
+    assert "2 cases passed" in text
+    assert "failed" not in text.replace(".case.failed", "")
+
+
+def test_the_trend_of_a_metric_runs_over_the_kept_runs(tmp_path: Path) -> None:
+    history = [
+        (tmp_path / f"{number}", summary_of(result_of("passed", measured=measured(peak_allocated_bytes=peak))))
+        for number, peak in enumerate((2**18, 2**19, 2**18))
+    ]
+    html = page_of(tmp_path / "now", summary_of(result_of("passed", baseline=measured())), history)
+    assert html.count("peak_allocated_bytes over 4 runs") == 1
+    points = re.search(r'peak_allocated_bytes over 4 runs">.*?points="(.*?)"', html)
+    assert points is not None
+    heights = [float(point.split(",")[1]) for point in points.group(1).split()]
+    assert len(heights) == 4
+    assert heights[0] == heights[2] > heights[1] > heights[3] > 0, "higher values are drawn higher"
+    assert "step_seconds (not gated)" in "".join(Checker(html).text)
+    assert html.count('<i class="green"') == 4
+
+
+def test_a_step_is_drawn_over_that_of_a_kept_run_that_agrees_with_the_baseline(tmp_path: Path) -> None:
+    now, agreeing, other = tmp_path / "now", tmp_path / "agreeing", tmp_path / "other"
+    for folder, recompute in ((now, True), (agreeing, False), (other, True)):
+        record_of(training_step(recompute=recompute)).save(folder / CHANGED.folder / "records" / "plain")
+    result = result_of(CHANGED.name, measured=measured())
+    history = [(agreeing, summary_of(result)), (other, summary_of(CHANGED))]
+    html = page_of(now, summary_of(CHANGED), history)
+    (drawing,) = re.findall(r'<svg class="step".*?</svg>', html)
+    was, is_now = re.findall(r'class="(?:was|now)" d="(.*?)"', drawing)
+    assert was != is_now
+    alone = page_of(now, summary_of(CHANGED), history[1:])
+    (drawing,) = re.findall(r'<svg class="step".*?</svg>', alone)
+    assert re.findall(r'class="(?:was|now)" d="(.*?)"', drawing) == [is_now] or "was" not in drawing
+
+
+def test_junit_counts_errors_and_failures_and_carries_the_differences(tmp_path: Path) -> None:
+    page_of(tmp_path, RED)
+    root = ET.fromstring((tmp_path / "junit.xml").read_text())
+    (suite,) = root
+    assert root.tag == "testsuites"
+    counts = {name: suite.get(name) for name in ("tests", "failures", "errors", "skipped")}
+    assert counts == {"tests": "5", "failures": "2", "errors": "1", "skipped": "0"}
+    cases = {case.get("name"): case for case in suite.iter("testcase")}
+    assert set(cases) == {"passed", "changed<case>", "broken", "bare", "new"}
+    assert all(
+        float(case.get("time") or "") == 3.0 and case.get("classname") == "small.small"
+        for case in suite.iter("testcase")
+    )
+    failure = cases["changed<case>"].find("failure")
+    assert failure is not None
+    assert failure.text is not None
+    assert "1,048,576" in failure.text
+    assert "changed: setting offload_modules: a+b -> a" in failure.text
+    error = cases["broken"].find("error")
+    assert error is not None
+    assert "ZeroDivisionError" in (error.get("message") or "")
+    assert cases["passed"].find("failure") is None
+
+
+def test_the_summary_reads_back(tmp_path: Path) -> None:
+    page_of(tmp_path, RED)
+    read = read_summary(tmp_path)
+    assert read.headline == RED.headline
+    assert read.results[1].differences == CHANGED.differences
+    assert read.results[0].measured == PASSED.measured
+
+
+def test_the_table_names_case_metric_baseline_now_difference_and_setting() -> None:
+    table = summary_table(RED)
+    (line,) = [line for line in table.splitlines() if "peak_allocated_bytes" in line]
+    assert line.split() == [
+        "plain", "peak_allocated_bytes", "1,048,576", "2,097,152", "+1.00", "MiB", "(+100.00%)", "+1.00",
+        "MiB", "in", "decoder.layers.1.mlp",
+    ]  # fmt: skip
+    assert "  changed: setting offload_modules: a+b -> a" in table
+    assert "changed<case>: changed" in table

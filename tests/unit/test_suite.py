@@ -1,0 +1,145 @@
+"""What a suite file may say, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memlab.cli import main
+from memlab.regression.suite import read_suite
+from tests.notebooks.small_labs import write_lab
+from tests.notebooks.small_suites import write_suite
+
+BLOCK = "backend: cpu\ncases:\n  - lab: small\n    "
+
+
+def test_a_matrix_makes_a_case_of_every_combination_with_a_name_that_says_which(tmp_path: Path) -> None:
+    suite = read_suite(
+        write_suite(
+            tmp_path,
+            BLOCK + "matrix:\n      count: [1, 8]\n      modules: [[a, b], []]\n    parameters: {rate: 1e-4}\n"
+            "  - {lab: small, name: by-hand, timeout_seconds: 2.5, parameters: {name: 'on'}}\n",
+        )
+    )
+    assert [case.name for case in suite.cases] == [
+        "small-rate=0.0001-count=1-modules=a+b",
+        "small-rate=0.0001-count=1-modules=none",
+        "small-rate=0.0001-count=8-modules=a+b",
+        "small-rate=0.0001-count=8-modules=none",
+        "by-hand",
+    ]
+    assert suite.cases[0].parameters == {"rate": 1e-4, "count": 1, "modules": ["a", "b"]}
+    assert (suite.cases[0].timeout_seconds, suite.cases[4].timeout_seconds) == (1800.0, 2.5)
+    assert suite.runs_folder == tmp_path / "papermill_runs" / "runs"
+    assert suite.baselines_folder == tmp_path / "papermill_runs" / "baselines" / "cpu"
+    assert [case.name for case in suite.select("count=8*a+b")] == ["small-rate=0.0001-count=8-modules=a+b"]
+    assert suite.select(None) == suite.cases
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("rate: 1e-4", 1e-4),  # text in YAML 1.1
+        ("rate: .5", 0.5),
+        ("count: 010", 10),  # 8 in YAML 1.1
+        ("name: on", "on"),  # true in YAML 1.1
+        ("name: no", "no"),
+        ("name: 1:30", "1:30"),  # 90 in YAML 1.1
+        ("name: 2026-01-02", "2026-01-02"),  # a date in YAML 1.1
+        ("name: null", "null"),
+        ("modules: [no, on]", ["no", "on"]),
+        ("modules: a,b", ["a", "b"]),
+    ],
+)
+def test_a_value_means_what_the_labs_parameter_says(tmp_path: Path, written: str, read: object) -> None:
+    suite = read_suite(write_suite(tmp_path, f"{BLOCK}name: case\n    parameters:\n      {written}\n"))
+    assert list(suite.cases[0].parameters.values()) == [read]
+
+
+def test_a_lab_with_a_backend_parameter_is_given_the_suites(tmp_path: Path) -> None:
+    path = write_suite(tmp_path, BLOCK + "name: case\n")
+    write_lab(tmp_path / "labs", parameters="backend: str = 'auto'\nmodules: list[str] = []", name="small")
+    assert read_suite(path).cases[0].parameters == {"backend": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("text", "refusal"),
+    [
+        ("", "is empty, must be a mapping"),
+        ("- a\n", "['a'] is no mapping"),
+        ("backend: [cpu\n", "line 2: no valid YAML (expected ',' or ']'"),
+        ("backend: cpu\nbackend: cpu\n", "line 2: 'backend' stands twice in one mapping"),
+        ("cases: []\n", "key 'backend' is missing"),
+        ("backend: cpu\n", "key 'cases' is missing"),
+        ("backend: cpu\ncases: []\n", "cases is [], must be a list of at least one block"),
+        ("backend: tpu\ncases: [{lab: small}]\n", "backend is 'tpu', must be one of cpu"),
+        ("backend: auto\ncases: [{lab: small}]\n", "backend is 'auto', must be one of cpu"),
+        ("backend: cpu\ntimeout: 3\ncases: []\n", "unknown key 'timeout': choose from backend, timeout_seconds, cases"),
+        ("backend: cpu\ntimeout_seconds: 1e3\ncases: [{lab: small}]\n", "timeout_seconds is '1e3', must be above 0"),
+        ("backend: cpu\ncases:\n  - lab: smal\n", "lab is 'smal', must be a notebook in"),
+        (BLOCK + "parametres: {}\n", "unknown key 'parametres': choose from lab, name, timeout_seconds, parameters"),
+        (BLOCK + "parameters: {cuont: 1}\n", "unknown parameter cuont: choose from count, rate, name, modules"),
+        (BLOCK + "parameters: {count: 1e3}\n", "parameter count is '1e3', must be a whole number"),
+        (BLOCK + "parameters: {count: 1_0}\n", "parameter count is '1_0', must be a whole number"),
+        (BLOCK + "parameters: {count: [1]}\n", "parameter count is ['1'], must be a whole number"),
+        (BLOCK + "parameters: {interactive: true}\n", "parameter interactive is False in every headless run"),
+        (BLOCK + "matrix: {count: 1}\n", "matrix count is '1', must be a list of values"),
+        (BLOCK + "matrix: {count: []}\n", "matrix count is [], must be a list of values"),
+        (
+            BLOCK + "matrix: {count: [1]}\n    parameters: {count: 1}\n",
+            "count stands under parameters and under matrix",
+        ),
+        (BLOCK + "matrix: {count: [1, 01]}\n", "case name small-count=1 is taken, must be unique"),
+        (BLOCK + "name: a/b\n", "case name 'a/b' cannot name a folder"),
+        (BLOCK + "name: ../a\n", "case name '../a' cannot name a folder"),
+        (BLOCK + "name: a.failed\n", "case name 'a.failed' cannot name a folder"),
+        ("backend: &a [*a]\ncases: [{lab: small}]\n", "nested more than 8 deep"),
+        ("backend: cpu\n? [a]\n: b\n", "a key must be a plain word"),
+    ],
+)
+@pytest.mark.parametrize("command", ["nightly", "baseline update"])
+def test_a_wrong_suite_exits_with_2_and_one_line(
+    tmp_path: Path, text: str, refusal: str, command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_suite(tmp_path, text)
+    assert main([*command.split(), str(path)]) == 2
+    printed, complaint = capfd.readouterr()
+    assert printed == ""
+    assert refusal in complaint
+    assert complaint.count("\n") == 1
+    assert not (tmp_path / "papermill_runs" / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refusal"),
+    [
+        ("--only nope", "pattern 'nope' is in no case's name: choose a part of case"),
+        ("--jobs 0", "jobs is 0, must be at least 1"),
+        ("--keep 0", "keep is 0, must be at least 1"),
+        ("--jobs x", "argument --jobs: invalid int value: 'x'"),
+    ],
+)
+def test_a_wrong_flag_exits_with_2_and_one_line(
+    tmp_path: Path, arguments: str, refusal: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_suite(tmp_path, BLOCK + "name: case\n")
+    assert main(["nightly", str(path), *arguments.split()]) == 2
+    complaint = capfd.readouterr().err
+    assert refusal in complaint
+    assert complaint.count("\n") == 1
+
+
+def test_a_lab_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = write_suite(tmp_path, BLOCK + "name: case\n")
+    write_lab(tmp_path / "labs", record=None, name="small")
+    with pytest.raises(ValueError, match="block 1: lab small: the last code cell is not tagged 'record'"):
+        read_suite(path)
+    with pytest.raises(ValueError, match=r"suite .*missing.yaml does not exist"):
+        read_suite(tmp_path / "missing.yaml")
+
+
+def test_the_projects_suites_are_whole() -> None:
+    for path in (Path(__file__).parents[2] / "papermill_runs" / "suites").glob("*.yaml"):
+        suite = read_suite(path)
+        assert {path.stem for path in suite.baselines_folder.glob("*.json")} == {case.name for case in suite.cases}
