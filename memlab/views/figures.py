@@ -1,7 +1,7 @@
 """Records as plotly figures: one step's memory by category, or several steps' totals on one axis.
 
 Figures are transparent and written in one grey, so that they read on light and dark pages. At each drawn point
-the stack adds up to the pool's exact bytes: numbers are bytes divided by a power of two, which loses nothing.
+the stack adds up to the pool's bytes, to the seven digits of the single-precision numbers that a notebook stores.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import plotly.graph_objects as go
 
 from memlab.record import StepRecord
@@ -141,8 +142,8 @@ def compare_figure(*records: StepRecord, axis: Axis = "time") -> go.Figure:
     for position, (shift, (name, timeline, points)) in enumerate(zip(_label_shifts(spots), drawn, strict=True)):
         look = series_look(position)
         figure.add_scatter(
-            x=points.position,
-            y=points.total_bytes / unit_bytes,
+            x=_drawn(points.position),
+            y=_drawn(points.total_bytes / unit_bytes),
             name="<br>".join(legend[position]),
             line={"color": look.colour, "dash": look.dash, "width": 2, "shape": "hv"},
             text=_phase_names(timeline, points),
@@ -241,11 +242,12 @@ def _set_ranges(figure: go.Figure, end: float, floor: float, peak: float, num_li
 def _stack(points: DrawnPoints, held: IntArray, unit_bytes: int, unit: str) -> list[go.Scatter]:
     """The filled areas, over a clear one for what lies below the axis."""
     # All traces share one x array: plotly then stacks them point by point, also where times are equal.
-    common: dict[str, Any] = {"x": points.position, "stackgroup": "pool", "mode": "lines"}
+    common: dict[str, Any] = {"x": _drawn(points.position), "stackgroup": "pool", "mode": "lines"}
     traces = []
     if held.any():
         base: dict[str, Any] = {"name": "held throughout", "fillcolor": TRANSPARENT, "showlegend": False}
-        base |= {"y": np.full(len(points), held.sum() / unit_bytes), "line": {"width": 0, "color": INK, "shape": "hv"}}
+        base |= {"line": {"width": 0, "color": INK, "shape": "hv"}}
+        base |= {"y": _drawn(np.full(len(points), held.sum() / unit_bytes))}
         traces.append(go.Scatter(**common, **base, hovertemplate=f"%{{y:.3f}} {unit}"))
     for category, look in CATEGORY_LOOKS.items():
         code = CATEGORIES.index(category)
@@ -256,7 +258,7 @@ def _stack(points: DrawnPoints, held: IntArray, unit_bytes: int, unit: str) -> l
         traces.append(
             go.Scatter(
                 **common,
-                y=above / unit_bytes,
+                y=_drawn(above / unit_bytes),
                 name=category,
                 line={"width": 0.5, "color": look.colour, "shape": "hv"},
                 fillpattern={"shape": look.pattern, "bgcolor": look.colour, "fgcolor": PATTERN_INK}
@@ -268,6 +270,11 @@ def _stack(points: DrawnPoints, held: IntArray, unit_bytes: int, unit: str) -> l
     return traces
 
 
+def _drawn(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """Halves what a notebook stores of a figure; seven digits are more than a hover shows."""
+    return values.astype(np.float32)
+
+
 def _phase_names(timeline: Timeline, points: DrawnPoints) -> list[str]:
     return [PHASES[code] for code in timeline.phase[points.event_index]]
 
@@ -277,11 +284,11 @@ def _total_line(timeline: Timeline, points: DrawnPoints, pool: str, unit_bytes: 
     texts = []
     modules = largest_modules(timeline, points.event_index, pool)
     for phase, largest in zip(_phase_names(timeline, points), modules, strict=True):
-        names = "".join(f"<br>  {html.escape(module_name(name))} {format_bytes(size)}" for name, size in largest)
-        texts.append(phase + ("; grew most since the step's start:" + names if names else ""))
+        names = "".join(f"<br>{html.escape(module_name(name))} +{format_bytes(size)}" for name, size in largest)
+        texts.append(phase + names)
     return go.Scatter(
-        x=points.position,
-        y=points.total_bytes / unit_bytes,
+        x=_drawn(points.position),
+        y=_drawn(points.total_bytes / unit_bytes),
         name="total",
         text=texts,
         mode="lines",

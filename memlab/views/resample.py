@@ -17,7 +17,7 @@ from memlab.timeline import CATEGORIES, PHASES, POOLS, IntArray, Timeline
 Axis = Literal["time", "event"]
 AXES = ("time", "event")
 
-_NUM_BINS = 500
+_NUM_BINS = 300
 _NANOSECONDS_PER_MILLISECOND = 1e6
 
 

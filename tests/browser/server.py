@@ -41,6 +41,8 @@ class JupyterServer:
         environment = {f"JUPYTER_{name}_DIR": str(folder / place) for name, place in folders.items()}
         command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--expose-app-in-browser"]
         command += ["--ip=127.0.0.1", "--ServerApp.port=0", f"--notebook-dir={self.work}"]
+        # A test run that is killed cannot close this; then it ends by itself, once nobody is connected any more.
+        command += ["--MappingKernelManager.cull_idle_timeout=600", "--ServerApp.shutdown_no_activity_timeout=600"]
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
                 command,

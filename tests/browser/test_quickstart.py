@@ -1,4 +1,4 @@
-"""The quickstart as a person runs it: all cells in JupyterLab, and its figures on the page."""
+"""The quickstart as a person runs it: all cells in JupyterLab, its figures on the page, and its panel."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from playwright.sync_api import expect
 
 from tests.browser.notebook_page import NotebookPage
+from tests.browser.panel_page import PanelPage
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 QUICKSTART = Path(__file__).parents[2] / "labs" / "00_quickstart.ipynb"
@@ -23,7 +25,7 @@ def numbers(column: Any) -> list[float]:
     return list(column)
 
 
-def test_the_quickstart_runs_and_draws_each_figure_as_it_was_sent(notebook_page: NotebookPage) -> None:
+def test_the_quickstart_draws_each_figure_as_it_was_sent_and_ends_in_a_panel(notebook_page: NotebookPage) -> None:
     shutil.copy(QUICKSTART, notebook_page.server.work)
     notebook_page.open(QUICKSTART.name)
     notebook_page.run_all()
@@ -41,4 +43,11 @@ def test_the_quickstart_runs_and_draws_each_figure_as_it_was_sent(notebook_page:
         for trace, on_page in zip(figure["data"], shown["traces"], strict=True):
             assert on_page["x"] == numbers(trace["x"])
             assert on_page["y"] == numbers(trace["y"])
+    # The panel is on the dense model, and has the runs of the cells before it.
+    panel = PanelPage(notebook_page)
+    expect(panel.root).to_have_count(1)
+    expect(panel.part("offload-modules-moe-act", "input")).to_be_disabled()
+    count = panel.rows.count()
+    panel.press("run")
+    expect(panel.rows).to_have_count(count + 1)
     assert notebook_page.complaints == []
