@@ -6,15 +6,16 @@ import atexit
 import gc
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from memlab.architectures import Architecture
 from memlab.backends import find_backend
-from memlab.model import holders
+from memlab.model import holders, remedies
 from memlab.model.retention import Retained, find_retained
 from memlab.movement import Movement, check_groups
 from memlab.progress import Follower, Progress
@@ -223,6 +224,26 @@ class Lab:
         with self._starting:
             self._refuse_if_busy()
             return self._on_worker(lambda: find_retained(self._stepper.live)).result()
+
+    @contextmanager
+    def tap(self, layer: int) -> Iterator[None]:
+        """Within the block, keeps one layer's output alive after each forward, as a probe or an auxiliary head does.
+
+        Args:
+            layer: Counted from 0.
+
+        Raises:
+            ValueError: If there is no such layer, or the lab is busy or closed.
+        """
+        if not 0 <= layer < self.scenario.num_layers:
+            raise ValueError(f"layer is {layer!r}, must be from 0 to {self.scenario.num_layers - 1}: tap another layer")
+        with self._starting:
+            self._refuse_if_busy()
+            take_off = self._on_worker(lambda: remedies.tap(self._stepper.live, layer)).result()
+        try:
+            yield
+        finally:
+            take_off()
 
     def submit(
         self,

@@ -16,9 +16,11 @@ from memlab.architectures import Architecture
 
 RecomputeGranularity = Literal["full", "selective"]
 RecomputeMethod = Literal["uniform", "block"]
+CheckpointInputRemedy = Literal["detach", "clear_gradient", "release_storage"]
 
 RECOMPUTE_GRANULARITIES = ("full", "selective")
 RECOMPUTE_METHODS = ("uniform", "block")
+CHECKPOINT_INPUT_REMEDIES = ("detach", "clear_gradient", "release_storage")
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 MOE_RECOMPUTE_MODULES = ("moe", "moe_act")
@@ -44,6 +46,9 @@ class MemorySettings:
     """Under ``full``: layers a checkpoint (uniform), or layers that are recomputed (block)."""
     recompute_modules: tuple[str, ...] | None = None
     """Under ``selective``: some of `RECOMPUTE_MODULES`; Megatron's default is ``core_attn`` alone."""
+    checkpoint_input_remedy: CheckpointInputRemedy | None = None
+    """Against the input and gradient that a checkpoint of an MoE layer keeps after its backward: ``detach`` what holds
+    them, ``clear_gradient``, or ``release_storage`` (`memlab.model.remedies`). None is Megatron, which has none."""
     offload_modules: tuple[str, ...] | None = None
     """Modules whose saved inputs go to the host between forward and backward: some of `OFFLOAD_MODULES`."""
     min_offloaded_tensor_size: int = 1024 * 1024
@@ -61,6 +66,7 @@ class MemorySettings:
         self._set("offload_modules", _modules("offload_modules", self.offload_modules, OFFLOAD_MODULES))
         self._check_recompute()
         self._check_offload()
+        _one_of("checkpoint_input_remedy", self.checkpoint_input_remedy, CHECKPOINT_INPUT_REMEDIES)
         for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "offload_gradients" and value is None):
@@ -130,6 +136,11 @@ class MemorySettings:
                 "of 'moe'"
             )
 
+    def checkpoints_moe_layers(self, architecture: Architecture) -> bool:
+        """Whether an MoE layer is recomputed as a whole: then its checkpoint keeps its input and gradient alive."""
+        whole = self.recompute_granularity == "full" or "moe" in (self.recompute_modules or ())
+        return architecture.is_moe and whole
+
     def check(self, architecture: Architecture, num_layers: int) -> None:
         """Holds the settings against a model.
 
@@ -187,6 +198,10 @@ class MemorySettings:
             reasons["offload_modules:attn_norm"] = fused_attention_norm
         if "mlp_norm" in (self.offload_modules or ()) and not architecture.is_moe:
             reasons["offload_modules:mlp_norm"] = f"{fused_mlp_norm} to offload"
+        if self.checkpoint_input_remedy is not None and not self.checkpoints_moe_layers(architecture):
+            reasons["checkpoint_input_remedy"] = "only a checkpoint around an MoE layer keeps its input: " + (
+                "recompute 'full', or 'moe'" if architecture.is_moe else f"{architecture.name} is dense"
+            )
         if {"core_attn"} <= set(self.offload_modules or ()) & set(self.recompute_modules or ()):
             reasons["offload_modules:core_attn"] = (
                 "core_attn is recomputed, and Megatron opens no offload group around an attention that it checkpoints"
@@ -230,6 +245,8 @@ class MemorySettings:
             words.append(f"full {self.recompute_method} {self.recompute_num_layers}")
         if self.recompute_granularity == "selective":
             words.append("recompute " + "+".join(self.recompute_modules or ()))
+        if self.checkpoint_input_remedy:
+            words.append(self.checkpoint_input_remedy.replace("_", " "))
         if self.offload_modules:
             words.append("offload " + "+".join(self.offload_modules))
         host = [name for name in ("parameters", "gradients", "optimizer") if getattr(self, f"offload_{name}")]

@@ -24,6 +24,7 @@ from memlab.model.build import LiveModel, build
 from memlab.model.offload_watch import OffloadWatch
 from memlab.model.quiet import quiet_megatron
 from memlab.model.recovery import recover
+from memlab.model.remedies import CheckpointRemedy
 from memlab.model.residency import Residency, groups_on_host
 from memlab.model.training_step import train_step
 from memlab.movement import GROUPS, Movement
@@ -45,6 +46,7 @@ class Stepper:
         self.meter = StorageMeter(self.labels)
         self._backend = backend
         self._offload_watch = OffloadWatch()
+        self._remedy = CheckpointRemedy()
         self.live: LiveModel
         self.residency: Residency
 
@@ -132,7 +134,7 @@ class Stepper:
     def _phases(self, settings: MemorySettings) -> dict[str, Any]:
         with self.labels.phase_of("load"):
             _, load_seconds = _seconds_if_moved(self.residency.load)
-        with self.labels.phase_of("forward"):
+        with self.labels.phase_of("forward"), self._remedy.during_step(self._remedy_of(settings)):
             loss = train_step(self.live, self.labels)
         self.meter.categorise(self._categories())
         with self.labels.phase_of("offload"):
@@ -148,8 +150,15 @@ class Stepper:
     def _offload_seen(self, settings: MemorySettings) -> dict[str, Any]:
         return {
             "offloaded_bytes_by_module": dict(self._offload_watch.moved_bytes),
-            "without_effect": self._offload_watch.without_effect(self.scenario, settings),
+            "without_effect": {
+                **self._offload_watch.without_effect(self.scenario, settings),
+                **self._remedy.without_effect(),
+            },
         }
+
+    def _remedy_of(self, settings: MemorySettings) -> str | None:
+        needed = settings.checkpoints_moe_layers(self.scenario.architecture)
+        return settings.checkpoint_input_remedy if needed else None
 
     def _between_steps(self, settings: MemorySettings) -> dict[str, int]:
         away = groups_on_host(settings)

@@ -13,6 +13,7 @@ from memlab.architectures import ARCHITECTURES
 from memlab.commands.output import result_alone_on_stdout
 from memlab.scenario import DTYPES, Scenario
 from memlab.settings import (
+    CHECKPOINT_INPUT_REMEDIES,
     OFFLOAD_MODULES,
     RECOMPUTE_GRANULARITIES,
     RECOMPUTE_METHODS,
@@ -38,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     settings.add_argument("--recompute-method", metavar=_choices(RECOMPUTE_METHODS), help="under full")
     settings.add_argument("--recompute-num-layers", type=_whole_number, metavar="N", help="under full")
     settings.add_argument("--recompute-modules", type=_names, metavar="A,B", help=f"of {', '.join(RECOMPUTE_MODULES)}")
+    settings.add_argument(
+        "--checkpoint-input-remedy", metavar=_choices(CHECKPOINT_INPUT_REMEDIES), help="where MoE layers are recomputed"
+    )
     settings.add_argument("--offload-modules", type=_names, metavar="A,B", help=f"of {', '.join(OFFLOAD_MODULES)}")
     settings.add_argument(
         "--min-offloaded-tensor-size", type=_whole_number, metavar="N", help="in elements (1048576, Megatron's default)"

@@ -43,6 +43,27 @@ def _detaching(dispatcher: Any, dispatch_preprocess: Callable[..., Any]) -> Call
     return dispatch_then_detach
 
 
+def tap(live: LiveModel, layer: int) -> Callable[[], None]:
+    """Keeps a layer's output after each forward without gradients; its storage is the next checkpoint's input too.
+
+    Returns:
+        What ends it and lets the output go.
+    """
+    kept: list[torch.Tensor] = []
+
+    def keep(_module: Any, _inputs: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            kept[:] = [output[0]]
+
+    handle = live.chunk.module.decoder.layers[layer].register_forward_hook(keep)
+
+    def take_off() -> None:
+        handle.remove()
+        kept.clear()
+
+    return take_off
+
+
 class CheckpointRemedy:
     """What a checkpoint does with its input once backward has passed it."""
 
@@ -50,6 +71,16 @@ class CheckpointRemedy:
         self.num_refused = 0
         """Inputs that ``release_storage`` left alone in the last step because something else refers to them."""
         self._unshared = (0, 0, 0)
+
+    def without_effect(self) -> dict[str, str]:
+        """Names what the last step left alone, as `StepRecord.without_effect` does."""
+        if not self.num_refused:
+            return {}
+        inputs = "1 checkpoint input is" if self.num_refused == 1 else f"{self.num_refused} checkpoint inputs are"
+        return {
+            "checkpoint_input_remedy": f"{inputs} left alone: something else refers to "
+            "their storage and would find it empty: use 'detach'"
+        }
 
     @contextmanager
     def during_step(self, remedy: str | None) -> Iterator[None]:
@@ -60,7 +91,8 @@ class CheckpointRemedy:
             return
         release = remedy == "release_storage"
         self._unshared = _unshared_owners()
-        backward = _handing_over(random.CheckpointFunction.backward, self._release if release else _clear_gradient)
+        finish = self._release if release else _clear_gradient
+        backward = _handing_over(random.CheckpointFunction.backward, finish, copy=release)
         with patch.object(random.CheckpointFunction, "backward", staticmethod(backward)):
             yield
 
@@ -79,9 +111,12 @@ def _clear_gradient(saved: torch.Tensor, leaf: torch.Tensor) -> None:
 
 
 def _handing_over(
-    upstream_backward: Callable[..., Any], finish: Callable[[torch.Tensor, torch.Tensor], None]
+    upstream_backward: Callable[..., Any], finish: Callable[[torch.Tensor, torch.Tensor], None], *, copy: bool
 ) -> Callable[..., Any]:
-    """Wraps ``CheckpointFunction.backward``: `finish` sees each saved input and the leaf made of it, at the end."""
+    """Wraps ``CheckpointFunction.backward``: `finish` sees each saved input and the leaf made of it, at the end.
+
+    The gradients that are handed on are the leaves' own; `copy` makes them outlive what `finish` does to those.
+    """
 
     def backward(ctx: Any, *grads: Any) -> Any:
         pairs: list[tuple[Any, Any]] = []
@@ -94,8 +129,8 @@ def _handing_over(
 
         with patch.object(random, "detach_variable", detach_and_note):
             results = upstream_backward(ctx, *grads)
-        # The gradients that are handed on are the leaves' own; they must outlive what `finish` does to them.
-        results = tuple(grad.clone() if isinstance(grad, torch.Tensor) else grad for grad in results)
+        if copy:
+            results = tuple(grad.clone() if isinstance(grad, torch.Tensor) else grad for grad in results)
         while pairs:
             saved, leaf = pairs.pop()
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -121,7 +156,7 @@ def _unshared_owners() -> tuple[int, int, int]:
     def count(saved: torch.Tensor, leaf: torch.Tensor) -> None:
         counts.append(_owners(saved, leaf))
 
-    backward = _handing_over(_UPSTREAM_BACKWARD, count)
+    backward = _handing_over(_UPSTREAM_BACKWARD, count, copy=False)
     with patch.object(random.CheckpointFunction, "backward", staticmethod(backward)):
         start = torch.ones(1, device=torch.cuda.current_device(), requires_grad=True)
         torch.autograd.backward(random.checkpoint(torch.neg, False, start * 1).sum())

@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import Pipe
 from megatron.core.transformer.identity_op import IdentityOp
 
 from memlab.model.build import LiveModel, settings_fields, transformer_config
+from memlab.model.remedies import set_detach
 from memlab.settings import MemorySettings
 
 
@@ -40,6 +41,7 @@ def apply(live: LiveModel, settings: MemorySettings) -> None:
         if "offload_expert_fc1" in attributes:
             # experts.py keeps one tensor instead of one view an expert, so that the offload is one copy.
             module.linear_fc1.save_original_input = attributes["offload_expert_fc1"]
+    set_detach(live, settings.checkpoint_input_remedy == "detach")
     # The new manager learns the model's groups in its next step, which is then a warm-up. The old one's host buffers go
     # now: in 0.19 it is part of a cycle, and would keep them until the next garbage collection.
     PipelineOffloadManager.get_instance().cpu_tensor_pool.clear()

@@ -8,7 +8,7 @@ from typing import Any
 
 import ipywidgets
 
-from memlab.settings import OFFLOAD_MODULES, RECOMPUTE_METHODS, RECOMPUTE_MODULES
+from memlab.settings import CHECKPOINT_INPUT_REMEDIES, OFFLOAD_MODULES, RECOMPUTE_METHODS, RECOMPUTE_MODULES
 from memlab.units import format_bytes
 from memlab.views.draft import Draft
 from memlab.views.state import LabState
@@ -16,6 +16,7 @@ from memlab.views.state import LabState
 # By what a control shows. A Dropdown takes the value None for no choice at all, so its values are these words.
 _GRANULARITIES = {"none": None, "full": "full", "selective": "selective"}
 _METHODS = {method: method for method in RECOMPUTE_METHODS}
+_REMEDIES = {"kept, as in Megatron": None, **{name.replace("_", " "): name for name in CHECKPOINT_INPUT_REMEDIES}}
 _DEVICE_OR_HOST = {"device": False, "host": True}
 # Gradients are dropped, not copied: between steps they hold nothing that the optimizer has not used.
 _GRADIENTS = {"with the optimizer state": None, "device": False, "dropped": True}
@@ -60,8 +61,9 @@ class SettingsControls:
                 self._number("recompute_num_layers:slider", slider),
                 ipywidgets.HTML("modules, under selective:"),
                 *(self._tick("recompute_modules", module) for module in RECOMPUTE_MODULES),
+                self._choice("checkpoint_input_remedy", "MoE checkpoint's input", _REMEDIES),
             ],
-            ("recompute_",),
+            ("recompute_", "checkpoint_input_remedy"),
         )
 
     def _offload(self) -> Any:

@@ -14,6 +14,7 @@ from memlab.scenario import Scenario
 from memlab.settings import (
     OFFLOAD_MODULES,
     RECOMPUTE_MODULES,
+    CheckpointInputRemedy,
     MemorySettings,
     RecomputeGranularity,
     RecomputeMethod,
@@ -33,6 +34,7 @@ class Draft:
     recompute_method: RecomputeMethod | None = "uniform"
     recompute_num_layers: int | None = 1
     recompute_modules: tuple[str, ...] = ("core_attn",)
+    checkpoint_input_remedy: CheckpointInputRemedy | None = None
     offload_modules: tuple[str, ...] = ()
     min_offloaded_tensor_size: int = 1024 * 1024
     offload_parameters: bool = False
@@ -101,6 +103,9 @@ class Draft:
         for field in _not_read(granularity):
             if field not in MODULE_FIELDS:
                 reasons[field] = _refusal(**asked, **{field: getattr(self, field) or _ANY[field]})
+        if not architecture.is_moe:
+            remedy = MemorySettings(checkpoint_input_remedy="detach").without_effect(architecture)
+            reasons["checkpoint_input_remedy"] = remedy["checkpoint_input_remedy"]
         for field, modules in MODULE_FIELDS.items():
             for module in modules:
                 reason = _reason_against(field, module, architecture)
@@ -111,7 +116,7 @@ class Draft:
         return reasons
 
 
-_MAY_BE_NONE = ("recompute_granularity", "offload_gradients")
+_MAY_BE_NONE = ("recompute_granularity", "checkpoint_input_remedy", "offload_gradients")
 _ANY: dict[str, Any] = {"recompute_method": "uniform", "recompute_num_layers": 1}
 
 

@@ -15,6 +15,10 @@ MARK = "  # change me"
 SELECTIVE = 'mine = lab.step(MemorySettings(recompute_granularity="selective", recompute_modules={}))'
 SOLUTIONS = {
     "01_recompute": [SELECTIVE.format('["moe"]'), SELECTIVE.format('["moe_act"]')],
+    "04_moe_checkpoint_retention": [
+        SELECTIVE.format('["moe_act"]'),
+        'mine = lab.step(remedies["detach"].settings)',
+    ],
     "05_phi4_activation_peak": [SELECTIVE.format('["mlp"]')],
     "06_weight_sync": ["mine = lab.step(MemorySettings(offload_optimizer=True))"],
 }

@@ -42,6 +42,7 @@ def random_settings(lab: Lab, rng: random.Random) -> MemorySettings:
         if rng.random() < 0.6:
             values["offload_modules"] = rng.sample(offload_modules, rng.randint(1, 4))
             values["min_offloaded_tensor_size"] = rng.choice([0, 5000, 1024 * 1024])
+        values["checkpoint_input_remedy"] = rng.choice([None, "detach", "clear_gradient", "release_storage"])
         for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
             values[name] = rng.random() < 0.3
         try:

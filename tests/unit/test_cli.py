@@ -156,7 +156,7 @@ def test_measure_prints_the_table_without_json(fake_lab: type[FakeLab], capfd: p
 def test_flags_reach_scenario_and_settings(fake_lab: type[FakeLab]) -> None:
     flags = (
         "measure qwen3-moe-tiny --num-layers 3 --seq-length 64 --micro-batch-size 2 --num-microbatches 4 --seed 7 "
-        "--dtype fp32 --recompute-granularity selective --recompute-modules core_attn,layernorm "
+        "--dtype fp32 --recompute-granularity selective --recompute-modules core_attn,layernorm --checkpoint-input-remedy detach "
         "--offload-modules expert_fc1,moe_act --min-offloaded-tensor-size 0 --offload-parameters --offload-optimizer "
         "--no-offload-gradients --json"
     )
@@ -164,6 +164,7 @@ def test_flags_reach_scenario_and_settings(fake_lab: type[FakeLab]) -> None:
     assert fake_lab.settings == MemorySettings(
         recompute_granularity="selective",
         recompute_modules=("core_attn", "layernorm"),
+        checkpoint_input_remedy="detach",
         offload_modules=("expert_fc1", "moe_act"),
         min_offloaded_tensor_size=0,
         offload_parameters=True,

@@ -1,0 +1,75 @@
+"""Three remedies for the input that an MoE layer's checkpoint keeps: what each frees, and that none changes the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from memlab.lab import Lab
+from memlab.settings import CHECKPOINT_INPUT_REMEDIES, MemorySettings
+from tests.unit.live import FULL, gradients_of_step, recompute
+
+KEPT_SHARE = {None: 1.0, "detach": 0.0, "clear_gradient": 0.5, "release_storage": 0.0}
+
+
+def remedied(remedy: Any, settings: MemorySettings = FULL) -> MemorySettings:
+    return replace(settings, checkpoint_input_remedy=remedy)
+
+
+@pytest.mark.parametrize("settings", [FULL, recompute("moe"), replace(FULL, recompute_num_layers=2)], ids=str)
+def test_each_remedy_frees_its_share_of_what_checkpoints_keep(
+    open_lab: Callable[..., Lab], settings: MemorySettings
+) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    # Input and gradient: tokens x hidden x 2 bytes each, once a checkpoint (verl #5251).
+    num_checkpoints = 4 // (settings.recompute_num_layers or 1)
+    kept = 2 * 128 * 128 * 2 * num_checkpoints
+    for remedy, share in KEPT_SHARE.items():
+        record = lab.step(remedied(remedy, settings))
+        assert (remedy, record.residual_bytes) == (remedy, kept * share)
+        assert len(lab.retained()) == (0 if remedy == "detach" else num_checkpoints)
+        assert record.without_effect == {}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_no_remedy_changes_a_bit_of_loss_or_gradients(open_lab: Callable[..., Lab], dtype: str) -> None:
+    expected_loss, expected = gradients_of_step(open_lab("qwen3-moe-tiny", dtype=dtype), FULL)
+    for remedy in CHECKPOINT_INPUT_REMEDIES:
+        loss, gradients = gradients_of_step(open_lab("qwen3-moe-tiny", dtype=dtype), remedied(remedy))
+        assert loss == expected_loss
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients, expected, strict=True)), remedy
+
+
+def test_every_remedy_lowers_the_peak_too(open_lab: Callable[..., Lab]) -> None:
+    lab = open_lab("qwen3-moe-tiny", seq_length=1024)
+    peaks = {remedy: lab.step(remedied(remedy)).peak_allocated_bytes for remedy in KEPT_SHARE}
+    # Backward ends at layer 0 with the inputs and gradients of the three above it kept, or not.
+    assert all(peaks[remedy] < peaks[None] for remedy in CHECKPOINT_INPUT_REMEDIES), peaks
+
+
+def test_a_storage_that_something_else_refers_to_is_never_emptied(open_lab: Callable[..., Lab]) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    loss = lab.step(FULL).loss
+    with lab.tap(1):
+        record = lab.step(remedied("release_storage"))
+    # Layer 2's checkpoint keeps its input, which is tapped, and its gradient; the others keep nothing.
+    assert (record.status, record.loss, record.residual_bytes) == ("ok", loss, 2 * 128 * 128 * 2)
+    reason = record.without_effect["checkpoint_input_remedy"]
+    assert reason.startswith("1 checkpoint input is left alone")
+    assert lab.step(remedied("release_storage")).without_effect == {}
+    with pytest.raises(ValueError, match="from 0 to 3"), lab.tap(4):
+        pass
+
+
+def test_a_remedy_without_a_checkpointed_moe_layer_says_so_and_does_nothing(open_lab: Callable[..., Lab]) -> None:
+    for architecture, settings in (("qwen3-moe-tiny", recompute("core_attn")), ("phi-4-tiny", FULL)):
+        lab = open_lab(architecture)
+        plain = lab.step(settings)
+        for remedy in CHECKPOINT_INPUT_REMEDIES:
+            record = lab.step(remedied(remedy, settings))
+            assert record.peak_allocated_bytes == plain.peak_allocated_bytes
+            assert "MoE layer" in record.without_effect["checkpoint_input_remedy"]
