@@ -69,3 +69,10 @@ def test_the_example_runs() -> None:
     exec(small, names)  # noqa: S102  # the README's own lines
     names["lab"].close()  # type: ignore[attr-defined]
     assert names["full"].peak_allocated_bytes < names["plain"].peak_allocated_bytes  # type: ignore[attr-defined]
+
+
+def test_the_labs_page_names_every_lab_and_no_other() -> None:
+    page = (ROOT / "labs" / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+\.ipynb)`", page, re.MULTILINE) == [
+        p.name for p in sorted((ROOT / "labs").glob("*.ipynb"))
+    ]
