@@ -16,7 +16,7 @@ from memlab.views.state import LabState
 # By what a control shows. A Dropdown takes the value None for no choice at all, so its values are these words.
 _GRANULARITIES = {"none": None, "full": "full", "selective": "selective"}
 _METHODS = {method: method for method in RECOMPUTE_METHODS}
-_REMEDIES = {"kept, as in Megatron": None, **{name.replace("_", " "): name for name in CHECKPOINT_INPUT_REMEDIES}}
+_REMEDIES = {"kept": None, **{name.replace("_", " "): name for name in CHECKPOINT_INPUT_REMEDIES}}
 _DEVICE_OR_HOST = {"device": False, "host": True}
 # Gradients are dropped, not copied: between steps they hold nothing that the optimizer has not used.
 _GRADIENTS = {"with the optimizer state": None, "device": False, "dropped": True}

@@ -33,6 +33,10 @@ Drive = tuple[str, Any]
 CONTROLS: list[tuple[list[Drive], dict[str, Any]]] = [
     # The page's messages, by control, and the settings that the API is given for the same.
     ([("recompute_granularity", 1)], {**FULL, "recompute_method": "uniform", "recompute_num_layers": 1}),
+    (
+        [("recompute_granularity", 2), ("recompute_modules:moe", True), ("checkpoint_input_remedy", 1)],
+        {**RECOMPUTE, "recompute_modules": ["core_attn", "moe"], "checkpoint_input_remedy": "detach"},
+    ),
     ([("recompute_granularity", 2)], {**RECOMPUTE, "recompute_modules": ["core_attn"]}),
     (
         [("recompute_granularity", 1), ("recompute_method", 1), ("recompute_num_layers", 3)],
@@ -206,7 +210,7 @@ def test_controls_that_do_not_apply_are_disabled_and_say_why(make_panel: Callabl
         *("recompute_method", "recompute_num_layers", "recompute_num_layers:slider"),
         *(f"recompute_modules:{module}" for module in RECOMPUTE_MODULES),
         *("offload_modules:attn_norm", "offload_modules:mlp_norm"),
-        *("offload_modules:expert_fc1", "offload_modules:moe_act"),
+        *("offload_modules:expert_fc1", "offload_modules:moe_act", "checkpoint_input_remedy"),
     }
     for name in disabled:
         assert 'title="' in controls.notes[name].value
