@@ -15,6 +15,10 @@ MARK = "  # change me"
 SELECTIVE = 'mine = lab.step(MemorySettings(recompute_granularity="selective", recompute_modules={}))'
 SOLUTIONS = {
     "01_recompute": [SELECTIVE.format('["moe"]'), SELECTIVE.format('["moe_act"]')],
+    "02_activation_offload": [
+        "mine = lab.step(everything.settings)",
+        'mine = lab.step(MemorySettings(offload_modules=["core_attn", "qkv_linear"], min_offloaded_tensor_size=0))',
+    ],
     "04_moe_checkpoint_retention": [
         SELECTIVE.format('["moe_act"]'),
         'mine = lab.step(remedies["detach"].settings)',
