@@ -255,6 +255,15 @@ class MemorySettings:
         return ", ".join(words) or "none"
 
 
+def refusal(**values: Any) -> str:
+    """Returns the text with which `MemorySettings` refuses some values; an empty one where it takes them."""
+    try:
+        MemorySettings(**values)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def _is_count(value: object, at_least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 

@@ -18,6 +18,7 @@ from memlab.settings import (
     MemorySettings,
     RecomputeGranularity,
     RecomputeMethod,
+    refusal,
 )
 
 MODULE_FIELDS = {"recompute_modules": RECOMPUTE_MODULES, "offload_modules": OFFLOAD_MODULES}
@@ -127,11 +128,9 @@ def _not_read(granularity: RecomputeGranularity | None) -> tuple[str, ...]:
 
 
 def _refusal(**values: Any) -> str:
-    try:
-        MemorySettings(**values)
-    except ValueError as error:
-        return str(error)
-    raise AssertionError(f"no rule refuses {values}")
+    text = refusal(**values)
+    assert text, f"no rule refuses {values}"
+    return text
 
 
 def _reason_against(field: str, module: str, architecture: Architecture) -> str:

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from memlab.architectures import find_architecture
-from memlab.settings import OFFLOAD_MODULES, MemorySettings
+from memlab.settings import OFFLOAD_MODULES, MemorySettings, refusal
 
 MOE, DENSE = find_architecture("qwen3-moe-tiny"), find_architecture("phi-4-tiny")
 
@@ -157,3 +157,8 @@ def test_the_short_name_tells_settings_apart() -> None:
         str(MemorySettings(offload_modules=["moe_act"], offload_parameters=True)),
     ]
     assert names == ["none", "full uniform 2", "offload moe_act, on host parameters"]
+
+
+def test_a_refusal_is_the_rule_s_text_or_nothing() -> None:
+    assert refusal(offload_modules=["core_attn"]) == ""
+    assert refusal(offload_modules=["attn_proj"]).startswith("offload_modules has 'attn_proj' without 'core_attn'")
