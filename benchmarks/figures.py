@@ -48,6 +48,7 @@ def synthetic_record(num_events: int, num_modules: int) -> StepRecord:
         category=column(random.integers(0, len(CATEGORIES), half).astype(np.uint8)),
         phase=np.sort(random.integers(0, len(PHASES), num_events)).astype(np.uint8),
         module=column(random.integers(0, num_modules, half).astype(np.int32)),
+        storage=column(np.arange(half, dtype=np.int32)),
         modules=tuple(f"decoder.layers.{number}.mlp.experts.linear_fc1" for number in range(num_modules)),
         num_opening_events=0,
     )

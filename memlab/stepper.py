@@ -18,9 +18,10 @@ import torch
 import memlab
 from memlab.backends import Backend
 from memlab.meter.labels import Labels, labelled_by
-from memlab.meter.storages import StorageMeter
+from memlab.meter.protocol import Meter
 from memlab.model import holders, toggles
 from memlab.model.build import LiveModel, build
+from memlab.model.engine_caches import fill_cublas_workspaces
 from memlab.model.offload_watch import OffloadWatch
 from memlab.model.quiet import quiet_megatron
 from memlab.model.recovery import recover
@@ -43,7 +44,7 @@ class Stepper:
         self.scenario = scenario
         self.num_steps = 0
         self.labels = Labels()
-        self.meter = StorageMeter(self.labels)
+        self.meter: Meter = backend.meter(self.labels)
         self._backend = backend
         self._offload_watch = OffloadWatch()
         self._remedy = CheckpointRemedy()
@@ -66,6 +67,9 @@ class Stepper:
         self.live = build(self.scenario, self._backend.layer_provider, self._backend.distributed_backend)
         self.labels.attach(self.live.chunk.module)
         self.residency = Residency(self.live)
+        if self._backend.name == "cuda":
+            with self.labels.category("workspace"):
+                fill_cublas_workspaces()
 
     def apply(self, settings: MemorySettings) -> None:
         """Sets recompute and activation offload for the next step."""
@@ -90,12 +94,14 @@ class Stepper:
             gc.collect()
             left[holder] = before - self.meter.live_bytes()
         holders.forget()
+        self.meter.close()
         return {holder: num_bytes for holder, num_bytes in left.items() if num_bytes}
 
     def release(self) -> None:
         """Gives the model back."""
         holders.release(self.live)
         del self.live, self.residency
+        self.meter.close()
 
     def step(self, settings: MemorySettings, on_move: Callable[[], None] | None = None) -> StepRecord:
         """Takes one metered step.
@@ -109,6 +115,7 @@ class Stepper:
             either.
         """
         labels, meter = self.labels, self.meter
+        torch.cuda.synchronize()
         meter.start(self._categories())
         started = time.perf_counter()
         measured: dict[str, Any] = {}
@@ -199,8 +206,8 @@ class Stepper:
 
     def _record(self, settings: MemorySettings, measured: dict[str, Any]) -> StepRecord:
         self.meter.categorise(self._categories())
-        residual_bytes = self.meter.uncategorised_bytes()
         timeline = self.meter.finish()
+        residual_bytes = self.meter.uncategorised_bytes()
         peak = timeline.peak_index()
         return StepRecord(
             scenario=self.scenario,
@@ -226,13 +233,15 @@ class Stepper:
 
         Loading and offloading are metered as always: storages that they resize would be lost to the account.
         """
-        started = time.perf_counter()
-        self.residency.load()
+        _, load_seconds = _seconds_if_moved(self.residency.load)
         with self.meter.looking_away():
+            torch.cuda.synchronize()
+            started = time.perf_counter()
             train_step(self.live, self.labels)
-        self._between_steps(settings)
-        torch.cuda.synchronize()
-        return time.perf_counter() - started
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - started
+        _, offload_seconds = _seconds_if_moved(lambda: self._between_steps(settings))
+        return load_seconds + seconds + offload_seconds
 
 
 def _seconds_if_moved(move: Callable[[], dict[str, int]]) -> tuple[dict[str, int], float]:

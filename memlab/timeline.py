@@ -14,9 +14,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-POOLS = ("device", "host", "on_chip")
-"""``on_chip`` holds what a fused GPU kernel keeps in registers and shared memory, and what the CPU has to
-materialise to compute the same: it is never part of the device's bytes."""
+POOLS = ("device", "host", "on_chip", "pending_free", "reserved")
+"""``device`` is what torch calls allocated. ``on_chip`` holds what a fused GPU kernel keeps in registers and shared
+memory, and what the CPU has to materialise to compute the same: it is never part of the device's bytes. Only a real
+GPU has the last two: ``pending_free`` is freed, but another stream still uses it (torch's active bytes are ``device``
+and these), and ``reserved`` is what the allocator holds of the device, used or not."""
 CATEGORIES = (
     "parameters",
     "gradients",
@@ -29,7 +31,7 @@ CATEGORIES = (
 PHASES = ("load", "forward", "backward", "optimizer", "offload", "idle")
 
 IntArray = npt.NDArray[np.int64]
-_COLUMNS = ("nanoseconds", "delta_bytes", "pool", "category", "phase", "module")
+_COLUMNS = ("nanoseconds", "delta_bytes", "pool", "category", "phase", "module", "storage")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -48,6 +50,8 @@ class Timeline:
     """Index into `PHASES`: when the event happened."""
     module: npt.NDArray[np.int32]
     """Index into `modules`: where the storage was born."""
+    storage: npt.NDArray[np.int32]
+    """Number of the storage that the event is about: what joins a death to its birth."""
     modules: tuple[str, ...]
     """Module names, for example ``decoder.layers.0.mlp.experts.linear_fc1``."""
     num_opening_events: int
@@ -87,6 +91,11 @@ class Timeline:
                 return first
             totals = np.where(outside, np.int64(-1), totals)
         return first + int(np.argmax(totals))
+
+    def peak_active_bytes(self) -> int:
+        """Returns the most bytes in use on the device, those included that only another stream still uses."""
+        first = max(self.num_opening_events - 1, 0)
+        return int((self.total_bytes("device") + self.total_bytes("pending_free"))[first:].max(initial=0))
 
     def peak_bytes(self, pool: str = "device", phases: Sequence[str] | None = None) -> int:
         """Returns the most bytes in use in a pool, after any event of the given phases."""
@@ -143,8 +152,15 @@ class Timeline:
 
     @classmethod
     def load(cls, path: Path) -> Timeline:
-        """Reads what `save` wrote. Nothing in the file is executed: pickled arrays are refused."""
+        """Reads what `save` wrote. Nothing in the file is executed: pickled arrays are refused.
+
+        Raises:
+            ValueError: If another version of memlab wrote it.
+        """
         with np.load(path, allow_pickle=False) as data:
+            missing = [name for name in (*_COLUMNS, "modules") if name not in data]
+            if missing:
+                raise ValueError(f"{path} lacks the columns {missing}: another version of memlab wrote it, run it anew")
             return cls(
                 **{name: data[name] for name in _COLUMNS},
                 modules=tuple(str(name) for name in data["modules"]),

@@ -1,4 +1,4 @@
-"""Where a model lives. A backend says what differs there: the stand-ins around a job, the layers, the collectives."""
+"""Where a model lives. A backend says what differs there: the job's surroundings, layers, collectives and meter."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-BACKENDS = ("auto", "cpu")
+from memlab.meter.labels import Labels
+from memlab.meter.protocol import Meter
+
+BACKENDS = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +25,7 @@ class Backend:
     """torch.distributed's name for the collectives: ``nccl``, or ``fake`` for a rank that is alone."""
     active: Callable[[], AbstractContextManager[None]]
     """Everything that touches the model runs inside this context."""
+    meter: Callable[[Labels], Meter]
 
 
 def find_backend(name: str) -> Backend:
@@ -31,11 +35,17 @@ def find_backend(name: str) -> Backend:
         name: One of `BACKENDS`; ``auto`` takes the best that this machine has.
 
     Raises:
-        ValueError: If the name is unknown.
+        ValueError: If the name is unknown, or the backend cannot be used here.
     """
     if name not in BACKENDS:
         raise ValueError(f"backend is {name!r}, must be one of {', '.join(BACKENDS)}: choose one of them")
-    from memlab.backends import cpu
+    from memlab.backends import cpu, cuda
 
-    reason = "asked for" if name == "cpu" else "the only backend of this version"
-    return cpu.backend(reason)
+    if name == "cpu":
+        return cpu.backend("asked for")
+    if name == "cuda":
+        return cuda.backend("asked for")
+    problem = cuda.missing()
+    if problem is None:
+        return cuda.backend("it is there")
+    return cpu.backend(problem[0])

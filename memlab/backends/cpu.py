@@ -21,13 +21,21 @@ import torch
 from memlab.backends import Backend
 from memlab.backends.cuda_calls import CUDA_API, CudaOnCpu, is_on_host, random_state
 from memlab.meter.labels import one_kernel
+from memlab.meter.storages import StorageMeter
 from memlab.model import torch_moe
 from memlab.model.torch_layers import TorchProvider
 
 
 def backend(reason: str) -> Backend:
     """Returns the CPU backend: the live model at small sizes, with real values."""
-    return Backend(name="cpu", reason=reason, layer_provider=TorchProvider, distributed_backend="fake", active=stand_in)
+    return Backend(
+        name="cpu",
+        reason=reason,
+        layer_provider=TorchProvider,
+        distributed_backend="fake",
+        active=stand_in,
+        meter=StorageMeter,
+    )
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from importlib import import_module, metadata
 from packaging.requirements import Requirement
 
 from memlab import __version__
-from memlab.backends import BACKENDS
 from memlab.commands.output import result_alone_on_stdout
 
 _CPU_EXTRA, _GPU_EXTRA = "pip install -e '.[cpu]'", "pip install --no-build-isolation -e '.[gpu]'"
@@ -108,22 +107,8 @@ def _cpu(packages: dict[str, Finding]) -> Finding:
 def _cuda() -> Finding:
     try:
         torch = import_module("torch")
+        cuda = import_module("memlab.backends.cuda")
     except (ImportError, OSError):
-        return Finding(name="cuda", problem="torch does not load", remedy=_GPU_EXTRA)
-    if torch.version.cuda is None:
-        problem, remedy = f"torch {torch.__version__} is built without CUDA", f"with an NVIDIA GPU, {_GPU_EXTRA}"
-    elif not torch.cuda.is_available():
-        problem, remedy = "torch sees no CUDA device", "check the driver with nvidia-smi, and CUDA_VISIBLE_DEVICES"
-    else:
-        problem, remedy = _transformer_engine()
-    if not problem and "cuda" not in BACKENDS:
-        problem, remedy = f"memlab {__version__} has no cuda backend", "use the cpu backend"
+        return Finding(name="cuda", problem="torch or megatron-core does not load", remedy=_GPU_EXTRA)
+    problem, remedy = cuda.missing() or ("", "")
     return Finding(name="cuda", version=torch.version.cuda or "", problem=problem, remedy=remedy)
-
-
-def _transformer_engine() -> tuple[str, str]:
-    try:
-        import_module("transformer_engine.pytorch")
-    except (ImportError, OSError) as error:
-        return f"transformer-engine does not load ({str(error).partition(chr(10))[0]})", _GPU_EXTRA
-    return "", ""

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from memlab.timeline import PHASES
+from memlab.timeline import CATEGORIES, PHASES
 
 
 class Labels:
-    """The current labels of one lab. All work of a lab happens on one thread, autograd's included."""
+    """The current labels of one lab. Its work happens on one thread at a time: while autograd's runs, its own waits."""
 
     def __init__(self) -> None:
         self.phase = PHASES.index("idle")
@@ -32,11 +32,13 @@ class Labels:
         """How many fused kernels enclose the current operation (a kernel may be built from others)."""
         self.host_depth = 0
         """Above 0 while storages are made that a GPU job keeps in host memory."""
-        self.reload_depth = 0
-        """Above 0 while activations come back from the host."""
+        self.known_category: int | None = None
+        """Category of what is made now, where whoever makes it knows: activations that come back from the host."""
         self.on_move: Callable[[], None] | None = None
         """Called when a phase begins or another module takes over; what it raises ends the step there."""
         self.on_kernel_end: Callable[[], None] | None = None
+        self.on_change: Callable[[], None] | None = None
+        """Called after every change of phase, module, span or recomputation, on the thread that made it."""
         self._codes: dict[str, int] = {"": 0}
 
     @property
@@ -55,8 +57,14 @@ class Labels:
     def enter_module(self, code: int) -> None:
         """Lets another module take over; `code` as from `code`."""
         self.module = code
+        self.changed()
         if self.on_move is not None:
             self.on_move()
+
+    def changed(self) -> None:
+        """Tells the meter that something here is different from before."""
+        if self.on_change is not None:
+            self.on_change()
 
     @contextmanager
     def phase_of(self, name: str) -> Iterator[None]:
@@ -72,11 +80,24 @@ class Labels:
         """Marks what the block makes as made a second time."""
         outer, self.recomputing = self.recomputing, True
         self.span += 1
+        self.changed()
         try:
             yield
         finally:
             self.recomputing = outer
             self.span += 1
+            self.changed()
+
+    @contextmanager
+    def category(self, name: str) -> Iterator[None]:
+        """Gives what the block makes, and leaves alive, a category of `memlab.timeline.CATEGORIES`."""
+        outer, self.known_category = self.known_category, CATEGORIES.index(name)
+        self.changed()
+        try:
+            yield
+        finally:
+            self.known_category = outer
+            self.changed()
 
     def code(self, module_name: str) -> int:
         """Returns the index of a module name, adding it if it is new."""
@@ -108,6 +129,7 @@ class _ModuleFollower:
 
     def leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         self._labels.module = self._outer.pop() if self._outer else 0
+        self._labels.changed()
         for tensor in output if isinstance(output, (tuple, list)) else (output,):
             if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
                 self._mark(tensor.grad_fn)
@@ -182,8 +204,5 @@ def reloading() -> Iterator[None]:
     if labels is None:
         yield
         return
-    labels.reload_depth += 1
-    try:
+    with labels.category("activations"):
         yield
-    finally:
-        labels.reload_depth -= 1

@@ -15,37 +15,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from memlab.meter.labels import Labels
-from memlab.timeline import CATEGORIES, PHASES, POOLS, Timeline
+from memlab.meter.lives import Event, Life, timeline_of
+from memlab.timeline import CATEGORIES, POOLS, Timeline
 from memlab.units import format_bytes
 
 _DEVICE, _HOST, _ON_CHIP = (POOLS.index(name) for name in ("device", "host", "on_chip"))
-_ACTIVATIONS, _RECOMPUTED, _TEMPORARY, _WORKSPACE = (
-    CATEGORIES.index(name) for name in ("activations", "recomputed", "temporary", "workspace")
-)
-_BACKWARD, _FORWARD = PHASES.index("backward"), PHASES.index("forward")
 
 
 @dataclass(slots=True, eq=False)
-class _Life:
-    """One storage, from its birth on."""
-
-    reference: weakref.ref[Any]
-    num_bytes: int
-    pool: int
-    module: int
-    phase: int
-    span: int
-    recomputed: bool
-    step: int
-    category: int | None = None
-    died_in_span: int | None = None
-    died_in_step: int | None = None
+class _StorageLife(Life):
+    reference: weakref.ref[Any] | None = None
 
 
 class StorageMeter:
@@ -57,10 +41,10 @@ class StorageMeter:
         self._labels = labels
         self._device_bytes = 0
         self._num_starts = 0
-        self._live: dict[int, _Life] = {}
-        self._events: list[tuple[int, int, int, _Life, int]] = []
-        self._opening: list[tuple[int, int, _Life]] = []
-        self._in_kernel: list[_Life] = []
+        self._live: dict[int, _StorageLife] = {}
+        self._events: list[Event] = []
+        self._opening: list[tuple[int, int, Life]] = []
+        self._in_kernel: list[Life] = []
         self._started = time.perf_counter_ns()
         labels.on_kernel_end = self._leave_kernel
 
@@ -97,7 +81,7 @@ class StorageMeter:
                 if life is not None:
                     life.category = code
 
-    def life_of(self, tensor: torch.Tensor) -> _Life | None:
+    def life_of(self, tensor: torch.Tensor) -> Life | None:
         """Returns what is known of a tensor's storage, None for one that was never seen."""
         return self._live.get(tensor.untyped_storage()._cdata)
 
@@ -112,28 +96,13 @@ class StorageMeter:
 
     def finish(self) -> Timeline:
         """Ends the timeline that `start` began, and returns it."""
-        rows = [
-            (0, num_bytes, pool, self._settled_category(life), PHASES.index("idle"), life.module)
-            for num_bytes, pool, life in self._opening
-        ]
-        rows += [
-            (when - self._started, delta, pool, self._settled_category(life), phase, life.module)
-            for when, delta, pool, life, phase in self._events
-        ]
-        columns = np.array(rows, dtype=np.int64).reshape(-1, 6).T
-        timeline = Timeline(
-            nanoseconds=columns[0].copy(),
-            delta_bytes=columns[1].copy(),
-            pool=columns[2].astype(np.uint8),
-            category=columns[3].astype(np.uint8),
-            phase=columns[4].astype(np.uint8),
-            module=columns[5].astype(np.int32),
-            modules=tuple(self._labels.modules),
-            num_opening_events=len(self._opening),
-        )
+        timeline = timeline_of(self._opening, self._events, self._started, self._labels.modules)
         self._events.clear()
         self._opening = []
         return timeline
+
+    def close(self) -> None:
+        """Ends the watch for good; here nothing outlives `watching`."""
 
     def observe(self, results: Any, arguments: Any = ()) -> None:
         """Books the storages of an operation's results that are new or that changed their size."""
@@ -178,8 +147,7 @@ class StorageMeter:
         if pool == _DEVICE:
             self.require_room(storage.nbytes())
         labels = self._labels
-        life = _Life(
-            weakref.ref(storage, lambda _: self._died(key, life)),
+        life = _StorageLife(
             storage.nbytes(),
             pool,
             labels.module,
@@ -187,14 +155,15 @@ class StorageMeter:
             labels.span,
             labels.recomputing,
             self._num_starts,
-            _ACTIVATIONS if labels.reload_depth else None,
+            labels.known_category,
         )
+        life.reference = weakref.ref(storage, lambda _: self._died(key, life))
         self._live[key] = life
         if pool == _ON_CHIP:
             self._in_kernel.append(life)
         self._event(life.num_bytes, life)
 
-    def _died(self, key: int, life: _Life) -> None:
+    def _died(self, key: int, life: Life) -> None:
         if self._live.get(key) is life:
             del self._live[key]
         life.died_in_span = self._labels.span
@@ -235,29 +204,11 @@ class StorageMeter:
                 life.pool = code
                 self._event(life.num_bytes, life)
 
-    def _event(self, delta: int, life: _Life) -> None:
+    def _event(self, delta: int, life: Life) -> None:
         if delta:
             if life.pool == _DEVICE:
                 self._device_bytes += delta
-            self._events.append((time.perf_counter_ns(), delta, life.pool, life, self._labels.phase))
-
-    @staticmethod
-    def _settled_category(life: _Life) -> int:
-        """What a storage was, told from its whole life: one that ends in the span of its birth was temporary.
-
-        What outlives its step waits for something, whatever made it: a retained gradient is no temporary.
-        """
-        if life.category is not None:
-            return life.category
-        if life.died_in_span == life.span:
-            return _TEMPORARY
-        if life.died_in_step != life.step:
-            return _ACTIVATIONS
-        if life.phase == _FORWARD:
-            return _ACTIVATIONS
-        if life.phase == _BACKWARD and life.recomputed:
-            return _RECOMPUTED
-        return _TEMPORARY
+            self._events.append(Event(time.perf_counter_ns(), delta, life.pool, life, self._labels.phase))
 
 
 class _ObserveResults(TorchDispatchMode):

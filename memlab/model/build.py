@@ -178,7 +178,7 @@ def join_process_group(distributed_backend: str, seed: int) -> None:
     if distributed_backend == "fake":
         # Importing it registers the backend. On one rank every collective is the identity, and this one allocates
         # nothing for it, like NCCL; gloo would copy the whole gradient buffer.
-        import torch.testing._internal.distributed.fake_pg
+        from torch.testing._internal.distributed import fake_pg  # noqa: F401
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # missing from torch's stubs
     torch.distributed.init_process_group(distributed_backend, store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+from memlab.model import engine_caches
 from memlab.model.build import LiveModel
 from memlab.model.upstream_versions import auxiliary_losses, forget_auxiliary_losses
 
@@ -36,11 +37,13 @@ def workspace(live: LiveModel) -> Iterator[torch.Tensor]:
             yield from _tensors_in(vars(dispatcher))
     for part in getattr(live.optimizer, "chained_optimizers", [live.optimizer]):
         yield from _tensors_in(vars(part))
+        yield from _tensors_in(vars(part.optimizer))
     # models/common/embeddings/rotary_pos_embedding.py caches the angles by sequence length in an lru_cache.
     yield from _tensors_in(dict(enumerate(gc.get_referents(RotaryEmbedding.forward))))
     # transformer/moe/moe_utils.py
     yield from _tensors_in({"scale": MoEAuxLossAutoScaler.main_loss_backward_scale})
     yield from auxiliary_losses()
+    yield from engine_caches.tensors()
 
 
 def _tensors_in(attributes: dict[Any, Any]) -> Iterator[torch.Tensor]:
@@ -77,6 +80,9 @@ def process_wide_holders() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "the log of auxiliary losses", forget_auxiliary_losses
     yield "the offload manager's buffers", lambda: setattr(PipelineOffloadManager, "OFFLOAD_MGR", None)
     yield "random states", _forget_random_states
+    for name, _, empty in engine_caches.caches():
+        yield name, empty
+    yield "cuBLAS workspaces", engine_caches.clear_cublas_workspaces
     yield "process groups and the global memory buffer", parallel_state.destroy_model_parallel
 
 

@@ -27,6 +27,8 @@ _POOL_TITLES = {
     "device": "allocated on the device",
     "host": "allocated on the host",
     "on_chip": "on chip, not part of the device's bytes",
+    "pending_free": "freed on the device, and still in use by another stream",
+    "reserved": "reserved by torch's allocator",
 }
 _STEP_TITLES = {
     "ok": "one step",

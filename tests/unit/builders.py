@@ -56,6 +56,7 @@ class TimelineBuilder:
             category=columns[3].astype(np.uint8),
             phase=columns[4].astype(np.uint8),
             module=columns[5].astype(np.int32),
+            storage=np.arange(len(self.rows), dtype=np.int32),
             modules=tuple(self.modules),
             num_opening_events=self.num_opening_events,
         )
@@ -149,9 +150,10 @@ def random_timeline(
     sign = np.where(np.arange(num_events) < born, 1, -1)
     times = moment.clip(0) * 1e8 if not instants else np.floor(moment.clip(0) * instants / 2) * 1e6
     columns: dict[str, Any] = {
-        "pool": random.choice(len(POOLS), born, p=[0.8, 0.1, 0.1]).astype(np.uint8),
+        "pool": random.choice(len(POOLS), born, p=[0.8, 0.1, 0.1, 0.0, 0.0]).astype(np.uint8),
         "category": random.integers(0, len(CATEGORIES), born).astype(np.uint8),
         "module": random.integers(0, num_modules, born).astype(np.int32),
+        "storage": np.arange(born, dtype=np.int32),
     }
     return Timeline(
         nanoseconds=times[order].astype(np.int64),

@@ -1,0 +1,84 @@
+"""A real GPU: Transformer Engine's layers, NCCL, and the caching allocator's own history as the meter."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+
+import torch
+
+from memlab.backends import Backend
+from memlab.backends.numa import stay_near
+from memlab.meter.allocator import AllocatorMeter
+
+EARLY_VARIABLES = {"NVTE_FRAMEWORK": "pytorch", "NVTE_CPU_OFFLOAD_V1": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+"""What Transformer Engine and CUDA read once, and the value that Megatron needs: TE 2.10 and later copies weights to
+the host with the activations unless ``NVTE_CPU_OFFLOAD_V1`` is set (NVIDIA/TransformerEngine#1762); tensor parallelism
+overlaps in order on one connection (Megatron-LM, ``arguments.py``); TE imports JAX where it finds it."""
+
+
+def missing() -> tuple[str, str] | None:
+    """Returns why this backend cannot be used here and what to do about it; None where it can."""
+    install = "pip install --no-build-isolation -e '.[gpu]'"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA", f"with an NVIDIA GPU, {install}"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device", "check the driver with nvidia-smi, and CUDA_VISIBLE_DEVICES"
+    if not hasattr(torch.cuda.memory, "_set_memory_metadata"):
+        return f"torch {torch.__version__} does not label allocations, 2.10 and later do", install
+    too_late = [name for name, value in EARLY_VARIABLES.items() if _is_too_late(name, value)]
+    if too_late:
+        line = " ".join(f"{name}={EARLY_VARIABLES[name]}" for name in too_late)
+        return f"Transformer Engine was loaded without {line}", f"start Python anew with: export {line}"
+    for name, value in EARLY_VARIABLES.items():
+        os.environ.setdefault(name, value)
+    try:
+        import_module("transformer_engine.pytorch")
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        built = f"for CUDA {torch.version.cuda} take the version that memlab pins"
+        return f"transformer-engine does not load ({reason})", f"{built}: {install}"
+    return None
+
+
+def _is_too_late(name: str, value: str) -> bool:
+    if name in os.environ:
+        return name == "NVTE_CPU_OFFLOAD_V1" and os.environ[name] != value
+    return name.startswith("NVTE") and "transformer_engine" in sys.modules
+
+
+def backend(reason: str) -> Backend:
+    """Returns the CUDA backend.
+
+    Raises:
+        ValueError: If it cannot be used here.
+    """
+    problem = missing()
+    if problem is not None:
+        raise ValueError(f"backend 'cuda' cannot be used: {problem[0]}: {problem[1]}, or choose 'cpu'")
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    return Backend(
+        name="cuda",
+        reason=reason,
+        layer_provider=TESpecProvider,
+        distributed_backend="nccl",
+        active=on_device,
+        meter=AllocatorMeter,
+    )
+
+
+def local_rank() -> int:
+    """Returns the device that this process works on, as ``torchrun`` tells it; 0 without."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+@contextmanager
+def on_device() -> Iterator[None]:
+    """Makes this rank's device the current one, on this thread, near which the thread then runs."""
+    with torch.cuda.device(local_rank()):
+        stay_near(local_rank())
+        yield

@@ -1,0 +1,46 @@
+"""What a stepper asks of a meter; each backend brings its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from memlab.timeline import Timeline
+
+
+class Meter(Protocol):
+    """Accounts for the bytes of one device and of host memory."""
+
+    device_memory_bytes: int | None
+    """The most that the device may hold; more raises `torch.OutOfMemoryError`. None: what there is."""
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Meters what the block does."""
+
+    def looking_away(self) -> AbstractContextManager[None]:
+        """Lets the block run unmetered within `watching`."""
+
+    def start(self, categories: Mapping[str, Iterable[torch.Tensor]]) -> None:
+        """Begins a timeline; what is alive opens it.
+
+        Args:
+            categories: Category to the tensors that are of it, as `Timeline` will name them.
+        """
+
+    def categorise(self, categories: Mapping[str, Iterable[torch.Tensor]]) -> None:
+        """Fixes the category of what is alive."""
+
+    def finish(self) -> Timeline:
+        """Ends the timeline that `start` began, and returns it."""
+
+    def live_bytes(self, pool: str = "device") -> int:
+        """Returns the bytes alive in a pool now."""
+
+    def uncategorised_bytes(self) -> int:
+        """Returns the device bytes alive now that `categorise` has given no name."""
+
+    def close(self) -> None:
+        """Ends the watch for good."""

@@ -1,0 +1,59 @@
+"""What Transformer Engine and cuBLAS keep on the device for the whole process, and how they let go of it.
+
+Read in Transformer Engine 2.12.0: ``cpp_extensions/gemm.py``, ``module/base.py`` and
+``attention/dot_product_attention/utils.py`` of ``transformer_engine/pytorch``. Nothing where it was not loaded.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_PACKAGE = "transformer_engine.pytorch"
+
+
+def caches() -> Iterator[tuple[str, Any, Callable[[], object]]]:
+    """Yields a name, a container with tensors in it, and what empties it."""
+    gemm = sys.modules.get(f"{_PACKAGE}.cpp_extensions.gemm")
+    if gemm is not None:
+        workspace = gemm.get_cublas_workspace
+        yield "Transformer Engine's cuBLAS workspaces", gc.get_referents(workspace), workspace.cache_clear
+    base = sys.modules.get(f"{_PACKAGE}.module.base")
+    if base is not None:
+        yield "Transformer Engine's dummy gradients of weights", base._dummy_wgrads, base._dummy_wgrads.clear
+    attention = sys.modules.get(f"{_PACKAGE}.attention.dot_product_attention.utils")
+    if attention is not None:
+        yield "Transformer Engine's sequence lengths", attention._cu_seqlens_cache, attention._cu_seqlens_cache.clear
+
+
+def tensors() -> Iterator[torch.Tensor]:
+    """Yields the tensors of all caches."""
+    for _, container, _ in caches():
+        yield from _tensors_in(container)
+
+
+def _tensors_in(container: Any) -> Iterator[torch.Tensor]:
+    if isinstance(container, torch.Tensor):
+        yield container
+    elif isinstance(container, dict):
+        yield from _tensors_in(list(container.values()))
+    elif isinstance(container, (list, tuple)):
+        for value in container:
+            yield from _tensors_in(value)
+
+
+def fill_cublas_workspaces() -> None:
+    """Lets cuBLAS take its workspaces on this thread and on autograd's, which no tensor ever shows."""
+    for dtype in (torch.bfloat16, torch.float32):
+        weight = torch.ones(64, 64, dtype=dtype, device="cuda", requires_grad=True)
+        torch.mm(weight, weight).sum().backward()
+
+
+def clear_cublas_workspaces() -> None:
+    """Lets cuBLAS give its workspaces back."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch._C._cuda_clearCublasWorkspaces()
