@@ -124,6 +124,18 @@ class Lab:
             raise ValueError(f"device_memory_bytes is {num_bytes!r}, must be a positive number of bytes, or None")
         self._stepper.meter.device_memory_bytes = num_bytes
 
+    @property
+    def pinned_host_memory(self) -> bool:
+        """Whether parameters, gradients and optimizer state wait in page-locked host memory, which copies faster.
+
+        It holds for buffers that are allocated from now on: set it before they first go down.
+        """
+        return self._stepper.residency.pinned
+
+    @pinned_host_memory.setter
+    def pinned_host_memory(self, pinned: bool) -> None:
+        self._stepper.residency.pinned = pinned
+
     def apply(self, settings: MemorySettings) -> None:
         """Changes the memory settings of the live model, in place.
 
@@ -387,6 +399,7 @@ class Lab:
         self._settled = False
         if warms_up:
             follower.prefix = "warm-up "
+            stepper.settle()
             record = stepper.step(settings, follower)
             gc.collect()  # what the last settings left in reference cycles is not this setting's memory
             follower.prefix = ""

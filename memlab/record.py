@@ -43,6 +43,14 @@ class StepRecord:
     """Saved inputs that `offload_modules` moved to the host in this step, by offload module."""
     offloaded_bytes_by_group: dict[str, int] = field(default_factory=dict)
     """Bytes that left the device at the step's end: parameters, gradients (dropped), optimizer state."""
+    peak_active_bytes: int | None = None
+    """Allocated bytes and those that were freed while another stream still used them. Only on a GPU, as the next."""
+    peak_reserved_bytes: int | None = None
+    """The most that torch's allocator held of the device, used or not."""
+    unused_reserved_bytes: int | None = None
+    """Of the reserved bytes, those that nothing used when the allocated bytes peaked: cached, or too scattered."""
+    host_reserved_bytes: int | None = None
+    """Pinned host memory that is really held when the step ends: torch rounds each request to a power of two."""
     recomputed_bytes: int = 0
     """Bytes that backward made a second time."""
     without_effect: dict[str, str] = field(default_factory=dict)

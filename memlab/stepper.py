@@ -23,6 +23,7 @@ from memlab.model import holders, toggles
 from memlab.model.build import LiveModel, build
 from memlab.model.engine_caches import fill_cublas_workspaces
 from memlab.model.offload_watch import OffloadWatch
+from memlab.model.pinned import registered_bytes
 from memlab.model.quiet import quiet_megatron
 from memlab.model.recovery import recover
 from memlab.model.remedies import CheckpointRemedy
@@ -33,6 +34,7 @@ from memlab.progress import StepStopped
 from memlab.record import Status, StepRecord
 from memlab.scenario import Scenario
 from memlab.settings import MemorySettings
+from memlab.timeline import Timeline
 
 Action = Literal["load", "offload", "hand over"]
 
@@ -75,6 +77,11 @@ class Stepper:
         """Sets recompute and activation offload for the next step."""
         toggles.apply(self.live, settings)
 
+    def settle(self) -> None:
+        """Gives back what the last settings left in reference cycles and in the allocator's cache."""
+        gc.collect()
+        torch.cuda.empty_cache()
+
     def set_workload(self, scenario: Scenario) -> None:
         """Takes another sequence length, micro-batch size or number of micro-batches from the next step on."""
         self.scenario = self.live.scenario = scenario
@@ -86,6 +93,7 @@ class Stepper:
             Device bytes by holder: what came free when it let go, one holder after the other. Nothing is left then.
         """
         del self.live, self.residency
+        self.labels.release()
         gc.collect()
         left: dict[str, int] = {}
         for holder, let_go in holders.process_wide_holders():
@@ -101,6 +109,7 @@ class Stepper:
         """Gives the model back."""
         holders.release(self.live)
         del self.live, self.residency
+        self.labels.release()
         self.meter.close()
 
     def step(self, settings: MemorySettings, on_move: Callable[[], None] | None = None) -> StepRecord:
@@ -121,7 +130,7 @@ class Stepper:
         measured: dict[str, Any] = {}
         labels.on_move = on_move
         try:
-            with self._offload_watch.watching():
+            with self._offload_watch.watching(on_host=self.meter.hold_on_host):
                 measured |= self._phases(settings)
         except (torch.OutOfMemoryError, StepStopped) as error:
             measured |= self._ended_early(error) | self._offload_seen(settings)
@@ -184,6 +193,7 @@ class Stepper:
             "hand over": self.residency.hand_over,
         }
         moved_bytes, seconds = _seconds_if_moved(moves[action])
+        self.meter.categorise(self._categories())
         return Movement(
             action=action,
             moved_bytes=moved_bytes,
@@ -222,11 +232,17 @@ class Stepper:
             peak_by_module=timeline.breakdown(peak, by="module"),
             residual_bytes=residual_bytes,
             host_bytes=timeline.peak_bytes("host"),
+            **_of_a_real_device(timeline),
+            host_reserved_bytes=self._host_reserved_bytes(),
             recomputed_bytes=timeline.born_bytes("recomputed"),
             tokens_per_second=self.scenario.tokens_per_step / measured["step_seconds"] if "loss" in measured else 0.0,
             timeline=timeline,
             **measured,
         )
+
+    def _host_reserved_bytes(self) -> int | None:
+        by_torch = self.meter.host_reserved_bytes()
+        return None if by_torch is None else by_torch + registered_bytes()
 
     def unmetered_step_seconds(self, settings: MemorySettings) -> float:
         """Takes a step and does not meter what it computes; returns its duration.
@@ -234,7 +250,7 @@ class Stepper:
         Loading and offloading are metered as always: storages that they resize would be lost to the account.
         """
         _, load_seconds = _seconds_if_moved(self.residency.load)
-        with self.meter.looking_away():
+        with self.labels.detached(), self.meter.looking_away():
             torch.cuda.synchronize()
             started = time.perf_counter()
             train_step(self.live, self.labels)
@@ -242,6 +258,20 @@ class Stepper:
             seconds = time.perf_counter() - started
         _, offload_seconds = _seconds_if_moved(lambda: self._between_steps(settings))
         return load_seconds + seconds + offload_seconds
+
+
+def _of_a_real_device(timeline: Timeline) -> dict[str, Any]:
+    reserved = timeline.total_bytes("reserved")
+    if not reserved.any():
+        return {}
+    peak = timeline.peak_index()
+    return {
+        "peak_active_bytes": timeline.peak_active_bytes(),
+        "peak_reserved_bytes": timeline.peak_bytes("reserved"),
+        "unused_reserved_bytes": int(reserved[peak])
+        - timeline.bytes_at(peak)
+        - timeline.bytes_at(peak, "pending_free"),
+    }
 
 
 def _seconds_if_moved(move: Callable[[], dict[str, int]]) -> tuple[dict[str, int], float]:

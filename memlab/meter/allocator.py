@@ -151,6 +151,10 @@ class AllocatorMeter:
             return sum(life.num_bytes for life in self._host.values())
         return torch.cuda.memory_allocated()
 
+    def host_reserved_bytes(self) -> int:
+        """Returns what torch really holds of pinned host memory, what it keeps for reuse included."""
+        return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+
     def uncategorised_bytes(self) -> int:
         """Returns the device bytes alive when the history was last read that `categorise` has given no name."""
         return sum(life.num_bytes for life in self._live.values() if life.category is None)

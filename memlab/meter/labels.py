@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from memlab.timeline import CATEGORIES, PHASES
 
@@ -40,6 +41,8 @@ class Labels:
         self.on_change: Callable[[], None] | None = None
         """Called after every change of phase, module, span or recomputation, on the thread that made it."""
         self._codes: dict[str, int] = {"": 0}
+        self._model: torch.nn.Module | None = None
+        self._hooks: list[RemovableHandle] = []
 
     @property
     def place(self) -> str:
@@ -109,10 +112,28 @@ class Labels:
 
     def attach(self, model: torch.nn.Module) -> None:
         """Follows the modules of a model by hooks; the model itself is called ``gpt_model``."""
+        self._model = model
         for name, module in model.named_modules():
             follower = _ModuleFollower(self, self.code(name or "gpt_model"))
-            module.register_forward_pre_hook(follower.enter)
-            module.register_forward_hook(follower.leave, always_call=True)
+            self._hooks.append(module.register_forward_pre_hook(follower.enter))
+            self._hooks.append(module.register_forward_hook(follower.leave, always_call=True))
+
+    @contextmanager
+    def detached(self) -> Iterator[None]:
+        """Runs the block without the hooks, as a model runs that nobody follows."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        try:
+            yield
+        finally:
+            if self._model is not None:
+                self.attach(self._model)
+
+    def release(self) -> None:
+        """Lets go of the model."""
+        self._hooks.clear()
+        self._model = None
 
 
 class _ModuleFollower:

@@ -39,6 +39,12 @@ class Meter(Protocol):
     def live_bytes(self, pool: str = "device") -> int:
         """Returns the bytes alive in a pool now."""
 
+    def hold_on_host(self, tensor: torch.Tensor) -> object:
+        """Counts a host tensor, until its storage dies."""
+
+    def host_reserved_bytes(self) -> int | None:
+        """Returns the pinned host memory that is really held; None where nothing is really pinned."""
+
     def uncategorised_bytes(self) -> int:
         """Returns the device bytes alive now that `categorise` has given no name."""
 

@@ -90,6 +90,12 @@ class StorageMeter:
         code = POOLS.index(pool)
         return sum(life.num_bytes for life in self._live.values() if life.pool == code)
 
+    def hold_on_host(self, tensor: torch.Tensor) -> None:
+        """Does nothing: a host tensor is seen like any other."""
+
+    def host_reserved_bytes(self) -> None:
+        """Returns nothing: the CPU pins no memory."""
+
     def uncategorised_bytes(self) -> int:
         """Returns the device bytes alive now that `categorise` has given no name."""
         return sum(life.num_bytes for life in self._live.values() if life.pool == _DEVICE and life.category is None)

@@ -7,7 +7,7 @@ receives a tuple for a tensor that went to the host, and the tensor itself for o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -28,8 +28,12 @@ class OffloadWatch:
         self._largest_kept_elements: dict[str, int] = {}
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Counts what the block offloads, from zero."""
+    def watching(self, on_host: Callable[[torch.Tensor], object]) -> Iterator[None]:
+        """Counts what the block offloads, from zero.
+
+        Args:
+            on_host: Called with each host copy.
+        """
         self.moved_bytes.clear()
         self._largest_kept_elements.clear()
         push_tensor = upstream.OffloadTensorGroup.push_tensor
@@ -38,6 +42,7 @@ class OffloadWatch:
         def count_moved(group: Any, tag: Any, tensor: Any) -> None:
             if isinstance(tensor, tuple):
                 self.moved_bytes[group._name] = self.moved_bytes.get(group._name, 0) + tensor[1].nbytes
+                on_host(tensor[1])
             push_tensor(group, tag, tensor)
 
         def count_kept(group: Any, stream: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from memlab.model.build import LiveModel
+from memlab.model.pinned import HostBuffer
 from memlab.movement import GROUPS
 from memlab.settings import MemorySettings
 
@@ -26,18 +27,23 @@ def groups_on_host(settings: MemorySettings) -> tuple[str, ...]:
 class Residency:
     """The three groups of one live model, and their copies on the host.
 
-    A host copy is allocated when its tensor first goes down and then kept, pinned, until `forget`: pinning anew each
-    time doubles the host memory for a moment (verl #6193).
+    A group's host buffer is allocated when the group first goes down and then kept, pinned, until `forget`: pinning
+    anew each time doubles the host memory for a moment (verl #6193).
     """
 
     def __init__(self, live: LiveModel) -> None:
         self._live = live
-        self._host_copies: dict[str, list[torch.Tensor]] = {group: [] for group in GROUPS}
+        self.pinned = True
+        """Whether host copies are page-locked; pageable ones are slower to copy."""
+        self._host_buffers: dict[str, list[HostBuffer]] = {group: [] for group in GROUPS}
         self._away: dict[str, list[tuple[torch.Tensor, int]]] = {group: [] for group in GROUPS}
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Returns each group's tensors and their host copies."""
-        return {group: own + self._host_copies[group] for group, own in self._own_tensors().items()}
+        return {
+            group: own + [buffer.whole for buffer in self._host_buffers[group]]
+            for group, own in self._own_tensors().items()
+        }
 
     def offload(self, groups: Collection[str]) -> dict[str, int]:
         """Takes groups off the device.
@@ -61,6 +67,7 @@ class Residency:
             freed[group] = sum(num_bytes for _, num_bytes in sizes)
             for tensor in tensors:
                 tensor.untyped_storage().resize_(0)
+        torch.cuda.empty_cache()  # what the allocator keeps for itself is no room for a rollout engine
         return freed
 
     def load(self, groups: Collection[str] = GROUPS) -> dict[str, int]:
@@ -74,6 +81,7 @@ class Residency:
         """
         taken: dict[str, int] = {}
         for group in groups:
+            copies = self._copies(group)
             while self._away[group]:
                 # Taken off the list when it is back: a load that runs out of memory can be taken up again.
                 tensor, num_bytes = self._away[group][-1]
@@ -81,7 +89,7 @@ class Residency:
                 if group == "gradients":
                     tensor.zero_()
                 else:
-                    tensor.copy_(self._host_copies[group][len(self._away[group]) - 1], non_blocking=True)
+                    tensor.copy_(copies[len(self._away[group]) - 1], non_blocking=True)
                 self._away[group].pop()
                 taken[group] = taken.get(group, 0) + num_bytes
         if taken:
@@ -92,7 +100,7 @@ class Residency:
         """Frees the host copies of groups that are back on the device."""
         for group in groups:
             assert not self._away[group], f"the only copy of the {group} is on the host"
-            self._host_copies[group].clear()
+            self._host_buffers[group].clear()
 
     def hand_over(self) -> dict[str, int]:
         """Copies the parameters to the host for somebody else, as a weight sync does, and leaves them where they are.
@@ -110,12 +118,15 @@ class Residency:
         return {"parameters": sum(tensor.untyped_storage().nbytes() for tensor in parameters)}
 
     def _copy_down(self, group: str, tensors: list[torch.Tensor]) -> None:
-        copies = self._host_copies[group]
-        missing = tensors[len(copies) :]
-        copies.extend(torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in missing)
-        for tensor, copy in zip(tensors, copies, strict=True):
+        missing = tensors[len(self._copies(group)) :]
+        if missing:
+            self._host_buffers[group].append(HostBuffer(missing, pinned=self.pinned))
+        for tensor, copy in zip(tensors, self._copies(group), strict=True):
             copy.copy_(tensor, non_blocking=True)
         torch.cuda.synchronize()
+
+    def _copies(self, group: str) -> list[torch.Tensor]:
+        return [part for buffer in self._host_buffers[group] for part in buffer.parts]
 
     def _own_tensors(self) -> dict[str, list[torch.Tensor]]:
         """Returns each group's tensors, one for every storage, expert buffers included."""
