@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 
 from memlab.architectures import Architecture
 from memlab.backends import find_backend
+from memlab.layout import Layout
 from memlab.model import holders, remedies
 from memlab.model.retention import Retained, find_retained
 from memlab.movement import Movement, check_groups
@@ -44,6 +45,7 @@ class Lab:
         num_microbatches: Forward and backward passes before one optimizer step.
         seed: Of weights and data.
         dtype: Of parameters and activations, ``bf16`` or ``fp32``.
+        layout: How the job is spread over ranks, each of which opens the same lab under ``torchrun``; None is one rank.
         backend: ``auto`` or a name of `memlab.backends.BACKENDS`.
 
     Raises:
@@ -62,6 +64,7 @@ class Lab:
         num_microbatches: int = 1,
         seed: int = 1234,
         dtype: Dtype = "bf16",
+        layout: Layout | None = None,
         backend: str = "auto",
     ) -> None:
         scenario = Scenario(
@@ -72,6 +75,7 @@ class Lab:
             num_microbatches=num_microbatches,
             seed=seed,
             dtype=dtype,
+            layout=layout or Layout(),
         )
         self.backend = find_backend(backend)
         self.settings = MemorySettings()

@@ -92,19 +92,25 @@ class StepRecord:
         path = Path(folder) / "record.json"
         if not path.is_file():
             raise ValueError(f"{folder} holds no record.json: give a folder that StepRecord.save wrote")
-        values = json.loads(path.read_text())
+        timeline_path = Path(folder) / "timeline.npz"
+        timeline = Timeline.load(timeline_path) if timeline_path.is_file() else None
+        try:
+            return cls.from_dict(json.loads(path.read_text()), timeline)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], timeline: Timeline | None = None) -> StepRecord:
+        """Builds a record from what `to_dict` returned.
+
+        Raises:
+            ValueError: If there are unknown fields.
+        """
         unknown = sorted(set(values) - set(cls.__slots__))
         if unknown:
-            raise ValueError(f"{path} has unknown fields {unknown}: it was written by another version of memlab")
-        timeline_path = Path(folder) / "timeline.npz"
-        return cls(
-            **values
-            | {
-                "scenario": Scenario.from_dict(values["scenario"]),
-                "settings": MemorySettings.from_dict(values["settings"]),
-                "timeline": Timeline.load(timeline_path) if timeline_path.is_file() else None,
-            }
-        )
+            raise ValueError(f"unknown fields {unknown}: another version of memlab wrote it, run the step anew")
+        scenario, settings = Scenario.from_dict(values["scenario"]), MemorySettings.from_dict(values["settings"])
+        return cls(**values | {"scenario": scenario, "settings": settings, "timeline": timeline})
 
     def __str__(self) -> str:
         if self.status != "ok":

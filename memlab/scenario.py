@@ -1,12 +1,13 @@
-"""What a step runs: an architecture, cut to some layers, on some workload."""
+"""What a step runs: an architecture, cut to some layers, on some workload, spread over some ranks."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from memlab.architectures import Architecture, find_architecture
+from memlab.layout import Layout
 
 Dtype = Literal["bf16", "fp32"]
 DTYPES = ("bf16", "fp32")
@@ -14,7 +15,7 @@ DTYPES = ("bf16", "fp32")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
-    """Architecture x cut x workload. Memory settings are not part of it: they change while it stands.
+    """Architecture x cut x workload x layout. Memory settings are not part of it: they change while it stands.
 
     Raises:
         ValueError: If a value is not of its type or range.
@@ -34,6 +35,8 @@ class Scenario:
     """Of the weights and of the batch; the same batch is used in every step."""
     dtype: Dtype = "bf16"
     """Of parameters and activations. Gradients and optimizer state are fp32 in either case."""
+    layout: Layout = field(default_factory=Layout)
+    """How the job is spread over ranks."""
 
     def __post_init__(self) -> None:
         if isinstance(self.architecture, (str, Path)):
@@ -49,11 +52,12 @@ class Scenario:
             raise ValueError(f"seed is {self.seed}, must be below 2**63: give a smaller one")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}, must be one of {', '.join(DTYPES)}: choose one of them")
+        self.layout.check(self.architecture, self.num_layers, self.seq_length)
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one step trains on."""
-        return self.seq_length * self.micro_batch_size * self.num_microbatches
+        """Tokens that one step trains on, over all copies of the model."""
+        return self.seq_length * self.micro_batch_size * self.num_microbatches * self.layout.data_parallel_size
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the scenario as JSON-ready values; the architecture as its own object."""
@@ -62,13 +66,15 @@ class Scenario:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Scenario:
         """Builds a scenario from what `to_dict` returned."""
-        return cls(**{**values, "architecture": Architecture(**values["architecture"])})
+        layout = Layout(**values.get("layout", {}))
+        return cls(**{**values, "architecture": Architecture(**values["architecture"]), "layout": layout})
 
     def __str__(self) -> str:
         batches = f" x {self.num_microbatches}" if self.num_microbatches > 1 else ""
+        ranks = f", {self.layout}" if self.layout.world_size > 1 else ""
         return (
             f"{self.architecture.name}, {self.num_layers} layers, "
-            f"{self.micro_batch_size}{batches} x {self.seq_length} tokens, {self.dtype}"
+            f"{self.micro_batch_size}{batches} x {self.seq_length} tokens, {self.dtype}{ranks}"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -11,6 +12,18 @@ from typing import Any
 
 from memlab.architectures import ARCHITECTURES
 from memlab.commands.output import result_alone_on_stdout
+from memlab.commands.ranks import (
+    failing_together,
+    gathered,
+    layout_of_the_job,
+    leave,
+    rank,
+    rank_folder,
+    ranks_table,
+    world_size,
+    worst,
+)
+from memlab.record import StepRecord
 from memlab.scenario import DTYPES, Scenario
 from memlab.settings import (
     CHECKPOINT_INPUT_REMEDIES,
@@ -34,6 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     workload.add_argument("--num-microbatches", type=_whole_number, metavar="N", help="passes in a step (1)")
     workload.add_argument("--seed", type=_whole_number, metavar="N", help="of weights and data (1234)")
     workload.add_argument("--dtype", metavar=_choices(DTYPES), help="of parameters and activations (bf16)")
+    layout = parser.add_argument_group(
+        "layout, of a job that torchrun starts: what is left over is data parallel"
+    )
+    layout.add_argument("--tensor-model-parallel-size", type=_whole_number, default=1, metavar="N")
+    layout.add_argument("--pipeline-model-parallel-size", type=_whole_number, default=1, metavar="N")
+    layout.add_argument("--expert-model-parallel-size", type=_whole_number, default=1, metavar="N")
     settings = parser.add_argument_group("memory settings, named as in Megatron")
     settings.add_argument("--recompute-granularity", metavar=_choices(RECOMPUTE_GRANULARITIES))
     settings.add_argument("--recompute-method", metavar=_choices(RECOMPUTE_METHODS), help="under full")
@@ -62,39 +81,55 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     Raises:
         ValueError: If a value breaks its rule, or the output folder holds a record.
     """
-    workload = _given(arguments, Scenario)
+    layout = layout_of_the_job(
+        arguments.tensor_model_parallel_size,
+        arguments.pipeline_model_parallel_size,
+        arguments.expert_model_parallel_size,
+    )
+    workload = _given(arguments, Scenario) | {"layout": layout}
     scenario = Scenario(**workload)
     settings = MemorySettings(**_given(arguments, MemorySettings))
     settings.check(scenario.architecture, scenario.num_layers)
     from memlab.backends import find_backend
 
-    if arguments.out is not None and (arguments.out / "record.json").exists():
-        raise ValueError(f"output folder {arguments.out} holds a record, and is not overwritten: give another folder")
     if arguments.out is not None:
-        _make_folder(arguments.out)
+        _make_folder(rank_folder(arguments.out))
     with result_alone_on_stdout():
         find_backend(arguments.backend)
     return lambda: _measure(workload, settings, arguments)
 
 
 def _measure(workload: dict[str, Any], settings: MemorySettings, arguments: argparse.Namespace) -> int:
-    with result_alone_on_stdout():
+    with failing_together(), result_alone_on_stdout():
         from memlab.lab import Lab
 
         with Lab(**workload, backend=arguments.backend) as lab:
             record = lab.step(settings)
-    if arguments.json:
-        print(json.dumps(record.to_dict(), indent=2))
-    else:
-        from memlab.views.tables import record_table
-
-        print(record_table(record))
-    if arguments.out is not None:
-        record.save(arguments.out)
+            if arguments.out is not None:
+                record.save(rank_folder(arguments.out))
+            if record.status != "ok" and world_size() > 1:
+                print(f"rank {rank()}: {record}", file=sys.stderr)
+                leave(1)
+            records = gathered(record) if world_size() > 1 else [record]
+    if rank() == 0:
+        print(_written(record, records, as_json=arguments.json))
     return 0 if record.status == "ok" else 1
 
 
+def _written(record: StepRecord, records: list[StepRecord], *, as_json: bool) -> str:
+    if len(records) > 1:
+        ranks = [each.to_dict() for each in records]
+        return json.dumps({"worst_rank": worst(records), "ranks": ranks}, indent=2) if as_json else ranks_table(records)
+    if as_json:
+        return json.dumps(record.to_dict(), indent=2)
+    from memlab.views.tables import record_table
+
+    return record_table(record)
+
+
 def _make_folder(folder: Path) -> None:
+    if (folder / "record.json").exists():
+        raise ValueError(f"output folder {folder} holds a record, and is not overwritten: give another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -103,7 +138,7 @@ def _make_folder(folder: Path) -> None:
 
 def _given(arguments: argparse.Namespace, cls: type[Scenario | MemorySettings]) -> dict[str, Any]:
     """Returns the flags that were given for a class's fields; the defaults stay the class's own."""
-    values = {field.name: getattr(arguments, field.name) for field in fields(cls)}
+    values = {field.name: getattr(arguments, field.name, None) for field in fields(cls)}
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -1,4 +1,4 @@
-"""From a Scenario to a live Megatron model: GPTModel, DistributedDataParallel, distributed optimizer.
+"""From a Scenario to a live Megatron model on one rank: GPTModel, DistributedDataParallel, distributed optimizer.
 
 The same code serves every backend; a backend gives the layer provider. Written against megatron-core 0.16.1 and
 0.19.2.
@@ -6,6 +6,7 @@ The same code serves every backend; a backend gives the layer provider. Written 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from memlab.layout import Layout
 from memlab.scenario import Scenario
 from memlab.settings import MemorySettings
 
@@ -58,7 +60,7 @@ def build(
     Returns:
         The model, its optimizer and its schedule. `holders.release` gives them back.
     """
-    join_process_group(distributed_backend, scenario.seed)
+    join_process_group(distributed_backend, scenario.seed, scenario.layout)
     config = transformer_config(scenario, settings or MemorySettings())
     chunk = DistributedDataParallel(
         config,
@@ -99,8 +101,9 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type) -> 
             moe_grouped_gemm=architecture.is_moe,
             qk_layernorm=architecture.qk_layernorm,
         )
+    num_layers = scenario.num_layers // scenario.layout.pipeline_model_parallel_size
     block = gpt_layer_specs.TransformerBlockSubmodules(
-        layer_specs=[spec] * scenario.num_layers, layer_norm=provider().layer_norm(rms_norm=True)
+        layer_specs=[spec] * num_layers, layer_norm=provider().layer_norm(rms_norm=True)
     )
     return GPTModel(
         config=config,
@@ -111,6 +114,8 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type) -> 
         rotary_base=int(architecture.rotary_base),
         rotary_percent=architecture.rotary_percent,
         share_embeddings_and_output_weights=architecture.share_embeddings_and_output_weights,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
     )
 
 
@@ -134,6 +139,10 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
         }
     return TransformerConfig(
         num_layers=scenario.num_layers,
+        tensor_model_parallel_size=scenario.layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=scenario.layout.pipeline_model_parallel_size,
+        expert_model_parallel_size=scenario.layout.expert_model_parallel_size,
+        sequence_parallel=scenario.layout.sequence_parallel,
         hidden_size=architecture.hidden_size,
         ffn_hidden_size=architecture.ffn_hidden_size,
         num_attention_heads=architecture.num_attention_heads,
@@ -173,14 +182,34 @@ def settings_fields(settings: MemorySettings) -> dict[str, Any]:
     }
 
 
-def join_process_group(distributed_backend: str, seed: int) -> None:
-    """Starts a process group of this rank alone and seeds Megatron's random states."""
+def join_process_group(distributed_backend: str, seed: int, layout: Layout) -> None:
+    """Joins the job's process group, which is this rank alone without a layout, and seeds Megatron's random states.
+
+    Raises:
+        ValueError: If the layout has more ranks than were started.
+    """
     if distributed_backend == "fake":
         # Importing it registers the backend. On one rank every collective is the identity, and this one allocates
         # nothing for it, like NCCL; gloo would copy the whole gradient buffer.
         from torch.testing._internal.distributed import fake_pg  # noqa: F401
-    store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # missing from torch's stubs
-    torch.distributed.init_process_group(distributed_backend, store=store, rank=0, world_size=1)
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != layout.world_size:
+        raise ValueError(
+            f"the layout ({layout}) has {layout.world_size} ranks, and {started} were started: start them with "
+            f"torchrun --nproc-per-node {layout.world_size} -m memlab measure ..., or change the layout"
+        )
+    if started > 1 and distributed_backend == "fake":
+        raise ValueError(f"the cpu backend steps one rank alone, and {started} were started: use backend 'cuda'")
+    if started > 1:
+        torch.distributed.init_process_group(distributed_backend)
+    else:
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # missing from torch's stubs
+        torch.distributed.init_process_group(distributed_backend, store=store, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        expert_model_parallel_size=layout.expert_model_parallel_size,
+        create_gloo_process_groups=False,
+    )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

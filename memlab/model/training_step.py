@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random
 
 from memlab.meter.labels import Labels
@@ -16,7 +17,7 @@ from memlab.model.upstream_versions import zero_auxiliary_losses
 from memlab.scenario import Scenario
 
 
-def train_step(live: LiveModel, labels: Labels) -> float:
+def train_step(live: LiveModel, labels: Labels) -> float | None:
     """Runs forward and backward of every micro-batch and the optimizer.
 
     Args:
@@ -24,7 +25,7 @@ def train_step(live: LiveModel, labels: Labels) -> float:
         labels: Follows the phases.
 
     Returns:
-        The mean loss over the micro-batches.
+        The mean loss over the micro-batches; None on a pipeline stage that does not see it.
     """
     scenario = live.scenario
     live.chunk.zero_grad_buffer()
@@ -43,7 +44,7 @@ def train_step(live: LiveModel, labels: Labels) -> float:
         succeeded, _, _ = live.optimizer.step()
         assert succeeded, "bf16 and fp32 training scale no loss, so no step is skipped"
         zero_auxiliary_losses()
-    return sum(losses) / len(losses)
+    return sum(losses) / len(losses) if losses else None
 
 
 def _forward_step(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
@@ -59,8 +60,11 @@ def _mean_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, float]:
 
 
 def _batches(scenario: Scenario) -> Iterator[torch.Tensor]:
-    """Yields random tokens int64 [micro_batch_size, seq_length + 1] on the host, the same in every step."""
-    generator = torch.Generator().manual_seed(scenario.seed)
+    """Yields random tokens int64 [micro_batch_size, seq_length + 1] on the host, the same in every step.
+
+    Each copy of the model has its own; the ranks of one copy have the same.
+    """
+    generator = torch.Generator().manual_seed(scenario.seed + parallel_state.get_data_parallel_rank())
     shape = (scenario.micro_batch_size, scenario.seq_length + 1)
     for _ in range(scenario.num_microbatches):
         yield torch.randint(scenario.architecture.vocab_size, shape, generator=generator)

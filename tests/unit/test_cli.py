@@ -18,6 +18,7 @@ import pytest
 from memlab.cli import main
 from memlab.commands.output import result_alone_on_stdout
 from memlab.record import StepRecord
+from memlab.layout import Layout
 from memlab.settings import MemorySettings
 from tests.unit.builders import record_of, training_step
 
@@ -179,6 +180,7 @@ def test_flags_reach_scenario_and_settings(fake_lab: type[FakeLab]) -> None:
         "num_microbatches": 4,
         "seed": 7,
         "dtype": "fp32",
+        "layout": Layout(),
         "backend": "auto",
     }
 

@@ -1,0 +1,107 @@
+"""One command on every rank of a job that ``torchrun`` started: a record a rank, and a summary that names the worst."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from memlab.layout import Layout
+from memlab.record import StepRecord
+from memlab.units import format_bytes
+
+
+def world_size() -> int:
+    """Returns how many ranks were started; 1 without ``torchrun``."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """Returns this process's rank; 0 without ``torchrun``."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def layout_of_the_job(tensor: int, pipeline: int, experts: int) -> Layout:
+    """Returns the layout with as many copies of the model as the started ranks make.
+
+    Raises:
+        ValueError: If a size breaks its rule, or the ranks do not divide.
+    """
+    per_copy = tensor * pipeline
+    if per_copy > 0 and world_size() % per_copy:
+        raise ValueError(
+            f"{world_size()} ranks were started, must be a multiple of {per_copy} (tensor {tensor} x pipeline "
+            f"{pipeline}): start torchrun --nproc-per-node {per_copy}, or change a size"
+        )
+    return Layout(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        expert_model_parallel_size=experts,
+        data_parallel_size=max(1, world_size() // max(1, per_copy)),
+    )
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """Ends this process at once if the block fails: the other ranks wait in a collective for one that will not come.
+
+    ``torchrun`` ends them when it sees this one gone; leaving in the usual way would wait for them here.
+    """
+    try:
+        yield
+    except BaseException:
+        if world_size() == 1:
+            raise
+        print(f"rank {rank()} failed:", file=sys.stderr)
+        traceback.print_exc()
+        leave(1)
+
+
+def leave(code: int) -> None:
+    """Ends the process without the farewells that would wait for other ranks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def gathered(record: StepRecord) -> list[StepRecord]:
+    """Returns every rank's record, without timelines; all ranks call it."""
+    import torch
+
+    everyone: list[str] = [""] * world_size()
+    torch.distributed.all_gather_object(everyone, json.dumps(record.to_dict()))
+    return [StepRecord.from_dict(json.loads(text)) for text in everyone]
+
+
+def worst(records: list[StepRecord]) -> int:
+    """Returns the rank whose allocated peak is the highest."""
+    return max(range(len(records)), key=lambda number: records[number].peak_allocated_bytes)
+
+
+def ranks_table(records: list[StepRecord]) -> str:
+    """Writes one row a rank, the worst marked."""
+    rows = [("rank", "peak allocated", "reserved", "at the start", "activations", "step", "")]
+    for number, record in enumerate(records):
+        rows.append(
+            (
+                str(number),
+                format_bytes(record.peak_allocated_bytes),
+                "-" if record.peak_reserved_bytes is None else format_bytes(record.peak_reserved_bytes),
+                format_bytes(record.static_bytes),
+                format_bytes(record.activation_peak_bytes),
+                f"{record.step_seconds * 1e3:.0f} ms",
+                "<- worst" if number == worst(records) else "",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([str(records[0].scenario), f"settings: {records[0].settings}", "", *lines])
+
+
+def rank_folder(folder: Path) -> Path:
+    """Returns where this rank's record goes."""
+    return folder / f"rank-{rank()}" if world_size() > 1 else folder

@@ -1,0 +1,74 @@
+"""How a job is spread over ranks: the sizes of its parallel groups, and which rank is looked at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from memlab.architectures import Architecture
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Sizes of Megatron's parallel groups; one rank alone by default.
+
+    Raises:
+        ValueError: If a size is no positive number, or the expert groups do not fit the other ranks.
+    """
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each layer's matrices; above 1 with sequence parallel, as MoE models need it."""
+    pipeline_model_parallel_size: int = 1
+    """Stages of layers, one after the other (1F1B)."""
+    expert_model_parallel_size: int = 1
+    """Ranks that share a layer's experts, out of those of one pipeline stage."""
+    data_parallel_size: int = 1
+    """Copies of the model, each with its own batch; the optimizer's state is spread over them."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{field.name} is {value!r}, must be a whole number of at least 1: give another value")
+        ranks_of_a_stage = self.tensor_model_parallel_size * self.data_parallel_size
+        if ranks_of_a_stage % (self.expert_model_parallel_size * self.tensor_model_parallel_size):
+            raise ValueError(
+                f"expert_model_parallel_size is {self.expert_model_parallel_size}, must divide data_parallel_size, "
+                f"{self.data_parallel_size}: experts are spread over ranks that see different tokens"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole job."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.data_parallel_size
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether activations between matrices are split along the sequence."""
+        return self.tensor_model_parallel_size > 1
+
+    def check(self, architecture: Architecture, num_layers: int, seq_length: int) -> None:
+        """Holds the layout against what it splits.
+
+        Raises:
+            ValueError: If something does not divide.
+        """
+        tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        experts = architecture.num_moe_experts
+        for name, size, what, amount in (
+            ("tensor_model_parallel_size", tensor, "query groups", architecture.num_query_groups),
+            ("tensor_model_parallel_size", tensor, "entries of the vocabulary", architecture.vocab_size),
+            ("tensor_model_parallel_size", tensor, "tokens of a sequence", seq_length),
+            ("pipeline_model_parallel_size", pipeline, "layers", num_layers),
+            ("expert_model_parallel_size", self.expert_model_parallel_size, "experts", experts or 1),
+        ):
+            if amount % size:
+                divisors = [str(count) for count in range(1, min(amount, 64) + 1) if amount % count == 0]
+                model = architecture.name if amount != 1 else f"{architecture.name} is dense and"
+                raise ValueError(
+                    f"{name} is {size}, must divide the {amount} {what} of {model}: choose from {', '.join(divisors)}"
+                )
+
+    def __str__(self) -> str:
+        short = {"TP": self.tensor_model_parallel_size, "PP": self.pipeline_model_parallel_size}
+        short |= {"EP": self.expert_model_parallel_size, "DP": self.data_parallel_size}
+        return " ".join(f"{name}{size}" for name, size in short.items() if size > 1) or "one rank"
