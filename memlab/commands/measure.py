@@ -47,9 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     workload.add_argument("--num-microbatches", type=_whole_number, metavar="N", help="passes in a step (1)")
     workload.add_argument("--seed", type=_whole_number, metavar="N", help="of weights and data (1234)")
     workload.add_argument("--dtype", metavar=_choices(DTYPES), help="of parameters and activations (bf16)")
-    layout = parser.add_argument_group(
-        "layout, of a job that torchrun starts: what is left over is data parallel"
-    )
+    layout = parser.add_argument_group("layout, of a job that torchrun starts: what is left over is data parallel")
     layout.add_argument("--tensor-model-parallel-size", type=_whole_number, default=1, metavar="N")
     layout.add_argument("--pipeline-model-parallel-size", type=_whole_number, default=1, metavar="N")
     layout.add_argument("--expert-model-parallel-size", type=_whole_number, default=1, metavar="N")

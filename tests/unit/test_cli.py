@@ -17,8 +17,8 @@ import pytest
 
 from memlab.cli import main
 from memlab.commands.output import result_alone_on_stdout
-from memlab.record import StepRecord
 from memlab.layout import Layout
+from memlab.record import StepRecord
 from memlab.settings import MemorySettings
 from tests.unit.builders import record_of, training_step
 

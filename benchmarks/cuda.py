@@ -1,0 +1,160 @@
+"""What memlab costs on a GPU: metering, offloading at the speed of the link, settings and how far they drift.
+
+python benchmarks/cuda.py [metering] [offload] [settings] [soak]     all of them without a name; a GPU with 139 GiB
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from memlab import Lab, MemorySettings
+from memlab.settings import MOE_OFFLOAD_MODULES, OFFLOAD_MODULES
+from tests.unit.live import random_settings
+
+RUNS = 10
+
+
+def metering() -> None:
+    """Prints steps with and without the meter and its hooks, interleaved."""
+    print(f"{'metering, sequence 4096':40}{'metered ms':>12}{'plain ms':>12}{'ratio':>8}   (at most 1.05)")
+    for name, num_layers in (("qwen3-30b-a3b", 4), ("phi-4", 4), ("phi-4", 12), ("qwen3-30b-a3b", 10)):
+        with Lab(name, num_layers=num_layers, seq_length=4096) as lab:
+            lab.step()
+            pairs = [(lab.step().step_seconds, lab.unmetered_step_seconds()) for _ in range(RUNS)]
+            metered, plain = (statistics.median(column) * 1e3 for column in zip(*pairs, strict=True))
+            print(f"{f'{name}, {num_layers} layers':40}{metered:12.1f}{plain:12.1f}{metered / plain:8.3f}", flush=True)
+
+
+def offload() -> None:
+    """Prints the bandwidth of each way to take a group down and up, beside a plain pinned copy of the same bytes."""
+    with Lab("qwen3-30b-a3b", num_layers=4, seq_length=4096) as lab:
+        lab.step()
+        print(f"\n{'offload and reload':44}{'GiB':>8}{'down GB/s':>11}{'up GB/s':>9}{'of plain':>16}{'host held':>11}")
+        plain = _plain_copy()
+        _bandwidth_row("a plain pinned copy of 4 GiB", 4 * 1024**3, *plain, plain)
+        for group in ("parameters", "optimizer state"):
+            for pinned in (True, False):
+                lab.pinned_host_memory = pinned
+                runs = RUNS if pinned else 3
+                first = lab.offload(group)
+                lab.load(group)
+                pairs = [(lab.offload(group).seconds, lab.load(group).seconds) for _ in range(runs)]
+                down, up = (statistics.median(column) for column in zip(*pairs, strict=True))
+                num_bytes = first.moved_bytes[group]
+                name = f"{group}, {'pinned' if pinned else 'pageable'}"
+                _bandwidth_row(name, num_bytes, down, up, plain, first.host_bytes, first.seconds)
+                lab.step(MemorySettings())  # the host buffer goes
+        _naive(lab, plain)
+
+
+def _plain_copy() -> tuple[float, float]:
+    device = torch.empty(4 * 1024**3, dtype=torch.uint8, device="cuda")
+    host = torch.empty(4 * 1024**3, dtype=torch.uint8, pin_memory=True)
+    down = [_seconds(lambda: host.copy_(device, non_blocking=True)) for _ in range(RUNS)]
+    up = [_seconds(lambda: device.copy_(host, non_blocking=True)) for _ in range(RUNS)]
+    return statistics.median(down), statistics.median(up)
+
+
+def _naive(lab: Lab, plain: tuple[float, float]) -> None:
+    """The way of ``.cpu().pin_memory()`` each time (SkyRL #563, verl before #6193)."""
+    buffer = lab._stepper.live.chunk.buffers[0].param_data
+    down = statistics.median(_seconds(lambda: buffer.cpu().pin_memory()) for _ in range(3))
+    held = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    _bandwidth_row("parameters, .cpu().pin_memory()", buffer.nbytes, down, float("nan"), plain, held)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def _bandwidth_row(
+    name: str,
+    num_bytes: int,
+    down: float,
+    up: float,
+    plain: tuple[float, float],
+    held: int = 0,
+    first: float = 0.0,
+) -> None:
+    reference = 4 * 1024**3
+    shares = f"{num_bytes / down / (reference / plain[0]):.2f} {num_bytes / up / (reference / plain[1]):.2f}"
+    row = f"{name:44}{num_bytes / 1024**3:8.2f}{num_bytes / down / 1e9:11.1f}{num_bytes / up / 1e9:9.1f}{shares:>16}"
+    print(
+        row + (f"{held / num_bytes:10.3f}x" if held else "") + (f"  first {first:.1f} s" if first else ""), flush=True
+    )
+
+
+def settings() -> None:
+    """Prints what single offload modules do to the step, and what `apply` takes."""
+    with Lab("qwen3-30b-a3b", num_layers=4, seq_length=4096) as lab:
+        _offload_modules(lab, [name for name in OFFLOAD_MODULES if name not in ("attn_norm", "attn_proj")])
+        seconds = []
+        for number in range(100):
+            wanted = MemorySettings(offload_modules=("moe_act",)) if number % 2 else MemorySettings()
+            started = time.perf_counter()
+            lab.apply(wanted)
+            seconds.append((time.perf_counter() - started) * 1e3)
+        print(f"apply: median {statistics.median(seconds):.1f} ms, largest {max(seconds):.1f} ms (at most 10)")
+    with Lab("phi-4", num_layers=4, seq_length=4096) as lab:
+        _offload_modules(lab, [name for name in ("qkv_linear", "core_attn") if name not in MOE_OFFLOAD_MODULES])
+
+
+def _offload_modules(lab: Lab, names: list[str]) -> None:
+    every = {"none": MemorySettings(), **{name: MemorySettings(offload_modules=[name]) for name in names}}
+    seconds: dict[str, list[float]] = {name: [] for name in every}
+    losses = set()
+    for _ in range(RUNS):
+        for name, wanted in every.items():
+            record = lab.step(wanted)
+            seconds[name].append(record.step_seconds)
+            losses.add(record.loss)
+    plain = statistics.median(seconds["none"])
+    print(f"\n{lab.scenario}: {len(losses)} different losses, {max(losses) - min(losses):.1e} apart")
+    for name, values in seconds.items():
+        ratio = statistics.median(values) / plain
+        print(f"{name:44}{statistics.median(values) * 1e3:8.1f} ms{ratio:8.3f} times none (at most 1.3)", flush=True)
+
+
+def soak(count: int = 1000) -> None:
+    """Takes a step under each of many random settings, and looks whether anything drifts."""
+    with Lab("qwen3-30b-a3b", num_layers=2, seq_length=512) as lab:
+        rng = random.Random(0)  # noqa: S311  # settings at random need no cryptography
+        away = {"offload_parameters": False, "offload_gradients": False, "offload_optimizer": False}
+        choices = [replace(random_settings(lab, rng), **away) for _ in range(12)]
+        plain = lab.step(MemorySettings())
+        peaks: dict[str, set[int]] = {}
+        losses, starts = set(), set()
+        for number in range(count):
+            wanted = choices[rng.randrange(len(choices))] if number % 4 else MemorySettings()
+            if number % 100 == 50:
+                wanted = MemorySettings(offload_parameters=True, offload_optimizer=True)
+            record = lab.step(wanted)
+            losses.add(record.loss)
+            peaks.setdefault(str(record.settings), set()).add(record.peak_allocated_bytes)
+            if not wanted.changed():
+                starts.add(torch.cuda.memory_allocated())
+        last = lab.step(MemorySettings())
+    drift = last.static_bytes - plain.static_bytes
+    spread = max(max(values) - min(values) for values in peaks.values())
+    print(f"\n{count} settings: drift of allocated bytes {drift}, starts {sorted(starts)}, {len(losses)} losses")
+    print(f"peaks of a repeated setting differ by at most {spread} bytes")
+
+
+if __name__ == "__main__":
+    parts = {"metering": metering, "offload": offload, "settings": settings, "soak": soak}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for part in sys.argv[1:] or parts:
+            parts[part]()
