@@ -21,15 +21,19 @@ from memlab.meter.labels import Labels, labelled_by
 from memlab.meter.storages import StorageMeter
 from memlab.model import holders, toggles
 from memlab.model.build import LiveModel, build
+from memlab.model.group_use import GroupUse
 from memlab.model.offload_watch import OffloadWatch
 from memlab.model.quiet import quiet_megatron
 from memlab.model.recovery import recover
 from memlab.model.remedies import CheckpointRemedy
 from memlab.model.residency import Residency, groups_on_host
+from memlab.model.residency_faults import FAULTS, mend
+from memlab.model.residency_walk import audit, require_resident
 from memlab.model.training_step import train_step
 from memlab.movement import GROUPS, Movement
 from memlab.progress import StepStopped
 from memlab.record import Status, StepRecord
+from memlab.residency_audit import Asked, ResidencyAudit
 from memlab.scenario import Scenario
 from memlab.settings import MemorySettings
 
@@ -47,6 +51,9 @@ class Stepper:
         self._backend = backend
         self._offload_watch = OffloadWatch()
         self._remedy = CheckpointRemedy()
+        self._asked = Asked()
+        self._move_host_bytes = (0, 0)
+        """On the host around the last move (the more of before and after), and at its peak."""
         self.live: LiveModel
         self.residency: Residency
 
@@ -133,12 +140,12 @@ class Stepper:
 
     def _phases(self, settings: MemorySettings) -> dict[str, Any]:
         with self.labels.phase_of("load"):
-            _, load_seconds = _seconds_if_moved(self.residency.load)
+            _, load_seconds = self._seconds_if_moved(self._load)
         with self.labels.phase_of("forward"), self._remedy.during_step(self._remedy_of(settings)):
             loss = train_step(self.live, self.labels)
         self.meter.categorise(self._categories())
         with self.labels.phase_of("offload"):
-            freed, offload_seconds = _seconds_if_moved(lambda: self._between_steps(settings))
+            freed, offload_seconds = self._seconds_if_moved(lambda: self._between_steps(settings))
         return {
             "loss": loss,
             "load_seconds": load_seconds,
@@ -160,8 +167,15 @@ class Stepper:
         needed = settings.checkpoints_moe_layers(self.scenario.architecture)
         return settings.checkpoint_input_remedy if needed else None
 
+    def _load(self) -> dict[str, int]:
+        self._asked.move("load", GROUPS)
+        taken = self.residency.load()
+        require_resident(self.live)
+        return taken
+
     def _between_steps(self, settings: MemorySettings) -> dict[str, int]:
         away = groups_on_host(settings)
+        self._asked.end_step(away)
         self.residency.forget([group for group in GROUPS if group not in away])
         return self.residency.offload(away)
 
@@ -176,14 +190,48 @@ class Stepper:
             "offload": lambda: self.residency.offload(groups),
             "hand over": self.residency.hand_over,
         }
-        moved_bytes, seconds = _seconds_if_moved(moves[action])
+        moved_bytes, seconds = self._seconds_if_moved(moves[action])
+        self._asked.move(action, groups)
         return Movement(
             action=action,
             moved_bytes=moved_bytes,
             seconds=seconds,
             device_bytes=self.meter.live_bytes("device"),
             host_bytes=self.meter.live_bytes("host"),
+            peak_host_bytes=self.meter.peak_host_bytes,
         )
+
+    def audit_residency(self) -> ResidencyAudit:
+        """Holds where every byte of the three groups is against what was asked for."""
+        return audit(self.live, self.meter, self._asked, self.residency.tensors(), self._move_host_bytes)
+
+    def set_residency_fault(self, name: str | None) -> None:
+        """Brings everything up and puts it right; from then on groups move with a fault of `FAULTS`, or without.
+
+        Raises:
+            ValueError: If another fault is on, or the model does not have what the fault is about.
+        """
+        if name is not None and type(self.residency) is not Residency:
+            raise ValueError(
+                f"{name} cannot join a fault that is on already, must be the only one: leave its block first"
+            )
+        self.residency.load()
+        mend(self.live)
+        self._asked, self._move_host_bytes = Asked(), (0, 0)
+        self.residency = Residency(self.live)
+        if name is not None:
+            self.residency = FAULTS[name](self.live)
+
+    def groups_used(self) -> dict[str, tuple[str, ...]]:
+        """Takes a step and hands the parameters over; returns by phase which groups an operation touched."""
+        self._load()
+        with GroupUse(self.labels, self.residency.tensors()) as step, self.labels.phase_of("idle"):
+            train_step(self.live, self.labels)
+        with GroupUse(self.labels, self.residency.tensors()) as sync:
+            self.move("hand over", ("parameters",))
+        used = step.by_phase()
+        # Until Megatron's timers enter the forward phase, a step zeroes its gradients.
+        return {"zeroing": used.pop("idle"), **used, "hand over": sync.by_phase()["idle"]}
 
     @staticmethod
     def _ended_early(error: Exception) -> dict[str, Any]:
@@ -227,18 +275,21 @@ class Stepper:
         Loading and offloading are metered as always: storages that they resize would be lost to the account.
         """
         started = time.perf_counter()
-        self.residency.load()
+        self._load()
         with self.meter.looking_away():
             train_step(self.live, self.labels)
         self._between_steps(settings)
         torch.cuda.synchronize()
         return time.perf_counter() - started
 
-
-def _seconds_if_moved(move: Callable[[], dict[str, int]]) -> tuple[dict[str, int], float]:
-    started = time.perf_counter()
-    moved = move()
-    return moved, time.perf_counter() - started if moved else 0.0
+    def _seconds_if_moved(self, move: Callable[[], dict[str, int]]) -> tuple[dict[str, int], float]:
+        before = self.meter.live_bytes("host")
+        self.meter.restart_peak()
+        started = time.perf_counter()
+        moved = move()
+        seconds = time.perf_counter() - started if moved else 0.0
+        self._move_host_bytes = (max(before, self.meter.live_bytes("host")), self.meter.peak_host_bytes)
+        return moved, seconds
 
 
 def versions() -> dict[str, str]:

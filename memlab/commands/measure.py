@@ -34,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     workload.add_argument("--num-microbatches", type=_whole_number, metavar="N", help="passes in a step (1)")
     workload.add_argument("--seed", type=_whole_number, metavar="N", help="of weights and data (1234)")
     workload.add_argument("--dtype", metavar=_choices(DTYPES), help="of parameters and activations (bf16)")
+    workload.add_argument(
+        "--expert-buffers", action="store_true", default=None, help="of the experts' own, as under expert parallelism"
+    )
     settings = parser.add_argument_group("memory settings, named as in Megatron")
     settings.add_argument("--recompute-granularity", metavar=_choices(RECOMPUTE_GRANULARITIES))
     settings.add_argument("--recompute-method", metavar=_choices(RECOMPUTE_METHODS), help="under full")

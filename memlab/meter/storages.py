@@ -56,6 +56,8 @@ class StorageMeter:
         """The size of the device, where it is pretended: what would exceed it raises `torch.OutOfMemoryError`."""
         self._labels = labels
         self._device_bytes = 0
+        self._host_bytes = 0
+        self._peak_host_bytes = 0
         self._num_starts = 0
         self._live: dict[int, _Life] = {}
         self._events: list[tuple[int, int, int, _Life, int]] = []
@@ -100,6 +102,20 @@ class StorageMeter:
     def life_of(self, tensor: torch.Tensor) -> _Life | None:
         """Returns what is known of a tensor's storage, None for one that was never seen."""
         return self._live.get(tensor.untyped_storage()._cdata)
+
+    def pool_of(self, tensor: torch.Tensor) -> str | None:
+        """Returns the pool that a tensor's storage lives in, None for one that was never seen."""
+        life = self.life_of(tensor)
+        return None if life is None else POOLS[life.pool]
+
+    def restart_peak(self) -> None:
+        """Lets `peak_host_bytes` begin at what is alive now."""
+        self._peak_host_bytes = self._host_bytes
+
+    @property
+    def peak_host_bytes(self) -> int:
+        """The most bytes on the host since `restart_peak`."""
+        return self._peak_host_bytes
 
     def live_bytes(self, pool: str = "device") -> int:
         """Returns the bytes alive in a pool now."""
@@ -239,6 +255,9 @@ class StorageMeter:
         if delta:
             if life.pool == _DEVICE:
                 self._device_bytes += delta
+            elif life.pool == _HOST:
+                self._host_bytes += delta
+                self._peak_host_bytes = max(self._peak_host_bytes, self._host_bytes)
             self._events.append((time.perf_counter_ns(), delta, life.pool, life, self._labels.phase))
 
     @staticmethod
