@@ -111,8 +111,9 @@ class Residency:
 
     def _copy_down(self, group: str, tensors: list[torch.Tensor]) -> None:
         copies = self._host_copies[group]
-        missing = tensors[len(copies) :]
-        copies.extend(torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in missing)
+        if len(copies) != len(tensors):  # Adam has made its moments since: the places in the list are others
+            copies.clear()
+            copies.extend(torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors)
         for tensor, copy in zip(tensors, copies, strict=True):
             copy.copy_(tensor, non_blocking=True)
         torch.cuda.synchronize()
