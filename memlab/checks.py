@@ -1,8 +1,12 @@
-"""Checks for the labs' exercises: each holds a record against a goal, and its text helps where the goal is missed."""
+"""Checks for the labs' exercises: a record or an audit against a goal, with text that helps where it is missed."""
 
 from __future__ import annotations
 
+from typing import overload
+
+from memlab.movement import GROUPS
 from memlab.record import StepRecord
+from memlab.residency_audit import ResidencyAudit
 from memlab.units import format_bytes
 
 
@@ -75,13 +79,44 @@ class Check:
         return f"the largest part that settings change is {name}, {format_bytes(size)}"
 
 
-def check(record: StepRecord) -> Check:
+class ResidencyCheck:
+    """Goals for one audit of what is where between two steps."""
+
+    def __init__(self, audit: ResidencyAudit) -> None:
+        self._audit = audit
+
+    def only_on_device(self, *groups: str) -> ResidencyCheck:
+        """Wants these groups on the device, no other, and every byte where it should be."""
+        there = [group for group in GROUPS if self._audit.device_bytes(group)]
+        if sorted(there) != sorted(groups):
+            raise CheckFailed(
+                f"on the device are {', '.join(there) or 'none of the groups'}, must be {', '.join(groups)} alone: "
+                "take down what the phase does not touch, and bring up what it does"
+            )
+        if self._audit.complaints:
+            raise CheckFailed(f"on the device are the right groups, but {self._audit.complaints[0]}")
+        print(f"reached: on the device are {', '.join(groups)} alone")  # noqa: T201  # an exercise's answer
+        return self
+
+    def complains_like(self, other: ResidencyAudit) -> ResidencyCheck:
+        """Wants the complaints of another audit, to the byte."""
+        if self._audit.complaints != other.complaints:
+            raise CheckFailed(f"this audit says: {self._audit}; must be: {other}: look at which holder is named")
+        print(f"reached: the same complaint, {other}")  # noqa: T201
+        return self
+
+
+@overload
+def check(measured: StepRecord) -> Check: ...
+@overload
+def check(measured: ResidencyAudit) -> ResidencyCheck: ...
+def check(measured: StepRecord | ResidencyAudit) -> Check | ResidencyCheck:
     """Begins the check of an exercise: ``check(record).peak_below(...).same_loss_as(plain)``.
 
     Args:
-        record: What `Lab.step` returned.
+        measured: What `Lab.step` or `Lab.audit_residency` returned.
 
     Returns:
         A check whose goals print when they are reached, and raise `CheckFailed` with a hint when they are missed.
     """
-    return Check(record)
+    return Check(measured) if isinstance(measured, StepRecord) else ResidencyCheck(measured)

@@ -17,10 +17,12 @@ from memlab.architectures import Architecture
 from memlab.backends import find_backend
 from memlab.layout import Layout
 from memlab.model import holders, remedies
+from memlab.model.residency_faults import FAULTS
 from memlab.model.retention import Retained, find_retained
 from memlab.movement import Movement, check_groups
 from memlab.progress import Follower, Progress
 from memlab.record import StepRecord
+from memlab.residency_audit import ResidencyAudit
 from memlab.scenario import Dtype, Scenario
 from memlab.settings import MemorySettings
 from memlab.stepper import Action, Stepper
@@ -46,6 +48,7 @@ class Lab:
         seed: Of weights and data.
         dtype: Of parameters and activations, ``bf16`` or ``fp32``.
         layout: How the job is spread over ranks, each of which opens the same lab under ``torchrun``; None is one rank.
+        expert_buffers: Gives experts DDP buffers of their own, as where they are spread over ranks.
         backend: ``auto`` or a name of `memlab.backends.BACKENDS`.
 
     Raises:
@@ -65,6 +68,7 @@ class Lab:
         seed: int = 1234,
         dtype: Dtype = "bf16",
         layout: Layout | None = None,
+        expert_buffers: bool = False,
         backend: str = "auto",
     ) -> None:
         scenario = Scenario(
@@ -76,6 +80,7 @@ class Lab:
             seed=seed,
             dtype=dtype,
             layout=layout or Layout(),
+            expert_buffers=expert_buffers,
         )
         self.backend = find_backend(backend)
         self.settings = MemorySettings()
@@ -240,6 +245,47 @@ class Lab:
         with self._starting:
             self._refuse_if_busy()
             return self._on_worker(lambda: find_retained(self._stepper.live)).result()
+
+    def audit_residency(self) -> ResidencyAudit:
+        """Finds where parameters, gradients and optimizer state are, and holds it against what was asked for."""
+        with self._starting:
+            self._refuse_if_busy()
+            return self._on_worker(self._stepper.audit_residency).result()
+
+    def groups_used(self) -> dict[str, tuple[str, ...]]:
+        """Takes a step and a weight sync that are not recorded, and sees which groups each phase touches.
+
+        Returns:
+            ``zeroing``, ``forward``, ``backward``, ``optimizer`` and ``hand over``, each with some of `GROUPS`.
+        """
+        with self._starting:
+            self._refuse_if_busy()
+            self._settled = False
+            return self._on_worker(self._stepper.groups_used).result()
+
+    @contextmanager
+    def residency_fault(self, name: str) -> Iterator[None]:
+        """Within the block, groups move with an error that was once made; before and after it all are on the device.
+
+        Args:
+            name: One of `memlab.model.residency_faults.FAULTS`, where each stands with its source.
+
+        Raises:
+            ValueError: If there is no such fault, another one is on, the model does not have what it is about, or the
+                lab is busy or closed.
+        """
+        if name not in FAULTS:
+            raise ValueError(f"residency fault is {name!r}, must be one of {', '.join(FAULTS)}: choose one of them")
+        with self._starting:
+            self._refuse_if_busy()
+            self._settled = False
+            self._on_worker(lambda: self._stepper.set_residency_fault(name)).result()
+        try:
+            yield
+        finally:
+            if not self.closed:
+                self._settled = False
+                self._on_worker(lambda: self._stepper.set_residency_fault(None)).result()
 
     @contextmanager
     def tap(self, layer: int) -> Iterator[None]:

@@ -24,6 +24,8 @@ class Movement:
     """Allocated on the device afterwards."""
     host_bytes: int
     """Held on the host afterwards."""
+    peak_host_bytes: int
+    """The most bytes held on the host at any moment of the move."""
 
     def __str__(self) -> str:
         what = ", ".join(f"{group} {format_bytes(size)}" for group, size in self.moved_bytes.items()) or "nothing moved"

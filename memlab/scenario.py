@@ -37,6 +37,8 @@ class Scenario:
     """Of parameters and activations. Gradients and optimizer state are fp32 in either case."""
     layout: Layout = field(default_factory=Layout)
     """How the job is spread over ranks."""
+    expert_buffers: bool = False
+    """Gives the experts DDP buffers of their own, as Megatron does where they are spread over ranks."""
 
     def __post_init__(self) -> None:
         if isinstance(self.architecture, (str, Path)):
@@ -53,6 +55,11 @@ class Scenario:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}, must be one of {', '.join(DTYPES)}: choose one of them")
         self.layout.check(self.architecture, self.num_layers, self.seq_length)
+        if not isinstance(self.expert_buffers, bool) or (self.expert_buffers and not self.architecture.is_moe):
+            raise ValueError(
+                f"expert_buffers is {self.expert_buffers!r}, must be False, or True for an MoE architecture "
+                f"({self.architecture.name} has {self.architecture.num_moe_experts or 0} experts): leave it out"
+            )
 
     @property
     def tokens_per_step(self) -> int:
@@ -72,8 +79,9 @@ class Scenario:
     def __str__(self) -> str:
         batches = f" x {self.num_microbatches}" if self.num_microbatches > 1 else ""
         ranks = f", {self.layout}" if self.layout.world_size > 1 else ""
+        buffers = " with expert buffers" if self.expert_buffers else ""
         return (
-            f"{self.architecture.name}, {self.num_layers} layers, "
+            f"{self.architecture.name}, {self.num_layers} layers{buffers}, "
             f"{self.micro_batch_size}{batches} x {self.seq_length} tokens, {self.dtype}{ranks}"
         )
 

@@ -22,16 +22,20 @@ from memlab.meter.protocol import Meter
 from memlab.model import holders, toggles
 from memlab.model.build import LiveModel, build
 from memlab.model.engine_caches import fill_cublas_workspaces
+from memlab.model.group_use import GroupUse
 from memlab.model.offload_watch import OffloadWatch
 from memlab.model.pinned import registered_bytes
 from memlab.model.quiet import quiet_megatron
 from memlab.model.recovery import recover
 from memlab.model.remedies import CheckpointRemedy
 from memlab.model.residency import Residency, groups_on_host
+from memlab.model.residency_faults import FAULTS, mend
+from memlab.model.residency_walk import audit, require_resident
 from memlab.model.training_step import train_step
 from memlab.movement import GROUPS, Movement
 from memlab.progress import StepStopped
 from memlab.record import Status, StepRecord
+from memlab.residency_audit import Asked, ResidencyAudit
 from memlab.scenario import Scenario
 from memlab.settings import MemorySettings
 from memlab.timeline import Timeline
@@ -50,6 +54,10 @@ class Stepper:
         self._backend = backend
         self._offload_watch = OffloadWatch()
         self._remedy = CheckpointRemedy()
+        self._asked = Asked()
+        self._bookkeeping_seconds = 0.0
+        self._move_host_bytes = (0, 0)
+        """On the host around the last move (the more of before and after), and at its peak."""
         self.live: LiveModel
         self.residency: Residency
 
@@ -126,6 +134,7 @@ class Stepper:
         labels, meter = self.labels, self.meter
         torch.cuda.synchronize()
         meter.start(self._categories())
+        self._bookkeeping_seconds = 0.0
         started = time.perf_counter()
         measured: dict[str, Any] = {}
         labels.on_move = on_move
@@ -143,18 +152,21 @@ class Stepper:
         finally:
             labels.on_move = None
         torch.cuda.synchronize()
-        measured["step_seconds"] = time.perf_counter() - started
+        measured["step_seconds"] = time.perf_counter() - started - self._bookkeeping_seconds
         self.num_steps += 1
         return self._record(settings, measured)
 
     def _phases(self, settings: MemorySettings) -> dict[str, Any]:
         with self.labels.phase_of("load"):
-            _, load_seconds = _seconds_if_moved(self.residency.load)
+            _, load_seconds = self._seconds_if_moved(self._load)
+        with self._off_the_clock():
+            require_resident(self.live)
         with self.labels.phase_of("forward"), self._remedy.during_step(self._remedy_of(settings)):
             loss = train_step(self.live, self.labels)
-        self.meter.categorise(self._categories())
+        with self._off_the_clock():  # what is about to leave is named while it is here
+            self.meter.categorise(self._categories())
         with self.labels.phase_of("offload"):
-            freed, offload_seconds = _seconds_if_moved(lambda: self._between_steps(settings))
+            freed, offload_seconds = self._seconds_if_moved(lambda: self._between_steps(settings))
         return {
             "loss": loss,
             "load_seconds": load_seconds,
@@ -162,6 +174,16 @@ class Stepper:
             "offloaded_bytes_by_group": freed,
             **self._offload_seen(settings),
         }
+
+    @contextmanager
+    def _off_the_clock(self) -> Iterator[None]:
+        """Takes the block's duration off the step's: it looks at the model, and computes nothing of the step."""
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._bookkeeping_seconds += time.perf_counter() - started
 
     def _offload_seen(self, settings: MemorySettings) -> dict[str, Any]:
         return {
@@ -176,8 +198,13 @@ class Stepper:
         needed = settings.checkpoints_moe_layers(self.scenario.architecture)
         return settings.checkpoint_input_remedy if needed else None
 
+    def _load(self) -> dict[str, int]:
+        self._asked.move("load", GROUPS)
+        return self.residency.load()
+
     def _between_steps(self, settings: MemorySettings) -> dict[str, int]:
         away = groups_on_host(settings)
+        self._asked.end_step(away)
         self.residency.forget([group for group in GROUPS if group not in away])
         return self.residency.offload(away)
 
@@ -192,7 +219,8 @@ class Stepper:
             "offload": lambda: self.residency.offload(groups),
             "hand over": self.residency.hand_over,
         }
-        moved_bytes, seconds = _seconds_if_moved(moves[action])
+        moved_bytes, seconds = self._seconds_if_moved(moves[action])
+        self._asked.move(action, groups)
         self.meter.categorise(self._categories())
         return Movement(
             action=action,
@@ -200,7 +228,41 @@ class Stepper:
             seconds=seconds,
             device_bytes=self.meter.live_bytes("device"),
             host_bytes=self.meter.live_bytes("host"),
+            peak_host_bytes=self.meter.peak_host_bytes,
         )
+
+    def audit_residency(self) -> ResidencyAudit:
+        """Holds where every byte of the three groups is against what was asked for."""
+        return audit(self.live, self.meter, self._asked, self.residency.tensors(), self._move_host_bytes)
+
+    def set_residency_fault(self, name: str | None) -> None:
+        """Brings everything up and puts it right; from then on groups move with a fault of `FAULTS`, or without.
+
+        Raises:
+            ValueError: If another fault is on, or the model does not have what the fault is about.
+        """
+        if name is not None and type(self.residency) is not Residency:
+            raise ValueError(
+                f"{name} cannot join a fault that is on already, must be the only one: leave its block first"
+            )
+        self.residency.load()
+        mend(self.live)
+        self._asked, self._move_host_bytes = Asked(), (0, 0)
+        self.residency = Residency(self.live)
+        if name is not None:
+            self.residency = FAULTS[name](self.live)
+
+    def groups_used(self) -> dict[str, tuple[str, ...]]:
+        """Takes a step and hands the parameters over; returns by phase which groups an operation touched."""
+        self._load()
+        require_resident(self.live)
+        with GroupUse(self.labels, self.residency.tensors()) as step, self.labels.phase_of("idle"):
+            train_step(self.live, self.labels)
+        with GroupUse(self.labels, self.residency.tensors()) as sync:
+            self.move("hand over", ("parameters",))
+        used = step.by_phase()
+        # Until Megatron's timers enter the forward phase, a step zeroes its gradients.
+        return {"zeroing": used.pop("idle"), **used, "hand over": sync.by_phase()["idle"]}
 
     @staticmethod
     def _ended_early(error: Exception) -> dict[str, Any]:
@@ -249,15 +311,24 @@ class Stepper:
 
         Loading and offloading are metered as always: storages that they resize would be lost to the account.
         """
-        _, load_seconds = _seconds_if_moved(self.residency.load)
+        _, load_seconds = self._seconds_if_moved(self._load)
         with self.labels.detached(), self.meter.looking_away():
             torch.cuda.synchronize()
             started = time.perf_counter()
             train_step(self.live, self.labels)
             torch.cuda.synchronize()
             seconds = time.perf_counter() - started
-        _, offload_seconds = _seconds_if_moved(lambda: self._between_steps(settings))
+        _, offload_seconds = self._seconds_if_moved(lambda: self._between_steps(settings))
         return load_seconds + seconds + offload_seconds
+
+    def _seconds_if_moved(self, move: Callable[[], dict[str, int]]) -> tuple[dict[str, int], float]:
+        before = self.meter.live_bytes("host")
+        self.meter.restart_peak()
+        started = time.perf_counter()
+        moved = move()
+        seconds = time.perf_counter() - started if moved else 0.0
+        self._move_host_bytes = (max(before, self.meter.live_bytes("host")), self.meter.peak_host_bytes)
+        return moved, seconds
 
 
 def _of_a_real_device(timeline: Timeline) -> dict[str, Any]:
@@ -272,12 +343,6 @@ def _of_a_real_device(timeline: Timeline) -> dict[str, Any]:
         - timeline.bytes_at(peak)
         - timeline.bytes_at(peak, "pending_free"),
     }
-
-
-def _seconds_if_moved(move: Callable[[], dict[str, int]]) -> tuple[dict[str, int], float]:
-    started = time.perf_counter()
-    moved = move()
-    return moved, time.perf_counter() - started if moved else 0.0
 
 
 def versions() -> dict[str, str]:

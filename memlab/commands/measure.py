@@ -51,6 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     layout.add_argument("--tensor-model-parallel-size", type=_whole_number, default=1, metavar="N")
     layout.add_argument("--pipeline-model-parallel-size", type=_whole_number, default=1, metavar="N")
     layout.add_argument("--expert-model-parallel-size", type=_whole_number, default=1, metavar="N")
+    workload.add_argument(
+        "--expert-buffers", action="store_true", default=None, help="of the experts' own, as under expert parallelism"
+    )
     settings = parser.add_argument_group("memory settings, named as in Megatron")
     settings.add_argument("--recompute-granularity", metavar=_choices(RECOMPUTE_GRANULARITIES))
     settings.add_argument("--recompute-method", metavar=_choices(RECOMPUTE_METHODS), help="under full")

@@ -49,6 +49,8 @@ class AllocatorMeter:
         self._host: dict[int, Life] = {}
         self._host_references: dict[int, weakref.ref[Any]] = {}
         self._host_events: list[Event] = []
+        self._host_bytes = self._peak_host_bytes = 0
+        self._pinned_before = 0
         self._blocks: Blocks | None = None
         self._num_starts = 0
         self._opening: list[tuple[int, int, Life]] = []
@@ -143,6 +145,8 @@ class AllocatorMeter:
 
     def _host_event(self, delta: int, life: Life) -> None:
         if delta:
+            self._host_bytes += delta
+            self._peak_host_bytes = max(self._peak_host_bytes, self._host_bytes)
             self._host_events.append(Event(time.time_ns(), delta, _HOST, life, self._labels.phase))
 
     def live_bytes(self, pool: str = "device") -> int:
@@ -151,9 +155,38 @@ class AllocatorMeter:
             return sum(life.num_bytes for life in self._host.values())
         return torch.cuda.memory_allocated()
 
+    def pool_of(self, tensor: torch.Tensor) -> str:
+        """Returns where a tensor is: ``device`` or ``host``."""
+        return "device" if tensor.is_cuda else "host"
+
+    def bytes_beside(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Returns the device bytes alive now that are none of the tensors', nor a workspace that no tensor shows."""
+        self._replay()
+        named = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        return sum(
+            life.num_bytes
+            for address, life in self._live.items()
+            if address not in named and life.category != _WORKSPACE
+        )
+
+    def restart_peak(self) -> None:
+        """Lets `peak_host_bytes` begin anew."""
+        torch.cuda.reset_peak_host_memory_stats()
+        self._peak_host_bytes = self._host_bytes = self.live_bytes("host")
+        self._pinned_before = self._pinned_bytes("current")
+
+    @property
+    def peak_host_bytes(self) -> int:
+        """The most bytes on the host since `restart_peak`, those included that torch pinned and gave up again."""
+        return self._peak_host_bytes + max(0, self._pinned_bytes("peak") - self._pinned_before)
+
     def host_reserved_bytes(self) -> int:
         """Returns what torch really holds of pinned host memory, what it keeps for reuse included."""
-        return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+        return self._pinned_bytes("current")
+
+    @staticmethod
+    def _pinned_bytes(when: str) -> int:
+        return int(torch.cuda.host_memory_stats().get(f"allocated_bytes.{when}", 0))
 
     def uncategorised_bytes(self) -> int:
         """Returns the device bytes alive when the history was last read that `categorise` has given no name."""

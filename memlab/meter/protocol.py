@@ -36,6 +36,19 @@ class Meter(Protocol):
     def finish(self) -> Timeline:
         """Ends the timeline that `start` began, and returns it."""
 
+    def pool_of(self, tensor: torch.Tensor) -> str | None:
+        """Returns the pool that a tensor's storage is in; None for one that was never seen."""
+
+    def bytes_beside(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Returns the device bytes alive now that are none of the tensors', nor a workspace that no tensor shows."""
+
+    def restart_peak(self) -> None:
+        """Lets `peak_host_bytes` begin anew."""
+
+    @property
+    def peak_host_bytes(self) -> int:
+        """The most bytes on the host since `restart_peak`."""
+
     def live_bytes(self, pool: str = "device") -> int:
         """Returns the bytes alive in a pool now."""
 

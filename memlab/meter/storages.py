@@ -40,6 +40,8 @@ class StorageMeter:
         """The size of the device, where it is pretended: what would exceed it raises `torch.OutOfMemoryError`."""
         self._labels = labels
         self._device_bytes = 0
+        self._host_bytes = 0
+        self._peak_host_bytes = 0
         self._num_starts = 0
         self._live: dict[int, _StorageLife] = {}
         self._events: list[Event] = []
@@ -85,6 +87,20 @@ class StorageMeter:
         """Returns what is known of a tensor's storage, None for one that was never seen."""
         return self._live.get(tensor.untyped_storage()._cdata)
 
+    def pool_of(self, tensor: torch.Tensor) -> str | None:
+        """Returns the pool that a tensor's storage lives in, None for one that was never seen."""
+        life = self.life_of(tensor)
+        return None if life is None else POOLS[life.pool]
+
+    def restart_peak(self) -> None:
+        """Lets `peak_host_bytes` begin at what is alive now."""
+        self._peak_host_bytes = self._host_bytes
+
+    @property
+    def peak_host_bytes(self) -> int:
+        """The most bytes on the host since `restart_peak`."""
+        return self._peak_host_bytes
+
     def live_bytes(self, pool: str = "device") -> int:
         """Returns the bytes alive in a pool now."""
         code = POOLS.index(pool)
@@ -95,6 +111,11 @@ class StorageMeter:
 
     def host_reserved_bytes(self) -> None:
         """Returns nothing: the CPU pins no memory."""
+
+    def bytes_beside(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Returns the device bytes alive now that are none of the tensors'."""
+        named = {tensor.untyped_storage()._cdata for tensor in tensors}
+        return sum(life.num_bytes for key, life in self._live.items() if life.pool == _DEVICE and key not in named)
 
     def uncategorised_bytes(self) -> int:
         """Returns the device bytes alive now that `categorise` has given no name."""
@@ -214,6 +235,9 @@ class StorageMeter:
         if delta:
             if life.pool == _DEVICE:
                 self._device_bytes += delta
+            elif life.pool == _HOST:
+                self._host_bytes += delta
+                self._peak_host_bytes = max(self._peak_host_bytes, self._host_bytes)
             self._events.append(Event(time.perf_counter_ns(), delta, life.pool, life, self._labels.phase))
 
 

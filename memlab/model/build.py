@@ -62,10 +62,11 @@ def build(
     """
     join_process_group(distributed_backend, scenario.seed, scenario.layout)
     config = transformer_config(scenario, settings or MemorySettings())
+    model = gpt_model(scenario, config, provider)
+    if scenario.expert_buffers:
+        _spread_experts(model)
     chunk = DistributedDataParallel(
-        config,
-        DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
-        gpt_model(scenario, config, provider),
+        config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True), model
     )
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -81,6 +82,14 @@ def build(
     )
     _fuse_adam(optimizer)
     return LiveModel(scenario, config, chunk, optimizer, get_forward_backward_func())
+
+
+def _spread_experts(model: GPTModel) -> None:
+    # What Megatron's expert layers write on their weights under expert parallelism; DDP reads it to sort parameters
+    # into `expert_parallel_buffers` (megatron/core/distributed/distributed_data_parallel.py).
+    for layer in model.decoder.layers:
+        for weight in layer.mlp.experts.parameters():
+            weight.allreduce = False
 
 
 def _fuse_adam(optimizer: Any) -> None:

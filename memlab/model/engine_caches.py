@@ -53,7 +53,8 @@ def fill_cublas_workspaces() -> None:
         torch.mm(weight, weight).sum().backward()
 
 
-def clear_cublas_workspaces() -> None:
-    """Lets cuBLAS give its workspaces back."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+def clear_torch_caches() -> None:
+    """Lets cuBLAS give its workspaces back, and torch the pinned memory that it keeps for reuse."""
+    if torch.version.cuda is not None and torch.cuda.is_initialized():
         torch._C._cuda_clearCublasWorkspaces()
+        torch._C._host_emptyCache()

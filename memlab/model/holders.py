@@ -82,7 +82,7 @@ def process_wide_holders() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "random states", _forget_random_states
     for name, _, empty in engine_caches.caches():
         yield name, empty
-    yield "cuBLAS workspaces", engine_caches.clear_cublas_workspaces
+    yield "cuBLAS workspaces", engine_caches.clear_torch_caches
     yield "process groups and the global memory buffer", parallel_state.destroy_model_parallel
 
 

@@ -17,6 +17,8 @@ from memlab.model.pinned import HostBuffer
 from memlab.movement import GROUPS
 from memlab.settings import MemorySettings
 
+_EVENT_EVERY_BYTES = 512 * 1024**2
+
 
 def groups_on_host(settings: MemorySettings) -> tuple[str, ...]:
     """Returns the groups that the settings keep on the host between steps."""
@@ -54,19 +56,22 @@ class Residency:
         Returns:
             Device bytes that each group gave back; groups that were away already are left out.
         """
+        wanted = [group for group in GROUPS if group in groups and not self._away[group]]
+        if not wanted:
+            return {}
         own_tensors = self._own_tensors()
         freed: dict[str, int] = {}
-        for group in GROUPS:
-            if group not in groups or self._away[group]:
-                continue
+        for group in wanted:
             tensors = own_tensors[group]
-            if group != "gradients":
-                self._copy_down(group, tensors)
             sizes = [(tensor, tensor.untyped_storage().nbytes()) for tensor in tensors]
             self._away[group] = sizes
             freed[group] = sum(num_bytes for _, num_bytes in sizes)
-            for tensor in tensors:
-                tensor.untyped_storage().resize_(0)
+            num_freed = 0
+            for num_copied, is_copied in [] if group == "gradients" else self._copy_down(group, tensors):
+                is_copied.synchronize()
+                _empty(tensors[num_freed:num_copied])  # while the rest is on its way
+                num_freed = num_copied
+            _empty(tensors[num_freed:])
         torch.cuda.empty_cache()  # what the allocator keeps for itself is no room for a rollout engine
         return freed
 
@@ -115,15 +120,30 @@ class Residency:
             raise ValueError("the parameters wait on the host, and are handed over from the device: load them first")
         parameters = self._own_tensors()["parameters"]
         self._copy_down("parameters", parameters)
+        torch.cuda.synchronize()
         return {"parameters": sum(tensor.untyped_storage().nbytes() for tensor in parameters)}
 
-    def _copy_down(self, group: str, tensors: list[torch.Tensor]) -> None:
-        missing = tensors[len(self._copies(group)) :]
-        if missing:
-            self._host_buffers[group].append(HostBuffer(missing, pinned=self.pinned))
-        for tensor, copy in zip(tensors, self._copies(group), strict=True):
+    def _copy_down(self, group: str, tensors: list[torch.Tensor]) -> list[tuple[int, torch.cuda.Event]]:
+        """Starts the copies to the host.
+
+        Returns:
+            Every now and then, how many tensors have been sent, and the event that says that they have arrived.
+        """
+        if len(self._copies(group)) != len(tensors):
+            # Adam has made its moments since: the places in the list are others.
+            self._host_buffers[group].clear()
+            self._host_buffers[group].append(HostBuffer(tensors, pinned=self.pinned))
+        copied: list[tuple[int, torch.cuda.Event]] = []
+        waiting_bytes = 0
+        for count, (tensor, copy) in enumerate(zip(tensors, self._copies(group), strict=True), start=1):
             copy.copy_(tensor, non_blocking=True)
-        torch.cuda.synchronize()
+            waiting_bytes += tensor.nbytes
+            if waiting_bytes >= _EVENT_EVERY_BYTES or count == len(tensors):
+                event = torch.cuda.Event()
+                event.record()
+                copied.append((count, event))
+                waiting_bytes = 0
+        return copied
 
     def _copies(self, group: str) -> list[torch.Tensor]:
         return [part for buffer in self._host_buffers[group] for part in buffer.parts]
@@ -131,12 +151,15 @@ class Residency:
     def _own_tensors(self) -> dict[str, list[torch.Tensor]]:
         """Returns each group's tensors, one for every storage, expert buffers included."""
         seen: set[int] = set()
-        groups: dict[str, list[torch.Tensor]] = {}
+        groups: dict[str, list[torch.Tensor]] = {group: [] for group in GROUPS}
         sources = (self._parameters(), self._gradients(), self._optimizer_state())
         for group, tensors in zip(GROUPS, sources, strict=True):
             # In fp32 the main parameters are views of the parameters: a storage belongs to the first group with it.
-            groups[group] = [tensor for tensor in tensors if tensor.untyped_storage()._cdata not in seen]
-            seen.update(tensor.untyped_storage()._cdata for tensor in groups[group])
+            for tensor in tensors:
+                key = tensor.untyped_storage()._cdata
+                if key not in seen:
+                    seen.add(key)
+                    groups[group].append(tensor)
         return groups
 
     def _buffers(self) -> Iterator[Any]:
@@ -159,3 +182,8 @@ class Residency:
                     state = part.optimizer.state.get(main_parameter, {})
                     tensors.extend(value for value in state.values() if isinstance(value, torch.Tensor))
         return tensors
+
+
+def _empty(tensors: list[torch.Tensor]) -> None:
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)

@@ -37,7 +37,7 @@ def measure_command(run: Run) -> str:
     for field in fields(Scenario):
         value = getattr(scenario, field.name)
         if value != getattr(default, field.name):
-            words += [_flag(field.name), str(value)]
+            words += [_flag(field.name)] if value is True else [_flag(field.name), str(value)]
     for name, value in _given(run.settings).items():
         if isinstance(value, bool):
             words.append(_flag(name) if value else _flag(f"no_{name}"))

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from memlab.movement import GROUPS
 from memlab.record import StepRecord
+from memlab.residency_audit import ResidencyAudit
 from memlab.units import GIB, KIB, MIB, binary_unit
 
 LINE_WIDTH = 118
@@ -148,6 +150,40 @@ def compare_table(*records: StepRecord) -> str:
             *_message_lines(records, names),
         ]
     )
+
+
+def residency_table(audit: ResidencyAudit) -> str:
+    """Writes where parameters, gradients and optimizer state are between two steps, and what is wrong with that.
+
+    Args:
+        audit: What `Lab.audit_residency` returned.
+
+    Returns:
+        Lines of at most `LINE_WIDTH` characters: a row a holder on the device, a row a group on the host, complaints.
+    """
+    entries = [(f"device, {one.group}: {one.holder}", one.expected_bytes, one.device_bytes) for one in audit.holdings]
+    entries += [("device, what no group names", 0, audit.unnamed_device_bytes)]
+    entries += [(f"host, {one.group}", one.expected_bytes, one.host_bytes) for one in audit.host_copies]
+    entries += [("host, at the peak of the last move", audit.move_host_bytes, audit.move_peak_host_bytes)]
+    unit_bytes, unit = binary_unit(max(max(expected, there) for _, expected, there in entries))
+    rows = [["allocated bytes", f"should be {unit}", f"is {unit}", "bytes"]]
+    rows += [
+        [_ending(name, _NAME_WIDTH), in_unit(expected, unit_bytes), in_unit(there, unit_bytes), f"{there:,}"]
+        for name, expected, there in entries
+    ]
+    complaints = audit.complaints or (str(audit),)
+    return "\n".join([*_aligned(rows), "", *(line for complaint in complaints for line in _wrapped(complaint))])
+
+
+def groups_used_table(used: Mapping[str, Sequence[str]]) -> str:
+    """Writes which of parameters, gradients and optimizer state each phase touches.
+
+    Args:
+        used: What `Lab.groups_used` returned: phase to groups.
+    """
+    rows = [["phase", *GROUPS]]
+    rows += [[phase, *("yes" if group in groups else "-" for group in GROUPS)] for phase, groups in used.items()]
+    return "\n".join(_aligned(rows))
 
 
 def _ended(record: StepRecord) -> bool:

@@ -19,6 +19,10 @@ SOLUTIONS = {
         "mine = lab.step(everything.settings)",
         'mine = lab.step(MemorySettings(offload_modules=["core_attn", "qkv_linear"], min_offloaded_tensor_size=0))',
     ],
+    "03_parameters_gradients_optimizer": [
+        'lab.offload("gradients", "optimizer state")',
+        'with lab.residency_fault("gradients_held_by_main_parameters"):',
+    ],
     "04_moe_checkpoint_retention": [
         SELECTIVE.format('["moe_act"]'),
         'mine = lab.step(remedies["detach"].settings)',

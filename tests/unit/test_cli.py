@@ -77,6 +77,10 @@ def fake_lab(monkeypatch: pytest.MonkeyPatch) -> type[FakeLab]:
     [
         ("measure nope", "architecture 'nope' is neither a known name nor"),
         ("measure phi-4-tiny --num-layers x", "argument --num-layers: 'x' is not a whole number"),
+        (
+            "measure phi-4-tiny --expert-buffers",
+            "expert_buffers is True, must be False, or True for an MoE architecture (phi-4-tiny has 0 experts)",
+        ),
         ("measure phi-4-tiny --micro-batch-size 0", "micro_batch_size is 0, must be a whole number of at least 1"),
         ("measure phi-4-tiny --dtype fp8", "dtype is 'fp8', must be one of bf16, fp32"),
         ("measure phi-4-tiny --seq-len 8", "unrecognized arguments: --seq-len 8"),

@@ -408,6 +408,7 @@ def random_run(rng: random.Random) -> Run:
         num_microbatches=rng.choice([1, 3]),
         seed=rng.choice([1234, 0]),
         dtype=rng.choice(["bf16", "fp32"]),
+        expert_buffers=architecture.is_moe and rng.choice([True, False]),
     )
     settings = rng.choice([case for case in CASES if architecture.is_moe or "moe" not in str(case)])
     return Run(number=1, scenario=scenario, settings=settings, backend="cpu")

@@ -74,21 +74,9 @@ def test_a_step_after_a_full_trip_down_and_up_is_bit_identical(
     )
 
 
-def test_the_buffers_of_experts_that_are_spread_over_ranks_move_too(
-    open_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_buffers_of_experts_that_are_spread_over_ranks_move_too(open_lab: Callable[..., Any]) -> None:
     # verl #1766. On one rank Megatron puts experts into the common buffers unless their weights say otherwise.
-    from memlab.model import torch_layers
-
-    grouped_linear = torch_layers.TorchGroupedLinear.__init__
-
-    def spread(self: Any, *args: Any, **kwargs: Any) -> None:
-        grouped_linear(self, *args, **kwargs)
-        for parameter in self.parameters():
-            parameter.allreduce = False
-
-    monkeypatch.setattr(torch_layers.TorchGroupedLinear, "__init__", spread)
-    lab = open_lab("qwen3-moe-tiny")
+    lab = open_lab("qwen3-moe-tiny", expert_buffers=True)
     assert lab._stepper.live.chunk.expert_parallel_buffers
     record = lab.step(MemorySettings(offload_parameters=True, offload_optimizer=True))
     parameters = lab.scenario.architecture.num_parameters
@@ -105,6 +93,14 @@ def test_host_copies_are_made_once(open_lab: Callable[..., Any]) -> None:
     assert {record.host_bytes for record in later} == {later[0].host_bytes}
     assert later[0].host_bytes <= first.host_bytes + 16384
     assert lab.step(NONE).host_bytes < later[0].host_bytes
+
+
+def test_optimizer_state_that_went_down_before_the_first_step_goes_down_after_it(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("phi-4-tiny", num_layers=2)
+    lab.offload("optimizer state")  # the main parameters alone: Adam makes its moments in the first step
+    first = lab.step(SETTINGS["optimizer state"], warm_up=False)
+    assert first.offloaded_bytes_by_group == lab.step().offloaded_bytes_by_group
+    assert lab.step(NONE).loss == first.loss
 
 
 def test_groups_move_one_by_one_between_steps_and_the_next_step_is_the_same(open_lab: Callable[..., Any]) -> None:

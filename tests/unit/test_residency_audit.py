@@ -1,0 +1,315 @@
+"""The audit of parameters, gradients and optimizer state: silent where all is well, and loud about five real errors."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from memlab.checks import CheckFailed, check
+from memlab.model.residency import Residency
+from memlab.model.residency_faults import FAULTS
+from memlab.movement import GROUPS
+from memlab.residency_audit import Asked, Holding, HostCopy, ResidencyAudit
+from memlab.settings import MemorySettings
+from memlab.units import format_bytes
+from memlab.views.tables import LINE_WIDTH, groups_used_table, residency_table
+
+NONE = MemorySettings()
+BELOW = MemorySettings(offload_parameters=True, offload_optimizer=True)
+SAME = ("loss", "static_bytes", "peak_allocated_bytes", "residual_bytes", "host_bytes")
+
+
+def audit_of(*holdings: Holding, copies: tuple[HostCopy, ...] = (), **values: int) -> ResidencyAudit:
+    numbers = {"unnamed_device_bytes": 0, "move_host_bytes": 0, "move_peak_host_bytes": 0}
+    return ResidencyAudit(holdings=holdings, host_copies=copies, **numbers | values)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [("qwen3-moe-tiny", {}), ("qwen3-moe-tiny", {"expert_buffers": True}), ("phi-4-tiny", {"dtype": "fp32"})],
+)
+def test_the_audit_is_silent_through_any_moves_and_agrees_with_the_meter(
+    architecture: str, options: dict[str, Any], open_lab: Callable[..., Any]
+) -> None:
+    lab = open_lab(architecture, num_layers=2, **options)
+    assert not lab.audit_residency().complaints, "before the first step"
+    rng = random.Random(3)
+    moves = [lambda: lab.step(NONE), lambda: lab.step(BELOW), lab.hand_over]
+    moves += [lambda group=group: lab.offload(group) for group in GROUPS]
+    moves += [lambda group=group: lab.load(group) for group in GROUPS]
+    for _ in range(30):
+        try:
+            rng.choice(moves)()
+        except ValueError as error:
+            assert "handed over from the device" in str(error)  # noqa: PT017
+        audit = lab.audit_residency()
+        assert audit.complaints == (), str(audit)
+        assert str(audit) == "every byte is where it should be"
+    lab.load(*GROUPS)
+    audit = lab.audit_residency()
+    parameters = replace(lab.scenario.architecture, num_layers=2).num_parameters
+    per_parameter = (4, 4, 8) if lab.scenario.dtype == "fp32" else (2, 4, 12)
+    for group, num_bytes in zip(GROUPS, per_parameter, strict=True):
+        assert 0 <= audit.device_bytes(group) - num_bytes * parameters < 4096, group
+    lab.step(NONE)
+    named = sum(audit.device_bytes(group) for group in GROUPS)
+    assert 0 <= lab._stepper.meter.live_bytes() - named < 128 * 1024, "the rest is workspace"
+
+
+def test_forward_and_backward_need_no_optimizer_state_and_a_sync_only_parameters(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("phi-4-tiny", num_layers=2)
+    plain = lab.step(NONE)
+    used = lab.groups_used()
+    assert used == {
+        "zeroing": ("gradients",),
+        "forward": ("parameters",),
+        "backward": ("parameters", "gradients"),
+        "optimizer": GROUPS,
+        "hand over": ("parameters",),
+    }
+    assert not lab.audit_residency().complaints
+    after = lab.step(NONE)
+    assert [getattr(after, name) for name in SAME] == [getattr(plain, name) for name in SAME]
+    lines = groups_used_table(used).splitlines()
+    assert [len(line.split()) for line in lines[1:]] == [4, 4, 4, 4, 5]
+    assert lines[2].split() == ["forward", "yes", "-", "-"]
+
+
+def _gradients_down_and_up(lab: Any) -> None:
+    lab.offload("gradients")
+    lab.load("gradients")
+
+
+def _all_down(lab: Any) -> None:
+    lab.step(warm_up=False)
+    lab.offload(*GROUPS)
+
+
+def _parameters_down_twice(lab: Any) -> None:
+    for _ in range(2):
+        lab.offload("parameters")
+        lab.load("parameters")
+    lab.offload("parameters")
+
+
+# Fault, what shows it, and complaints: {group} is that group's size, {experts_group} the experts' share of it.
+SYMPTOMS = {
+    "size_not_saved": (
+        _gradients_down_and_up,
+        [
+            "gradients: 0 B on the device where {dense_gradients} should be again: the storage of buffers.grad_data was not brought back to its size",
+            "gradients: 0 B on the device where {expert_gradients} should be again: the storage of expert_parallel_buffers.grad_data was not brought back to its size",
+        ],
+    ),
+    "inverted_condition": (
+        _all_down,
+        [
+            "gradients: {dense_gradients} on the device where 0 B should be, held by buffers.grad_data",
+            "gradients: {expert_gradients} on the device where 0 B should be, held by expert_parallel_buffers.grad_data",
+        ],
+    ),
+    "expert_buffers_forgotten": (
+        _all_down,
+        [
+            "parameters: {expert_parameters} on the device where 0 B should be, held by expert_parallel_buffers.param_data",
+            "gradients: {expert_gradients} on the device where 0 B should be, held by expert_parallel_buffers.grad_data",
+            "parameters: {dense_parameters} on the host where one copy of {parameters} should be",
+        ],
+    ),
+    "gradients_held_by_main_parameters": (
+        _all_down,
+        ["gradients: {main_gradients} on the device where 0 B should be, held by the main parameters' .grad"],
+    ),
+    "pinned_again": (
+        _parameters_down_twice,
+        [
+            "the last move held {pinned_peak} on the host for a moment, and {pinned} are enough: a copy was made while another was still there"
+        ],
+    ),
+}
+
+
+def test_every_fault_has_its_symptom_here() -> None:
+    assert list(SYMPTOMS) == list(FAULTS)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_caught_in_words_and_leaves_nothing_behind(fault: str, open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("qwen3-moe-tiny", num_layers=2, expert_buffers=True)
+    plain = lab.step(NONE)
+    before = lab._stepper.meter.live_bytes("host")
+    chunk = lab._stepper.live.chunk
+    dense, experts = (sum(buffer.numel for buffer in each) for each in (chunk.buffers, chunk.expert_parallel_buffers))
+    own = [buffer.numel * 2 for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    parameters = replace(lab.scenario.architecture, num_layers=2).num_parameters
+    sizes = {
+        "parameters": 2 * (dense + experts),
+        "dense_parameters": 2 * dense,
+        "expert_parameters": 2 * experts,
+        "dense_gradients": 4 * dense,
+        "expert_gradients": 4 * experts,
+        "main_gradients": 4 * parameters,
+        "pinned": before + sum(own),
+        "pinned_peak": before + sum(own) + 2 * max(own),  # buffer after buffer: the largest three times, others once
+    }
+    show_symptom, complaints = SYMPTOMS[fault]
+    with lab.residency_fault(fault):
+        assert not lab.audit_residency().complaints, "nothing has moved yet"
+        show_symptom(lab)
+        found = lab.audit_residency()
+    words = {name: format_bytes(size) for name, size in sizes.items()}
+    assert list(found.complaints) == [complaint.format(**words) for complaint in complaints]
+    assert all(complaint in " ".join(residency_table(found).split()) for complaint in found.complaints)
+    assert not lab.audit_residency().complaints, "the block is left"
+    after = lab.step(NONE, warm_up=False)
+    assert [getattr(after, name) for name in SAME] == [getattr(plain, name) for name in SAME]
+    assert type(lab._stepper.residency) is Residency
+    show_symptom(lab)
+    assert not lab.audit_residency().complaints, "the same moves without the fault"
+
+
+def test_a_fault_that_wastes_memory_changes_no_loss(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("qwen3-moe-tiny", num_layers=2, expert_buffers=True)
+    plain = lab.step(NONE)
+    for fault in FAULTS.keys() - {"size_not_saved"}:
+        with lab.residency_fault(fault):
+            assert (lab.step(BELOW).loss, lab.step(NONE).loss) == (plain.loss, plain.loss), fault
+
+
+@pytest.mark.parametrize("settings", [NONE, BELOW])
+def test_a_step_that_would_write_to_lost_memory_is_refused(
+    settings: MemorySettings, open_lab: Callable[..., Any]
+) -> None:
+    lab = open_lab("phi-4-tiny", num_layers=2)
+    plain = lab.step(NONE)
+    with lab.residency_fault("size_not_saved"):
+        lab.offload("gradients")
+        with pytest.raises(ValueError, match=r"buffers.grad_data has 0 B of the .* would write to memory .* leave the"):
+            lab.step(settings)
+        with pytest.raises(ValueError, match="would write to memory"):
+            lab.step(settings)
+    after = lab.step(NONE)
+    assert [getattr(after, name) for name in SAME] == [getattr(plain, name) for name in SAME]
+
+
+def test_gradients_lost_by_a_step_s_own_offload_are_missed_by_the_next(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("phi-4-tiny", num_layers=2)
+    with lab.residency_fault("size_not_saved"), pytest.raises(ValueError, match=r"buffers.grad_data has 0 B"):
+        lab.step(BELOW)  # the warm-up step's end empties them
+    assert lab.step(BELOW).status == "ok"
+
+
+def test_a_fault_is_refused_in_one_line_and_changes_nothing_then(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("phi-4-tiny", num_layers=2)
+    plain = lab.step(NONE)
+    with (
+        pytest.raises(ValueError, match="residency fault is 'none', must be one of size_not_saved, inverted"),
+        lab.residency_fault("none"),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match=r"has 0 expert_parallel_buffers, must have some: .* expert_buffers=True"),
+        lab.residency_fault("expert_buffers_forgotten"),
+    ):
+        pass
+    with lab.residency_fault("pinned_again"):
+        with (
+            pytest.raises(ValueError, match="is on already, must be the only one: leave its block"),
+            lab.residency_fault("size_not_saved"),
+        ):
+            pass
+        assert type(lab._stepper.residency) is FAULTS["pinned_again"]
+    assert not lab.audit_residency().complaints
+    assert lab.step(NONE).static_bytes == plain.static_bytes
+
+
+def test_an_error_or_a_close_inside_the_block_ends_the_fault(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("phi-4-tiny", num_layers=2)
+    plain = lab.step(NONE)
+    with pytest.raises(ValueError, match="groups are"), lab.residency_fault("gradients_held_by_main_parameters"):
+        lab.offload()
+    assert lab.step(NONE).static_bytes == plain.static_bytes
+    with lab.residency_fault("gradients_held_by_main_parameters"):
+        lab.step()
+        lab.close()
+    assert lab._stepper.meter.live_bytes() < plain.static_bytes / 100
+
+
+def test_the_audit_finds_what_nobody_told_the_residency(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("phi-4-tiny", num_layers=2)
+    lab.step(NONE)
+    stepper, kept = lab._stepper, []
+
+    def spoil(change: Callable[[], object]) -> tuple[str, ...]:
+        lab._on_worker(change).result()
+        return lab.audit_residency().complaints
+
+    buffer = stepper.live.chunk.buffers[0]
+    assert spoil(lambda: kept.append(buffer.grad_data.clone())) == (
+        f"{format_bytes(4 * buffer.numel)} on the device that no group names",
+    )
+    kept.clear()
+    assert spoil(lambda: buffer.param_data.untyped_storage().resize_(0))[0].startswith(
+        f"parameters: 0 B on the device where {format_bytes(2 * buffer.numel)} should be again: the storage of buffers"
+    )
+    assert "buffers.param_data has 0 B of the" in str(lab.submit().exception()), "and the next step is refused"
+    spoil(lambda: buffer.param_data.untyped_storage().resize_(2 * buffer.numel))
+    parameter = next(iter(stepper.live.chunk.parameters()))
+    size = parameter.numel() * 2
+    assert spoil(lambda: setattr(parameter, "grad", torch.zeros_like(parameter))) == (
+        f"gradients: {format_bytes(size)} on the device where 0 B should be, held by the parameters' .grad",
+    )
+    parameter.grad = None
+    lab.offload("optimizer state")
+    copies = stepper.residency._copies("optimizer state")
+    lost = copies.pop()
+    [complaint] = lab.audit_residency().complaints
+    assert "optimizer state" in complaint
+    assert "on the host where one copy of" in complaint
+    copies.append(lost)
+    assert not lab.audit_residency().complaints
+
+
+def test_what_was_asked_for_is_kept_group_by_group() -> None:
+    asked = Asked()
+    asked.move("offload", ("gradients", "optimizer state"))
+    asked.move("hand over", ("parameters",))
+    assert (asked.away, asked.copied) == ({"gradients", "optimizer state"}, {"optimizer state", "parameters"})
+    asked.move("load", GROUPS)
+    assert (asked.away, asked.copied) == (set(), {"optimizer state", "parameters"})
+    asked.end_step(("parameters",))
+    assert (asked.away, asked.copied) == ({"parameters"}, {"parameters"})
+
+
+def test_the_table_has_a_row_a_holder_and_fits_a_line() -> None:
+    audit = audit_of(
+        Holding(group="parameters", holder="buffers.param_data", expected_bytes=0, device_bytes=2 * 1024**2),
+        copies=(HostCopy(group="parameters", expected_bytes=2 * 1024**2, host_bytes=0),),
+        unnamed_device_bytes=512,
+        move_host_bytes=1024,
+        move_peak_host_bytes=2048,
+    )
+    assert len(audit.complaints) == 4
+    lines = residency_table(audit).splitlines()
+    assert lines[1].split() == ["device,", "parameters:", "buffers.param_data", "0.00", "2.00", "2,097,152"]
+    assert lines[3].split() == ["host,", "parameters", "2.00", "0.00", "0"]
+    assert all(len(line) <= LINE_WIDTH for line in lines)
+    assert residency_table(audit_of()).endswith("\n\nevery byte is where it should be")
+
+
+def test_the_checks_of_an_audit_pass_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    fine = audit_of(Holding(group="parameters", holder="here", expected_bytes=1, device_bytes=1))
+    check(fine).only_on_device("parameters").complains_like(fine)
+    assert capsys.readouterr().out.count("reached: ") == 2
+    with pytest.raises(CheckFailed, match="on the device are parameters, must be gradients alone: take down"):
+        check(fine).only_on_device("gradients")
+    twice = audit_of(Holding(group="parameters", holder="here", expected_bytes=1, device_bytes=2))
+    with pytest.raises(CheckFailed, match="the right groups, but parameters: 2 B on the device where 1 B should be"):
+        check(twice).only_on_device("parameters")
+    with pytest.raises(CheckFailed, match="must be: parameters: 2 B"):
+        check(fine).complains_like(twice)
