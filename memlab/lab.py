@@ -283,9 +283,10 @@ class Lab:
         try:
             yield
         finally:
-            if not self.closed:
-                self._settled = False
-                self._on_worker(lambda: self._stepper.set_residency_fault(None)).result()
+            with self._starting:
+                if not self.closed:
+                    self._on_worker(lambda: self._stepper.set_residency_fault(None)).result()
+                    self._settled = False
 
     @contextmanager
     def tap(self, layer: int) -> Iterator[None]:

@@ -72,18 +72,22 @@ def audit(
 
 
 def require_resident(live: LiveModel) -> None:
-    """Refuses to go on where a tensor that a step computes with has lost its storage.
+    """Refuses to go on where one of DDP's buffers has lost its storage; a few tensors, so that every step can ask.
 
     Raises:
-        ValueError: With the first such tensor's holder, and what a step would have done.
+        ValueError: With the first such buffer, and what a step would have done.
     """
-    for entry in _storages(live):
-        there = entry.tensor.untyped_storage().nbytes()
-        if there < entry.needed_bytes:
-            raise ValueError(
-                f"{entry.holder} has {format_bytes(there)} of the {format_bytes(entry.needed_bytes)} that it needs: a "
-                "step would write to memory that is not its own, so it did not run: leave the block of the fault first"
-            )
+    for name, buffer in _buffers(live):
+        for attribute in ("param_data", "grad_data"):
+            tensor = getattr(buffer, attribute)
+            if tensor is None:
+                continue
+            there, needed = tensor.untyped_storage().nbytes(), tensor.numel() * tensor.element_size()
+            if there < needed:
+                raise ValueError(
+                    f"{name}.{attribute} has {format_bytes(there)} of the {format_bytes(needed)} that it needs: a step "
+                    "would write to memory that is not its own, so it did not run: leave the block of the fault first"
+                )
 
 
 def _host_copy(group: str, found: list[_Found], kept: list[torch.Tensor], meter: Meter, asked: Asked) -> HostCopy:

@@ -18,6 +18,7 @@ from memlab.residency_audit import Asked, Holding, HostCopy, ResidencyAudit
 from memlab.settings import MemorySettings
 from memlab.units import format_bytes
 from memlab.views.tables import LINE_WIDTH, groups_used_table, residency_table
+from tests.unit.live import FULL
 
 NONE = MemorySettings()
 BELOW = MemorySettings(offload_parameters=True, offload_optimizer=True)
@@ -273,6 +274,12 @@ def test_the_audit_finds_what_nobody_told_the_residency(open_lab: Callable[..., 
     assert "on the host where one copy of" in complaint
     copies.append(lost)
     assert not lab.audit_residency().complaints
+
+
+def test_what_a_checkpoint_retains_is_what_the_audit_cannot_name(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("qwen3-moe-tiny", num_layers=2)
+    record = lab.step(FULL)
+    assert lab.audit_residency().unnamed_device_bytes == record.residual_bytes > 0
 
 
 def test_what_was_asked_for_is_kept_group_by_group() -> None:
