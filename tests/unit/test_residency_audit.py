@@ -267,12 +267,12 @@ def test_the_audit_finds_what_nobody_told_the_residency(open_lab: Callable[..., 
     )
     parameter.grad = None
     lab.offload("optimizer state")
-    copies = stepper.residency._copies("optimizer state")
-    lost = copies.pop()
+    buffers = stepper.residency._host_buffers["optimizer state"]
+    lost = buffers.pop()
     [complaint] = lab.audit_residency().complaints
     assert "optimizer state" in complaint
     assert "on the host where one copy of" in complaint
-    copies.append(lost)
+    buffers.append(lost)
     assert not lab.audit_residency().complaints
 
 
