@@ -200,7 +200,9 @@ def _why(result: CaseResult) -> Iterator[str]:
             yield escape(result.message)
         return
     first, *others = result.differences
-    parts = [f"<b>{escape(first.metric)}</b> of {escape(first.record)} {escape(first.difference)}"]
+    settings = result.settings_of(first.record)
+    under = f" ({escape(settings)})" if settings else ""
+    parts = [f"<b>{escape(first.metric)}</b> of {escape(first.record)}{under} {escape(first.difference)}"]
     parts += [f"largest part {_breakable(first.module)}"] if first.module else []
     parts += [f"and {len(others)} more" if len(others) > 1 else "and one more"] if others else []
     yield ", ".join(parts)
@@ -212,8 +214,8 @@ def _differences(result: CaseResult) -> Iterator[str]:
     rows: list[str] = []
     for record in dict.fromkeys(difference.record for difference in result.differences):
         rows.append(
-            f"<tr><th>{escape(record)}</th><th class=number>baseline</th><th class=number>now</th>"
-            "<th class=number>difference</th></tr>"
+            f'<tr><th>{escape(record)} <span class="soft">{escape(result.settings_of(record))}</span></th>'
+            "<th class=number>baseline</th><th class=number>now</th><th class=number>difference</th></tr>"
         )
         told = {""}
         for d in result.differences:

@@ -108,6 +108,14 @@ def test_the_module_is_one_that_went_the_way_of_the_peak() -> None:
     assert compare(after, measured(), "cpu")[0].module == "-513.0 KiB in decoder.layers.1.mlp"
 
 
+@pytest.mark.parametrize("kind", ["residual", "recomputed"])
+def test_what_is_left_or_made_again_has_modules_of_its_own(kind: str) -> None:
+    before, after = measured(**{f"{kind}_bytes": 0}), measured(**{f"{kind}_bytes": 2**16})
+    figures = replace(after.records["plain"], **{f"{kind}_by_module": {"decoder.layers.1": 2**16}})
+    (difference,) = compare(before, replace(after, records={"plain": figures}), "cpu")
+    assert difference.module == "+64.0 KiB in decoder.layers.1"
+
+
 def test_a_dropped_offload_module_is_named() -> None:
     after = measured()
     del after.records["plain"].metrics["offloaded_bytes_by_module/moe_act"]

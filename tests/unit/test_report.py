@@ -81,7 +81,7 @@ def test_the_page_says_first_what_failed_and_why(tmp_path: Path) -> None:
     first_screen = text[: text.index("All cases")]
     for words in (
         "changed<case>",
-        "peak_allocated_bytes of plain +1.00 MiB (+100.00%), largest part +1.00 MiB in decoder.layers.1.mlp, and one more",
+        "peak_allocated_bytes of plain (offload expert_fc1+moe_act) +1.00 MiB (+100.00%), largest part +1.00 MiB in decoder.layers.1.mlp, and one more",
         "changed: setting offload_modules: a+b → a",
         "offloaded_bytes_by_module/moe_act",
         "1,048,576",
@@ -182,5 +182,6 @@ def test_the_table_names_case_metric_baseline_now_difference_and_setting() -> No
         "plain", "peak_allocated_bytes", "1,048,576", "2,097,152", "+1.00", "MiB", "(+100.00%)", "+1.00",
         "MiB", "in", "decoder.layers.1.mlp",
     ]  # fmt: skip
+    assert "  settings of plain: offload expert_fc1+moe_act" in table
     assert "  changed: setting offload_modules: a+b -> a" in table
     assert "changed<case>: changed" in table
