@@ -7,7 +7,7 @@ backward, from the autograd nodes that a module's forward made: no stack is ever
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -161,29 +161,25 @@ def one_kernel() -> Iterator[None]:
             labels.on_kernel_end()
 
 
+def on_host() -> AbstractContextManager[None]:
+    """Returns a context whose new storages are in host memory."""
+    return _counted("host_depth")
+
+
+def reloading() -> AbstractContextManager[None]:
+    """Returns a context whose new storages are what forward saved, back from the host."""
+    return _counted("reload_depth")
+
+
 @contextmanager
-def on_host() -> Iterator[None]:
-    """Runs the block with its new storages in host memory."""
+def _counted(depth: str) -> Iterator[None]:
+    """Counts the block in one of the active labels' depths."""
     labels = _active
     if labels is None:
         yield
         return
-    labels.host_depth += 1
+    setattr(labels, depth, getattr(labels, depth) + 1)
     try:
         yield
     finally:
-        labels.host_depth -= 1
-
-
-@contextmanager
-def reloading() -> Iterator[None]:
-    """Runs the block with its new storages as what forward saved, back from the host."""
-    labels = _active
-    if labels is None:
-        yield
-        return
-    labels.reload_depth += 1
-    try:
-        yield
-    finally:
-        labels.reload_depth -= 1
+        setattr(labels, depth, getattr(labels, depth) - 1)
