@@ -42,11 +42,11 @@ def forget_auxiliary_losses() -> None:
 def forget_pending_offload(layer: torch.nn.Module) -> None:
     """Drops what a layer holds between the norm before its MLP and its end, where a step ended in between.
 
-    0.19 keeps the offload of that norm as ``mlp_norm_manager``, with the layer's hidden states and their whole graph, and
-    sets it to None at the layer's end (``transformer/transformer_layer.py``). 0.16 keeps it in a local name.
+    0.19 keeps the offload of that norm as ``mlp_norm_manager``, with the layer's hidden states and their whole graph,
+    and sets it to None at the layer's end (``transformer/transformer_layer.py``). 0.16 has it in a local name.
     """
-    if getattr(layer, "mlp_norm_manager", None) is not None:
-        layer.mlp_norm_manager = None
+    if vars(layer).get("mlp_norm_manager") is not None:
+        vars(layer)["mlp_norm_manager"] = None
 
 
 def _tracker() -> dict[str, Any]:

@@ -13,6 +13,7 @@ refreshed. A loss is the sum of a million roundings, which another processor or 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,13 @@ class Difference:
     def is_missing(self) -> bool:
         """Whether there was nothing to hold the metric against."""
         return self.baseline is None
+
+    @property
+    def share(self) -> float:
+        """How far it is off as a share of the baseline; infinite where one side has none, or no number."""
+        if isinstance(self.baseline, str) or isinstance(self.now, str) or not self.baseline or self.now is None:
+            return math.inf
+        return abs(self.now - self.baseline) / abs(self.baseline)
 
     @property
     def difference(self) -> str:
@@ -147,6 +155,8 @@ def _module(metric: str, before: RecordMeasured, after: RecordMeasured) -> str:
         return ""
     old: dict[str, int] = getattr(before, by_module)
     new: dict[str, int] = getattr(after, by_module)
+    if any(figures.metrics.get(metric) and not parts for figures, parts in ((before, old), (after, new))):
+        return ""  # a baseline of before memlab kept these parts, or a record without a timeline
     deltas = {name: new.get(name, 0) - old.get(name, 0) for name in old | new}
     # Where the peak moved to another moment some modules have more and some less: of interest are those with the trend.
     direction = 1 if sum(deltas.values()) >= 0 else -1
