@@ -14,10 +14,10 @@ import plotly.graph_objects as go
 
 from memlab.timeline import Timeline
 from memlab.units import binary_unit, format_bytes
-from memlab.views.figures import timeline_figure
 from memlab.views.palette import CATEGORY_LOOKS, INK, series_look
 from memlab.views.resample import Axis, resample
 from memlab.views.run import Run
+from memlab.views.timeline_figure import timeline_figure
 
 BASE, TOTAL, PEAK, PINNED, MOMENT = "held throughout", "total", "peak", "pinned", "moment"
 TRACES = (BASE, *CATEGORY_LOOKS, TOTAL, PEAK, PINNED, MOMENT)
