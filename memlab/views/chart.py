@@ -84,8 +84,9 @@ def mark_moment(figure: go.Figure, shown: Run | None, moment: int | None, pool: 
     index = first_event(timeline) + moment
     unit_bytes, _ = binary_unit(timeline.peak_bytes(pool))
     low, high = figure.layout.yaxis.range
+    position = float(moment) if axis == "event" else timeline.nanoseconds[index] / 1e6
     trace.update(
-        x=np.full(3, float(moment) if axis == "event" else timeline.nanoseconds[index] / 1e6),
+        x=np.full(3, min(position, figure.layout.xaxis.range[1])),  # a moment of the recovery lies past the axis
         y=np.array([low, timeline.bytes_at(index, pool) / unit_bytes, high]),
         visible=True,
         mode="lines+markers",
@@ -127,13 +128,13 @@ def _overlay(figure: go.Figure, run: Run, pool: str, axis: Axis, unit_bytes: int
     growth = max(1.0, (float(totals.max()) - low) / (label.y - low or 1.0))
     label.y = low + (label.y - low) * growth
     figure.layout.yaxis.range = [low, low + (high - low) * growth]
-    figure.layout.xaxis.range = [0.0, max(figure.layout.xaxis.range[1], float(points.position[-1]))]
+    figure.layout.xaxis.range = [0.0, max(figure.layout.xaxis.range[1], points.end)]
     look = series_look(4)
     peak = format_bytes(int(points.total_bytes[points.peak]))
     name = f"pinned: run {run.number}, {textwrap.shorten(str(run.settings), 40)}, peak {peak}"
     return {
-        "x": points.position,
-        "y": totals,
+        "x": points.position[: points.num_on_axis],
+        "y": totals[: points.num_on_axis],
         "text": name,
         "mode": "lines",
         "line": {"color": look.colour, "dash": look.dash, "width": 2, "shape": "hv"},

@@ -80,12 +80,13 @@ def compare_figure(*records: StepRecord, axis: Axis = "time") -> go.Figure:
     ]
     for position, (shift, (name, timeline, points)) in enumerate(zip(_label_shifts(spots), drawn, strict=True)):
         look = series_look(position)
+        on_axis = slice(points.num_on_axis)
         figure.add_scatter(
-            x=drawn_values(points.position),
-            y=drawn_values(points.total_bytes / unit_bytes),
+            x=drawn_values(points.position[on_axis]),
+            y=drawn_values(points.total_bytes[on_axis] / unit_bytes),
             name="<br>".join(legend[position]),
             line={"color": look.colour, "dash": look.dash, "width": 2, "shape": "hv"},
-            text=phase_names(timeline, points),
+            text=phase_names(timeline, points)[on_axis],
             hovertemplate=f"%{{y:.3f}} {unit}, %{{text}}<extra>{textwrap.shorten(name, 40)}</extra>",
         )
         mark_peak(figure, points, unit_bytes, labels[position], end, shift=shift, colour=look.colour)

@@ -90,8 +90,8 @@ def folded(text: str, letters: int = _LETTERS_ACROSS) -> list[str]:
 
 
 def axis_end(drawn: Sequence[DrawnPoints]) -> float:
-    """Returns where the last of several steps ends on their axis; above 0."""
-    return max(float(points.position[-1]) for points in drawn) or 1.0
+    """Returns where the axis of some steps ends; above 0."""
+    return max(points.end for points in drawn) or 1.0
 
 
 def set_ranges(figure: go.Figure, end: float, floor: float, peak: float, num_lines: int) -> None:
