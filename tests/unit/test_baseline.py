@@ -208,6 +208,19 @@ def test_an_update_prints_old_and_new_and_touches_nothing_else(
     assert "two: unchanged" in capfd.readouterr().out
 
 
+def test_an_update_takes_modules_over_that_explain_the_same_metrics(
+    suite_with_a_run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["baseline", "update", str(suite_with_a_run)]) == 0
+    figures = replace(measured().records["plain"], residual_by_module={"decoder.layers.0": 64})
+    now = replace(measured(), records={"plain": figures})
+    root = suite_with_a_run.parents[2]
+    write_run(root, replace(now, parameters={"count": 1}), replace(now, parameters={}), date="2026-01-03")
+    assert main(["baseline", "update", str(suite_with_a_run), "--only", "one"]) == 0
+    assert capfd.readouterr().out.endswith("one: the same metrics, the modules behind them anew\n")
+    assert '"residual_by_module": {"decoder.layers.0": 64}' in baselines(suite_with_a_run)["one.json"]
+
+
 def test_an_update_replaces_a_corrupted_baseline(suite_with_a_run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["baseline", "update", str(suite_with_a_run)]) == 0
     damaged = suite_with_a_run.parents[1] / "baselines" / "cpu" / "two.json"
