@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 
 from memlab.timeline import Timeline
 from memlab.units import binary_unit, format_bytes
+from memlab.views.figure_frame import LABEL_ON_THE_RIGHT
 from memlab.views.palette import CATEGORY_LOOKS, INK, series_look
 from memlab.views.resample import Axis, resample
 from memlab.views.run import Run
@@ -128,7 +129,10 @@ def _overlay(figure: go.Figure, run: Run, pool: str, axis: Axis, unit_bytes: int
     growth = max(1.0, (float(totals.max()) - low) / (label.y - low or 1.0))
     label.y = low + (label.y - low) * growth
     figure.layout.yaxis.range = [low, low + (high - low) * growth]
-    figure.layout.xaxis.range = [0.0, max(figure.layout.xaxis.range[1], points.end)]
+    end = max(figure.layout.xaxis.range[1], points.end)
+    figure.layout.xaxis.range = [0.0, end]
+    if label.x < end / 2:
+        label.update(LABEL_ON_THE_RIGHT)
     look = series_look(4)
     peak = format_bytes(int(points.total_bytes[points.peak]))
     name = f"pinned: run {run.number}, {textwrap.shorten(str(run.settings), 40)}, peak {peak}"

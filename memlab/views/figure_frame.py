@@ -24,6 +24,9 @@ AXIS_TITLES = {"time": "time since the step's start (ms)", "event": "memory even
 PLOT_HEIGHT = 320
 LINE_HEIGHT = 17
 _LETTERS_ACROSS = 90
+LABEL_ON_THE_RIGHT: dict[str, Any] = {"xanchor": "left", "align": "left", "xshift": 8}
+"""A peak's label, beside its mark on the side that has more room."""
+_LABEL_ON_THE_LEFT: dict[str, Any] = {"xanchor": "right", "align": "right", "xshift": -8}
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
@@ -127,6 +130,6 @@ def mark_peak(
     figure.add_scatter(
         x=[x], y=[y], mode="markers", marker=marker, cliponaxis=False, showlegend=False, hoverinfo="skip"
     )
-    side, xshift = ("left", 8) if x < end / 2 else ("right", -8)
-    place = {"xanchor": side, "align": side, "xshift": xshift, "yanchor": "bottom", "yshift": shift}
+    side = LABEL_ON_THE_RIGHT if x < end / 2 else _LABEL_ON_THE_LEFT
+    place = side | {"yanchor": "bottom", "yshift": shift}
     figure.add_annotation(x=x, y=y, text=text, showarrow=False, font={"color": colour}, **place)

@@ -113,16 +113,17 @@ def _parts(num_bytes: IntArray, unit_bytes: int, most: int = 3) -> str:
 def _stack(points: DrawnPoints, held: IntArray, unit_bytes: int, unit: str) -> list[go.Scatter]:
     """The filled areas, over a clear one for what lies below the axis."""
     # All traces share one x array: plotly then stacks them point by point, also where times are equal.
-    common: dict[str, Any] = {"x": drawn_values(points.position), "stackgroup": "pool", "mode": "lines"}
+    on_axis = slice(points.num_on_axis)
+    common: dict[str, Any] = {"x": drawn_values(points.position[on_axis]), "stackgroup": "pool", "mode": "lines"}
     traces = []
     if held.any():
         base: dict[str, Any] = {"name": "held throughout", "fillcolor": TRANSPARENT, "showlegend": False}
         base |= {"line": {"width": 0, "color": INK, "shape": "hv"}}
-        base |= {"y": drawn_values(np.full(len(points), held.sum() / unit_bytes))}
+        base |= {"y": drawn_values(np.full(points.num_on_axis, held.sum() / unit_bytes))}
         traces.append(go.Scatter(**common, **base, hovertemplate=f"%{{y:.3f}} {unit}"))
     for category, look in CATEGORY_LOOKS.items():
         code = CATEGORIES.index(category)
-        above = points.category_bytes[code] - held[code]
+        above = points.category_bytes[code, on_axis] - held[code]
         if not above.any():
             continue
         also = f" above the {format_bytes(int(held[code]))} held" if held[code] else ""
@@ -149,10 +150,10 @@ def _total_line(timeline: Timeline, points: DrawnPoints, pool: str, unit_bytes: 
         names = "".join(f"<br>{html.escape(module_name(name))} +{format_bytes(size)}" for name, size in largest)
         texts.append(phase + names)
     return go.Scatter(
-        x=drawn_values(points.position),
-        y=drawn_values(points.total_bytes / unit_bytes),
+        x=drawn_values(points.position[: points.num_on_axis]),
+        y=drawn_values(points.total_bytes[: points.num_on_axis] / unit_bytes),
         name="total",
-        text=texts,
+        text=texts[: points.num_on_axis],
         mode="lines",
         line={"width": 0.8, "color": INK, "shape": "hv"},
         showlegend=False,

@@ -51,6 +51,9 @@ FAINT = """panel => {
 def test_every_control_has_a_name(panel: PanelPage) -> None:
     panel.run()
     assert panel.root.evaluate(NAMELESS) == []
+    expect(panel.root.get_by_role("slider")).to_have_count(2)
+    for slider in panel.root.get_by_role("slider").all():
+        expect(slider).to_have_accessible_name(re.compile(r"\w"))
 
 
 def test_the_keyboard_reaches_run_and_walks_the_table(panel: PanelPage) -> None:
