@@ -22,9 +22,9 @@ from memlab.scenario import Scenario
 from memlab.settings import MemorySettings
 from memlab.timeline import CATEGORIES, PHASES, Timeline
 from memlab.views.display import View
-from memlab.views.figures import timeline_figure
 from memlab.views.resample import resample
 from memlab.views.tables import record_table
+from memlab.views.timeline_figure import timeline_figure
 
 EVENT_COUNTS = (1_000, 10_000, 100_000, 1_000_000)
 MODULE_COUNTS = (500, 20_000)

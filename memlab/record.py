@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from memlab.scenario import Scenario
 from memlab.settings import MemorySettings
-from memlab.timeline import Timeline
+from memlab.timeline import RESIDUAL_CATEGORIES, Timeline
 from memlab.units import format_bytes
 
 Status = Literal["ok", "out_of_memory", "interrupted"]
@@ -67,6 +67,18 @@ class StepRecord:
     message: str = ""
     """Why a step that is not ok ended, and what to do."""
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def residual_by_module(self) -> dict[str, int]:
+        """`residual_bytes` by the module where they were born, the largest first; empty without a timeline."""
+        if self.timeline is None:
+            return {}
+        return self.timeline.breakdown(len(self.timeline) - 1, by="module", categories=RESIDUAL_CATEGORIES)
+
+    @property
+    def recomputed_by_module(self) -> dict[str, int]:
+        """`recomputed_bytes` by the module that made them again; empty without a timeline."""
+        return {} if self.timeline is None else self.timeline.born_by_module("recomputed")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything but the timeline as JSON-ready values."""

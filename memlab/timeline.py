@@ -28,6 +28,8 @@ CATEGORIES = (
     "temporary",
     "workspace",
 )
+RESIDUAL_CATEGORIES = ("activations", "recomputed", "temporary")
+"""What no step needs from the one before: alive at a step's end, it is the step's residual."""
 PHASES = ("load", "forward", "backward", "optimizer", "offload", "idle")
 
 IntArray = npt.NDArray[np.int64]
@@ -117,15 +119,20 @@ class Timeline:
         return self.bytes_at(len(self) - 1)
 
     def breakdown(
-        self, index: int, by: Literal["category", "module"] = "category", pool: str = "device"
+        self,
+        index: int,
+        by: Literal["category", "module"] = "category",
+        pool: str = "device",
+        categories: Sequence[str] = CATEGORIES,
     ) -> dict[str, int]:
         """Splits the bytes in use after event `index`.
 
         Returns:
-            Name to bytes, the largest first, without empty ones. The values add up to `bytes_at`.
+            Name to bytes, the largest first, without empty ones. Of all categories the values add up to `bytes_at`.
         """
         head = slice(0, index + 1)
         mask = self.pool[head] == POOLS.index(pool)
+        mask &= np.isin(self.category[head], [CATEGORIES.index(name) for name in categories])
         names = CATEGORIES if by == "category" else self.modules
         codes = (self.category if by == "category" else self.module)[head][mask]
         sums = np.zeros(len(names), dtype=np.int64)
@@ -133,15 +140,21 @@ class Timeline:
         order = np.argsort(-sums, kind="stable")
         return {names[code]: int(sums[code]) for code in order if sums[code] != 0}
 
-    def born_bytes(self, category: str) -> int:
-        """Returns the device bytes of a category that were born during the step, deaths not taken off."""
+    def born_by_module(self, category: str) -> dict[str, int]:
+        """Returns the device bytes of a category that were born during the step, by module, deaths not taken off."""
         mask = (
             (self.category == CATEGORIES.index(category))
             & (self.pool == POOLS.index("device"))
             & (self.delta_bytes > 0)
         )
         mask[: self.num_opening_events] = False
-        return int(self.delta_bytes[mask].sum())
+        sums = np.zeros(len(self.modules), dtype=np.int64)
+        np.add.at(sums, self.module[mask], self.delta_bytes[mask])
+        return {self.modules[code]: int(sums[code]) for code in np.flatnonzero(sums)}
+
+    def born_bytes(self, category: str) -> int:
+        """Returns the sum of `born_by_module`."""
+        return sum(self.born_by_module(category).values())
 
     def save(self, path: Path) -> None:
         """Writes the columns to a compressed ``.npz`` file."""

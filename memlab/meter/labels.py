@@ -7,7 +7,7 @@ backward, from the autograd nodes that a module's forward made: no stack is ever
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -218,12 +218,6 @@ def on_host() -> Iterator[None]:
         labels.host_depth -= 1
 
 
-@contextmanager
-def reloading() -> Iterator[None]:
-    """Runs the block with its new storages as what forward saved, back from the host."""
-    labels = _active
-    if labels is None:
-        yield
-        return
-    with labels.category("activations"):
-        yield
+def reloading() -> AbstractContextManager[None]:
+    """Returns a context whose new storages are what forward saved, back from the host."""
+    return _active.category("activations") if _active is not None else nullcontext()

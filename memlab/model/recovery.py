@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel import random
 from memlab.model import toggles
 from memlab.model.build import LiveModel
 from memlab.model.retention import drop_graphs
+from memlab.model.upstream_versions import forget_pending_offload
 from memlab.settings import MemorySettings
 
 
@@ -31,6 +32,8 @@ def recover(live: LiveModel, settings: MemorySettings, error: BaseException) -> 
         for state in part.optimizer.state.values():
             if not {"exp_avg", "exp_avg_sq"} <= state.keys():
                 state.clear()
+    for module in live.chunk.modules():
+        forget_pending_offload(module)
     drop_graphs(live)
     toggles.apply(live, settings)
     gc.collect()

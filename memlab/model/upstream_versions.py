@@ -39,6 +39,16 @@ def forget_auxiliary_losses() -> None:
     _tracker().clear()
 
 
+def forget_pending_offload(layer: torch.nn.Module) -> None:
+    """Drops what a layer holds between the norm before its MLP and its end, where a step ended in between.
+
+    0.19 keeps the offload of that norm as ``mlp_norm_manager``, with the layer's hidden states and their whole graph,
+    and sets it to None at the layer's end (``transformer/transformer_layer.py``). 0.16 has it in a local name.
+    """
+    if vars(layer).get("mlp_norm_manager") is not None:
+        vars(layer)["mlp_norm_manager"] = None
+
+
 def _tracker() -> dict[str, Any]:
     if hasattr(moe_utils, "get_moe_metrics_tracker"):
         return moe_utils.get_moe_metrics_tracker().metrics

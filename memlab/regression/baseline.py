@@ -15,7 +15,15 @@ from typing import Any
 from memlab.regression.compare import tolerance
 from memlab.regression.measured import Measured, RecordMeasured
 
-_ON_ONE_LINE = ("parameters", "peak_by_module", "scenario", "settings", "versions")
+_ON_ONE_LINE = (
+    "parameters",
+    "peak_by_module",
+    "recomputed_by_module",
+    "residual_by_module",
+    "scenario",
+    "settings",
+    "versions",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ refreshed. A loss is the sum of a million roundings, which another processor or 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,13 @@ from memlab.regression.measured import Measured, MetricValue, RecordMeasured
 from memlab.units import format_bytes
 
 _CUDA_TOLERANCE = 0.001
-_EXPLAINED_BY_MODULE = ("peak_", "activation_peak", "recomputed")
+_MODULES_OF = {
+    "peak_": "peak_by_module",
+    "activation_peak": "peak_by_module",
+    "residual": "residual_by_module",
+    "recomputed": "recomputed_by_module",
+}
+"""By how a metric begins: which field of a record says where its bytes were born."""
 # What a number is made with; memlab's own version and Python's change no rounding.
 _NUMERIC_PACKAGES = ("torch", "megatron-core", "transformer-engine")
 
@@ -45,6 +52,13 @@ class Difference:
     def is_missing(self) -> bool:
         """Whether there was nothing to hold the metric against."""
         return self.baseline is None
+
+    @property
+    def share(self) -> float:
+        """How far it is off as a share of the baseline; infinite where one side has none, or no number."""
+        if isinstance(self.baseline, str) or isinstance(self.now, str) or not self.baseline or self.now is None:
+            return math.inf
+        return abs(self.now - self.baseline) / abs(self.baseline)
 
     @property
     def difference(self) -> str:
@@ -98,7 +112,7 @@ def compare(baseline: Measured, now: Measured, backend: str) -> list[Difference]
             old, new = before.metrics.get(metric), after.metrics.get(metric)
             if share is None or _agree(old, new, share):
                 continue
-            module = _module(before, after) if metric.startswith(_EXPLAINED_BY_MODULE) else ""
+            module = _module(metric, before, after)
             difference = Difference(record=record, metric=metric, baseline=old, now=new, module=module, changed=changed)
             found.append((rank, difference))
     return [difference for _, difference in sorted(found, key=lambda pair: pair[0])]
@@ -135,9 +149,15 @@ def _shown(value: object) -> str:
     return "none" if value is None else str(value)
 
 
-def _module(before: RecordMeasured, after: RecordMeasured) -> str:
-    names = before.peak_by_module | after.peak_by_module
-    deltas = {name: after.peak_by_module.get(name, 0) - before.peak_by_module.get(name, 0) for name in names}
+def _module(metric: str, before: RecordMeasured, after: RecordMeasured) -> str:
+    by_module = next((name for beginning, name in _MODULES_OF.items() if metric.startswith(beginning)), None)
+    if by_module is None:
+        return ""
+    old: dict[str, int] = getattr(before, by_module)
+    new: dict[str, int] = getattr(after, by_module)
+    if any(figures.metrics.get(metric) and not parts for figures, parts in ((before, old), (after, new))):
+        return ""  # a baseline of before memlab kept these parts, or a record without a timeline
+    deltas = {name: new.get(name, 0) - old.get(name, 0) for name in old | new}
     # Where the peak moved to another moment some modules have more and some less: of interest are those with the trend.
     direction = 1 if sum(deltas.values()) >= 0 else -1
     name = max(deltas, key=lambda name: direction * deltas[name], default="")

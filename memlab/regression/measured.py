@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from memlab.record import StepRecord
 from memlab.regression.parameters import ParameterValue
+from memlab.settings import MemorySettings
 
 MetricValue: TypeAlias = int | float | str
 
@@ -39,9 +41,17 @@ class RecordMeasured:
     """By name, what matters most first; those by module or category as ``peak_by_category/activations``."""
     peak_by_module: dict[str, int] = field(default_factory=dict)
     """Says where a difference comes from; not compared by itself."""
+    residual_by_module: dict[str, int] = field(default_factory=dict)
+    recomputed_by_module: dict[str, int] = field(default_factory=dict)
+    """Like `peak_by_module`, of what is left at the step's end, and of what backward made again."""
     scenario: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     """Those that are on."""
+
+    @property
+    def settings_name(self) -> str:
+        """The settings as tables and legends name them; empty where there are none."""
+        return str(MemorySettings.from_dict(self.settings)) if self.settings else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,8 +101,8 @@ def read_measured(folder: Path, lab: str, parameters: Mapping[str, ParameterValu
     handed_over = json.loads((folder / "metrics.json").read_text())
     records = {}
     for name in handed_over["records"]:
-        # As JSON: a record as an object would bring its timeline, which nothing here looks at.
-        values = json.loads((folder / "records" / name / "record.json").read_text())
+        record = StepRecord.load(folder / "records" / name)
+        values = record.to_dict()
         if values["backend"] != backend:
             raise ValueError(
                 f"record {name} was made on {values['backend']}, but the suite says {backend}: "
@@ -105,6 +115,8 @@ def read_measured(folder: Path, lab: str, parameters: Mapping[str, ParameterValu
         records[name] = RecordMeasured(
             metrics=metrics,
             peak_by_module=values["peak_by_module"],
+            residual_by_module=record.residual_by_module,
+            recomputed_by_module=record.recomputed_by_module,
             scenario=scenario,
             settings={
                 key: value for key, value in values["settings"].items() if value is not None and value is not False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,3 +115,10 @@ def _changes(path: Path, measured: Measured, backend: str) -> Iterator[str]:
         yield f"{d.record} {d.metric}: {value_text(d.baseline)} -> {value_text(d.now)} ({d.difference})"
     if not differences and not has_same_rounding(old.measured, measured):
         yield "the same metrics, loss taken anew on other packages or another processor"
+    elif not differences and _modules(old.measured) != _modules(measured):
+        yield "the same metrics, the modules behind them anew"
+
+
+def _modules(measured: Measured) -> list[tuple[Mapping[str, int], ...]]:
+    figures = measured.records.values()
+    return [(one.peak_by_module, one.residual_by_module, one.recomputed_by_module) for one in figures]

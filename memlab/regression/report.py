@@ -6,7 +6,9 @@ It answers in this order: is all well, what failed and why, and how does everyth
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from html import escape
 from pathlib import Path
 from urllib.parse import quote
@@ -25,6 +27,8 @@ from memlab.units import format_bytes
 History = Sequence[tuple[Path, Summary]]
 
 _SHOWN_ROWS = 12
+_FEW_ROWS = 4
+"""So few are not worth a fold."""
 _MESSAGE_INSIDE: tuple[Status, ...] = ("passed", "changed")
 """Their lines say something shorter, or nothing: the message waits until the case is opened."""
 
@@ -54,6 +58,9 @@ class _Page:
         body = [f'<header class="{tone}"><h1>{escape(summary.headline)}</h1>', self._facts(), "</header>"]
         if summary.red:
             body.append("<h2>What failed, and why</h2>")
+            if self._common_changes:
+                num_cases = sum(_changes(result) == self._common_changes for result in summary.red)
+                body.append(f'<p class="soft">changed in {num_cases} of them: {_arrows(self._common_changes)}</p>')
             # Of several, each says its reason in its own line, so that all are seen before one is opened.
             body += [self._case(result, is_open=len(summary.red) == 1) for result in summary.red]
         body.append(f"<h2>{'All cases' if summary.red else 'Cases'}</h2>")
@@ -64,6 +71,12 @@ class _Page:
             f"<title>{escape(summary.headline)}: {escape(summary.name)}</title><style>{STYLE}</style></head>\n"
             f"<body>{''.join(body)}{self._footer()}</body></html>\n"
         )
+
+    @cached_property
+    def _common_changes(self) -> str:
+        """What changed alike in most cases: said once, above them. Empty where no two are alike."""
+        found = Counter(filter(None, map(_changes, self._summary.red))).most_common(1)
+        return found[0][0] if found and found[0][1] > 1 else ""
 
     def _facts(self) -> str:
         summary = self._summary
@@ -96,7 +109,10 @@ class _Page:
 
     def _case(self, result: CaseResult, *, is_open: bool = False) -> str:
         tone, mark = ("green", "✓") if result.is_green else ("red", "✕")
-        why = "".join(f'<span class="why">{line}</span>' for line in _why(result))
+        lines = list(_why(result))
+        if _changes(result) != self._common_changes:
+            lines.append(f"changed: {_arrows(_changes(result))}")
+        why = "".join(f'<span class="why">{line}</span>' for line in lines)
         return (
             f'<details class="case {tone}" id="{_anchor(result)}"{" open" if is_open else ""}><summary>'
             f'<b><span class="mark">{mark}</span>{escape(result.name)}</b>{_aside(result)}{why}</summary>'
@@ -194,17 +210,32 @@ def _aside(result: CaseResult) -> str:
 
 
 def _why(result: CaseResult) -> Iterator[str]:
-    """The reason in a line or two: what differs most and where it was born, and what changed."""
+    """The reason in a line or two: the difference that matters most, and the one that is the largest."""
     if result.status != "changed":
         if result.message and result.status not in _MESSAGE_INSIDE:
             yield escape(result.message)
         return
-    first, *others = result.differences
-    parts = [f"<b>{escape(first.metric)}</b> of {escape(first.record)} {escape(first.difference)}"]
-    parts += [f"largest part {_breakable(first.module)}"] if first.module else []
-    parts += [f"and {len(others)} more" if len(others) > 1 else "and one more"] if others else []
-    yield ", ".join(parts)
-    yield f"changed: {escape('; '.join(changes(result))).replace('-&gt;', '→')}"
+    # What the peak is made of moves with the peak, and says no more.
+    own = [d for d in result.differences if not d.metric.startswith("peak_by_category")] or [*result.differences]
+    shown = list(dict.fromkeys((result.differences[0], max(own, key=lambda difference: difference.share))))
+    num_others = len(result.differences) - len(shown)
+    for number, difference in enumerate(shown, start=1):
+        settings = result.settings_of(difference.record) if number == 1 or difference.record != shown[0].record else ""
+        under = f" ({escape(settings)})" if settings else ""
+        parts = [f"<b>{_breakable(difference.metric)}</b> of {escape(difference.record)}{under}"]
+        parts[0] += f" {escape(difference.difference)}"
+        parts += [f"largest part {_breakable(difference.module)}"] if difference.module else []
+        if number == len(shown) and num_others:
+            parts.append("and one more" if num_others == 1 else f"and {num_others} more")
+        yield ", ".join(parts)
+
+
+def _changes(result: CaseResult) -> str:
+    return "; ".join(changes(result)) if result.status == "changed" else ""
+
+
+def _arrows(text: str) -> str:
+    return escape(text).replace("-&gt;", "→")
 
 
 def _differences(result: CaseResult) -> Iterator[str]:
@@ -212,8 +243,8 @@ def _differences(result: CaseResult) -> Iterator[str]:
     rows: list[str] = []
     for record in dict.fromkeys(difference.record for difference in result.differences):
         rows.append(
-            f"<tr><th>{escape(record)}</th><th class=number>baseline</th><th class=number>now</th>"
-            "<th class=number>difference</th></tr>"
+            f'<tr><th>{escape(record)} <span class="soft">{escape(result.settings_of(record))}</span></th>'
+            "<th class=number>baseline</th><th class=number>now</th><th class=number>difference</th></tr>"
         )
         told = {""}
         for d in result.differences:
@@ -226,7 +257,8 @@ def _differences(result: CaseResult) -> Iterator[str]:
                 f'<td class="number off">{escape(value_text(d.now))}</td>'
                 f"<td class=number>{escape(d.difference)}</td></tr>"
             )
-    shown, rest = rows[:_SHOWN_ROWS], rows[_SHOWN_ROWS:]
+    num_shown = _SHOWN_ROWS if len(rows) > _SHOWN_ROWS + _FEW_ROWS else len(rows)
+    shown, rest = rows[:num_shown], rows[num_shown:]
     yield f'<div class="scroll"><table>{"".join(shown)}</table></div>'
     if rest:
         yield f"<details class=more><summary>{len(rest)} more lines</summary>"

@@ -14,7 +14,7 @@ body { margin: 0 auto; max-width: 68rem; padding: 1.25rem 1.25rem 3rem; color: v
 h1 { font-size: 1.6rem; line-height: 1.2; margin: 0; }
 h2 { font-size: 1rem; margin: 2rem 0 .6rem; }
 h3 { font-size: .9rem; margin: 1.1rem 0 .3rem; }
-h3 .soft { font-weight: 400; }
+h3 .soft, th .soft { font-weight: 400; }
 p { margin: .4rem 0; overflow-wrap: anywhere; }
 a { color: var(--now); }
 header { border-left: 6px solid var(--tone); padding: .2rem 0 .2rem 1rem; }
@@ -32,7 +32,8 @@ details.case > summary { cursor: pointer; display: grid; gap: 0 .8rem; grid-temp
 details.case > summary::-webkit-details-marker { display: none; }
 details.case > summary > b { font-weight: 600; overflow-wrap: anywhere; }
 details.case.green > summary > b { font-weight: 400; }
-details.case > summary > .why { grid-column: 1 / -1; padding-left: 1.3em; overflow-wrap: anywhere; }
+details.case > summary > .why { grid-column: 1 / -1; padding-left: 1.3em; overflow-wrap: anywhere;
+                                font-size: .9rem; line-height: 1.4; }
 details.case > div { padding: 0 .9rem .9rem; }
 summary { cursor: pointer; }
 details.more > summary { color: var(--soft); font-size: .87rem; margin-top: .7rem; }

@@ -35,6 +35,12 @@ class CaseResult:
     """None if the lab did not come to its end."""
     baseline: Measured | None = None
 
+    def settings_of(self, record: str) -> str:
+        """Returns the settings of a record as tables and legends name them; empty where it has none."""
+        if self.measured is None or record not in self.measured.records:
+            return ""
+        return self.measured.records[record].settings_name
+
     @property
     def is_green(self) -> bool:
         """Whether the case leaves the nightly green."""

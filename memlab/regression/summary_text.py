@@ -22,7 +22,7 @@ def summary_table(summary: Summary) -> str:
 
 
 def difference_table(result: CaseResult, most: int | None = _SHOWN_DIFFERENCES) -> list[str]:
-    """Writes a row a difference, and the settings that changed.
+    """Writes a row a difference, the settings of each record in them, and what changed.
 
     Args:
         result: A case.
@@ -36,6 +36,8 @@ def difference_table(result: CaseResult, most: int | None = _SHOWN_DIFFERENCES) 
     lines = _aligned(rows)
     if len(result.differences) > len(shown):
         lines.append(f"and {len(result.differences) - len(shown)} more: see the report")
+    named = {d.record: result.settings_of(d.record) for d in shown}
+    lines += [f"settings of {record}: {settings}" for record, settings in named.items() if settings]
     return lines + [f"changed: {text}" for text in changes(result)]
 
 

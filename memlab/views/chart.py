@@ -14,10 +14,11 @@ import plotly.graph_objects as go
 
 from memlab.timeline import Timeline
 from memlab.units import binary_unit, format_bytes
-from memlab.views.figures import timeline_figure
+from memlab.views.figure_frame import LABEL_ON_THE_RIGHT
 from memlab.views.palette import CATEGORY_LOOKS, INK, series_look
 from memlab.views.resample import Axis, resample
 from memlab.views.run import Run
+from memlab.views.timeline_figure import timeline_figure
 
 BASE, TOTAL, PEAK, PINNED, MOMENT = "held throughout", "total", "peak", "pinned", "moment"
 TRACES = (BASE, *CATEGORY_LOOKS, TOTAL, PEAK, PINNED, MOMENT)
@@ -84,8 +85,9 @@ def mark_moment(figure: go.Figure, shown: Run | None, moment: int | None, pool: 
     index = first_event(timeline) + moment
     unit_bytes, _ = binary_unit(timeline.peak_bytes(pool))
     low, high = figure.layout.yaxis.range
+    position = float(moment) if axis == "event" else timeline.nanoseconds[index] / 1e6
     trace.update(
-        x=np.full(3, float(moment) if axis == "event" else timeline.nanoseconds[index] / 1e6),
+        x=np.full(3, min(position, figure.layout.xaxis.range[1])),  # a moment of the recovery lies past the axis
         y=np.array([low, timeline.bytes_at(index, pool) / unit_bytes, high]),
         visible=True,
         mode="lines+markers",
@@ -127,13 +129,16 @@ def _overlay(figure: go.Figure, run: Run, pool: str, axis: Axis, unit_bytes: int
     growth = max(1.0, (float(totals.max()) - low) / (label.y - low or 1.0))
     label.y = low + (label.y - low) * growth
     figure.layout.yaxis.range = [low, low + (high - low) * growth]
-    figure.layout.xaxis.range = [0.0, max(figure.layout.xaxis.range[1], float(points.position[-1]))]
+    end = max(figure.layout.xaxis.range[1], points.end)
+    figure.layout.xaxis.range = [0.0, end]
+    if label.x < end / 2:
+        label.update(LABEL_ON_THE_RIGHT)
     look = series_look(4)
     peak = format_bytes(int(points.total_bytes[points.peak]))
     name = f"pinned: run {run.number}, {textwrap.shorten(str(run.settings), 40)}, peak {peak}"
     return {
-        "x": points.position,
-        "y": totals,
+        "x": points.position[: points.num_on_axis],
+        "y": totals[: points.num_on_axis],
         "text": name,
         "mode": "lines",
         "line": {"color": look.colour, "dash": look.dash, "width": 2, "shape": "hv"},

@@ -11,6 +11,7 @@ import ipywidgets
 from memlab.settings import CHECKPOINT_INPUT_REMEDIES, OFFLOAD_MODULES, RECOMPUTE_METHODS, RECOMPUTE_MODULES
 from memlab.units import format_bytes
 from memlab.views.draft import Draft
+from memlab.views.slider import Slider
 from memlab.views.state import LabState
 
 # By what a control shows. A Dropdown takes the value None for no choice at all, so its values are these words.
@@ -50,14 +51,13 @@ class SettingsControls:
 
     def _recompute(self) -> Any:
         num_layers = self._state.scenario.num_layers
-        slider = ipywidgets.IntSlider(min=1, max=num_layers, readout=False, continuous_update=False)
-        slider.tooltip = "recompute_num_layers"
+        slider = Slider(name="recompute_num_layers", min=1, max=num_layers, value=1)
         return self._group(
             "Recompute",
             [
                 self._choice("recompute_granularity", "granularity", _GRANULARITIES),
                 self._choice("recompute_method", "method", _METHODS),
-                self._number("recompute_num_layers", ipywidgets.IntText(description="layers")),
+                self._number("recompute_num_layers", _typed("layers")),
                 self._number("recompute_num_layers:slider", slider),
                 ipywidgets.HTML("modules, under selective:"),
                 *(self._tick("recompute_modules", module) for module in RECOMPUTE_MODULES),
@@ -68,7 +68,7 @@ class SettingsControls:
 
     def _offload(self) -> Any:
         ticks = [self._tick("offload_modules", module) for module in OFFLOAD_MODULES]
-        size = ipywidgets.IntText(description="at least, elements")
+        size = _typed("at least, elements")
         return self._group(
             "Offload during the step",
             [*ticks, self._number("min_offloaded_tensor_size", size)],
@@ -82,7 +82,7 @@ class SettingsControls:
 
     def _workload(self) -> Any:
         fields = {"seq_length": "sequence length", "micro_batch_size": "micro-batch size"}
-        numbers = [self._number(name, ipywidgets.IntText(description=label)) for name, label in fields.items()]
+        numbers = [self._number(name, _typed(label)) for name, label in fields.items()]
         return self._group("Workload", numbers, tuple(fields))
 
     def _group(self, title: str, children: list[Any], prefixes: tuple[str, ...]) -> Any:
@@ -105,7 +105,6 @@ class SettingsControls:
     def _number(self, name: str, control: Any) -> Any:
         """A number that is a field of the draft: the name up to its colon."""
         field = name.partition(":")[0]
-        control.style.description_width = "initial"
         control.observe(lambda change: self._state.edit(**{field: change["new"]}), names=["value"])
         return self._register(name, control, lambda draft: getattr(draft, field))
 
@@ -162,3 +161,7 @@ class SettingsControls:
         for box in self.refusals.values():
             is_about = bool(refusal) and box is (about[0] if about else self.refusals["seq_length"])
             box.value = f'<div role="alert">{html.escape(refusal, quote=False)}</div>' if is_about else ""
+
+
+def _typed(label: str) -> Any:
+    return ipywidgets.IntText(description=label, style={"description_width": "initial"})

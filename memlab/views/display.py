@@ -53,12 +53,12 @@ def show(record: StepRecord, pool: str = "device", axis: Axis = "time", *, above
         record: A step with its timeline.
         pool: The figure's: one of ``"device"``, ``"host"``, ``"on_chip"``. The table names all.
         axis: ``"time"`` in milliseconds, or ``"event"``.
-        above_start: As in `memlab.views.figures.timeline_figure`.
+        above_start: As in `memlab.views.timeline_figure.timeline_figure`.
 
     Raises:
         ValueError: If the record has no timeline, or pool or axis is none of the choices.
     """
-    from memlab.views.figures import timeline_figure
+    from memlab.views.timeline_figure import timeline_figure
 
     return View(timeline_figure(record, pool, axis, above_start=above_start), record_table(record))
 
@@ -73,6 +73,6 @@ def compare(*records: StepRecord, axis: Axis = "time") -> View:
     Raises:
         ValueError: If there are fewer than two records, one has no timeline, or axis is none of the choices.
     """
-    from memlab.views.figures import compare_figure
+    from memlab.views.compare_figure import compare_figure
 
     return View(compare_figure(*records, axis=axis), compare_table(*records))

@@ -45,6 +45,10 @@ STYLE = """
 .memlab-switches > *, .memlab-moment-bar > .memlab-moment { width: auto; }
 .memlab-moment-bar > .memlab-moment-slider { flex: 1 1 16rem; max-width: 40rem; }
 .memlab-moment input { width: 8rem; }
+.memlab-noted > .memlab-slider { flex: 1 1 12rem; }
+.memlab-moment-bar > .widget-label { height: auto; }
+.memlab-slider { display: flex; align-items: center; min-height: 1.75rem; }
+.memlab-slider > input { flex: 1 1 auto; width: 100%; min-width: 0; margin: 0; accent-color: var(--jp-brand-color1); }
 
 .memlab-chart { width: 100%; min-height: 19rem; overflow: hidden; }
 .memlab-tables { display: grid; gap: 0.5rem 2rem; align-items: start;

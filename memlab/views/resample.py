@@ -23,7 +23,7 @@ _NANOSECONDS_PER_MILLISECOND = 1e6
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DrawnPoints:
-    """The events that are drawn, in order; the first is the step's start, the last its end."""
+    """The events that are drawn, in order; the first is the step's start."""
 
     event_index: IntArray
     """Index into the timeline, of shape [points]."""
@@ -35,9 +35,16 @@ class DrawnPoints:
     """The least that each category held at any event of the step, drawn or not, of shape [categories]."""
     peak: int
     """Which point is the pool's peak."""
+    end: float
+    """Where the axis ends: by time with the step itself, before the recovery of one that ended early."""
 
     def __len__(self) -> int:
         return len(self.event_index)
+
+    @property
+    def num_on_axis(self) -> int:
+        """How many points stand before `end`."""
+        return int(np.searchsorted(self.position, self.end, side="right"))
 
     @property
     def total_bytes(self) -> IntArray:
@@ -81,16 +88,20 @@ def resample(timeline: Timeline, pool: str = "device", axis: Axis = "time", num_
             category_bytes=category_bytes,
             held_bytes=np.zeros(len(CATEGORIES), dtype=np.int64),
             peak=0,
+            end=0.0,
         )
     peak = timeline.peak_index(pool) - first
-    kept = _outline(category_bytes.sum(axis=0), _ticks(timeline, axis), num_bins)
+    ticks, last = _ticks(timeline, axis), _last_index(timeline, axis) - first
+    kept = _outline(category_bytes.sum(axis=0), np.minimum(ticks, ticks[last]), num_bins)
     kept = np.union1d(kept, peak)
+    position = _positions(timeline, axis)
     return DrawnPoints(
         event_index=kept + first,
-        position=_positions(timeline, axis)[kept],
+        position=position[kept],
         category_bytes=category_bytes[:, kept],
         held_bytes=category_bytes.min(axis=1),
         peak=int(np.searchsorted(kept, peak)),
+        end=float(position[last]),
     )
 
 
@@ -105,11 +116,11 @@ def phase_spans(timeline: Timeline, axis: Axis = "time", narrowest: float = 1 / 
     Returns:
         The spans from the step's start to its end, without gaps.
     """
-    first = timeline.num_opening_events
-    phase = timeline.phase[first:]
+    first, stop = timeline.num_opening_events, _last_index(timeline, axis) + 1
+    phase = timeline.phase[first:stop]
     if len(phase) == 0:
         return []
-    position = _positions(timeline, axis)[first - _first_index(timeline) :]
+    position = _positions(timeline, axis)[first - _first_index(timeline) : stop - _first_index(timeline)]
     end = float(position[-1])
     starts = np.flatnonzero(np.diff(phase, prepend=-1))
     width = np.diff(position[starts], append=end)
@@ -171,6 +182,13 @@ def _largest(in_use: IntArray, names: tuple[str, ...], count: int) -> list[list[
 def _first_index(timeline: Timeline) -> int:
     """The event after which the step starts: the last of those that opened the timeline."""
     return max(timeline.num_opening_events - 1, 0)
+
+
+def _last_index(timeline: Timeline, axis: Axis) -> int:
+    """The event at which the axis ends. Recovery takes many times the step's time, and few events."""
+    first = timeline.num_opening_events
+    busy = np.flatnonzero(timeline.phase[first:] != PHASES.index("idle"))
+    return first + int(busy[-1]) if axis == "time" and len(busy) else len(timeline) - 1
 
 
 def _ticks(timeline: Timeline, axis: Axis) -> IntArray:

@@ -13,6 +13,7 @@ from memlab.views.chart import chart_figure, event_at, first_event, mark_moment
 from memlab.views.chart_widget import ChartWidget
 from memlab.views.palette import CATEGORY_LOOKS
 from memlab.views.resample import AXES
+from memlab.views.slider import Slider
 from memlab.views.state import POOLS_SHOWN, LabState
 from memlab.views.tables import module_name
 
@@ -29,19 +30,20 @@ class TimelineView:
         self.axis = self._switch("axis", AXES, "Along")
         self.chart = ChartWidget(self._figure(), self._look_at_point)
         self.chart.add_class("memlab-chart")
-        self.slider = ipywidgets.IntSlider(min=0, max=0, description="Moment", readout=False, continuous_update=False)
-        self.number = ipywidgets.BoundedIntText(min=0, max=0, description="event")
+        self.slider = Slider(name="moment, as the number of its event")
+        self.number = ipywidgets.BoundedIntText(
+            min=0, max=0, description="event", style={"description_width": "initial"}
+        )
         self.to_peak = ipywidgets.Button(description="Peak", tooltip="Looks at the step's peak")
         self.to_peak.on_click(lambda _: state.look_at(None))
         self.breakdown = ipywidgets.HTML()
         for name, widget in (("moment-slider", self.slider), ("moment", self.number), ("to-peak", self.to_peak)):
             widget.add_class(f"memlab-{name}")
         for widget in (self.slider, self.number):
-            widget.style.description_width = "initial"
             widget.observe(self._moment_given, names=["value"])
         self.breakdown.add_class("memlab-breakdown")
         switches = ipywidgets.Box([self.pool, self.axis])
-        moment = ipywidgets.Box([self.slider, self.number, self.to_peak])
+        moment = ipywidgets.Box([ipywidgets.Label("Moment"), self.slider, self.number, self.to_peak])
         for box, name in ((switches, "switches"), (moment, "moment-bar")):
             box.add_class(f"memlab-{name}")
         self.box = ipywidgets.VBox([switches, self.chart, moment, self.breakdown])

@@ -70,6 +70,27 @@ def test_a_moment_tells_what_is_alive(panel: PanelPage) -> None:
     assert len(panel.chart()["traces"]) == traces, "one figure is reused"
 
 
+def test_a_click_on_the_chart_looks_at_that_moment(panel: PanelPage) -> None:
+    panel.run()
+    plot = panel.root.locator(".js-plotly-plot .nsewdrag").first
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    assert box is not None
+    hovered = panel.root.locator(".hoverlayer text")
+    moments = [panel.part("moment", "input").input_value()]
+    for share in (0.2, 0.8):
+        place = (box["x"] + share * box["width"], box["y"] + 0.5 * box["height"])
+        panel.notebook.page.mouse.move(0, 0)
+        expect(hovered).to_have_count(0)
+        panel.notebook.page.mouse.move(*place)
+        expect(hovered).not_to_have_count(0)  # plotly's click is on what it hovers
+        panel.notebook.page.mouse.click(*place)
+        expect(panel.part("moment", "input")).not_to_have_value(moments[-1])
+        moments.append(panel.part("moment", "input").input_value())
+        expect(panel.part("breakdown")).to_contain_text(f"event {int(moments[-1]):,}")
+    assert 0 < int(moments[1]) < int(moments[2]), "further right is later"
+
+
 def test_an_impossible_combination_is_refused_in_the_rules_words(panel: PanelPage) -> None:
     panel.tick("offload-modules-attn-proj")
     expect(panel.refusals).to_have_count(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 
 import pytest
 from playwright.sync_api import expect
@@ -50,6 +51,9 @@ FAINT = """panel => {
 def test_every_control_has_a_name(panel: PanelPage) -> None:
     panel.run()
     assert panel.root.evaluate(NAMELESS) == []
+    expect(panel.root.get_by_role("slider")).to_have_count(2)
+    for slider in panel.root.get_by_role("slider").all():
+        expect(slider).to_have_accessible_name(re.compile(r"\w"))
 
 
 def test_the_keyboard_reaches_run_and_walks_the_table(panel: PanelPage) -> None:
@@ -101,3 +105,16 @@ def test_exports_are_files_beside_the_notebook(panel: PanelPage) -> None:
         panel.press(f"export-{hook}")
         expect(panel.part("status")).to_contain_text(re.compile(told))
         assert len(list(folder.glob(pattern))) == 1, hook
+
+
+def test_pictures_are_saved_or_what_they_need_is_said(panel: PanelPage) -> None:
+    panel.run()
+    panel.write("export-folder", "pictures")
+    for kind, beginning in (("png", b"\x89PNG"), ("svg", b"<svg")):
+        panel.press(f"export-{kind}")
+        if find_spec("kaleido") is None:
+            expect(panel.part("status")).to_contain_text(f"{kind.upper()} needs kaleido")
+        else:
+            expect(panel.part("status")).to_contain_text(f".{kind}")
+            (picture,) = (panel.notebook.server.work / "pictures").glob(f"*.{kind}")
+            assert picture.read_bytes().startswith(beginning)

@@ -108,6 +108,14 @@ def test_the_module_is_one_that_went_the_way_of_the_peak() -> None:
     assert compare(after, measured(), "cpu")[0].module == "-513.0 KiB in decoder.layers.1.mlp"
 
 
+@pytest.mark.parametrize("kind", ["residual", "recomputed"])
+def test_what_is_left_or_made_again_has_modules_of_its_own(kind: str) -> None:
+    before, after = measured(**{f"{kind}_bytes": 0}), measured(**{f"{kind}_bytes": 2**16})
+    figures = replace(after.records["plain"], **{f"{kind}_by_module": {"decoder.layers.1": 2**16}})
+    (difference,) = compare(before, replace(after, records={"plain": figures}), "cpu")
+    assert difference.module == "+64.0 KiB in decoder.layers.1"
+
+
 def test_a_dropped_offload_module_is_named() -> None:
     after = measured()
     del after.records["plain"].metrics["offloaded_bytes_by_module/moe_act"]
@@ -198,6 +206,19 @@ def test_an_update_prints_old_and_new_and_touches_nothing_else(
     assert main(["baseline", "update", str(suite_with_a_run), "--run", str(run)]) == 0
     assert baselines(suite_with_a_run) == first
     assert "two: unchanged" in capfd.readouterr().out
+
+
+def test_an_update_takes_modules_over_that_explain_the_same_metrics(
+    suite_with_a_run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["baseline", "update", str(suite_with_a_run)]) == 0
+    figures = replace(measured().records["plain"], residual_by_module={"decoder.layers.0": 64})
+    now = replace(measured(), records={"plain": figures})
+    root = suite_with_a_run.parents[2]
+    write_run(root, replace(now, parameters={"count": 1}), replace(now, parameters={}), date="2026-01-03")
+    assert main(["baseline", "update", str(suite_with_a_run), "--only", "one"]) == 0
+    assert capfd.readouterr().out.endswith("one: the same metrics, the modules behind them anew\n")
+    assert '"residual_by_module": {"decoder.layers.0": 64}' in baselines(suite_with_a_run)["one.json"]
 
 
 def test_an_update_replaces_a_corrupted_baseline(suite_with_a_run: Path, capfd: pytest.CaptureFixture[str]) -> None:

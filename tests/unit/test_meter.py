@@ -186,9 +186,13 @@ def test_what_is_retained_after_a_step_is_no_temporary(open_lab: Any) -> None:
     assert timeline.breakdown(len(timeline) - 1)["activations"] == record.residual_bytes
 
 
-def test_the_modules_at_the_peak_add_up_to_it(open_lab: Any) -> None:
-    record = open_lab("qwen3-moe-tiny").step()
-    assert sum(record.peak_by_module.values()) == record.peak_allocated_bytes
+def test_the_modules_of_peak_residual_and_recomputed_bytes_add_up_to_them(open_lab: Any) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    for record in (lab.step(), lab.step(FULL), lab.step(FULL)):
+        assert sum(record.peak_by_module.values()) == record.peak_allocated_bytes
+        assert sum(record.residual_by_module.values()) == record.residual_bytes
+        assert sum(record.recomputed_by_module.values()) == record.recomputed_bytes
+    assert lab.records[-1].residual_bytes > lab.records[0].residual_bytes == 0
 
 
 def test_a_step_s_categories_hold_exactly_the_model_s_own_bytes(open_lab: Any) -> None:

@@ -369,6 +369,25 @@ def test_pinned_run_lies_over_the_shown_one_in_its_unit() -> None:
     assert not {trace.uid: trace for trace in chart_figure(plain, plain).data}["pinned"].visible
 
 
+def test_a_short_run_under_a_longer_pinned_one_ends_where_it_ended_with_its_label_inside() -> None:
+    lab, state = lab_state()
+    pinned = run_with(state)
+    short = TimelineBuilder(phase="forward")
+    for _ in range(20):
+        short.event(2**20, "activations", after=0.01)
+    short.phase = "idle"
+    short.event(-(2**20), "activations", after=9000.0)
+    lab.timeline = short.build()
+    shown = run_with(state)
+
+    alone, over = chart_figure(shown, None), chart_figure(shown, pinned)
+
+    assert over.layout.xaxis.range[1] > 2 * alone.layout.xaxis.range[1]
+    assert (alone.layout.annotations[-1].xanchor, over.layout.annotations[-1].xanchor) == ("right", "left")
+    (total,) = (trace for trace in over.data if trace.uid == "total")
+    assert max(total.x) == pytest.approx(0.2)
+
+
 def test_axis_starts_at_zero_for_a_pinned_run_far_below_it() -> None:
     lab, state = lab_state()
     step = TimelineBuilder()

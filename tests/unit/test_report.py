@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -81,7 +82,8 @@ def test_the_page_says_first_what_failed_and_why(tmp_path: Path) -> None:
     first_screen = text[: text.index("All cases")]
     for words in (
         "changed<case>",
-        "peak_allocated_bytes of plain +1.00 MiB (+100.00%), largest part +1.00 MiB in decoder.layers.1.mlp, and one more",
+        "peak_allocated_bytes of plain (offload expert_fc1+moe_act) +1.00 MiB (+100.00%), largest part +1.00 MiB in decoder.layers.1.mlp",
+        "offloaded_bytes_by_module/moe_act of plain gone",
         "changed: setting offload_modules: a+b → a",
         "offloaded_bytes_by_module/moe_act",
         "1,048,576",
@@ -92,6 +94,18 @@ def test_the_page_says_first_what_failed_and_why(tmp_path: Path) -> None:
         assert words in first_screen
     assert text.index("passed") > text.index("All cases")
     assert text.count("✓") == 2
+
+
+def test_what_changed_alike_in_several_cases_is_said_once(tmp_path: Path) -> None:
+    same = replace(CHANGED, name="other")
+    pages = [page_of(tmp_path / "alike", summary_of(CHANGED, same, MISSING))]
+    unlike = replace(same, differences=(replace(CHANGED.differences[0], changed="parameter seq_length: 64 -> 32"),))
+    pages.append(page_of(tmp_path / "unlike", summary_of(CHANGED, unlike)))
+    alike, apart = ("".join(Checker(page).text).partition("All cases")[0] for page in pages)
+    assert alike.count("setting offload_modules: a+b → a") == 1
+    assert "changed in 2 of them: setting offload_modules: a+b → a" in alike
+    assert apart.count("changed: setting offload_modules: a+b → a") == 1
+    assert apart.count("changed: parameter seq_length: 64 → 32") == 1
 
 
 def test_the_page_needs_no_network_and_no_other_file(tmp_path: Path) -> None:
@@ -182,5 +196,6 @@ def test_the_table_names_case_metric_baseline_now_difference_and_setting() -> No
         "plain", "peak_allocated_bytes", "1,048,576", "2,097,152", "+1.00", "MiB", "(+100.00%)", "+1.00",
         "MiB", "in", "decoder.layers.1.mlp",
     ]  # fmt: skip
+    assert "  settings of plain: offload expert_fc1+moe_act" in table
     assert "  changed: setting offload_modules: a+b -> a" in table
     assert "changed<case>: changed" in table

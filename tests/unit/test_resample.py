@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from memlab.timeline import CATEGORIES, PHASES, POOLS, Timeline
+from memlab.views.compare_figure import compare_figure
 from memlab.views.resample import AXES, Axis, DrawnPoints, largest_modules, phase_spans, resample
+from memlab.views.timeline_figure import timeline_figure
 
-from .builders import TimelineBuilder, random_timeline, training_step
+from .builders import TimelineBuilder, random_timeline, record_of, training_step
 
 CASES = [
     pytest.param(random_timeline(30_000, seed=1), id="an instant an event"),
@@ -60,8 +62,12 @@ def test_each_bin_keeps_its_first_last_lowest_and_highest_event(timeline: Timeli
     totals = [sum(row) for row in held_after_every_event(timeline, "device")]
     times = timeline.nanoseconds.tolist()
     bins: dict[int, list[int]] = {}
+    busy = [event for event in range(first, len(timeline)) if timeline.phase[event] != PHASES.index("idle")]
     for event in range(first, len(timeline)):
-        at, start, end = (times[event], times[first], times[-1]) if axis == "time" else (event, first, len(times) - 1)
+        if axis == "time":  # what comes after the step's end is one bin with it
+            at, start, end = min(times[event], times[busy[-1]]), times[first], times[busy[-1]]
+        else:
+            at, start, end = event, first, len(times) - 1
         bins.setdefault((at - start) * num_bins // (end - start + 1), []).append(event)
     wanted = set()
     for events in bins.values():
@@ -173,6 +179,22 @@ def test_a_phase_too_narrow_to_see_goes_to_the_one_before() -> None:
         step.event(1, "activations")
         step.event(1, "activations", after=milliseconds)
     assert [(span.phase, span.start) for span in phase_spans(step.build())] == [("forward", 0.0), ("backward", 800.1)]
+
+
+def test_the_time_axis_ends_with_the_step_and_not_with_its_recovery() -> None:
+    step = TimelineBuilder(phase="forward")
+    for _ in range(80):
+        step.event(1, "activations", after=1.0)
+    step.phase = "idle"
+    step.event(-80, "activations", after=900.0)
+    timeline = step.build()
+    points = resample(timeline)
+    assert (points.end, points.num_on_axis, len(points)) == (80.0, 80, 81)
+    assert [(span.phase, span.end) for span in phase_spans(timeline)] == [("forward", 80.0)]
+    assert resample(timeline, axis="event").end == 80 == len(timeline) - 1
+    assert timeline_figure(record_of(timeline)).layout.xaxis.range == (0.0, 80.0)
+    compared = compare_figure(record_of(timeline), record_of(training_step()))
+    assert max(compared.data[0].x) == 80.0
 
 
 def test_a_timeline_with_nothing_after_its_start_has_no_phases() -> None:

@@ -18,11 +18,12 @@ from memlab.record import StepRecord
 from memlab.settings import OFFLOAD_MODULES, MemorySettings
 from memlab.timeline import CATEGORIES, PHASES, POOLS, Timeline
 from memlab.units import GIB, KIB, MIB
+from memlab.views.compare_figure import compare_figure
 from memlab.views.display import View, compare, show
-from memlab.views.figures import compare_figure, timeline_figure
 from memlab.views.palette import CATEGORY_LOOKS, INK, PHASE_LOOKS, series_look
 from memlab.views.resample import AXES, Axis
 from memlab.views.tables import LINE_WIDTH, compare_table, in_unit, record_names, record_table
+from memlab.views.timeline_figure import timeline_figure
 
 from .builders import TimelineBuilder, out_of_memory, random_timeline, record_of, scenario, training_step
 
@@ -541,6 +542,6 @@ def test_show_passes_its_choices_on() -> None:
 def test_display_imports_plotly_only_when_it_draws_and_torch_never() -> None:
     code = (
         "import sys, memlab.views.display; late = 'plotly' not in sys.modules; "
-        "import memlab.views.figures; assert late and 'torch' not in sys.modules"
+        "import memlab.views.timeline_figure; assert late and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

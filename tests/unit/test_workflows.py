@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +37,34 @@ def test_what_a_workflow_runs_is_there(path: Path) -> None:
         elif program == "make":
             target = re.sub(r"^\.venv", "$(VENV)", arguments[-1])
             assert f"\n{target}:" in makefile
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_step_that_is_asked_for_its_outputs_is_there(path: Path) -> None:
+    text = path.read_text()
+    asked = set(re.findall(r"steps\.(\w+)\.", text))
+    assert asked == set(re.findall(r"^ +(?:- )?id: (\w+)$", text, re.MULTILINE))
+
+
+def test_tonights_run_is_told_from_the_kept_ones_and_from_what_was_left(tmp_path: Path) -> None:
+    (command,) = [command for command in commands(WORKFLOWS[0]) if "GITHUB_OUTPUT" in command]
+    runs = tmp_path / "papermill_runs" / "runs"
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / ".installed").touch()
+    for name, age in (
+        ("2026-01-01-000000_abc_cpu", 9000),
+        ("2026-01-02-000000_abc_cpu", -9),
+        (".2026-01-02_cpu.x", -9),
+    ):
+        (runs / name).mkdir(parents=True)
+        os.utime(runs / name, (time.time() - age,) * 2)
+    output = tmp_path / "output"
+    for expected in ("papermill_runs/runs/2026-01-02-000000_abc_cpu", ""):
+        subprocess.run(
+            ["/bin/bash", "-ec", command], check=True, cwd=tmp_path, env=os.environ | {"GITHUB_OUTPUT": str(output)}
+        )
+        assert output.read_text().splitlines()[-1] == f"run={expected}"
+        shutil.rmtree(runs / "2026-01-02-000000_abc_cpu", ignore_errors=True)
 
 
 def test_there_is_one_for_tests_and_one_for_the_nightly() -> None:
