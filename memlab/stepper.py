@@ -21,13 +21,15 @@ from memlab.meter.labels import Labels, labelled_by
 from memlab.meter.storages import StorageMeter
 from memlab.model import holders, toggles
 from memlab.model.build import LiveModel, build
+from memlab.model.offload_audit import OffloadTrace, SavedInRegions
 from memlab.model.offload_watch import OffloadWatch
 from memlab.model.quiet import quiet_megatron
 from memlab.model.recovery import recover
-from memlab.model.remedies import CheckpointRemedy
+from memlab.model.remedies import CheckpointRemedy, Tap
 from memlab.model.residency import Residency, groups_on_host
-from memlab.model.training_step import train_step
+from memlab.model.training_step import forward_only_step, train_step
 from memlab.movement import GROUPS, Movement
+from memlab.offload_account import OffloadAccount, peak_of, place_of, same_moment
 from memlab.progress import StepStopped
 from memlab.record import Status, StepRecord
 from memlab.scenario import Scenario
@@ -70,6 +72,17 @@ class Stepper:
     def apply(self, settings: MemorySettings) -> None:
         """Sets recompute and activation offload for the next step."""
         toggles.apply(self.live, settings)
+        self._offload_watch.misled = False
+
+    def tap(self, layer: int, *, guarded: bool) -> Tap:
+        """Taps a layer's output; unguarded, ``release_storage`` empties what is tapped too, until `untap`."""
+        self._remedy.spares_shared = guarded
+        return Tap(self.live, layer)
+
+    def untap(self, tap: Tap) -> None:
+        """Ends a tap."""
+        tap.take_off()
+        self._remedy.spares_shared = True
 
     def set_workload(self, scenario: Scenario) -> None:
         """Takes another sequence length, micro-batch size or number of micro-batches from the next step on."""
@@ -97,12 +110,21 @@ class Stepper:
         holders.release(self.live)
         del self.live, self.residency
 
-    def step(self, settings: MemorySettings, on_move: Callable[[], None] | None = None) -> StepRecord:
+    def step(
+        self,
+        settings: MemorySettings,
+        on_move: Callable[[], None] | None = None,
+        *,
+        forward_only: bool = False,
+        suspend_offload: bool = True,
+    ) -> StepRecord:
         """Takes one metered step.
 
         Args:
             settings: Those that were applied; what waits on the host between steps is read from them here.
             on_move: Called at each phase and module; raises `StepStopped` to end the step.
+            forward_only: Without gradients, backward and optimizer.
+            suspend_offload: In a forward-only step, keep Megatron's activation offload out of it.
 
         Returns:
             The record: of a whole step, or of one that ran out of memory or was stopped. The model is usable after
@@ -115,27 +137,36 @@ class Stepper:
         labels.on_move = on_move
         try:
             with self._offload_watch.watching():
-                measured |= self._phases(settings)
+                measured |= self._phases(settings, forward_only=forward_only, suspend_offload=suspend_offload)
         except (torch.OutOfMemoryError, StepStopped) as error:
             measured |= self._ended_early(error) | self._offload_seen(settings)
-            labels.on_move = None
-            recover(self.live, settings, error)
+            self._recover(settings, error)
         except BaseException as error:
-            labels.on_move = None
-            recover(self.live, settings, error)
+            self._recover(settings, error)
             raise
         finally:
             labels.on_move = None
         torch.cuda.synchronize()
         measured["step_seconds"] = time.perf_counter() - started
         self.num_steps += 1
-        return self._record(settings, measured)
+        return self._record(settings, measured | {"forward_only": forward_only})
 
-    def _phases(self, settings: MemorySettings) -> dict[str, Any]:
+    def _recover(self, settings: MemorySettings, error: BaseException) -> None:
+        self.labels.on_move = None
+        recover(self.live, settings, error)
+        self._offload_watch.misled = False
+
+    def _phases(self, settings: MemorySettings, *, forward_only: bool, suspend_offload: bool) -> dict[str, Any]:
+        away = groups_on_host(settings)
+        needed = [group for group in GROUPS if group == "parameters" or not (forward_only and group in away)]
         with self.labels.phase_of("load"):
-            _, load_seconds = _seconds_if_moved(self.residency.load)
+            _, load_seconds = _seconds_if_moved(lambda: self.residency.load(needed))
         with self.labels.phase_of("forward"), self._remedy.during_step(self._remedy_of(settings)):
-            loss = train_step(self.live, self.labels)
+            if forward_only:
+                self._offload_watch.misled |= not suspend_offload
+                loss = forward_only_step(self.live, self.labels, suspend_offload=suspend_offload)
+            else:
+                loss = train_step(self.live, self.labels)
         self.meter.categorise(self._categories())
         with self.labels.phase_of("offload"):
             freed, offload_seconds = _seconds_if_moved(lambda: self._between_steps(settings))
@@ -164,6 +195,54 @@ class Stepper:
         away = groups_on_host(settings)
         self.residency.forget([group for group in GROUPS if group not in away])
         return self.residency.offload(away)
+
+    def saved_in_regions(self, settings: MemorySettings) -> SavedInRegions:
+        """Takes a step and counts what each offload module saves for backward; `settings` offload none."""
+        saved = SavedInRegions()
+        with saved.watching():
+            self.step(settings)
+        return saved
+
+    def audit_offload(self, saved: SavedInRegions, plain: StepRecord, offloaded: StepRecord) -> OffloadAccount:
+        """Takes another step under the settings of `offloaded`, and looks where `plain` is fullest.
+
+        Args:
+            saved: Counted under the settings of `plain`.
+            plain: A steady step without offload.
+            offloaded: The last step, steady: the same but for offload.
+        """
+        assert plain.timeline is not None
+        assert offloaded.timeline is not None
+        settings, trace = offloaded.settings, OffloadTrace()
+        plain_peak = peak_of(plain)
+        index = same_moment(plain.timeline, plain_peak, offloaded.timeline)
+        bytes_seen: list[int] = []
+
+        def look(num_events: int) -> None:
+            if num_events == index + 1 - offloaded.timeline.num_opening_events:
+                bytes_seen.append(self.meter.live_bytes())
+                trace.look(self.live, self.labels.modules)
+
+        self.meter.on_event = look
+        try:
+            with trace.tracing():
+                self.step(settings)
+        finally:
+            self.meter.on_event = None
+        assert bytes_seen == [offloaded.timeline.bytes_at(index)], "a steady step repeats itself to the byte"
+        counted = {
+            name: saved.account(name, self.scenario.num_layers, settings.min_offloaded_tensor_size)
+            for name in settings.offload_modules or ()
+        }
+        return OffloadAccount(
+            plain=plain,
+            offloaded=offloaded,
+            modules=tuple(trace.module_account(name, expected) for name, expected in counted.items()),
+            held=tuple(trace.held),
+            plain_peak=place_of(plain.timeline, plain_peak),
+            offloaded_peak=place_of(offloaded.timeline, peak_of(offloaded)),
+            freed_bytes=plain.activation_peak_bytes - (bytes_seen[0] - offloaded.static_bytes),
+        )
 
     def move(self, action: Action, groups: tuple[str, ...]) -> Movement:
         """Moves groups between two steps, or hands the parameters over.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +54,8 @@ class StorageMeter:
     def __init__(self, labels: Labels) -> None:
         self.device_memory_bytes: int | None = None
         """The size of the device, where it is pretended: what would exceed it raises `torch.OutOfMemoryError`."""
+        self.on_event: Callable[[int], None] | None = None
+        """Called after each event with the number of events since `start`, so that somebody can look at that moment."""
         self._labels = labels
         self._device_bytes = 0
         self._num_starts = 0
@@ -240,6 +242,8 @@ class StorageMeter:
             if life.pool == _DEVICE:
                 self._device_bytes += delta
             self._events.append((time.perf_counter_ns(), delta, life.pool, life, self._labels.phase))
+            if self.on_event is not None:
+                self.on_event(len(self._events))
 
     @staticmethod
     def _settled_category(life: _Life) -> int:

@@ -55,6 +55,7 @@ def record_names(records: Sequence[StepRecord]) -> list[str]:
     names = []
     for record, mine in zip(records, words, strict=True):
         tells = [word for word, differs in zip(mine, telling, strict=False) if differs]
+        tells += ["forward only"] if record.forward_only else []
         tells += [] if _ended(record) else [record.status.replace("_", " ")]
         names.append(f"{record.settings}" + (f" ({', '.join(tells)})" if tells else ""))
     pairs = zip(names, records, strict=True)
