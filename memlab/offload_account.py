@@ -139,7 +139,8 @@ def same_moment(timeline: Timeline, index: int, other: Timeline) -> int:
     """
     rank = int(_alike(timeline, index, timeline)[:index].sum())
     matches = _alike(timeline, index, other).nonzero()[0]
-    assert rank < len(matches), f"{place_of(timeline, index)} makes {timeline.delta_bytes[index]} bytes in one step only"
+    place = place_of(timeline, index)
+    assert rank < len(matches), f"{place} makes {timeline.delta_bytes[index]} bytes in one step and not in the other"
     return int(matches[rank])
 
 

@@ -21,7 +21,7 @@ from memlab.meter.labels import Labels, labelled_by
 from memlab.meter.storages import StorageMeter
 from memlab.model import holders, toggles
 from memlab.model.build import LiveModel, build
-from memlab.model.offload_audit import OffloadTrace, SavedInRegions
+from memlab.model.offload_audit import SavedInRegions, audit
 from memlab.model.offload_watch import OffloadWatch
 from memlab.model.quiet import quiet_megatron
 from memlab.model.recovery import recover
@@ -29,7 +29,7 @@ from memlab.model.remedies import CheckpointRemedy, Tap
 from memlab.model.residency import Residency, groups_on_host
 from memlab.model.training_step import forward_only_step, train_step
 from memlab.movement import GROUPS, Movement
-from memlab.offload_account import OffloadAccount, peak_of, place_of, same_moment
+from memlab.offload_account import OffloadAccount
 from memlab.progress import StepStopped
 from memlab.record import Status, StepRecord
 from memlab.scenario import Scenario
@@ -204,45 +204,16 @@ class Stepper:
         return saved
 
     def audit_offload(self, saved: SavedInRegions, plain: StepRecord, offloaded: StepRecord) -> OffloadAccount:
-        """Takes another step under the settings of `offloaded`, and looks where `plain` is fullest.
+        """Repeats `offloaded`, the last step, and accounts for what it was expected to free: `offload_audit.audit`."""
 
-        Args:
-            saved: Counted under the settings of `plain`.
-            plain: A steady step without offload.
-            offloaded: The last step, steady: the same but for offload.
-        """
-        assert plain.timeline is not None
-        assert offloaded.timeline is not None
-        settings, trace = offloaded.settings, OffloadTrace()
-        plain_peak = peak_of(plain)
-        index = same_moment(plain.timeline, plain_peak, offloaded.timeline)
-        bytes_seen: list[int] = []
+        def repeat(num_events: int, look: Callable[[], None]) -> StepRecord:
+            self.meter.on_event = lambda count: look() if count == num_events else None
+            try:
+                return self.step(offloaded.settings)
+            finally:
+                self.meter.on_event = None
 
-        def look(num_events: int) -> None:
-            if num_events == index + 1 - offloaded.timeline.num_opening_events:
-                bytes_seen.append(self.meter.live_bytes())
-                trace.look(self.live, self.labels.modules)
-
-        self.meter.on_event = look
-        try:
-            with trace.tracing():
-                self.step(settings)
-        finally:
-            self.meter.on_event = None
-        assert bytes_seen == [offloaded.timeline.bytes_at(index)], "a steady step repeats itself to the byte"
-        counted = {
-            name: saved.account(name, self.scenario.num_layers, settings.min_offloaded_tensor_size)
-            for name in settings.offload_modules or ()
-        }
-        return OffloadAccount(
-            plain=plain,
-            offloaded=offloaded,
-            modules=tuple(trace.module_account(name, expected) for name, expected in counted.items()),
-            held=tuple(trace.held),
-            plain_peak=place_of(plain.timeline, plain_peak),
-            offloaded_peak=place_of(offloaded.timeline, peak_of(offloaded)),
-            freed_bytes=plain.activation_peak_bytes - (bytes_seen[0] - offloaded.static_bytes),
-        )
+        return audit(self.live, self.labels.modules, saved, plain, offloaded, repeat)
 
     def move(self, action: Action, groups: tuple[str, ...]) -> Movement:
         """Moves groups between two steps, or hands the parameters over.

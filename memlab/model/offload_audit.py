@@ -9,7 +9,7 @@ the copy down to the copy up (``ChunkOffloadHandler``). Both stand in
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,7 +20,8 @@ from megatron.core.pipeline_parallel import fine_grained_activation_offload as u
 
 from memlab.model.build import LiveModel
 from memlab.model.storage_holders import find_holders
-from memlab.offload_account import Held, ModuleAccount
+from memlab.offload_account import Held, ModuleAccount, OffloadAccount, peak_of, place_of, same_moment
+from memlab.record import StepRecord
 
 State = Literal["away", "held", "back", "copied twice", "not due"]
 
@@ -171,6 +172,49 @@ class OffloadTrace:
             copied_twice_bytes=places.get("copied twice", 0),
             not_due_bytes=places.get("not due", 0),
         )
+
+
+def audit(
+    live: LiveModel,
+    modules: list[str],
+    saved: SavedInRegions,
+    plain: StepRecord,
+    offloaded: StepRecord,
+    repeat: Callable[[int, Callable[[], None]], StepRecord],
+) -> OffloadAccount:
+    """Accounts for what a step was expected to free, where the same step without offload is fullest.
+
+    Args:
+        live: The model.
+        modules: Module names by the code that `Labels` gives autograd nodes.
+        saved: Counted under the settings of `plain`.
+        plain: A steady step without offload.
+        offloaded: A steady step, the same but for offload.
+        repeat: Takes `offloaded` once more, and calls back when a number of events has passed.
+    """
+    assert plain.timeline is not None
+    assert offloaded.timeline is not None
+    settings, trace = offloaded.settings, OffloadTrace()
+    plain_peak = peak_of(plain)
+    moment = same_moment(plain.timeline, plain_peak, offloaded.timeline)
+    with trace.tracing():
+        again = repeat(moment + 1 - offloaded.timeline.num_opening_events, lambda: trace.look(live, modules))
+    bytes_then = offloaded.timeline.bytes_at(moment)
+    assert again.timeline is not None
+    assert again.timeline.bytes_at(moment) == bytes_then, "a steady step repeats itself to the byte"
+    expected = {
+        name: saved.account(name, live.scenario.num_layers, settings.min_offloaded_tensor_size)
+        for name in settings.offload_modules or ()
+    }
+    return OffloadAccount(
+        plain=plain,
+        offloaded=offloaded,
+        modules=tuple(trace.module_account(name, of_module) for name, of_module in expected.items()),
+        held=tuple(trace.held),
+        plain_peak=place_of(plain.timeline, plain_peak),
+        offloaded_peak=place_of(offloaded.timeline, peak_of(offloaded)),
+        freed_bytes=plain.activation_peak_bytes - (bytes_then - offloaded.static_bytes),
+    )
 
 
 def _state(move: _Move) -> State:

@@ -183,8 +183,8 @@ def audit_table(*accounts: OffloadAccount) -> str:
     return "\n".join(
         [
             *_wrapped(
-                "expected to move, by Megatron's rules = the columns to its right, up to saved; where each byte is when "
-                "the step without offload is fullest; R = saved / expected"
+                "expected to move, by Megatron's rules = the columns to its right, up to saved: where each byte is "
+                "when the step without offload is fullest; R = saved / expected"
             ),
             "",
             *_aligned([list(row) for row in zip(*columns, strict=True)], first_width=_SETTING_WIDTH),

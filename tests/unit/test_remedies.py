@@ -65,7 +65,9 @@ def test_a_storage_that_something_else_refers_to_is_never_emptied(open_lab: Call
         pass
 
 
-def test_unguarded_the_remedy_leaves_a_tap_with_an_empty_storage_and_a_clean_record(open_lab: Callable[..., Lab]) -> None:
+def test_unguarded_the_remedy_leaves_a_tap_with_an_empty_storage_and_a_clean_record(
+    open_lab: Callable[..., Lab],
+) -> None:
     lab = open_lab("qwen3-moe-tiny")
     clean = lab.step(remedied("release_storage"))
     with lab.tap(1, guarded=False) as tap:
