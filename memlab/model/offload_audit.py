@@ -90,11 +90,17 @@ def _counting(name: str, saved: dict[Any, _Saved]) -> Any:
     return count
 
 
+# torch keeps the node of a saved leaf's gradient whatever a hook puts in the leaf's place, and that node owns the leaf:
+# it meets the detached inputs that CheckpointWithoutOutput saves (megatron/core/tensor_parallel/random.py).
+_OWN_LEAF = "its own AccumulateGrad node: it was saved as a leaf that requires gradients"
+
+
 @dataclass(slots=True, eq=False)
 class _Move:
     name: str
     shape: tuple[int, ...]
     num_bytes: int
+    is_leaf: bool
     source: weakref.ref[Any]
     reloaded: weakref.ref[Any] | None = None
 
@@ -117,7 +123,8 @@ class OffloadTrace:
 
         def note_offload(chunk: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
             state = offload(chunk, source, *args, **kwargs)
-            last[:] = [_Move("", tuple(source.shape), source.nbytes, weakref.ref(source.untyped_storage()))]
+            is_leaf = source.is_leaf and source.requires_grad
+            last[:] = [_Move("", tuple(source.shape), source.nbytes, is_leaf, weakref.ref(source.untyped_storage()))]
             on_host[id(state[1])] = last[0]
             return state
 
@@ -151,7 +158,12 @@ class OffloadTrace:
         storages = [move.source()._cdata for move in held]  # type: ignore[union-attr]  # held: it is alive
         holders = find_holders(live, modules, storages) if held else {}
         self.held = [
-            Held(name=move.name, shape=move.shape, num_bytes=move.num_bytes, holders=holders[storage])
+            Held(
+                name=move.name,
+                shape=move.shape,
+                num_bytes=move.num_bytes,
+                holders=holders[storage] or ((_OWN_LEAF,) if move.is_leaf else ()),
+            )
             for move, storage in zip(held, storages, strict=True)
         ]
 

@@ -80,6 +80,7 @@ def test_unguarded_the_remedy_leaves_a_tap_with_an_empty_storage_and_a_clean_rec
     assert "use after free" in str(dangling)
     assert (record.status, record.loss, record.residual_bytes, record.without_effect) == ("ok", clean.loss, 0, {})
     assert tap.look() is None, "it lets go with the block"
+    assert lab._stepper._remedy.spares_shared, "the guard is back with the block's end"
     with lab.tap(1) as tap:
         assert lab.step().without_effect, "the next tap is guarded again"
         intact = tap.look()
