@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memlab.architectures import ARCHITECTURES, Architecture
-    from memlab.checks import check
+    from memlab.checks import check, failure
     from memlab.diagnosis import diagnose, probability_of_exceeding
     from memlab.lab import Lab
     from memlab.record import StepRecord
@@ -33,6 +33,7 @@ __all__ = [
     "check",
     "compare",
     "diagnose",
+    "failure",
     "finish",
     "panel",
     "probability_of_exceeding",
@@ -50,6 +51,7 @@ _HOMES = {
     "check": "memlab.checks",
     "compare": "memlab.views.display",
     "diagnose": "memlab.diagnosis",
+    "failure": "memlab.checks",
     "finish": "memlab.regression.metrics",
     "panel": "memlab.views.panel",
     "probability_of_exceeding": "memlab.diagnosis",

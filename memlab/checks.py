@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import overload
 
 from memlab.movement import GROUPS
@@ -77,6 +79,15 @@ class Check:
         }
         name, size = max(categories.items(), key=lambda item: item[1], default=("activations", 0))
         return f"the largest part that settings change is {name}, {format_bytes(size)}"
+
+
+def failure(call: Callable[[], object]) -> str:
+    """Returns the text with which a call fails by Megatron's own assertions; an empty one where it succeeds."""
+    try:
+        call()
+    except AssertionError as error:
+        return re.sub(r" object at 0x[0-9a-f]+", "", f"{type(error).__name__}: {error}")
+    return ""
 
 
 class ResidencyCheck:

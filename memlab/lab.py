@@ -16,10 +16,12 @@ from typing import Any, Self, TypeVar
 from memlab.architectures import Architecture
 from memlab.backends import find_backend
 from memlab.layout import Layout
-from memlab.model import holders, remedies
+from memlab.model import holders
+from memlab.model.remedies import Tap
 from memlab.model.residency_faults import FAULTS
 from memlab.model.retention import Retained, find_retained
 from memlab.movement import Movement, check_groups
+from memlab.offload_account import OffloadAccount
 from memlab.progress import Follower, Progress
 from memlab.record import StepRecord
 from memlab.residency_audit import ResidencyAudit
@@ -146,7 +148,7 @@ class Lab:
         self._stepper.residency.pinned = pinned
 
     def apply(self, settings: MemorySettings) -> None:
-        """Changes the memory settings of the live model, in place.
+        """Changes the memory settings of the live model, in place; Megatron's offload manager starts over.
 
         What is offloaded between steps moves at the end of the next step, and comes back at the start of the one after.
 
@@ -156,7 +158,7 @@ class Lab:
         self._check(settings)
         with self._starting:
             self._refuse_if_busy()
-            self._on_worker(lambda: self._apply(settings)).result()
+            self._on_worker(lambda: self._apply(settings, anew=True)).result()
 
     def set_workload(
         self,
@@ -210,6 +212,25 @@ class Lab:
             running.result()
             raise
 
+    def forward_only(self, settings: MemorySettings | None = None, *, suspend_offload: bool = True) -> StepRecord:
+        """Takes a pass without gradients, backward and optimizer, as reinforcement learning does for log-probabilities.
+
+        Args:
+            settings: Applied first; None keeps those that stand.
+            suspend_offload: Keep Megatron's activation offload out of the pass, as NeMo-RL #2279 does. Without it the
+                pass takes the place of the offload manager's warm-up, or uses up the groups of the next training step:
+                `apply` makes the manager start over.
+
+        Returns:
+            The record, also appended to `records`; the same loss as a training step's.
+
+        Raises:
+            ValueError: If the settings break a rule, or the lab is busy or closed.
+        """
+        wanted = self.settings if settings is None else settings
+        self._check(wanted)
+        return self._alone(lambda: self._forward_only(wanted, suspend_offload))
+
     def offload(self, *groups: str) -> Movement:
         """Takes groups off the device between two steps; the next step brings them back.
 
@@ -240,11 +261,33 @@ class Lab:
         """
         return self._move("hand over", ("parameters",))
 
+    def audit_offload(self, settings: MemorySettings) -> OffloadAccount:
+        """Holds what activation offload was expected to free against what it saves, to the byte.
+
+        Takes steps with and without offload, some of them more than once; the two that are measured are in `records`.
+
+        Args:
+            settings: With `offload_modules`.
+
+        Raises:
+            ValueError: If nothing is offloaded, under full recompute (what is offloaded then is saved in backward), if
+                the settings break another rule, or the lab is busy or closed.
+        """
+        self._check(settings)
+        if not settings.offload_modules or settings.recompute_granularity == "full":
+            raise ValueError(
+                f"audit_offload got settings {settings}, must have offload_modules and no full recompute: activations "
+                "are audited that wait from forward to backward"
+            )
+        default = MemorySettings().min_offloaded_tensor_size
+        plain = self.step(replace(settings, offload_modules=None, min_offloaded_tensor_size=default))
+        saved = self._alone(lambda: self._stepper.saved_in_regions(plain.settings))
+        offloaded = self.step(settings)
+        return self._alone(lambda: self._stepper.audit_offload(saved, plain, offloaded))
+
     def retained(self) -> list[Retained]:
         """Finds what module attributes keep alive between steps through their autograd graphs, and by which path."""
-        with self._starting:
-            self._refuse_if_busy()
-            return self._on_worker(lambda: find_retained(self._stepper.live)).result()
+        return self._alone(lambda: find_retained(self._stepper.live))
 
     def audit_residency(self) -> ResidencyAudit:
         """Finds where parameters, gradients and optimizer state are, and holds it against what was asked for."""
@@ -289,11 +332,13 @@ class Lab:
                     self._settled = False
 
     @contextmanager
-    def tap(self, layer: int) -> Iterator[None]:
+    def tap(self, layer: int, *, guarded: bool = True) -> Iterator[Tap]:
         """Within the block, keeps one layer's output alive after each forward, as a probe or an auxiliary head does.
 
         Args:
             layer: Counted from 0.
+            guarded: False lets ``release_storage`` empty the tapped storage too, as upstream's patch does (verl #7328);
+                `Tap.look` then shows what a probe would have read, without a read.
 
         Raises:
             ValueError: If there is no such layer, or the lab is busy or closed.
@@ -302,11 +347,11 @@ class Lab:
             raise ValueError(f"layer is {layer!r}, must be from 0 to {self.scenario.num_layers - 1}: tap another layer")
         with self._starting:
             self._refuse_if_busy()
-            take_off = self._on_worker(lambda: remedies.tap(self._stepper.live, layer)).result()
+            tap = self._on_worker(lambda: self._stepper.tap(layer, guarded=guarded)).result()
         try:
-            yield
+            yield tap
         finally:
-            take_off()
+            self._stepper.untap(tap)
 
     def submit(
         self,
@@ -424,6 +469,11 @@ class Lab:
         if threading.get_ident() == self._thread:
             raise ValueError("a progress or done callback runs on the lab's own thread: call the lab from another one")
 
+    def _alone(self, job: Callable[[], _Result]) -> _Result:
+        with self._starting:
+            self._refuse_if_busy()
+            return self._on_worker(job).result()
+
     def _on_worker(self, job: Callable[[], _Result]) -> Future[_Result]:
         if self._worker is None:
             raise ValueError(f"this lab ({self.scenario}) is closed: open another with Lab(...)")
@@ -434,8 +484,14 @@ class Lab:
 
         return self._worker.submit(run)
 
-    def _apply(self, settings: MemorySettings) -> None:
-        if settings != self.settings or not self._stepper.num_steps:
+    def _forward_only(self, settings: MemorySettings, suspend_offload: bool) -> StepRecord:
+        self._apply(settings)
+        record = self._stepper.step(settings, forward_only=True, suspend_offload=suspend_offload)
+        self.records.append(record)
+        return record
+
+    def _apply(self, settings: MemorySettings, *, anew: bool = False) -> None:
+        if anew or settings != self.settings or not self._stepper.num_steps:
             self._stepper.apply(settings)
             self.settings = settings
             self._settled = False

@@ -63,6 +63,8 @@ class StepRecord:
     """Whole step, loading and offloading included."""
     tokens_per_second: float = 0.0
     loss: float | None = None
+    forward_only: bool = False
+    """Whether it was a pass without gradients, backward and optimizer (`Lab.forward_only`)."""
     status: Status = "ok"
     message: str = ""
     """Why a step that is not ok ended, and what to do."""
@@ -128,8 +130,9 @@ class StepRecord:
         if self.status != "ok":
             return f"{self.settings}: {self.status}: {self.message}"
         loss = "" if self.loss is None else f", loss {self.loss:.6f}"
+        name = f"{self.settings}, forward only" if self.forward_only else f"{self.settings}"
         return (
-            f"{self.settings}: peak {format_bytes(self.peak_allocated_bytes)} "
+            f"{name}: peak {format_bytes(self.peak_allocated_bytes)} "
             f"(activations {format_bytes(self.activation_peak_bytes)} above the start), "
             f"{self.step_seconds * 1e3:.0f} ms{loss}"
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from typing import Any, Literal
@@ -23,16 +23,18 @@ from memlab.model import holders, toggles
 from memlab.model.build import LiveModel, build
 from memlab.model.engine_caches import fill_cublas_workspaces
 from memlab.model.group_use import GroupUse
+from memlab.model.offload_audit import SavedInRegions, audit_offload
 from memlab.model.offload_watch import OffloadWatch
 from memlab.model.pinned import registered_bytes
 from memlab.model.quiet import quiet_megatron
 from memlab.model.recovery import recover
-from memlab.model.remedies import CheckpointRemedy
+from memlab.model.remedies import CheckpointRemedy, Tap
 from memlab.model.residency import Residency, groups_on_host
 from memlab.model.residency_faults import FAULTS, mend
-from memlab.model.residency_walk import audit, require_resident
-from memlab.model.training_step import train_step
+from memlab.model.residency_walk import audit_residency, require_resident
+from memlab.model.training_step import forward_only_step, train_step
 from memlab.movement import GROUPS, Movement
+from memlab.offload_account import OffloadAccount
 from memlab.progress import StepStopped
 from memlab.record import Status, StepRecord
 from memlab.residency_audit import Asked, ResidencyAudit
@@ -84,6 +86,17 @@ class Stepper:
     def apply(self, settings: MemorySettings) -> None:
         """Sets recompute and activation offload for the next step."""
         toggles.apply(self.live, settings)
+        self._offload_watch.misled = False
+
+    def tap(self, layer: int, *, guarded: bool) -> Tap:
+        """Taps a layer's output; unguarded, ``release_storage`` empties what is tapped too, until `untap`."""
+        self._remedy.spares_shared = guarded
+        return Tap(self.live, layer)
+
+    def untap(self, tap: Tap) -> None:
+        """Ends a tap."""
+        tap.take_off()
+        self._remedy.spares_shared = True
 
     def settle(self) -> None:
         """Gives back what the last settings left in reference cycles and in the allocator's cache."""
@@ -120,12 +133,21 @@ class Stepper:
         self.labels.release()
         self.meter.close()
 
-    def step(self, settings: MemorySettings, on_move: Callable[[], None] | None = None) -> StepRecord:
+    def step(
+        self,
+        settings: MemorySettings,
+        on_move: Callable[[], None] | None = None,
+        *,
+        forward_only: bool = False,
+        suspend_offload: bool = True,
+    ) -> StepRecord:
         """Takes one metered step.
 
         Args:
             settings: Those that were applied; what waits on the host between steps is read from them here.
             on_move: Called at each phase and module; raises `StepStopped` to end the step.
+            forward_only: Without gradients, backward and optimizer.
+            suspend_offload: In a forward-only step, keep Megatron's activation offload out of it.
 
         Returns:
             The record: of a whole step, or of one that ran out of memory or was stopped. The model is usable after
@@ -140,29 +162,38 @@ class Stepper:
         labels.on_move = on_move
         try:
             with self._offload_watch.watching(on_host=self.meter.hold_on_host):
-                measured |= self._phases(settings)
+                measured |= self._phases(settings, forward_only=forward_only, suspend_offload=suspend_offload)
         except (torch.OutOfMemoryError, StepStopped) as error:
             measured |= self._ended_early(error) | self._offload_seen(settings)
-            labels.on_move = None
-            recover(self.live, settings, error)
+            self._recover(settings, error)
         except BaseException as error:
-            labels.on_move = None
-            recover(self.live, settings, error)
+            self._recover(settings, error)
             raise
         finally:
             labels.on_move = None
         torch.cuda.synchronize()
         measured["step_seconds"] = time.perf_counter() - started - self._bookkeeping_seconds
         self.num_steps += 1
-        return self._record(settings, measured)
+        return self._record(settings, measured | {"forward_only": forward_only})
 
-    def _phases(self, settings: MemorySettings) -> dict[str, Any]:
+    def _recover(self, settings: MemorySettings, error: BaseException) -> None:
+        self.labels.on_move = None
+        recover(self.live, settings, error)
+        self._offload_watch.misled = False
+
+    def _phases(self, settings: MemorySettings, *, forward_only: bool, suspend_offload: bool) -> dict[str, Any]:
+        away = groups_on_host(settings)
+        needed = [group for group in GROUPS if group == "parameters" or not (forward_only and group in away)]
         with self.labels.phase_of("load"):
-            _, load_seconds = self._seconds_if_moved(self._load)
+            _, load_seconds = self._seconds_if_moved(lambda: self._load(needed))
         with self._off_the_clock():
-            require_resident(self.live)
+            require_resident(self.live, needed)
         with self.labels.phase_of("forward"), self._remedy.during_step(self._remedy_of(settings)):
-            loss = train_step(self.live, self.labels)
+            if forward_only:
+                self._offload_watch.misled |= not suspend_offload
+                loss = forward_only_step(self.live, self.labels, suspend_offload=suspend_offload)
+            else:
+                loss = train_step(self.live, self.labels)
         with self._off_the_clock():  # what is about to leave is named while it is here
             self.meter.categorise(self._categories())
         with self.labels.phase_of("offload"):
@@ -198,15 +229,31 @@ class Stepper:
         needed = settings.checkpoints_moe_layers(self.scenario.architecture)
         return settings.checkpoint_input_remedy if needed else None
 
-    def _load(self) -> dict[str, int]:
-        self._asked.move("load", GROUPS)
-        return self.residency.load()
+    def _load(self, groups: Collection[str] = GROUPS) -> dict[str, int]:
+        self._asked.move("load", groups)
+        return self.residency.load(groups)
 
     def _between_steps(self, settings: MemorySettings) -> dict[str, int]:
         away = groups_on_host(settings)
         self._asked.end_step(away)
         self.residency.forget([group for group in GROUPS if group not in away])
         return self.residency.offload(away)
+
+    def saved_in_regions(self, settings: MemorySettings) -> SavedInRegions:
+        """Takes a step and counts what each offload module saves for backward; `settings` offload none."""
+        saved = SavedInRegions()
+        with saved.watching():
+            self.step(settings)
+        return saved
+
+    def audit_offload(self, saved: SavedInRegions, plain: StepRecord, offloaded: StepRecord) -> OffloadAccount:
+        """Repeats `offloaded`, the last step, and accounts for what it was expected to free, as `offload_audit` does."""
+
+        def repeat(num_events: int, look: Callable[[], None]) -> StepRecord:
+            with self.meter.at_event(num_events, look):
+                return self.step(offloaded.settings)
+
+        return audit_offload(self.live, self.labels.modules, saved, plain, offloaded, repeat)
 
     def move(self, action: Action, groups: tuple[str, ...]) -> Movement:
         """Moves groups between two steps, or hands the parameters over.
@@ -233,7 +280,7 @@ class Stepper:
 
     def audit_residency(self) -> ResidencyAudit:
         """Holds where every byte of the three groups is against what was asked for."""
-        return audit(self.live, self.meter, self._asked, self.residency.tensors(), self._move_host_bytes)
+        return audit_residency(self.live, self.meter, self._asked, self.residency.tensors(), self._move_host_bytes)
 
     def set_residency_fault(self, name: str | None) -> None:
         """Brings everything up and puts it right; from then on groups move with a fault of `FAULTS`, or without.

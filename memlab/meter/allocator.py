@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -32,6 +32,8 @@ class _Stamp(NamedTuple):
     span: int
     recomputing: bool
     category: int | None
+    number: int
+    """Stamps since the meter began."""
 
 
 class AllocatorMeter:
@@ -56,6 +58,9 @@ class AllocatorMeter:
         self._opening: list[tuple[int, int, Life]] = []
         self._pending: dict[int, Life] = {}
         self._started = 0
+        self._stamp_at_start = 0
+        self._stamps_of_events: list[int] = []
+        self._look: tuple[int, Callable[[], None]] | None = None
         self._device_memory_bytes: int | None = None
         self.out_of_memory: dict[str, int] | None = None
         """What the allocator knew when it last refused a request in this timeline."""
@@ -108,6 +113,7 @@ class AllocatorMeter:
         self._opening.append((reserved.num_bytes, _RESERVED, reserved))
         self._host_events.clear()
         torch.cuda.reset_peak_memory_stats()
+        self._stamp_at_start = self._first_stamp + len(self._stamps) - 1
         self._started = time.time_ns()
 
     def categorise(self, categories: Mapping[str, Iterable[torch.Tensor]]) -> None:
@@ -147,7 +153,8 @@ class AllocatorMeter:
         if delta:
             self._host_bytes += delta
             self._peak_host_bytes = max(self._peak_host_bytes, self._host_bytes)
-            self._host_events.append(Event(time.time_ns(), delta, _HOST, life, self._labels.phase))
+            stamp = self._first_stamp + len(self._stamps) - 1 - self._stamp_at_start
+            self._host_events.append(Event(time.time_ns(), delta, _HOST, life, self._labels.phase, stamp))
 
     def live_bytes(self, pool: str = "device") -> int:
         """Returns the bytes alive in a pool now."""
@@ -197,6 +204,7 @@ class AllocatorMeter:
         events = self._replay()
         events = sorted((*events, *self._host_events), key=lambda event: event.nanoseconds)
         timeline = timeline_of(self._opening, events, self._started, self._labels.modules)
+        self._stamps_of_events = [event.stamp for event in events]
         self._opening = []
         self._host_events.clear()
         return timeline
@@ -206,11 +214,24 @@ class AllocatorMeter:
         torch.cuda.memory._record_memory_history(None)
         self._blocks = None
 
+    @contextmanager
+    def at_event(self, number: int, look: Callable[[], None]) -> Iterator[None]:
+        """Calls `look` in a repetition of the last step when the module takes over in which event `number` happened."""
+        self._look = (self._stamps_of_events[number - 1], look)
+        try:
+            yield
+        finally:
+            self._look = None
+
     def _stamp(self) -> None:
         labels = self._labels
-        stamp = _Stamp(labels.phase, labels.module, labels.span, labels.recomputing, labels.known_category)
-        self._stamps.append(stamp)
-        torch.cuda.memory._set_memory_metadata(str(self._first_stamp + len(self._stamps) - 1))
+        number = self._first_stamp + len(self._stamps)
+        self._stamps.append(
+            _Stamp(labels.phase, labels.module, labels.span, labels.recomputing, labels.known_category, number)
+        )
+        torch.cuda.memory._set_memory_metadata(str(number))
+        if self._look is not None and number - self._stamp_at_start == self._look[0]:
+            self._look[1]()
 
     def _catch_up(self) -> None:
         """Takes the allocator's state as it is: what the history does not tell keeps what is known of its address."""
@@ -233,7 +254,7 @@ class AllocatorMeter:
         _write_history_anew()
         events: list[Event] = []
         born_bytes = labelled_bytes = 0
-        stamp = _Stamp(_IDLE, 0, 0, False, None)
+        stamp = _Stamp(_IDLE, 0, 0, False, None, self._stamp_at_start)
         for entry in entries:
             number = int(entry.get("user_metadata") or -1) - self._first_stamp
             is_stamped = 0 <= number < len(self._stamps)
@@ -263,24 +284,27 @@ class AllocatorMeter:
         if change is None:
             return
         kind, address, num_bytes = change
-        when = max(entry["time_us"] * 1000, self._started)
+
+        def note(delta_bytes: int, pool: int, life: Life) -> None:
+            when = max(entry["time_us"] * 1000, self._started)
+            events.append(Event(when, delta_bytes, pool, life, stamp.phase, stamp.number - self._stamp_at_start))
+
         if kind == "allocated":
             life = self._live[address] = self._born(num_bytes, _DEVICE, stamp)
-            events.append(Event(when, num_bytes, _DEVICE, life, stamp.phase))
+            note(num_bytes, _DEVICE, life)
         elif kind == "freed":
             life = self._pending[address] = self._live.pop(address)
             life.died_in_span, life.died_in_step = stamp.span, self._num_starts
-            events.append(Event(when, -num_bytes, _DEVICE, life, stamp.phase))
-            events.append(Event(when, num_bytes, _PENDING, life, stamp.phase))
+            note(-num_bytes, _DEVICE, life)
+            note(num_bytes, _PENDING, life)
         elif kind == "completed":
             life = self._pending.pop(address)
             if events and events[-1].pool == _PENDING and events[-1].life is life:
                 events.pop()  # nothing had to wait
             else:
-                events.append(Event(when, -num_bytes, _PENDING, life, stamp.phase))
+                note(-num_bytes, _PENDING, life)
         else:
-            delta = num_bytes if kind == "reserved" else -num_bytes
-            events.append(Event(when, delta, _RESERVED, self._born(num_bytes, _RESERVED, stamp), stamp.phase))
+            note(num_bytes if kind == "reserved" else -num_bytes, _RESERVED, self._born(num_bytes, _RESERVED, stamp))
 
     def _born(self, num_bytes: int, pool: int, stamp: _Stamp) -> Life:
         category = _WORKSPACE if pool == _RESERVED else stamp.category

@@ -59,6 +59,8 @@ class Event(NamedTuple):
     pool: int
     life: Life
     phase: int
+    stamp: int = 0
+    """Changes of the labels since the step's start, where the meter counts them."""
 
 
 def timeline_of(
@@ -83,7 +85,7 @@ def timeline_of(
     ]
     rows += [
         (when - started, delta, pool, life.settled_category, phase, life.module, number(life))
-        for when, delta, pool, life, phase in events
+        for when, delta, pool, life, phase, _ in events
     ]
     columns = np.array(rows, dtype=np.int64).reshape(-1, 7).T
     return Timeline(

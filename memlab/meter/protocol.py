@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -32,6 +32,12 @@ class Meter(Protocol):
 
     def categorise(self, categories: Mapping[str, Iterable[torch.Tensor]]) -> None:
         """Fixes the category of what is alive."""
+
+    def at_event(self, number: int, look: Callable[[], None]) -> AbstractContextManager[None]:
+        """Calls `look` in a repetition of the last step, at the moment of its timeline's event `number` since the start.
+
+        A GPU runs behind the program: there the moment is when the module takes over in which the event happened.
+        """
 
     def finish(self) -> Timeline:
         """Ends the timeline that `start` began, and returns it."""

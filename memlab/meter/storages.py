@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +38,7 @@ class StorageMeter:
     def __init__(self, labels: Labels) -> None:
         self.device_memory_bytes: int | None = None
         """The size of the device, where it is pretended: what would exceed it raises `torch.OutOfMemoryError`."""
+        self._on_event: Callable[[int], None] | None = None
         self._labels = labels
         self._device_bytes = 0
         self._host_bytes = 0
@@ -120,6 +121,15 @@ class StorageMeter:
     def uncategorised_bytes(self) -> int:
         """Returns the device bytes alive now that `categorise` has given no name."""
         return sum(life.num_bytes for life in self._live.values() if life.pool == _DEVICE and life.category is None)
+
+    @contextmanager
+    def at_event(self, number: int, look: Callable[[], None]) -> Iterator[None]:
+        """Calls `look` right after event `number` since the next `start`."""
+        self._on_event = lambda count: look() if count == number else None
+        try:
+            yield
+        finally:
+            self._on_event = None
 
     def finish(self) -> Timeline:
         """Ends the timeline that `start` began, and returns it."""
@@ -239,6 +249,8 @@ class StorageMeter:
                 self._host_bytes += delta
                 self._peak_host_bytes = max(self._peak_host_bytes, self._host_bytes)
             self._events.append(Event(time.perf_counter_ns(), delta, life.pool, life, self._labels.phase))
+            if self._on_event is not None:
+                self._on_event(len(self._events))
 
 
 class _ObserveResults(TorchDispatchMode):

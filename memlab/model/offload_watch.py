@@ -25,6 +25,8 @@ class OffloadWatch:
 
     def __init__(self) -> None:
         self.moved_bytes: dict[str, int] = {}
+        self.misled = False
+        """Whether a pass without backward ran with offload on since the settings were applied."""
         self._largest_kept_elements: dict[str, int] = {}
 
     @contextmanager
@@ -75,7 +77,12 @@ class OffloadWatch:
             if self.moved_bytes.get(name) or key in reasons:
                 continue
             largest = self._largest_kept_elements.get(name)
-            if largest is None:
+            if largest is None and self.misled:
+                reasons[key] = (
+                    "Megatron's offload manager took a forward-only pass for its warm-up, or for this step's passes: "
+                    "suspend offload in forward-only passes, and apply the settings again"
+                )
+            elif largest is None:
                 reasons[key] = (
                     f"Megatron keeps the last group of each name on the device, and {scenario.num_layers} layer x "
                     f"{scenario.num_microbatches} micro-batch make no other"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -43,25 +44,59 @@ def _detaching(dispatcher: Any, dispatch_preprocess: Callable[..., Any]) -> Call
     return dispatch_then_detach
 
 
-def tap(live: LiveModel, layer: int) -> Callable[[], None]:
-    """Keeps a layer's output after each forward without gradients; its storage is the next checkpoint's input too.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tapped:
+    """What a tap sees of the tensor that it keeps, as plain data: nothing here reads the tensor's memory."""
 
-    Returns:
-        What ends it and lets the output go.
-    """
-    kept: list[torch.Tensor] = []
+    layer: int
+    shape: tuple[int, ...]
+    tensor_bytes: int
+    """What a tensor of that shape needs."""
+    storage_bytes: int
+    """What its storage still has."""
 
-    def keep(_module: Any, _inputs: Any, output: Any) -> None:
+    @property
+    def is_dangling(self) -> bool:
+        """Whether a read would go past the storage's end."""
+        return self.storage_bytes < self.tensor_bytes
+
+    def __str__(self) -> str:
+        fate = "safe to read"
+        if self.is_dangling:
+            fate = "a read is a use after free: on a GPU an illegal memory access, reported later and somewhere else"
+        return (
+            f"output of decoder.layers.{self.layer}: shape {list(self.shape)} of {self.tensor_bytes} bytes, "
+            f"{self.storage_bytes} bytes in its storage: {fate}"
+        )
+
+
+class Tap:
+    """Keeps a layer's output after each forward without gradients; its storage is the next checkpoint's input too."""
+
+    def __init__(self, live: LiveModel, layer: int) -> None:
+        self._layer = layer
+        self._kept: list[torch.Tensor] = []
+        self._handle = live.chunk.module.decoder.layers[layer].register_forward_hook(self._keep)
+
+    def _keep(self, _module: Any, _inputs: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
-            kept[:] = [output[0]]
+            self._kept[:] = [output[0]]
 
-    handle = live.chunk.module.decoder.layers[layer].register_forward_hook(keep)
+    def look(self) -> Tapped | None:
+        """Says what is there of the last output that was kept; None if no checkpointed forward has passed."""
+        for tensor in self._kept:
+            return Tapped(
+                layer=self._layer,
+                shape=tuple(tensor.shape),
+                tensor_bytes=tensor.nbytes,
+                storage_bytes=tensor.untyped_storage().nbytes(),
+            )
+        return None
 
-    def take_off() -> None:
-        handle.remove()
-        kept.clear()
-
-    return take_off
+    def take_off(self) -> None:
+        """Ends it and lets the output go."""
+        self._handle.remove()
+        self._kept.clear()
 
 
 class CheckpointRemedy:
@@ -70,6 +105,8 @@ class CheckpointRemedy:
     def __init__(self) -> None:
         self.num_refused = 0
         """Inputs that ``release_storage`` left alone in the last step because something else refers to them."""
+        self.spares_shared = True
+        """Whether ``release_storage`` leaves such inputs alone; upstream's patch does not (verl #7328)."""
         self._unshared = (0, 0, 0)
 
     def without_effect(self) -> dict[str, str]:
@@ -97,7 +134,7 @@ class CheckpointRemedy:
             yield
 
     def _release(self, saved: torch.Tensor, leaf: torch.Tensor) -> None:
-        if _owners(saved, leaf) != self._unshared:
+        if self.spares_shared and _owners(saved, leaf) != self._unshared:
             self.num_refused += 1
             return
         for tensor in (leaf, leaf.grad):

@@ -6,7 +6,7 @@ holder that names it: in fp32 the main parameters are views of the parameters (m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ class _Found:
         return self.tensor.numel() * self.tensor.element_size() if self.is_needed else 0
 
 
-def audit(
+def audit_residency(
     live: LiveModel,
     meter: Meter,
     asked: Asked,
@@ -71,16 +71,16 @@ def audit(
     )
 
 
-def require_resident(live: LiveModel) -> None:
+def require_resident(live: LiveModel, groups: Collection[str] = GROUPS) -> None:
     """Refuses to go on where one of DDP's buffers has lost its storage; a few tensors, so that every step can ask.
 
     Raises:
         ValueError: With the first such buffer, and what a step would have done.
     """
     for name, buffer in _buffers(live):
-        for attribute in ("param_data", "grad_data"):
+        for group, attribute in (("parameters", "param_data"), ("gradients", "grad_data")):
             tensor = getattr(buffer, attribute)
-            if tensor is None:
+            if tensor is None or group not in groups:
                 continue
             there, needed = tensor.untyped_storage().nbytes(), tensor.numel() * tensor.element_size()
             if there < needed:

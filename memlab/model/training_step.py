@@ -1,14 +1,15 @@
-"""One training step of a live model, through Megatron's own schedule, with its phases named."""
+"""One step of a live model, training or forward alone, through Megatron's own schedule, with its phases named."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.tensor_parallel import random
 
 from memlab.meter.labels import Labels
@@ -27,23 +28,68 @@ def train_step(live: LiveModel, labels: Labels) -> float | None:
     Returns:
         The mean loss over the micro-batches; None on a pipeline stage that does not see it.
     """
-    scenario = live.scenario
     live.chunk.zero_grad_buffer()
     live.optimizer.zero_grad()
     with _phases(live, labels):
-        losses = live.forward_backward(
-            forward_step_func=_forward_step,
-            data_iterator=_batches(scenario),
-            model=[live.chunk],
-            num_microbatches=scenario.num_microbatches,
-            seq_length=scenario.seq_length,
-            micro_batch_size=scenario.micro_batch_size,
-            forward_only=False,
-        )
+        loss = _run_schedule(live, forward_only=False)
         labels.enter_phase("optimizer")
         succeeded, _, _ = live.optimizer.step()
         assert succeeded, "bf16 and fp32 training scale no loss, so no step is skipped"
         zero_auxiliary_losses()
+    return loss
+
+
+def forward_only_step(live: LiveModel, labels: Labels, *, suspend_offload: bool) -> float | None:
+    """Runs the forward of every micro-batch without gradients, as reinforcement learning does for log-probabilities.
+
+    Args:
+        live: The model, its parameters on the device.
+        labels: Follows the phases.
+        suspend_offload: Keep Megatron's activation offload out of it (`offload_suspended`).
+
+    Returns:
+        The mean loss over the micro-batches.
+    """
+    live.chunk.eval()
+    try:
+        with _phases(live, labels), torch.no_grad(), offload_suspended(live) if suspend_offload else nullcontext():
+            loss = _run_schedule(live, forward_only=True)
+            zero_auxiliary_losses()
+    finally:
+        live.chunk.train()
+    return loss
+
+
+@contextmanager
+def offload_suspended(live: LiveModel) -> Iterator[None]:
+    """Runs the block without activation offload, and leaves Megatron's offload manager as it was.
+
+    As NeMo-RL's ``suspend_activation_offload_for_forward_only`` does (NeMo-RL #2279): a pass without backward would
+    otherwise be the manager's warm-up, or use up the groups of the training step that follows.
+    """
+    manager = PipelineOffloadManager.get_instance()
+    active = manager.do_offload
+    with patch.object(live.config, "fine_grained_activation_offloading", False):
+        if active:
+            manager.disable_offload()
+        try:
+            yield
+        finally:
+            if active:
+                manager.enable_offload()
+
+
+def _run_schedule(live: LiveModel, *, forward_only: bool) -> float | None:
+    scenario = live.scenario
+    losses = live.forward_backward(
+        forward_step_func=_forward_step,
+        data_iterator=_batches(scenario),
+        model=[live.chunk],
+        num_microbatches=scenario.num_microbatches,
+        seq_length=scenario.seq_length,
+        micro_batch_size=scenario.micro_batch_size,
+        forward_only=forward_only,
+    )
     return sum(losses) / len(losses) if losses else None
 
 

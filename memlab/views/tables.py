@@ -10,9 +10,10 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
 from memlab.movement import GROUPS
+from memlab.offload_account import OffloadAccount
 from memlab.record import StepRecord
 from memlab.residency_audit import ResidencyAudit
-from memlab.units import GIB, KIB, MIB, binary_unit
+from memlab.units import GIB, KIB, MIB, binary_unit, format_bytes
 
 LINE_WIDTH = 118
 """Characters; no line of a table is longer."""
@@ -57,6 +58,7 @@ def record_names(records: Sequence[StepRecord]) -> list[str]:
     names = []
     for record, mine in zip(records, words, strict=True):
         tells = [word for word, differs in zip(mine, telling, strict=False) if differs]
+        tells += ["forward only"] if record.forward_only else []
         tells += [] if _ended(record) else [record.status.replace("_", " ")]
         names.append(f"{record.settings}" + (f" ({', '.join(tells)})" if tells else ""))
     pairs = zip(names, records, strict=True)
@@ -184,6 +186,75 @@ def groups_used_table(used: Mapping[str, Sequence[str]]) -> str:
     rows = [["phase", *GROUPS]]
     rows += [[phase, *("yes" if group in groups else "-" for group in GROUPS)] for phase, groups in used.items()]
     return "\n".join(_aligned(rows))
+
+
+def audit_table(*accounts: OffloadAccount) -> str:
+    """Writes where the bytes are that activation offload was expected to free, one row an account.
+
+    Args:
+        *accounts: What `Lab.audit_offload` returned, at least one.
+
+    Returns:
+        Lines of at most `LINE_WIDTH` characters: the terms that add up to what was expected (those that are 0 in every
+        row are left out), and who holds what is still on the device.
+
+    Raises:
+        ValueError: If there is no account.
+    """
+    if not accounts:
+        raise ValueError("audit_table got 0 accounts, must be at least 1: give it what lab.audit_offload() returned")
+    terms = [account.terms() for account in accounts]
+    names = [name for name in terms[0] if name == "saved" or any(row[name] for row in terms)]
+    sizes = {
+        ("", "moved"): [account.moved_bytes for account in accounts],
+        ("", "expected"): [account.expected_bytes for account in accounts],
+        **{_TERM_HEADS[name]: [row[name] for row in terms] for name in names},
+    }
+    unit_bytes, unit = binary_unit(max(max(column) for column in sizes.values()))
+    columns = [
+        ["", "setting", "", *(f"{account.offloaded.settings}" for account in accounts)],
+        *([*head, unit, *(in_unit(size, unit_bytes) for size in column)] for head, column in sizes.items()),
+        ["", "R", "", *(f"{account.saved_of_expected:.2f}" for account in accounts)],
+    ]
+    return "\n".join(
+        [
+            *_wrapped(
+                "expected to move, by Megatron's rules = the columns to its right, up to saved: where each byte is "
+                "when the step without offload is fullest; R = saved / expected"
+            ),
+            "",
+            *_aligned([list(row) for row in zip(*columns, strict=True)], first_width=_SETTING_WIDTH),
+            *_holder_lines(accounts),
+        ]
+    )
+
+
+_TERM_HEADS = {
+    "never moved": ("never", "moved"),
+    "copied a second time": ("copied", "twice"),
+    "still on the device": ("still", "there"),
+    "back on the device": ("back", "already"),
+    "not due at that moment": ("not", "due"),
+    "added by offload itself": ("added by", "offload"),
+    "lost to a peak elsewhere": ("peak", "elsewhere"),
+    "saved": ("", "saved"),
+}
+
+
+def _holder_lines(accounts: Iterable[OffloadAccount]) -> list[str]:
+    lines = []
+    for account in accounts:
+        if account.plain_peak != account.offloaded_peak:
+            moments = f"fullest in {account.offloaded_peak}, without offload in {account.plain_peak}"
+            lines += _wrapped(f"{account.offloaded.settings}: {moments}")
+        sizes: dict[tuple[str, str], list[int]] = {}
+        for held in account.held:
+            holders = ", ".join(held.holders) or "nobody that was found"
+            sizes.setdefault((held.name, re.sub(r"layers\.\d+", "layers.*", holders)), []).append(held.num_bytes)
+        for (name, holders), held_bytes in sizes.items():
+            size = f"{len(held_bytes)} of {name}, {format_bytes(sum(held_bytes))}"
+            lines += _wrapped(f"{account.offloaded.settings}: {size}, held by {holders}")
+    return ["", *lines] if lines else []
 
 
 def _ended(record: StepRecord) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from memlab.checks import CheckFailed, check
+from memlab.checks import CheckFailed, check, failure
 from memlab.settings import MemorySettings
 from tests.unit.live import FULL, offload
 
@@ -42,3 +42,13 @@ def test_a_goal_that_is_missed_says_by_how_much_and_where_to_look(open_lab: Call
     lab.device_memory_bytes = plain.static_bytes + 1000
     with pytest.raises(CheckFailed, match="ended early"):
         check(lab.step(MemorySettings())).peak_below(10**12)
+
+
+def test_a_failure_of_megatron_s_is_a_text_without_addresses() -> None:
+    def mismatch() -> None:
+        raise AssertionError("Chunk mismatch <megatron.Handler object at 0x7f15c5eb21d0>")
+
+    assert failure(mismatch) == "AssertionError: Chunk mismatch <megatron.Handler>"
+    assert failure(lambda: None) == ""
+    with pytest.raises(ValueError, match="is a user's mistake"):
+        failure(lambda: (_ for _ in ()).throw(ValueError("is a user's mistake")))

@@ -65,6 +65,29 @@ def test_a_storage_that_something_else_refers_to_is_never_emptied(open_lab: Call
         pass
 
 
+def test_unguarded_the_remedy_leaves_a_tap_with_an_empty_storage_and_a_clean_record(
+    open_lab: Callable[..., Lab],
+) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    clean = lab.step(remedied("release_storage"))
+    with lab.tap(1, guarded=False) as tap:
+        assert tap.look() is None, "nothing has passed yet"
+        record = lab.step()
+        dangling = tap.look()
+    assert dangling is not None
+    assert dangling.is_dangling
+    assert (dangling.shape, dangling.tensor_bytes, dangling.storage_bytes) == ((128, 1, 128), 128 * 128 * 2, 0)
+    assert "use after free" in str(dangling)
+    assert (record.status, record.loss, record.residual_bytes, record.without_effect) == ("ok", clean.loss, 0, {})
+    assert tap.look() is None, "it lets go with the block"
+    assert lab._stepper._remedy.spares_shared, "the guard is back with the block's end"
+    with lab.tap(1) as tap:
+        assert lab.step().without_effect, "the next tap is guarded again"
+        intact = tap.look()
+    assert intact is not None
+    assert (intact.is_dangling, intact.storage_bytes) == (False, 128 * 128 * 2)
+
+
 def test_a_remedy_without_a_checkpointed_moe_layer_says_so_and_does_nothing(open_lab: Callable[..., Lab]) -> None:
     for architecture, settings in (("qwen3-moe-tiny", recompute("core_attn")), ("phi-4-tiny", FULL)):
         lab = open_lab(architecture)

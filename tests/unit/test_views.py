@@ -14,6 +14,7 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
+from memlab.offload_account import Held, ModuleAccount, OffloadAccount
 from memlab.record import StepRecord
 from memlab.settings import OFFLOAD_MODULES, MemorySettings
 from memlab.timeline import CATEGORIES, PHASES, POOLS, Timeline
@@ -22,7 +23,7 @@ from memlab.views.compare_figure import compare_figure
 from memlab.views.display import View, compare, show
 from memlab.views.palette import CATEGORY_LOOKS, INK, PHASE_LOOKS, series_look
 from memlab.views.resample import AXES, Axis
-from memlab.views.tables import LINE_WIDTH, compare_table, in_unit, record_names, record_table
+from memlab.views.tables import LINE_WIDTH, audit_table, compare_table, in_unit, record_names, record_table
 from memlab.views.timeline_figure import timeline_figure
 
 from .builders import TimelineBuilder, out_of_memory, random_timeline, record_of, scenario, training_step
@@ -545,3 +546,54 @@ def test_display_imports_plotly_only_when_it_draws_and_torch_never() -> None:
         "import memlab.views.timeline_figure; assert late and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def account(saved: int, **changes: int) -> OffloadAccount:
+    """An account of two layers' worth of one module; `changes` are places of its bytes at the moment."""
+    places = {"away_bytes": 0, "held_bytes": 0, "back_bytes": 0, "copied_twice_bytes": 0, "not_due_bytes": 0} | changes
+    moved = sum(places.values())
+    module = ModuleAccount(
+        name="core_attn",
+        saved_bytes=moved + 30 * MIB,
+        too_small_bytes=10 * MIB,
+        last_group_bytes=20 * MIB,
+        moved_bytes=moved,
+        **places,
+    )
+    held = tuple(
+        Held(
+            name="core_attn",
+            shape=(4,),
+            num_bytes=places["held_bytes"] // 2,
+            holders=(f"node of decoder.layers.{layer}.proj",),
+        )
+        for layer in range(2 if places["held_bytes"] else 0)
+    )
+    return OffloadAccount(
+        plain=record_of(None, activation_peak_bytes=900 * MIB),
+        offloaded=record_of(
+            None, MemorySettings(offload_modules=["core_attn"]), activation_peak_bytes=900 * MIB - saved
+        ),
+        modules=(module,),
+        held=held,
+        plain_peak="forward of gpt_model",
+        offloaded_peak="backward of mlp",
+        freed_bytes=places["away_bytes"],
+    )
+
+
+def test_audit_table_shows_terms_that_add_up_and_who_holds_what() -> None:
+    table = audit_table(account(70 * MIB, away_bytes=80 * MIB, held_bytes=20 * MIB))
+    assert re.search(r"offload core_attn +100.00 +100.00 +20.00 +10.00 +70.00 +0.70\n", table)
+    assert "twice" not in table, "a term that is 0 in every row is left out"
+    assert "2 of core_attn, 20.00 MiB, held by node of decoder.layers.*.proj" in table
+    assert "fullest in backward of mlp, without offload in forward of gpt_model" in table
+    assert max(len(line) for line in table.splitlines()) <= LINE_WIDTH
+
+
+def test_audit_table_of_every_term_is_no_wider_than_a_line() -> None:
+    full = account(1, away_bytes=2, held_bytes=2 * GIB, back_bytes=5, copied_twice_bytes=7, not_due_bytes=11)
+    lines = audit_table(full, account(0)).splitlines()
+    assert max(len(line) for line in lines) <= LINE_WIDTH
+    with pytest.raises(ValueError, match="0 accounts"):
+        audit_table()

@@ -1,0 +1,96 @@
+"""Passes without backward: what they measure, and that they leave Megatron's offload manager alone, unless told not to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import megatron.core
+import pytest
+
+from memlab.lab import Lab
+from memlab.settings import MemorySettings
+from memlab.timeline import PHASES
+from tests.unit.live import FULL, offload
+
+THREE = offload("qkv_linear", "core_attn", "attn_proj")
+RESETS_AFTER_FORWARD_ONLY = not megatron.core.__version__.startswith("0.16")
+"""From 0.19 on the schedule resets the manager after every pass (pipeline_parallel/schedules.py)."""
+
+
+@pytest.mark.parametrize("settings", [MemorySettings(), FULL, offload("moe_act")], ids=str)
+def test_a_forward_only_pass_has_the_loss_and_keeps_nothing(
+    open_lab: Callable[..., Lab], settings: MemorySettings
+) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    trained = lab.step(settings)
+    record = lab.forward_only()
+    assert (record.loss, record.forward_only, record.settings) == (trained.loss, True, settings)
+    assert record.offloaded_bytes_by_module == {}
+    assert record.residual_bytes <= trained.residual_bytes
+    assert record.activation_peak_bytes < trained.activation_peak_bytes
+    assert record.timeline is not None
+    assert {PHASES[phase] for phase in record.timeline.phase} <= {"idle", "load", "forward", "offload"}
+    assert lab.records == [trained, record]
+    assert lab._stepper.live.chunk.training
+    assert "forward only" in str(record)
+
+
+def test_only_the_parameters_are_brought_back_for_it(open_lab: Callable[..., Lab]) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    away = MemorySettings(offload_parameters=True, offload_optimizer=True)
+    trained = lab.step(away)
+    record = lab.forward_only()
+    assert "optimizer state" not in record.peak_by_category
+    assert "gradients" not in record.peak_by_category
+    assert record.offloaded_bytes_by_group == {"parameters": trained.offloaded_bytes_by_group["parameters"]}
+    assert lab.forward_only(MemorySettings()).loss == lab.step().loss == trained.loss
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_a_suspended_pass_changes_nothing_for_the_steps_after_it(
+    open_lab: Callable[..., Lab], num_microbatches: int
+) -> None:
+    lab = open_lab("qwen3-moe-tiny", num_microbatches=num_microbatches)
+    expected = lab.step(THREE)
+    lab.forward_only()
+    after = lab.step()
+    lab.forward_only(offload("moe_act"))  # right after a change: before the manager's warm-up
+    lab.step()
+    lab.forward_only(THREE)
+    fresh = lab.step()
+    for record in (after, fresh):
+        assert record.offloaded_bytes_by_module == expected.offloaded_bytes_by_module
+        assert record.peak_allocated_bytes == expected.peak_allocated_bytes
+
+
+def test_between_two_steps_a_pass_that_is_not_suspended_uses_up_the_groups(open_lab: Callable[..., Lab]) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    plain, expected = lab.step(MemorySettings()), lab.step(THREE)
+    lab.forward_only(suspend_offload=False)
+    after = lab.step()
+    if RESETS_AFTER_FORWARD_ONLY:
+        assert after.offloaded_bytes_by_module == expected.offloaded_bytes_by_module
+    else:
+        assert after.offloaded_bytes_by_module == {}
+        assert after.activation_peak_bytes == plain.activation_peak_bytes
+        assert "forward-only" in after.without_effect["offload_modules:core_attn"]
+    assert lab.step().offloaded_bytes_by_module == expected.offloaded_bytes_by_module
+
+
+def test_after_a_change_a_pass_that_is_not_suspended_misleads_the_warm_up(open_lab: Callable[..., Lab]) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    expected = lab.step(THREE)
+    lab.apply(THREE)
+    lab.forward_only(suspend_offload=False)
+    if RESETS_AFTER_FORWARD_ONLY:
+        for _ in range(2):
+            record = lab.step()
+            assert record.offloaded_bytes_by_module.keys() == {"qkv_linear"}
+            assert "forward-only" in record.without_effect["offload_modules:core_attn"]
+        lab.apply(THREE)
+    else:
+        with pytest.raises(AssertionError, match="Chunk mismatch"):
+            lab.step()
+    mended = lab.step()
+    assert mended.offloaded_bytes_by_module == expected.offloaded_bytes_by_module
+    assert (mended.peak_allocated_bytes, mended.residual_bytes) == (expected.peak_allocated_bytes, 0)
