@@ -8,9 +8,17 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from memlab import __version__
-from memlab.commands import baseline, doctor, lab, measure, nightly, run
+from memlab.commands import baseline, doctor, lab, measure, nightly, results, run
 
-_COMMANDS = {"measure": measure, "run": run, "nightly": nightly, "baseline": baseline, "doctor": doctor, "lab": lab}
+_COMMANDS = {
+    "measure": measure,
+    "run": run,
+    "nightly": nightly,
+    "baseline": baseline,
+    "results": results,
+    "doctor": doctor,
+    "lab": lab,
+}
 
 
 class _Parser(argparse.ArgumentParser):

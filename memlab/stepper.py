@@ -247,7 +247,7 @@ class Stepper:
         return saved
 
     def audit_offload(self, saved: SavedInRegions, plain: StepRecord, offloaded: StepRecord) -> OffloadAccount:
-        """Repeats `offloaded`, the last step, and accounts for what it was expected to free, as `offload_audit` does."""
+        """Repeats `offloaded`, the last step, and accounts for what it was expected to free, by `offload_audit`."""
 
         def repeat(num_events: int, look: Callable[[], None]) -> StepRecord:
             with self.meter.at_event(num_events, look):

@@ -75,8 +75,8 @@ class Suite:
 
     @property
     def baselines_folder(self) -> Path:
-        """Where the baselines of the suite's backend are."""
-        return _home(self.path) / "baselines" / self.backend
+        """Where the suite's baselines are: a GPU's are those of one kind of GPU, so the suite names them."""
+        return _home(self.path) / "baselines" / self.name
 
     def select(self, pattern: str | None) -> tuple[Case, ...]:
         """Returns the cases whose name has a pattern in it, in which ``*`` and ``?`` stand for any letters.
