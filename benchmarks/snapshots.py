@@ -9,12 +9,13 @@ free, the frames in them shared. Reading runs in a process of its own, whose pea
 from __future__ import annotations
 
 import pickle
-import random
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 NUM_ENTRIES = 1_000_000
 NUM_FRAMES = 20
@@ -22,51 +23,51 @@ MOST_SECONDS, MOST_BYTES = 10.0, 2 * 10**9
 _READ = """
 import resource, sys, time
 from memlab.timeline import Timeline
-started = time.perf_counter()
+started, started_cpu = time.perf_counter(), time.process_time()
 timeline = Timeline.from_snapshot(sys.argv[1])
-seconds = time.perf_counter() - started
-print(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, len(timeline), timeline.closing_bytes)
+print(time.perf_counter() - started, time.process_time() - started_cpu)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, len(timeline))
 """
 
 
 def snapshot(num_entries: int) -> dict[str, Any]:
     """Returns blocks of every size that come and go, in one segment for the small and one for the large."""
-    choose = random.Random(0)
-    library = [
-        {"filename": f"/site-packages/torch/nn/modules/module_{number}.py", "line": number, "name": "forward"}
-        for number in range(200)
+    random = np.random.default_rng(0)
+    torch_s, own = ("/python3.11/site-packages/torch/nn/modules/module_{}.py", "/home/me/model_{}.py")
+    frames = [
+        {"filename": (own if number < 2000 else torch_s).format(number), "line": number, "name": "forward"}
+        for number in range(2200)
     ]
-    own = [{"filename": f"/home/me/model_{number}.py", "line": number, "name": "forward"} for number in range(2000)]
+    innermost = random.integers(2000, 2200, (num_entries, NUM_FRAMES - 8))
+    stacks = np.concatenate([innermost, random.integers(0, 2000, (num_entries, 8))], axis=1)
+    sizes = (512 * 2 ** random.uniform(0, 16, num_entries)).astype(int) // 512 * 512
     free: dict[int, list[int]] = {}
     tops = {True: 2**46, False: 2**46 + 2**42}
     live: list[tuple[int, int, list[dict[str, Any]]]] = []
     trace: list[dict[str, Any]] = []
 
-    def note(action: str, address: int, num_bytes: int, frames: list[dict[str, Any]]) -> None:
+    def note(action: str, address: int, num_bytes: int, stack: list[dict[str, Any]]) -> None:
         entry = {"action": action, "addr": address, "size": num_bytes, "stream": 0, "time_us": 10**15 + len(trace)}
-        # torch makes these two anew for each entry; so does `join`.
-        entry |= {"compile_context": "".join("N/A"), "user_metadata": "", "frames": frames}
-        trace.append(entry)
+        # torch makes a new string for each entry here.
+        trace.append(entry | {"compile_context": bytes(b"N/A").decode(), "user_metadata": "", "frames": stack})
 
-    while len(trace) < num_entries - 2:
-        frames = choose.choices(library, k=NUM_FRAMES - 8) + choose.choices(own, k=8)
-        if len(live) < 5000 or choose.random() < 0.5:
-            num_bytes = 512 * int(2 ** choose.uniform(0, 16))
+    while len(trace) < num_entries - 1:
+        turn = len(trace)
+        stack = [frames[number] for number in stacks[turn].tolist()]
+        if len(live) < 5000 or random.random() < 0.5:
+            num_bytes = int(sizes[turn])
             is_small = num_bytes <= 2**20
-            if free.get(num_bytes):
-                address = free[num_bytes].pop()
-            else:
-                address = tops[is_small]
-                tops[is_small] += num_bytes
-            live.append((address, num_bytes, frames))
-            note("alloc", address, num_bytes, frames)
+            address = free[num_bytes].pop() if free.get(num_bytes) else tops[is_small]
+            tops[is_small] = max(tops[is_small], address + num_bytes)
+            live.append((address, num_bytes, stack))
+            note("alloc", address, num_bytes, stack)
         else:
-            at = choose.randrange(len(live))
+            at = int(random.integers(len(live)))
             live[at], live[-1] = live[-1], live[at]
             address, num_bytes, _ = live.pop()
             free.setdefault(num_bytes, []).append(address)
-            note("free_requested", address, num_bytes, frames)
-            note("free_completed", address, num_bytes, frames)
+            note("free_requested", address, num_bytes, stack)
+            note("free_completed", address, num_bytes, stack)
     segments = [_segment(2**46, tops[True], live), _segment(2**46 + 2**42, tops[False], live)]
     return {"segments": segments, "device_traces": [trace], "allocator_settings": {"expandable_segments": False}}
 
@@ -94,8 +95,8 @@ def main() -> None:
             pickle.dump(snapshot(NUM_ENTRIES), file)
         print(f"{NUM_ENTRIES:,} entries in a file of {path.stat().st_size / 1e6:.0f} MB")
         done = subprocess.run([sys.executable, "-c", _READ, path], capture_output=True, text=True, check=True)
-    seconds, peak_bytes, num_events, _ = (float(word) for word in done.stdout.split())
-    print(f"{seconds:.1f} s (goal {MOST_SECONDS:.0f} s) for {int(num_events):,} events")
+    seconds, cpu_seconds, peak_bytes, num_events = (float(word) for word in done.stdout.split())
+    print(f"{seconds:.1f} s (goal {MOST_SECONDS:.0f} s), {cpu_seconds:.1f} s of a core, for {int(num_events):,} events")
     print(f"{peak_bytes / 1e9:.2f} GB resident at most (goal {MOST_BYTES / 1e9:.0f} GB)")
 
 

@@ -123,7 +123,8 @@ def _events(
         segments: Of the device, as in the snapshot.
         trace: Of the device, as in the snapshot.
         settings: The allocator's.
-        exported: What memlab's export says of itself: its sizes are exact, and the first entries stand for the opening.
+        exported: What memlab's export says of itself. Its sizes are exact, it tells nothing of reserved bytes, and its
+            first ``opening_entries`` stand for what was there before.
     """
     staying = [block for segment in segments for block in segment["blocks"] if block["state"] != "inactive"]
     addresses = [address for segment in segments for address in _addresses(segment)]
@@ -141,7 +142,8 @@ def _events(
     module, modules = places_of(sources, num_bytes)
     categories = {"": 0}
     category = [categories.setdefault((source or {}).get("category", ""), len(categories)) for source in sources]
-    moment, delta, pool, storage = _rows(lives, num_bytes, entries, sum(segment["total_size"] for segment in segments))
+    reserved_bytes = sum(segment["total_size"] for segment in segments) if exported is None else 0
+    moment, delta, pool, storage = _rows(lives, num_bytes, entries, reserved_bytes)
     num_opening_events = int(np.count_nonzero(moment < (exported or {}).get("opening_entries", 0)))
     return SnapshotEvents(
         nanoseconds=_nanoseconds(trace)[np.clip(moment, 0, max(len(trace) - 1, 0))],

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-NUM_NAMES = 1000
+NUM_NAMES = 4096
 """At most so many names are kept, those with the most bytes."""
 OTHERS = "(other places)"
 _TORCH_FILES = ("-packages/torch/", "/pytorch/torch/")
