@@ -49,7 +49,7 @@ def snapshot(num_entries: int) -> dict[str, Any]:
     def note(action: str, address: int, num_bytes: int, stack: list[dict[str, Any]]) -> None:
         entry = {"action": action, "addr": address, "size": num_bytes, "stream": 0, "time_us": 10**15 + len(trace)}
         # torch makes a new string for each entry here.
-        trace.append(entry | {"compile_context": bytes(b"N/A").decode(), "user_metadata": "", "frames": stack})
+        trace.append(entry | {"compile_context": b"N/A".decode(), "user_metadata": "", "frames": stack})
 
     while len(trace) < num_entries - 1:
         turn = len(trace)
