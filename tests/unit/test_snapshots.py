@@ -111,6 +111,20 @@ def test_a_block_of_before_beside_free_memory_is_rounded(read: Read) -> None:
     assert read(allocator.snapshot(len(allocator.trace) - begins)).opening_bytes == 7 * MIB + 512
 
 
+@pytest.mark.parametrize("last", [1, 2])
+def test_what_waited_for_a_stream_before_the_first_entry_waits_from_the_start(read: Read, last: int) -> None:
+    allocator = CachingAllocator()
+    block = allocator.malloc(5000)
+    allocator.free(block, waits=True)
+    allocator.malloc(3000)
+    allocator.complete(block)
+    timeline = read(allocator.snapshot(last))
+    opening = slice(0, timeline.num_opening_events)
+    assert 5120 in timeline.delta_bytes[opening][timeline.pool[opening] == POOLS.index("pending_free")]
+    assert timeline.opening_bytes == (3072 if last == 1 else 0)
+    assert timeline.bytes_at(len(timeline) - 1, "pending_free") == 0
+
+
 def test_blocks_from_max_split_size_on_are_never_split(read: Read) -> None:
     allocator = CachingAllocator()
     block = allocator.malloc(31 * MIB)
@@ -404,8 +418,9 @@ def test_memory_viz_knows_every_opcode_and_finds_the_category_that_it_trips_over
     timeline: Timeline, tmp_path: Path
 ) -> None:
     snapshot = export(timeline, tmp_path)
-    used = {opcode.name for opcode, _, _ in pickletools.genops((tmp_path / "step.pickle").read_bytes())}
-    assert used <= MEMORY_VIZ_READS
+    used = {opcode.name: value for opcode, value, _ in pickletools.genops((tmp_path / "step.pickle").read_bytes())}
+    assert used.keys() <= MEMORY_VIZ_READS
+    assert 2 <= used["PROTO"] <= 4
     categories = {entry["category"] for entry in snapshot["device_traces"][0]}
     assert "unknown" in categories
     assert categories <= {*CATEGORIES, "unknown"}
