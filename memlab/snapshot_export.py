@@ -59,7 +59,7 @@ class _Writer:
         opening = rows < timeline.num_opening_events
         self._replay(rows[opening])
         opening_entries = len(self._trace)
-        # MemoryViz.js (torch 2.13) trips over categories of which none is "unknown".
+        # MemoryViz.js (pytorch c4b5ac7, annotate_snapshot) trips over categories of which none is "unknown".
         marker = {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "time_us": 0, "frames": []}
         self._trace.append(marker | {"category": "unknown"})
         self._replay(rows[~opening])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import pickletools
 import re
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from memlab.meter.blocks import Blocks
 from memlab.record import StepRecord
 from memlab.snapshot.places import NUM_NAMES, OTHERS
 from memlab.timeline import CATEGORIES, POOLS, Timeline
@@ -109,6 +111,35 @@ def test_a_block_of_before_beside_free_memory_is_rounded(read: Read) -> None:
     begins = len(allocator.trace)
     allocator.free(first)
     assert read(allocator.snapshot(len(allocator.trace) - begins)).opening_bytes == 7 * MIB + 512
+
+
+def h200_snapshot(values: dict[str, Any], *, expandable: bool) -> dict[str, Any]:
+    """The recorded history as torch would have dumped it: the blocks at the end are those of the replay."""
+    trace = [{"action": action, "addr": addr, "size": size} for action, addr, size in values["trace"]]
+    blocks = Blocks(values["segments"], expandable=expandable)
+    for number, entry in enumerate(trace):
+        entry["time_us"] = number
+        blocks.replay(entry)
+    states = {True: "inactive", False: "active_allocated"}
+    segments: dict[int, dict[str, Any]] = {}
+    for block in sorted(blocks, key=lambda block: block.address):
+        segment = segments.setdefault(block.segment, {"device": 0, "address": block.segment, "total_size": 0, "blocks": []})
+        state = "active_pending_free" if block.address in blocks.waiting else states[block.is_free]
+        segment["blocks"].append({"address": block.address, "size": block.num_bytes, "state": state})
+        segment["total_size"] += block.num_bytes
+    settings = {"expandable_segments": expandable}
+    return {"segments": list(segments.values()), "device_traces": [trace], "allocator_settings": settings}
+
+
+@pytest.mark.parametrize(("name", "expandable"), [("h200_history", False), ("h200_history_expandable", True)])
+def test_totals_of_a_real_history_are_torch_s_own_after_every_request(read: Read, name: str, *, expandable: bool) -> None:
+    values = json.loads((Path(__file__).parent / "data" / f"{name}.json").read_text())
+    totals = totals_after_entries(read(h200_snapshot(values, expandable=expandable)), len(values["trace"]))
+    totals[:, 1] += totals[:, 0]  # torch's active bytes
+    # The pages of expandable segments are not among the replay's blocks.
+    columns = 2 if expandable else 3
+    wrong = [state for state in values["states"] if totals[state[0] - 1][:columns].tolist() != state[1 : 1 + columns]]
+    assert wrong == []
 
 
 @pytest.mark.parametrize("last", [1, 2])
