@@ -123,7 +123,9 @@ def h200_snapshot(values: dict[str, Any], *, expandable: bool) -> dict[str, Any]
     states = {True: "inactive", False: "active_allocated"}
     segments: dict[int, dict[str, Any]] = {}
     for block in sorted(blocks, key=lambda block: block.address):
-        segment = segments.setdefault(block.segment, {"device": 0, "address": block.segment, "total_size": 0, "blocks": []})
+        segment = segments.setdefault(
+            block.segment, {"device": 0, "address": block.segment, "total_size": 0, "blocks": []}
+        )
         state = "active_pending_free" if block.address in blocks.waiting else states[block.is_free]
         segment["blocks"].append({"address": block.address, "size": block.num_bytes, "state": state})
         segment["total_size"] += block.num_bytes
@@ -132,7 +134,9 @@ def h200_snapshot(values: dict[str, Any], *, expandable: bool) -> dict[str, Any]
 
 
 @pytest.mark.parametrize(("name", "expandable"), [("h200_history", False), ("h200_history_expandable", True)])
-def test_totals_of_a_real_history_are_torch_s_own_after_every_request(read: Read, name: str, *, expandable: bool) -> None:
+def test_totals_of_a_real_history_are_torch_s_own_after_every_request(
+    read: Read, name: str, *, expandable: bool
+) -> None:
     values = json.loads((Path(__file__).parent / "data" / f"{name}.json").read_text())
     totals = totals_after_entries(read(h200_snapshot(values, expandable=expandable)), len(values["trace"]))
     totals[:, 1] += totals[:, 0]  # torch's active bytes
