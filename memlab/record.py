@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from memlab.scenario import Scenario
 from memlab.settings import MemorySettings
+from memlab.snapshot_export import write_snapshot
 from memlab.timeline import RESIDUAL_CATEGORIES, Timeline
 from memlab.units import format_bytes
 
@@ -95,6 +96,21 @@ class StepRecord:
             self.timeline.save(folder / "timeline.npz")
         (folder / "record.json").write_text(json.dumps(self.to_dict(), indent=2) + "\n")
         return folder
+
+    def export_snapshot(self, path: Path | str) -> Path:
+        """Writes the step as a memory snapshot that https://pytorch.org/memory_viz opens, and `Timeline.from_snapshot`.
+
+        Every storage bears its module, category and phase. Addresses are made up.
+
+        Args:
+            path: Of the pickle; its folder has to exist.
+
+        Raises:
+            ValueError: If the record has no timeline.
+        """
+        if self.timeline is None:
+            raise ValueError("this record has no timeline to export: take the step anew, or load the folder it is in")
+        return write_snapshot(self.timeline, path)
 
     @classmethod
     def load(cls, folder: Path | str) -> StepRecord:

@@ -14,6 +14,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from memlab.snapshot.events import POOLS as SNAPSHOT_POOLS
+from memlab.snapshot.events import read_snapshot
+
 POOLS = ("device", "host", "on_chip", "pending_free", "reserved")
 """``device`` is what torch calls allocated. ``on_chip`` holds what a fused GPU kernel keeps in registers and shared
 memory, and what the CPU has to materialise to compute the same: it is never part of the device's bytes. Only a real
@@ -27,7 +30,9 @@ CATEGORIES = (
     "recomputed",
     "temporary",
     "workspace",
+    "unlabelled",
 )
+"""``unlabelled`` is what a snapshot of another program tells of: its bytes are known, its purpose is not."""
 RESIDUAL_CATEGORIES = ("activations", "recomputed", "temporary")
 """What no step needs from the one before: alive at a step's end, it is the step's residual."""
 PHASES = ("load", "forward", "backward", "optimizer", "offload", "idle")
@@ -179,3 +184,38 @@ class Timeline:
                 modules=tuple(str(name) for name in data["modules"]),
                 num_opening_events=int(data["num_opening_events"]),
             )
+
+    @classmethod
+    def from_snapshot(cls, path: Path | str, device: int | None = None) -> Timeline:
+        """Reads a memory snapshot of torch: a pickle that ``torch.cuda.memory._dump_snapshot`` wrote, by any program.
+
+        The running totals end at the snapshot's own bytes; what was there before its first entry is found by walking
+        back from there. A block's bytes are what torch counts, exactly, but for one case: a block over 1 MiB that was
+        there before the first entry and died with free memory behind it is the request rounded to 512 bytes, and may
+        have been up to 1 MiB larger. (Under ``roundup_power2_divisions`` that holds of every block that died.)
+
+        Category and phase are not known: ``unlabelled``, ``idle``. Module is the text that the program had set with
+        ``torch.cuda.memory._set_memory_metadata``, else the line outside torch that allocated, where stacks were
+        recorded. What `StepRecord.export_snapshot` wrote comes back with its bytes, modules and categories.
+
+        Args:
+            path: Of the pickle. Nothing in it is executed: it is refused if it asks for more than plain data.
+            device: Number of the device; None takes the only one that the snapshot tells of.
+
+        Raises:
+            ValueError: If the file cannot be read, is no snapshot, or does not tell of the device.
+        """
+        events = read_snapshot(path, device)
+        unlabelled = CATEGORIES.index("unlabelled")
+        codes = [CATEGORIES.index(name) if name in CATEGORIES else unlabelled for name in events.categories]
+        return cls(
+            nanoseconds=events.nanoseconds,
+            delta_bytes=events.delta_bytes,
+            pool=np.array([POOLS.index(name) for name in SNAPSHOT_POOLS], dtype=np.uint8)[events.pool],
+            category=np.array(codes, dtype=np.uint8)[events.category],
+            phase=np.full(len(events.pool), PHASES.index("idle"), dtype=np.uint8),
+            module=events.module.astype(np.int32),
+            storage=events.storage.astype(np.int32),
+            modules=events.modules,
+            num_opening_events=events.num_opening_events,
+        )

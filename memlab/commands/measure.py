@@ -74,6 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="auto", metavar="NAME", help="auto, or one that memlab doctor lists")
     parser.add_argument("--json", action="store_true", help="print one JSON object, bytes as integers")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="also save the record and its timeline")
+    parser.add_argument(
+        "--snapshot", action="store_true", help="in FOLDER, snapshot.pickle for pytorch.org/memory_viz as well"
+    )
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
@@ -93,6 +96,8 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     settings.check(scenario.architecture, scenario.num_layers)
     from memlab.backends import find_backend
 
+    if arguments.snapshot and arguments.out is None:
+        raise ValueError("--snapshot has no folder to write to: give --out FOLDER")
     if arguments.out is not None:
         _make_folder(rank_folder(arguments.out))
     with result_alone_on_stdout():
@@ -107,7 +112,9 @@ def _measure(workload: dict[str, Any], settings: MemorySettings, arguments: argp
         with Lab(**workload, backend=arguments.backend) as lab:
             record = lab.step(settings)
             if arguments.out is not None:
-                record.save(rank_folder(arguments.out))
+                folder = record.save(rank_folder(arguments.out))
+                if arguments.snapshot:
+                    record.export_snapshot(folder / "snapshot.pickle")
             if record.status != "ok" and world_size() > 1:
                 print(f"rank {rank()}: {record}", file=sys.stderr)
                 leave(1)

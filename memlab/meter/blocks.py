@@ -12,11 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from memlab.snapshot.lives import ROUNDING_BYTES
+from memlab.snapshot.rests import SMALL_REQUEST_BYTES
+
 Change = Literal["allocated", "freed", "completed", "reserved", "returned"]
 
-_ROUNDING_BYTES = 512
 _SMALL_SEGMENT_BYTES = 2 * 1024**2
-_SMALL_REQUEST_BYTES = 1024**2
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +35,7 @@ class Block:
 
 def rounded_bytes(requested_bytes: int) -> int:
     """Returns the least that the allocator gives for a request."""
-    return max(_ROUNDING_BYTES, -(-requested_bytes // _ROUNDING_BYTES) * _ROUNDING_BYTES)
+    return max(ROUNDING_BYTES, -(-requested_bytes // ROUNDING_BYTES) * ROUNDING_BYTES)
 
 
 class Blocks:
@@ -126,8 +127,8 @@ class Blocks:
 
     def _splits(self, block: Block, remaining_bytes: int) -> bool:
         if self._segment_bytes[block.segment] == _SMALL_SEGMENT_BYTES:
-            return remaining_bytes >= _ROUNDING_BYTES
-        return remaining_bytes > _SMALL_REQUEST_BYTES
+            return remaining_bytes >= ROUNDING_BYTES
+        return remaining_bytes > SMALL_REQUEST_BYTES
 
     def _free(self, address: int) -> int:
         block = self._block(address)

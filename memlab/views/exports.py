@@ -71,6 +71,19 @@ def save_run(run: Run, folder: Path) -> Path:
     return run.record.save(free_path(folder / _stem(run)))
 
 
+def save_snapshot(run: Run, folder: Path) -> Path:
+    """Saves a run as a memory snapshot that https://pytorch.org/memory_viz opens.
+
+    Raises:
+        ValueError: If the run has no record.
+        OSError: If the folder cannot be written.
+    """
+    if run.record is None:
+        raise ValueError(f"{run} ended in an error and has no record to save: choose a run that ended otherwise")
+    folder.mkdir(parents=True, exist_ok=True)
+    return run.record.export_snapshot(free_path(folder / f"{_stem(run)}.pickle"))
+
+
 def save_picture(figure: go.Figure, run: Run, folder: Path, kind: str) -> Path:
     """Saves the chart as an image.
 

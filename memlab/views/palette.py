@@ -45,6 +45,7 @@ CATEGORY_LOOKS: dict[str, CategoryLook] = {
     "gradients": CategoryLook("#D55E00", "\\"),
     "optimizer state": CategoryLook("#CC79A7", "-"),
     "workspace": CategoryLook("#6B6B6B", "x"),
+    "unlabelled": CategoryLook("#B5B5B5", "+"),
     "activations": CategoryLook("#0072B2", ""),
     "recomputed": CategoryLook("#56B4E9", "/"),
     "temporary": CategoryLook("#E69F00", "."),

@@ -17,6 +17,7 @@ from memlab.views.exports import (
     save_page,
     save_picture,
     save_run,
+    save_snapshot,
     settings_line,
     table_csv,
 )
@@ -48,6 +49,9 @@ class RunsView:
             _button("PNG", "export-png", "The chart as a picture", lambda: self.export("png")),
             _button("SVG", "export-svg", "The chart as a picture that scales", lambda: self.export("svg")),
             _button("HTML", "export-html", "The chart and its table as one page", lambda: self.export("html")),
+            _button(
+                "Snapshot", "export-snapshot", "The run for pytorch.org/memory_viz", lambda: self.export("snapshot")
+            ),
             _button("CSV", "export-csv", "The table of all runs", lambda: self.export("csv")),
         ]
         self.repeat = ipywidgets.HTML()
@@ -62,7 +66,7 @@ class RunsView:
         """Writes a file of the shown run, and says in the state's notice where it is, or what is wrong.
 
         Args:
-            kind: ``run``, ``png``, ``svg``, ``html`` or ``csv``.
+            kind: ``run``, ``snapshot``, ``png``, ``svg``, ``html`` or ``csv``.
 
         Returns:
             The new file or folder; None if there is none.
@@ -78,6 +82,8 @@ class RunsView:
         try:
             if kind == "run":
                 path = save_run(run, folder)
+            elif kind == "snapshot":
+                path = save_snapshot(run, folder)
             elif kind == "csv":
                 path = free_path(folder / "runs.csv")
                 folder.mkdir(parents=True, exist_ok=True)

@@ -56,10 +56,21 @@ class TimelineBuilder:
             category=columns[3].astype(np.uint8),
             phase=columns[4].astype(np.uint8),
             module=columns[5].astype(np.int32),
-            storage=np.arange(len(self.rows), dtype=np.int32),
+            storage=np.array(self._storages(), dtype=np.int32),
             modules=tuple(self.modules),
             num_opening_events=self.num_opening_events,
         )
+
+    def _storages(self) -> list[int]:
+        """A death is that of the newest live storage of its size, pool, category and module; else it stands alone."""
+        live: dict[tuple[int, ...], list[int]] = {}
+        numbers = []
+        for number, (_, delta_bytes, pool, category, _, module) in enumerate(self.rows):
+            alike = live.setdefault((abs(delta_bytes), pool, category, module), [])
+            numbers.append(alike.pop() if delta_bytes < 0 and alike else number)
+            if delta_bytes > 0:
+                alike.append(number)
+        return numbers
 
 
 SAVED_MIB = {

@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import pytest
 
 from memlab.cli import main
@@ -20,6 +21,7 @@ from memlab.commands.output import result_alone_on_stdout
 from memlab.layout import Layout
 from memlab.record import StepRecord
 from memlab.settings import MemorySettings
+from memlab.timeline import Timeline
 from tests.unit.builders import record_of, training_step
 
 # What `measure` and `predict` promise to every reader of their JSON.
@@ -113,6 +115,7 @@ def fake_lab(monkeypatch: pytest.MonkeyPatch) -> type[FakeLab]:
             "min_offloaded_tensor_size is -1, must be a whole number",
         ),
         ("measure phi-4-tiny --backend tpu", "backend is 'tpu', must be one of auto, cpu"),
+        ("measure phi-4-tiny --snapshot", "--snapshot has no folder to write to: give --out FOLDER"),
         ("measure", "the following arguments are required: ARCH: see memlab measure --help"),
         ("", "the following arguments are required: COMMAND: see memlab --help"),
         ("mesure phi-4-tiny", "argument COMMAND: invalid choice: 'mesure' (choose from"),
@@ -205,6 +208,14 @@ def test_measure_saves_a_record_once(
     assert StepRecord.load(tmp_path / "record").timeline is not None
     assert main(command) == 2
     assert "holds a record, and is not overwritten" in capfd.readouterr().err
+
+
+def test_measure_writes_a_snapshot_beside_the_record(fake_lab: type[FakeLab], tmp_path: Path) -> None:
+    assert main(["measure", "phi-4-tiny", "--out", str(tmp_path / "record"), "--snapshot"]) == 0
+    timeline = StepRecord.load(tmp_path / "record").timeline
+    assert timeline is not None
+    again = Timeline.from_snapshot(tmp_path / "record" / "snapshot.pickle")
+    assert np.array_equal(again.total_bytes(), timeline.total_bytes())
 
 
 def test_an_error_of_the_lab_is_not_taken_for_bad_input(

@@ -424,7 +424,7 @@ def test_text_of_a_run_is_escaped_on_the_page(make_panel: Callable[..., Panel]) 
     assert "<script>" not in json.dumps(shown.timeline.chart.picture["layout"])
 
 
-@pytest.mark.parametrize("kind", ["run", "html", "csv"])
+@pytest.mark.parametrize("kind", ["run", "snapshot", "html", "csv"])
 def test_exports_say_where_they_are(make_panel: Callable[..., Panel], tmp_path: Path, kind: str) -> None:
     shown = make_panel()
     receive(shown.runs.folder, value=str(tmp_path / "exports"))

@@ -1,0 +1,1 @@
+"""Memory snapshots of torch's caching allocator, read without torch."""

@@ -1,0 +1,71 @@
+"""Who made a block, as a short name: the innermost line of the user's own Python, or the text set for the thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+NUM_NAMES = 4096
+"""At most so many names are kept, those with the most bytes."""
+OTHERS = "(other places)"
+_TORCH_FILES = ("-packages/torch/", "/pytorch/torch/")
+
+
+def places_of(
+    sources: Iterable[Mapping[str, Any] | None], num_bytes: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
+    """Names who made each block.
+
+    Args:
+        sources: An entry or block of the snapshot for each; None where nothing tells.
+        num_bytes: Of each block; the names with the fewest bytes are folded into one.
+
+    Returns:
+        Index of each block's name, and the names. The first is empty: not known.
+    """
+    codes: dict[str, int] = {"": 0}
+    name_of = _Namer()
+    code = np.fromiter((codes.setdefault(name_of(source), len(codes)) for source in sources), dtype=np.int64)
+    names = list(codes)
+    if len(names) <= NUM_NAMES:
+        return code, tuple(names)
+    sums = np.bincount(code, weights=num_bytes, minlength=len(names))
+    kept = [0, *(np.argsort(-sums[1:], kind="stable")[: NUM_NAMES - 2] + 1).tolist()]
+    fold = np.full(len(names), len(kept))
+    fold[kept] = np.arange(len(kept))
+    return fold[code], (*(names[old] for old in kept), OTHERS)
+
+
+class _Namer:
+    """Remembers frames: torch writes each once, and entries share them."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        """By identity of the frame; the snapshot outlives this."""
+
+    def __call__(self, source: Mapping[str, Any] | None) -> str:
+        if source is None:
+            return ""
+        metadata = source.get("user_metadata")
+        if metadata:
+            return str(metadata)
+        names = self._names
+        for frame in source.get("frames") or ():
+            name = names.get(id(frame))
+            if name is None:
+                name = names[id(frame)] = _frame_name(frame)
+            if name:
+                return name
+        return ""
+
+
+def _frame_name(frame: Mapping[str, Any]) -> str:
+    """Returns ``file:line function`` of a frame of Python outside torch; else the empty string."""
+    path = frame["filename"]
+    is_python = path.endswith(".py") or path.startswith("<")
+    if not is_python or any(part in path for part in _TORCH_FILES):
+        return ""
+    return f"{path.rsplit('/', 1)[-1]}:{frame['line']} {frame['name']}"
