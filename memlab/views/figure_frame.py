@@ -97,11 +97,17 @@ def axis_end(drawn: Sequence[DrawnPoints]) -> float:
     return max(points.end for points in drawn) or 1.0
 
 
-def set_ranges(figure: go.Figure, end: float, floor: float, peak: float, num_lines: int) -> None:
-    """Gives the axes their ranges, with room for a label of some lines above the peak."""
-    headroom = PLOT_HEIGHT / (PLOT_HEIGHT - 16 - num_lines * LINE_HEIGHT)
+def set_ranges(figure: go.Figure, end: float, floor: float, highest: float, num_lines: int) -> float:
+    """Gives the axes their ranges, with room for a label of some lines above the highest point.
+
+    Returns:
+        Pixels for one unit of the bytes axis.
+    """
+    room = PLOT_HEIGHT - 16 - num_lines * LINE_HEIGHT
+    headroom = PLOT_HEIGHT / room
     figure.update_xaxes(range=[0.0, end])
-    figure.update_yaxes(range=[floor, floor + ((peak - floor) * headroom or 1.0)])
+    figure.update_yaxes(range=[floor, floor + ((highest - floor) * headroom or 1.0)])
+    return room / ((highest - floor) or 1.0)
 
 
 def drawn_values(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:

@@ -87,6 +87,7 @@ def record_table(record: StepRecord) -> str:
         ("device, activation peak above the start", record.activation_peak_bytes),
         ("device, residual at the step's end", record.residual_bytes),
         ("device, recomputed by backward", record.recomputed_bytes),
+        *_allocator_entries(record),
         ("host, the step's peak", record.host_bytes),
         *((f"  offloaded in the step: {name}", size) for name, size in record.offloaded_bytes_by_module.items()),
         *((f"  off the device after it: {name}", size) for name, size in record.offloaded_bytes_by_group.items()),
@@ -111,6 +112,16 @@ def record_table(record: StepRecord) -> str:
             *_without_effect_lines(record),
         ]
     )
+
+
+def _allocator_entries(record: StepRecord) -> list[tuple[str, int | None]]:
+    """What only a real allocator has."""
+    entries = (
+        ("device, the most that torch reserved", record.peak_reserved_bytes),
+        ("device, reserved and unused at the peak", record.unused_reserved_bytes),
+        ("host, pinned memory really held", record.host_reserved_bytes),
+    )
+    return [entry for entry in entries if entry[1] is not None]
 
 
 def compare_table(*records: StepRecord) -> str:

@@ -7,7 +7,7 @@ notebook stores.
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,6 +82,7 @@ def timeline_figure(
         return blank_figure(title, [*lines, f"nothing {_POOL_TITLES[pool]} was seen"])
     peak_bytes = int(points.total_bytes[points.peak])
     unit_bytes, unit = binary_unit(peak_bytes)
+    outlines = _allocator_outlines(timeline, points) if pool == "device" else {}
     held = points.held_bytes
     if not above_start or held.sum() * 4 <= peak_bytes:
         held = np.zeros_like(held)
@@ -89,16 +90,21 @@ def timeline_figure(
     if held_bytes:
         parts = _parts(held, unit_bytes)
         lines.append(f"the axis starts at {in_unit(held_bytes, unit_bytes)} {unit} held throughout: {parts}")
+    if outlines and axis == "time":
+        lines.append("times are the program's: the GPU runs behind it")
     if axis == "time" and len(points) > 1 and points.position[-1] == 0:
         lines.append("all events have the same time: axis='event' gives each its own place")
     figure = figure_frame(title, lines, AXIS_TITLES[axis], f"{_POOL_TITLES[pool]} ({unit})", band_height=_BAND_HEIGHT)
     figure.add_traces(_stack(points, held, unit_bytes, unit))
     figure.add_trace(_total_line(timeline, points, pool, unit_bytes, unit))
+    figure.add_traces(list(_outline_traces(outlines, points, unit_bytes, unit)))
     end = axis_end([points])
     _mark_phases(figure, phase_spans(timeline, axis), end)
     label = _peak_label(timeline, points, held, pool)
-    set_ranges(figure, end, held_bytes / unit_bytes, peak_bytes / unit_bytes, num_lines=len(label))
-    mark_peak(figure, points, unit_bytes, "<br>".join(label), end)
+    highest_bytes = max([peak_bytes, *(int(num_bytes.max()) for num_bytes in outlines.values())])
+    pixels = set_ranges(figure, end, held_bytes / unit_bytes, highest_bytes / unit_bytes, num_lines=len(label))
+    above = pixels * (highest_bytes - peak_bytes) / unit_bytes
+    mark_peak(figure, points, unit_bytes, "<br>".join(label), end, shift=above)
     return figure
 
 
@@ -161,6 +167,29 @@ def _total_line(timeline: Timeline, points: DrawnPoints, pool: str, unit_bytes: 
         showlegend=False,
         hovertemplate=f"%{{y:.3f}} {unit}, %{{text}}",
     )
+
+
+def _allocator_outlines(timeline: Timeline, points: DrawnPoints) -> dict[str, IntArray]:
+    """What only a real allocator has above the allocated bytes, of shape [points] each."""
+    reserved = timeline.total_bytes("reserved")[points.event_index]
+    pending = timeline.total_bytes("pending_free")[points.event_index]
+    outlines = {"active (another stream still uses it)": points.total_bytes + pending} if pending.any() else {}
+    return outlines | ({"reserved by torch": reserved} if reserved.any() else {})
+
+
+def _outline_traces(
+    outlines: dict[str, IntArray], points: DrawnPoints, unit_bytes: int, unit: str
+) -> Iterator[go.Scatter]:
+    for name, num_bytes in outlines.items():
+        yield go.Scatter(
+            x=drawn_values(points.position[: points.num_on_axis]),
+            y=drawn_values(num_bytes[: points.num_on_axis] / unit_bytes),
+            name=name,
+            mode="lines",
+            line={"width": 1.2, "color": INK, "shape": "hv"}
+            | {"dash": "dash" if name.startswith("reserved") else "dot"},
+            hovertemplate=f"%{{y:.3f}} {unit}",
+        )
 
 
 def _mark_phases(figure: go.Figure, spans: Sequence[PhaseSpan], end: float) -> None:
