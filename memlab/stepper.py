@@ -29,6 +29,7 @@ from memlab.model.remedies import CheckpointRemedy
 from memlab.model.residency import Residency, groups_on_host
 from memlab.model.training_step import train_step
 from memlab.movement import GROUPS, Movement
+from memlab.out_of_memory import OutOfMemory
 from memlab.progress import StepStopped
 from memlab.record import Status, StepRecord
 from memlab.scenario import Scenario
@@ -209,6 +210,8 @@ class Stepper:
         timeline = self.meter.finish()
         residual_bytes = self.meter.uncategorised_bytes()
         peak = timeline.peak_index()
+        if measured.get("status") == "out_of_memory" and self.meter.out_of_memory is not None:
+            measured["out_of_memory"] = OutOfMemory.at(self.meter.out_of_memory, timeline)
         return StepRecord(
             scenario=self.scenario,
             settings=settings,
