@@ -48,12 +48,15 @@ def born_in_layers(by_module: Mapping[str, int]) -> Born:
 
 
 def born_in_whole_step(refused: OutOfMemory, scenario: Scenario) -> Born:
-    """Returns what the layers would have held at forward's end: those that were not reached, like those finished."""
+    """Returns what the layers would have held at forward's end: those that were not reached, like those finished.
+
+    Where none was finished, the first counts with as much as it had come to.
+    """
     born = born_in_layers(refused.activations_by_module)
     at = _LAYER.match(refused.refusal.module)
-    if refused.refusal.phase != "forward" or at is None or not int(at[1]):
+    if refused.refusal.phase != "forward" or at is None:
         return born
-    finished = int(at[1])
+    finished = int(at[1]) or 1
     names = {module for layer, module in born if layer < finished}
     mean = {name: sum(born.get((layer, name), 0) for layer in range(finished)) // finished for name in names}
     later = {(layer, name): size for layer in range(finished, scenario.num_layers) for name, size in mean.items()}

@@ -154,8 +154,12 @@ def _advice(verdict: Verdict, suggestion: Suggestion | None) -> str:
         "retention": "Let go of it (lab.retained() names what modules hold)",
     }.get(verdict)
     if suggestion is not None:
-        setting = f"'{suggestion.settings}' fits, {suggestion.source}: {format_bytes(suggestion.peak_bytes)}"
-        return f"{cause}, or else {setting}" if cause else f"Cheapest: {setting}"
+        peak = format_bytes(suggestion.peak_bytes)
+        is_seen = suggestion.source == "measured"
+        fits = f"fits (measured: {peak})" if is_seen else f"may fit (estimated, saves at most down to {peak})"
+        return (
+            f"{cause}, or else '{suggestion.settings}' {fits}" if cause else f"Cheapest: '{suggestion.settings}' {fits}"
+        )
     if cause:
         return f"{cause}: none of the known settings fits beside it"
     smaller = "bound the longest batch" if verdict == "spike" else "shorten the batch, cut layers, or take more devices"
