@@ -210,7 +210,7 @@ def out_of_memory(record: StepRecord) -> StepRecord:
     timeline = record.timeline
     assert timeline is not None
     half = len(timeline) // 2
-    columns = ("nanoseconds", "delta_bytes", "pool", "category", "phase", "module")
+    columns = ("nanoseconds", "delta_bytes", "pool", "category", "phase", "module", "storage")
     return replace(
         record,
         timeline=replace(timeline, **{name: getattr(timeline, name)[:half] for name in columns}),
