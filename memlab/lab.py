@@ -28,6 +28,7 @@ from memlab.residency_audit import ResidencyAudit
 from memlab.scenario import Dtype, Scenario
 from memlab.settings import MemorySettings
 from memlab.stepper import Action, Stepper
+from memlab.verdict import judge
 
 __all__ = ["Lab", "Progress"]
 
@@ -513,6 +514,7 @@ class Lab:
         if not warms_up or record.status == "ok":
             record = stepper.step(settings, follower)
         self._settled = record.status == "ok"
+        record = judge(record, self.records)
         self.records.append(record)
         return record
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from memlab.out_of_memory import OutOfMemory
 from memlab.scenario import Scenario
 from memlab.settings import MemorySettings
 from memlab.snapshot_export import write_snapshot
@@ -69,6 +70,8 @@ class StepRecord:
     status: Status = "ok"
     message: str = ""
     """Why a step that is not ok ended, and what to do."""
+    out_of_memory: OutOfMemory | None = None
+    """Of a step that ran out of memory: the evidence, and the verdict on it."""
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -86,7 +89,12 @@ class StepRecord:
     def to_dict(self) -> dict[str, Any]:
         """Returns everything but the timeline as JSON-ready values."""
         values = {name: getattr(self, name) for name in self.__slots__ if name != "timeline"}
-        return values | {"scenario": self.scenario.to_dict(), "settings": self.settings.to_dict()}
+        refused = self.out_of_memory
+        return values | {
+            "scenario": self.scenario.to_dict(),
+            "settings": self.settings.to_dict(),
+            "out_of_memory": None if refused is None else refused.to_dict(),
+        }
 
     def save(self, folder: Path | str) -> Path:
         """Writes ``record.json`` and ``timeline.npz`` into a folder, which is made if it is missing."""
@@ -139,8 +147,16 @@ class StepRecord:
         unknown = sorted(set(values) - set(cls.__slots__))
         if unknown:
             raise ValueError(f"unknown fields {unknown}: another version of memlab wrote it, run the step anew")
-        scenario, settings = Scenario.from_dict(values["scenario"]), MemorySettings.from_dict(values["settings"])
-        return cls(**values | {"scenario": scenario, "settings": settings, "timeline": timeline})
+        refused = values.get("out_of_memory")
+        return cls(
+            **values
+            | {
+                "scenario": Scenario.from_dict(values["scenario"]),
+                "settings": MemorySettings.from_dict(values["settings"]),
+                "out_of_memory": None if refused is None else OutOfMemory.from_dict(refused),
+                "timeline": timeline,
+            }
+        )
 
     def __str__(self) -> str:
         if self.status != "ok":

@@ -35,6 +35,7 @@ from memlab.model.residency_walk import audit_residency, require_resident
 from memlab.model.training_step import forward_only_step, train_step
 from memlab.movement import GROUPS, Movement
 from memlab.offload_account import OffloadAccount
+from memlab.out_of_memory import OutOfMemory
 from memlab.progress import StepStopped
 from memlab.record import Status, StepRecord
 from memlab.residency_audit import Asked, ResidencyAudit
@@ -328,6 +329,8 @@ class Stepper:
         timeline = self.meter.finish()
         residual_bytes = self.meter.uncategorised_bytes()
         peak = timeline.peak_index()
+        if measured.get("status") == "out_of_memory" and self.meter.out_of_memory is not None:
+            measured["out_of_memory"] = OutOfMemory.at(self.meter.out_of_memory, timeline)
         return StepRecord(
             scenario=self.scenario,
             settings=settings,

@@ -19,6 +19,7 @@ import torch
 from memlab.meter.blocks import Blocks
 from memlab.meter.labels import Labels
 from memlab.meter.lives import Event, Life, timeline_of
+from memlab.out_of_memory import Refusal
 from memlab.timeline import CATEGORIES, PHASES, POOLS, Timeline
 
 _DEVICE, _HOST, _PENDING, _RESERVED = (POOLS.index(name) for name in ("device", "host", "pending_free", "reserved"))
@@ -62,8 +63,7 @@ class AllocatorMeter:
         self._stamps_of_events: list[int] = []
         self._look: tuple[int, Callable[[], None]] | None = None
         self._device_memory_bytes: int | None = None
-        self.out_of_memory: dict[str, int] | None = None
-        """What the allocator knew when it last refused a request in this timeline."""
+        self.out_of_memory: Refusal | None = None
 
     @property
     def device_memory_bytes(self) -> int | None:
@@ -278,7 +278,7 @@ class AllocatorMeter:
         """Turns one entry into the events that it stands for."""
         assert self._blocks is not None
         if entry["action"] == "oom":
-            self._remember_refusal(entry)
+            self._remember_refusal(entry, stamp)
             return
         change = self._blocks.replay(entry)
         if change is None:
@@ -321,16 +321,22 @@ class AllocatorMeter:
                 if life is not None:
                     life.category = code
 
-    def _remember_refusal(self, entry: Mapping[str, Any]) -> None:
+    def _remember_refusal(self, entry: Mapping[str, Any], stamp: _Stamp) -> None:
         assert self._blocks is not None
-        self.out_of_memory = {
-            "requested_bytes": entry["size"],
-            "device_free_bytes": entry.get("device_free", entry.get("addr", 0)),
-            "allocated_bytes": sum(life.num_bytes for life in self._live.values()),
-            "pending_free_bytes": sum(life.num_bytes for life in self._pending.values()),
-            "reserved_bytes": self._blocks.reserved_bytes,
-            "largest_free_bytes": self._blocks.largest_free_bytes or 0,
-        }
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        self.out_of_memory = Refusal(
+            phase=PHASES[stamp.phase],
+            module=self._labels.modules[stamp.module],
+            nanoseconds=max(0, entry["time_us"] * 1000 - self._started),
+            requested_bytes=entry["size"],
+            allocated_bytes=sum(life.num_bytes for life in self._live.values()),
+            limit_bytes=min(total, self._device_memory_bytes or total),
+            pending_free_bytes=sum(life.num_bytes for life in self._pending.values()),
+            reserved_bytes=self._blocks.reserved_bytes,
+            largest_free_bytes=self._blocks.largest_free_bytes,
+            device_free_bytes=entry.get("device_free", entry.get("addr", 0)),
+            device_total_bytes=total,
+        )
 
     def _check(self) -> None:
         """Takes the allocator's word where something outside the lab allocated between two readings."""

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from memlab.out_of_memory import Refusal
 from memlab.timeline import Timeline
 
 
@@ -16,6 +17,8 @@ class Meter(Protocol):
 
     device_memory_bytes: int | None
     """The most that the device may hold; more raises `torch.OutOfMemoryError`. None: what there is."""
+    out_of_memory: Refusal | None
+    """The last request that was refused in this timeline; complete once `finish` has returned."""
 
     def watching(self) -> AbstractContextManager[None]:
         """Meters what the block does."""

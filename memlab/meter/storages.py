@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from memlab.meter.labels import Labels
 from memlab.meter.lives import Event, Life, timeline_of
-from memlab.timeline import CATEGORIES, POOLS, Timeline
+from memlab.out_of_memory import Refusal
+from memlab.timeline import CATEGORIES, PHASES, POOLS, Timeline
 from memlab.units import format_bytes
 
 _DEVICE, _HOST, _ON_CHIP = (POOLS.index(name) for name in ("device", "host", "on_chip"))
@@ -39,6 +40,7 @@ class StorageMeter:
         self.device_memory_bytes: int | None = None
         """The size of the device, where it is pretended: what would exceed it raises `torch.OutOfMemoryError`."""
         self._on_event: Callable[[int], None] | None = None
+        self.out_of_memory: Refusal | None = None
         self._labels = labels
         self._device_bytes = 0
         self._host_bytes = 0
@@ -71,6 +73,7 @@ class StorageMeter:
         """
         self.categorise(categories)
         self._num_starts += 1
+        self.out_of_memory = None
         self._events.clear()
         self._opening = [(life.num_bytes, life.pool, life) for life in self._live.values() if life.num_bytes]
         self._started = time.perf_counter_ns()
@@ -175,10 +178,17 @@ class StorageMeter:
             torch.OutOfMemoryError: With what was asked for, and what is allocated of how much.
         """
         if self.device_memory_bytes is not None and self._device_bytes + num_bytes > self.device_memory_bytes:
-            allocated = f"{format_bytes(self._device_bytes)} of {format_bytes(self.device_memory_bytes)} allocated"
-            raise torch.OutOfMemoryError(
-                f"in {self._labels.place}: {format_bytes(num_bytes)} asked for with {allocated}"
+            labels = self._labels
+            self.out_of_memory = Refusal(
+                phase=PHASES[labels.phase],
+                module=labels.modules[labels.module],
+                nanoseconds=time.perf_counter_ns() - self._started,
+                requested_bytes=num_bytes,
+                allocated_bytes=self._device_bytes,
+                limit_bytes=self.device_memory_bytes,
             )
+            allocated = f"{format_bytes(self._device_bytes)} of {format_bytes(self.device_memory_bytes)} allocated"
+            raise torch.OutOfMemoryError(f"in {labels.place}: {format_bytes(num_bytes)} asked for with {allocated}")
 
     def _born(self, storage: Any, key: int, pool: int) -> None:
         if pool == _DEVICE:

@@ -110,6 +110,7 @@ def record_table(record: StepRecord) -> str:
             "",
             *_wrapped(_time_line(record)),
             *_without_effect_lines(record),
+            *_out_of_memory_lines(record),
         ]
     )
 
@@ -332,3 +333,31 @@ def _without_effect_lines(record: StepRecord) -> list[str]:
         return []
     reasons = (line for name, reason in record.without_effect.items() for line in _wrapped(f"  {name}: {reason}"))
     return ["", "without effect here:", *reasons]
+
+
+def _out_of_memory_lines(record: StepRecord) -> list[str]:
+    """Writes what was seen when a request was refused; the verdict on it is the record's message."""
+    refused = record.out_of_memory
+    if refused is None:
+        return []
+    refusal = refused.refusal
+    asked = {"asked for": refusal.requested_bytes, "allocated": refusal.allocated_bytes, "limit": refusal.limit_bytes}
+    device = {
+        "reserved": refusal.reserved_bytes,
+        "of it unused": None if refusal.reserved_bytes is None else refusal.unused_reserved_bytes,
+        "largest free block": refusal.largest_free_bytes,
+        "left on the device": refusal.device_free_bytes,
+        "held outside torch": refusal.outside_bytes,
+    }
+    modules = {module_name(name): size for name, size in list(refused.activations_by_module.items())[:3]}
+    return [
+        "",
+        "when the request was refused:",
+        *_wrapped(f"  {_figures(asked | device)}"),
+        *_wrapped(f"  alive: {_figures(refused.alive_by_category)}"),
+        *(_wrapped(f"  most of the step's own: {_figures(modules)}") if modules else []),
+    ]
+
+
+def _figures(sizes: Mapping[str, int | None]) -> str:
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items() if size is not None)

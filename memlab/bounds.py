@@ -1,0 +1,129 @@
+"""What a setting can save at most, from what was alive and where it was born, and what it costs.
+
+Bytes are labelled with the module that made them; a setting acts on what a module keeps. The tables say which is
+which, for the layers of Transformer Engine and of `memlab.model.torch_layers`; tests hold them against measured steps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from memlab.out_of_memory import OutOfMemory
+from memlab.scenario import Scenario
+from memlab.settings import MemorySettings
+
+RECOMPUTED = {
+    "layernorm": ("input_layernorm", "pre_mlp_layernorm"),
+    "moe_act": ("mlp.experts",),
+    "mlp": ("mlp", "mlp.*"),
+    "moe": ("mlp", "mlp.*"),
+}
+"""Where in a layer each module's recompute frees what was born. ``core_attn`` is left out: a fused attention keeps its
+inputs and its output either way, and recomputing it raised the peak wherever it was measured."""
+OFFLOADED = {
+    "qkv_linear": ("", "self_attention.linear_qkv", "self_attention.q_layernorm", "self_attention.k_layernorm"),
+    "core_attn": ("self_attention", "self_attention.core_attention"),
+    "attn_proj": ("self_attention.core_attention",),
+    "mlp_norm": ("", "pre_mlp_layernorm"),
+    "expert_fc1": ("mlp",),
+    "moe_act": ("mlp.experts.linear_fc1", "mlp.router"),
+}
+"""Where in a layer the tensors were born that each offload module moves. The last layer's stay on the device."""
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)(?:\.(.*))?$")
+
+Born = dict[tuple[int, str], int]
+"""Layer and module in it, to the bytes that it had made and that were alive."""
+
+
+def born_in_layers(by_module: Mapping[str, int]) -> Born:
+    """Keeps what the transformer's layers made."""
+    born: Born = {}
+    for name, num_bytes in by_module.items():
+        found = _LAYER.match(name)
+        if found is not None:
+            born[int(found[1]), found[2] or ""] = num_bytes
+    return born
+
+
+def born_in_whole_step(refused: OutOfMemory, scenario: Scenario) -> Born:
+    """Returns what the layers would have held at forward's end: those that were not reached, like those finished.
+
+    Where none was finished, the first counts with as much as it had come to.
+    """
+    born = born_in_layers(refused.activations_by_module)
+    at = _LAYER.match(refused.refusal.module)
+    if refused.refusal.phase != "forward" or at is None:
+        return born
+    finished = int(at[1]) or 1
+    names = {module for layer, module in born if layer < finished}
+    mean = {name: sum(born.get((layer, name), 0) for layer in range(finished)) // finished for name in names}
+    later = {(layer, name): size for layer in range(finished, scenario.num_layers) for name, size in mean.items()}
+    return {place: size for place, size in born.items() if place[0] < finished} | later
+
+
+def recomputed_bytes(settings: MemorySettings, born: Born, scenario: Scenario) -> int:
+    """Returns the most bytes, of those that were born, that backward would make a second time."""
+    if settings.recompute_granularity == "full":
+        block = settings.recompute_method == "block"
+        layers = range((settings.recompute_num_layers or 0) if block else scenario.num_layers)
+        return sum(size for (layer, _), size in born.items() if layer in layers)
+    places = [place for name in settings.recompute_modules or () for place in RECOMPUTED.get(name, ())]
+    return sum(size for (_, module), size in born.items() if _is_at(module, places))
+
+
+def offloaded_bytes(settings: MemorySettings, born: Born, scenario: Scenario) -> int:
+    """Returns the most bytes, of those that were born, that would wait on the host."""
+    places = [place for name in settings.offload_modules or () for place in OFFLOADED.get(name, ())]
+    last = scenario.num_layers - 1
+    return sum(size for (layer, module), size in born.items() if layer != last and _is_at(module, places))
+
+
+def checkpoint_bytes(settings: MemorySettings, born: Born, scenario: Scenario) -> int:
+    """Returns the bytes of the inputs [sequence, batch, hidden] that checkpoints of whole layers keep."""
+    if settings.recompute_granularity != "full":
+        return 0
+    item_bytes = 2 if scenario.dtype == "bf16" else 4
+    reached = len({layer for layer, _ in born})
+    return (
+        min(num_checkpoints(settings, scenario), reached)
+        * tokens(scenario)
+        * (scenario.architecture.hidden_size * item_bytes)
+    )
+
+
+def num_checkpoints(settings: MemorySettings, scenario: Scenario) -> int:
+    """Returns in how many parts backward makes the recomputed bytes again, one at a time."""
+    if settings.recompute_method == "uniform":
+        return scenario.num_layers // (settings.recompute_num_layers or 1)
+    return settings.recompute_num_layers or scenario.num_layers
+
+
+def recomputed_operations(settings: MemorySettings, scenario: Scenario) -> float:
+    """Counts the operations that backward makes a second time for one token, over all layers."""
+    model = scenario.architecture
+    hidden, query = model.hidden_size, model.num_attention_heads * model.kv_channels
+    expert_width = model.moe_router_topk * model.moe_ffn_hidden_size
+    of = {
+        "attention": 4.0 * hidden * (query + model.num_query_groups * model.kv_channels),
+        "core_attn": 2.0 * scenario.seq_length * query,  # causal: half of all pairs, scores and values
+        "layernorm": 4.0 * hidden,
+        "moe_act": 6.0 * expert_width,
+        "mlp": 6.0 * hidden * model.ffn_hidden_size,
+        "moe": 6.0 * hidden * expert_width + 2.0 * hidden * (model.num_moe_experts or 0),
+    }
+    if settings.recompute_granularity == "full":
+        block = settings.recompute_method == "block"
+        layers = (settings.recompute_num_layers or 0) if block else scenario.num_layers
+        return layers * sum(of[part] for part in ("attention", "core_attn", "moe" if model.is_moe else "mlp"))
+    return scenario.num_layers * sum(of[name] for name in settings.recompute_modules or ())
+
+
+def tokens(scenario: Scenario) -> int:
+    """Returns the tokens of one micro-batch."""
+    return scenario.seq_length * scenario.micro_batch_size
+
+
+def _is_at(module: str, places: Sequence[str]) -> bool:
+    return any(module == place or (place.endswith("*") and module.startswith(place[:-1])) for place in places)

@@ -1,0 +1,300 @@
+"""Why a step ran out of memory: from evidence made by hand, and from live steps that are then mended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memlab.bounds import offloaded_bytes, recomputed_bytes
+from memlab.fitting import choices
+from memlab.out_of_memory import OutOfMemory, Refusal
+from memlab.record import StepRecord
+from memlab.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
+from memlab.timeline import CATEGORIES
+from memlab.units import GIB
+from memlab.verdict import judge
+from memlab.views.tables import record_table
+from tests.unit.live import FULL, offload, recompute
+
+from .builders import TimelineBuilder, record_of, scenario
+
+LAYER = "decoder.layers.1.mlp.experts.linear_fc1"
+STATIC = {"optimizer state": 32 * GIB, "gradients": 12 * GIB, "parameters": 6 * GIB}
+
+
+def refusal(**changes: Any) -> Refusal:
+    """An 80 GiB GPU, of which 70 GiB are allocated and 2 GiB belong to the context, cannot give 10 GiB more."""
+    values: dict[str, Any] = {
+        "phase": "backward",
+        "module": LAYER,
+        "nanoseconds": 1,
+        "requested_bytes": 10 * GIB,
+        "allocated_bytes": 70 * GIB,
+        "limit_bytes": 80 * GIB,
+        "reserved_bytes": 71 * GIB,
+        "largest_free_bytes": GIB // 2,
+        "device_free_bytes": 7 * GIB,
+        "device_total_bytes": 80 * GIB,
+    }
+    return Refusal(**(values | changes))
+
+
+def refused(
+    activations: dict[str, int] | None = None, retained: dict[str, int] | None = None, **changes: Any
+) -> StepRecord:
+    activations = {LAYER: 20 * GIB} if activations is None else activations
+    evidence = OutOfMemory(
+        refusal=refusal(**changes),
+        alive_by_category=STATIC | {"activations": sum(activations.values())},
+        alive_by_module={},
+        activations_by_module=activations,
+        retained_by_module=retained or {},
+    )
+    return record_of(None, status="out_of_memory", loss=None, out_of_memory=evidence)
+
+
+def fitted(settings: MemorySettings | None = None, **changes: Any) -> StepRecord:
+    return record_of(None, settings, **({"static_bytes": 50 * GIB} | changes))
+
+
+def verdict_of(record: StepRecord, records: Iterable[StepRecord] = ()) -> OutOfMemory:
+    judged = judge(record, list(records)).out_of_memory
+    assert judged is not None and judged.verdict is not None
+    return judged
+
+
+def test_evidence_adds_up() -> None:
+    seen = refusal(pending_free_bytes=GIB // 4)
+    assert seen.outside_bytes == 2 * GIB
+    assert seen.unused_reserved_bytes == GIB * 3 // 4
+    assert seen.room_bytes == 77 * GIB + GIB // 4
+    assert seen.missing_bytes == 3 * GIB
+    capped = refusal(limit_bytes=72 * GIB)
+    assert (capped.room_bytes, capped.missing_bytes) == (71 * GIB, 9 * GIB)
+    on_cpu = refusal(reserved_bytes=None, device_free_bytes=None, device_total_bytes=None, largest_free_bytes=None)
+    assert (on_cpu.room_bytes, on_cpu.outside_bytes, on_cpu.unused_reserved_bytes) == (80 * GIB, None, 0)
+
+
+def test_what_others_hold_is_outside_torch_and_a_context_is_not() -> None:
+    taken = {"allocated_bytes": 30 * GIB, "reserved_bytes": 31 * GIB, "device_free_bytes": 3 * GIB}
+    judged = verdict_of(refused(**taken))
+    assert judged.verdict == "outside torch"
+    assert "something else holds 46.000 GiB" in judged.evidence and "nvidia-smi" in judged.advice
+    assert verdict_of(refused()).verdict != "outside torch", "2 GiB are what a context takes"
+    assert verdict_of(refused(**taken, limit_bytes=40 * GIB)).verdict != "outside torch", "the cap is what refused"
+
+
+def test_unused_pieces_that_are_each_too_small_are_fragmentation() -> None:
+    pieces = {"reserved_bytes": 77 * GIB, "device_free_bytes": GIB, "allocated_bytes": 60 * GIB}
+    judged = verdict_of(refused(**pieces))
+    assert judged.verdict == "fragmentation"
+    assert "17.000 GiB of 77.000 GiB reserved are unused, in pieces of at most 512.00 MiB" in judged.evidence
+    assert "expandable_segments" in judged.advice
+    assert verdict_of(refused(**pieces, largest_free_bytes=None)).verdict != "fragmentation", (
+        "pages can be put together"
+    )
+    assert verdict_of(refused(**pieces, pending_free_bytes=8 * GIB)).verdict != "fragmentation", "they are in use"
+
+
+def test_what_is_left_from_before_the_step_is_retention_if_it_would_have_made_the_room() -> None:
+    foreign = verdict_of(refused(retained={"": 8 * GIB}))
+    assert (foreign.verdict, "something outside the model" in foreign.evidence) == ("retention", True)
+    assert verdict_of(refused(retained={"": 2 * GIB})).verdict != "retention", "3 GiB were lacking"
+    record = replace(refused(), settings=FULL)
+    earlier = fitted(FULL, residual_bytes=4 * GIB, peak_allocated_bytes=70 * GIB)
+    judged = verdict_of(record, [earlier])
+    assert judged.verdict == "retention" and "left 4.000 GiB" in judged.evidence
+    assert judged.suggestion is not None and judged.suggestion.settings.checkpoint_input_remedy == "detach"
+    other_setting = replace(earlier, settings=MemorySettings())
+    assert verdict_of(record, [other_setting]).verdict != "retention"
+
+
+def test_a_longer_batch_than_the_one_that_fitted_is_a_spike() -> None:
+    shorter = fitted(scenario=scenario(seq_length=1024), peak_allocated_bytes=60 * GIB, activation_peak_bytes=10 * GIB)
+    judged = verdict_of(refused({}), [shorter])
+    assert judged.verdict == "spike"
+    assert "4,096 tokens" in judged.evidence and "1,024 tokens fitted, with 10.000 GiB" in judged.evidence
+    assert judged.suggestion is None and "bound the longest batch" in judged.advice
+    too_large = replace(shorter, peak_allocated_bytes=79 * GIB)
+    assert verdict_of(refused({}), [too_large]).verdict == "capacity"
+
+
+def test_activations_that_a_setting_lowers_are_a_spike_and_static_bytes_are_capacity() -> None:
+    spike = verdict_of(refused())
+    assert spike.verdict == "spike" and spike.suggestion is not None
+    assert spike.suggestion.source == "estimated, at most"
+    assert spike.suggestion.peak_bytes <= refusal().room_bytes
+    capacity = verdict_of(refused({LAYER: GIB}))
+    assert (capacity.verdict, capacity.suggestion) == ("capacity", None)
+    assert "50.000 GiB for parameters" in capacity.evidence and "None of the known settings fits" in capacity.advice
+    optimizer = verdict_of(refused(phase="optimizer", module=""))
+    assert optimizer.verdict == "capacity" and "no setting lowers what optimizer adds" in optimizer.evidence
+
+
+def test_a_measured_setting_goes_first_and_the_cheaper_of_two() -> None:
+    fits = {"peak_allocated_bytes": 70 * GIB}
+    records = [fitted(FULL, **fits), fitted(recompute("moe_act"), **fits), fitted(recompute("layernorm"), **fits)]
+    judged = verdict_of(refused(), records)
+    assert judged.suggestion is not None
+    assert (judged.suggestion.settings, judged.suggestion.source) == (recompute("layernorm"), "measured")
+    too_large = replace(records[2], peak_allocated_bytes=79 * GIB)
+    idle = fitted(recompute("core_attn"), without_effect={"recompute_modules:core_attn": "no"}, **fits)
+    judged = verdict_of(refused(), [*records[:2], too_large, idle])
+    assert judged.suggestion is not None and judged.suggestion.settings == recompute("moe_act")
+    elsewhere = [replace(known, scenario=scenario(seq_length=512)) for known in records]
+    assert all(choice.source != "measured" for choice in choices(refused(), elsewhere))
+    moved = fitted(offload("expert_fc1"), offloaded_bytes_by_module={"expert_fc1": GIB}, **fits)
+    judged = verdict_of(refused(), [*records, moved])
+    assert judged.suggestion is not None and judged.suggestion.settings == moved.settings, "it recomputes nothing"
+
+
+def test_foreign_bytes_count_on_top_of_what_was_measured() -> None:
+    known = fitted(FULL, peak_allocated_bytes=76 * GIB)
+    assert choices(refused(), [known])[0].peak_bytes == 76 * GIB
+    assert choices(refused(retained={"": 2 * GIB}), [known])[0].peak_bytes == 78 * GIB
+
+
+@pytest.mark.parametrize("family", ["qwen3-30b-a3b", "phi-4"])
+@pytest.mark.parametrize("standing", [MemorySettings(), recompute("layernorm"), offload("qkv_linear"), FULL])
+def test_nothing_is_proposed_that_is_refused_or_without_effect(family: str, standing: MemorySettings) -> None:
+    places = ("", ".mlp", ".mlp.experts", ".pre_mlp_layernorm", ".self_attention", ".mlp.experts.linear_fc1")
+    made = {f"decoder.layers.{layer}{place}": GIB for layer in range(4) for place in places}
+    record = replace(refused(made), settings=standing, scenario=scenario(architecture=family, num_layers=4))
+    proposed = [choice.settings for choice in choices(record, [])]
+    model = record.scenario.architecture
+    for settings in proposed:
+        settings.check(model, 4)
+        assert settings.without_effect(model).keys() <= standing.without_effect(model).keys()
+        assert (settings.offload_parameters, settings.offload_optimizer) == (False, False)
+    assert len(set(proposed)) == len(proposed)
+    assert standing == FULL or proposed, "there is something to propose"
+    failed = [replace(record, settings=settings) for settings in proposed]
+    assert choices(record, failed) == []
+
+
+def test_what_was_alive_is_read_from_the_timeline_at_the_refusal() -> None:
+    step = TimelineBuilder()
+    step.opening("parameters", 100, "decoder.layers.0.mlp")
+    step.opening("activations", 7, "decoder.layers.0")
+    step.phase = "forward"
+    step.event(30, "activations", "decoder.layers.0.mlp", after=1)
+    step.event(5, "temporary", after=1)
+    step.event(500, "activations", pool="host")
+    step.event(-30, "activations", "decoder.layers.0.mlp", after=5)
+    seen = OutOfMemory.at(refusal(nanoseconds=3_000_000), step.build())
+    assert seen.alive_by_category == {"parameters": 100, "activations": 37, "temporary": 5}
+    assert seen.activations_by_module == {"decoder.layers.0.mlp": 30, "decoder.layers.0": 7, "": 5}
+    assert seen.retained_by_module == {"decoder.layers.0": 7}
+    assert seen.static_bytes == 100
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe-tiny", "phi-4-tiny"])
+def test_no_setting_saves_more_than_is_reckoned(family: str, open_lab: Callable[..., Any]) -> None:
+    lab = open_lab(family, seq_length=256)
+    plain = lab.step()
+    timeline, peak = plain.timeline, plain.timeline.peak_index()
+    born: dict[tuple[int, str], int] = {}
+    rows = zip(timeline.pool, timeline.category, timeline.module, timeline.delta_bytes, strict=True)
+    for pool, category, module, delta in list(rows)[: peak + 1]:
+        parts = timeline.modules[module].split(".", 3)
+        if not pool and CATEGORIES[category] == "activations" and parts[0] == "decoder" and len(parts) > 2:
+            place = (int(parts[2]), parts[3] if len(parts) > 3 else "")
+            born[place] = born.get(place, 0) + int(delta)
+    tried = 0
+    single = [recompute(name) for name in RECOMPUTE_MODULES]
+    single += [offload(name) for name in OFFLOAD_MODULES if name != "attn_proj"] + [offload("core_attn", "attn_proj")]
+    for settings in [*single, FULL]:
+        try:
+            saved = plain.peak_allocated_bytes - lab.step(settings).peak_allocated_bytes
+        except ValueError:
+            continue  # not a module of this family
+        reckoned = recomputed_bytes(settings, born, lab.scenario) + offloaded_bytes(settings, born, lab.scenario)
+        assert saved <= reckoned, settings
+        tried += saved > 0
+    assert tried >= 5
+
+
+def same_step(one: StepRecord, other: StepRecord) -> bool:
+    names = ("loss", "static_bytes", "peak_allocated_bytes", "residual_bytes", "host_bytes")
+    return all(getattr(one, name) == getattr(other, name) for name in names)
+
+
+@pytest.mark.parametrize(("family", "share"), [("qwen3-moe-tiny", 0.7), ("phi-4-tiny", 0.9)])
+def test_an_injected_one_is_judged_and_following_the_proposals_ends_in_a_step_that_fits(
+    family: str, share: float, open_lab: Callable[..., Any], tmp_path: Path
+) -> None:
+    lab = open_lab(family, seq_length=512)
+    plain = lab.step()
+    lab.records.clear()  # nothing is known: all is reckoned
+    lab.device_memory_bytes = plain.static_bytes + int(share * plain.activation_peak_bytes)
+    record = lab.step()
+    seen = record.out_of_memory
+    assert seen.verdict == "spike" and record.message.startswith("spike in forward of decoder.layers")
+    assert sum(seen.alive_by_category.values()) == seen.refusal.allocated_bytes
+    assert seen.refusal.allocated_bytes + seen.refusal.requested_bytes > lab.device_memory_bytes
+    assert StepRecord.load(record.save(tmp_path)) == record
+    assert json.dumps(record.to_dict())
+    first = record
+    for _ in range(8):
+        if record.status == "ok":
+            break
+        assert record.out_of_memory.suggestion.source == "estimated, at most"
+        record = lab.step(record.out_of_memory.suggestion.settings)
+    assert record.status == "ok" and record.loss == plain.loss and not record.without_effect
+    again = lab.step(first.settings)
+    assert again.out_of_memory.suggestion.source == "measured"
+    assert again.out_of_memory.suggestion.peak_bytes <= lab.device_memory_bytes
+    assert lab.step(again.out_of_memory.suggestion.settings).status == "ok"
+    lab.device_memory_bytes = None
+    assert same_step(lab.step(MemorySettings()), plain)
+
+
+def test_parameters_that_do_not_fit_are_capacity_and_a_retained_checkpoint_input_is_retention(
+    open_lab: Callable[..., Any],
+) -> None:
+    lab = open_lab("qwen3-moe-tiny", seq_length=512)
+    full = lab.step(FULL)
+    lab.device_memory_bytes = full.static_bytes - full.residual_bytes + 100_000
+    assert lab.step().out_of_memory.verdict == "capacity"
+    lab.device_memory_bytes = None
+    full = lab.step(FULL)
+    lab.device_memory_bytes = full.peak_allocated_bytes - full.residual_bytes // 4
+    record = lab.step()
+    assert (record.status, record.out_of_memory.verdict) == ("out_of_memory", "retention")
+    proposed = record.out_of_memory.suggestion.settings
+    assert proposed == replace(FULL, checkpoint_input_remedy="detach")
+    assert lab.step(proposed).status == "ok"
+    lab.device_memory_bytes = None
+    assert same_step(lab.step(FULL), full)
+
+
+@pytest.mark.parametrize("modules", [("mlp_norm",), ("qkv_linear", "mlp_norm", "expert_fc1", "moe_act")])
+def test_offload_that_was_cut_short_leaves_nothing_behind(
+    modules: tuple[str, ...], open_lab: Callable[..., Any]
+) -> None:
+    lab = open_lab("qwen3-moe-tiny", seq_length=512)
+    plain = lab.step()
+    for share in (0.3, 0.5):
+        lab.device_memory_bytes = plain.static_bytes + int(share * plain.activation_peak_bytes)
+        cut_short = lab.step(offload(*modules))
+        assert (cut_short.status, cut_short.residual_bytes) == ("out_of_memory", 0)
+        lab.device_memory_bytes = None
+        assert same_step(lab.step(MemorySettings()), plain), share
+
+
+def test_the_record_s_table_shows_what_was_seen() -> None:
+    table = record_table(judge(refused(), []))
+    for words in (
+        "asked for 10.000 GiB, allocated 70.000 GiB, limit 80.000 GiB, reserved 71.000 GiB, of it unused 1.000 GiB",
+        "left on the device 7.000 GiB, held outside torch 2.000 GiB",
+        "alive: optimizer state 32.000 GiB",
+        f"most of the step's own: {LAYER} 20.000 GiB",
+    ):
+        assert words in " ".join(table.split()), words
+    on_cpu = refused(reserved_bytes=None, device_free_bytes=None, device_total_bytes=None, largest_free_bytes=None)
+    assert "reserved" not in record_table(judge(on_cpu, []))
