@@ -26,6 +26,8 @@ class Backend:
     active: Callable[[], AbstractContextManager[None]]
     """Everything that touches the model runs inside this context."""
     meter: Callable[[Labels], Meter]
+    compiles: bool = False
+    """Whether Megatron's small functions go through ``torch.compile``."""
 
 
 def find_backend(name: str) -> Backend:
