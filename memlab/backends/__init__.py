@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from memlab.meter.labels import Labels
 from memlab.meter.protocol import Meter
 
-BACKENDS = ("auto", "cpu", "cuda")
+BACKENDS = ("auto", "cpu", "cuda", "simulated")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,25 +26,29 @@ class Backend:
     active: Callable[[], AbstractContextManager[None]]
     """Everything that touches the model runs inside this context."""
     meter: Callable[[Labels], Meter]
+    computes: bool = True
+    """Whether tensors have values: a loss is a loss then."""
 
 
 def find_backend(name: str) -> Backend:
     """Returns a backend by name.
 
     Args:
-        name: One of `BACKENDS`; ``auto`` takes the best that this machine has.
+        name: One of `BACKENDS`; ``auto`` takes the best that this machine has and that computes.
 
     Raises:
         ValueError: If the name is unknown, or the backend cannot be used here.
     """
     if name not in BACKENDS:
         raise ValueError(f"backend is {name!r}, must be one of {', '.join(BACKENDS)}: choose one of them")
-    from memlab.backends import cpu, cuda
+    from memlab.backends import cpu, cuda, simulated
 
     if name == "cpu":
         return cpu.backend("asked for")
     if name == "cuda":
         return cuda.backend("asked for")
+    if name == "simulated":
+        return simulated.backend("asked for")
     problem = cuda.missing()
     if problem is None:
         return cuda.backend("it is there")

@@ -29,7 +29,11 @@ _DEVICE, _HOST, _ON_CHIP = (POOLS.index(name) for name in ("device", "host", "on
 
 
 @dataclass(slots=True, eq=False)
-class _StorageLife(Life):
+class StorageLife(Life):
+    """A life with what the meter needs to follow its storage."""
+
+    requested_bytes: int = 0
+    """The storage's size; `num_bytes` is what it takes of its pool."""
     reference: weakref.ref[Any] | None = None
 
 
@@ -46,10 +50,10 @@ class StorageMeter:
         self._host_bytes = 0
         self._peak_host_bytes = 0
         self._num_starts = 0
-        self._live: dict[int, _StorageLife] = {}
+        self._live: dict[int, StorageLife] = {}
         self._events: list[Event] = []
         self._opening: list[tuple[int, int, Life]] = []
-        self._in_kernel: list[Life] = []
+        self._in_kernel: list[StorageLife] = []
         self._started = time.perf_counter_ns()
         labels.on_kernel_end = self._leave_kernel
 
@@ -157,7 +161,7 @@ class StorageMeter:
         life = self._live.get(key)
         if life is None:
             self._born(storage, key, self._pool_of_new(arguments))
-        elif life.num_bytes != storage.nbytes():
+        elif life.requested_bytes != storage.nbytes():
             self.resized(storage)
 
     def _pool_of_new(self, arguments: Any) -> int:
@@ -194,7 +198,7 @@ class StorageMeter:
         if pool == _DEVICE:
             self.require_room(storage.nbytes())
         labels = self._labels
-        life = _StorageLife(
+        life = StorageLife(
             storage.nbytes(),
             pool,
             labels.module,
@@ -203,34 +207,46 @@ class StorageMeter:
             labels.recomputing,
             self._num_starts,
             labels.known_category,
+            requested_bytes=storage.nbytes(),
         )
+        life.num_bytes = self._take(life)
         life.reference = weakref.ref(storage, lambda _: self._died(key, life))
         self._live[key] = life
         if pool == _ON_CHIP:
             self._in_kernel.append(life)
         self._event(life.num_bytes, life)
 
-    def _died(self, key: int, life: Life) -> None:
+    def _take(self, life: StorageLife) -> int:
+        """Returns the bytes that a storage of `requested_bytes` takes of its pool."""
+        return life.requested_bytes
+
+    def _give_back(self, life: StorageLife) -> None:
+        """Ends what `_take` began."""
+
+    def _died(self, key: int, life: StorageLife) -> None:
         if self._live.get(key) is life:
             del self._live[key]
         life.died_in_span = self._labels.span
         life.died_in_step = self._num_starts
         self._event(-life.num_bytes, life)
+        self._give_back(life)
         life.num_bytes = 0
 
     def resizes(self, storage: Any, num_bytes: int) -> None:
         """Refuses a growth in place that the device has no room for, before it happens."""
         life = self._live.get(storage._cdata)
         if life is not None and life.pool == _DEVICE:
-            self.require_room(num_bytes - life.num_bytes)
+            self.require_room(num_bytes - life.requested_bytes)
 
     def resized(self, storage: Any) -> None:
         """Books a storage whose size changed in place."""
         life = self._live.get(storage._cdata)
         if life is not None:
-            delta = storage.nbytes() - life.num_bytes
-            life.num_bytes += delta
-            self._event(delta, life)
+            before = life.num_bytes
+            self._give_back(life)
+            life.requested_bytes = storage.nbytes()
+            life.num_bytes = self._take(life)
+            self._event(life.num_bytes - before, life)
 
     def _leave_kernel(self) -> None:
         survivors = [life for life in self._in_kernel if life.died_in_span is None]
@@ -239,17 +255,8 @@ class StorageMeter:
         for life in survivors:
             self._event(-life.num_bytes, life)
             life.pool = _DEVICE
+            life.num_bytes = self._take(life)
             self._event(life.num_bytes, life)
-
-    def move(self, tensors: Iterable[torch.Tensor], pool: str) -> None:
-        """Moves storages to another pool, where a tensor's place is known only after it was made."""
-        code = POOLS.index(pool)
-        for tensor in tensors:
-            life = self.life_of(tensor)
-            if life is not None and life.pool != code:
-                self._event(-life.num_bytes, life)
-                life.pool = code
-                self._event(life.num_bytes, life)
 
     def _event(self, delta: int, life: Life) -> None:
         if delta:

@@ -55,7 +55,7 @@ class TorchNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.epsilon = eps
-        self.weight = torch.nn.Parameter(_device_empty(hidden_size, config=config).fill_(1.0))
+        self.weight = torch.nn.Parameter(device_empty(hidden_size, config=config).fill_(1.0))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Normalises [..., hidden_size]."""
@@ -90,7 +90,7 @@ class TorchNormLinear(torch.nn.Module):
         super().__init__()
         assert not bias, "both families train without biases"
         self.epsilon = config.layernorm_epsilon
-        self.layer_norm_weight = torch.nn.Parameter(_device_empty(input_size, config=config).fill_(1.0))
+        self.layer_norm_weight = torch.nn.Parameter(device_empty(input_size, config=config).fill_(1.0))
         self.weight = _weight(output_size, input_size, config=config, init_method=init_method)
 
     def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -145,12 +145,12 @@ class TorchAttention(torch.nn.Module):
 
 
 def _weight(rows: int, columns: int, *, config: TransformerConfig, init_method: Any) -> torch.nn.Parameter:
-    weight = torch.nn.Parameter(_device_empty(rows, columns, config=config))
+    weight = torch.nn.Parameter(device_empty(rows, columns, config=config))
     if config.perform_initialization:
         with get_cuda_rng_tracker().fork():
             init_method(weight)
     return weight
 
 
-def _device_empty(*shape: int, config: TransformerConfig) -> torch.Tensor:
+def device_empty(*shape: int, config: TransformerConfig) -> torch.Tensor:
     return torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device())
