@@ -26,6 +26,8 @@ class Backend:
     active: Callable[[], AbstractContextManager[None]]
     """Everything that touches the model runs inside this context."""
     meter: Callable[[Labels], Meter]
+    fill_workspaces: Callable[[bool], None] = lambda is_moe: None
+    """Takes, once a model stands, what kernels keep on the device and no tensor shows."""
     computes: bool = True
     """Whether tensors have values: a loss is a loss then."""
 

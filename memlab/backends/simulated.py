@@ -18,6 +18,7 @@ from memlab.backends import Backend, fake_collectives  # noqa: F401  # registers
 from memlab.backends.cpu import stand_in
 from memlab.backends.fake_calls import FAKE, FakeCuda
 from memlab.meter.simulated import SimulatedMeter
+from memlab.model.engine_caches import hold_fake_workspaces
 from memlab.model.fake_layers import FakeProvider
 
 
@@ -30,6 +31,7 @@ def backend(reason: str) -> Backend:
         distributed_backend="fake",
         active=on_fake_tensors,
         meter=SimulatedMeter,
+        fill_workspaces=lambda is_moe: hold_fake_workspaces(grouped=is_moe),
         computes=False,
     )
 
