@@ -39,7 +39,9 @@ def _make(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     on_host = kwargs.get("pin_memory") or str(device) == "cpu" or (device is None and func not in LIKE)
     kwargs = {name: value for name, value in kwargs.items() if name not in ("pin_memory", "device")}
     if not on_host:
-        return func(*args, **kwargs) if device is None else func(*args, **kwargs, device=FAKE)
+        made = func(*args, **kwargs) if device is None else func(*args, **kwargs, device=FAKE)
+        # torch.tensor makes a fake tensor behind the meter's back; an operation brings it into sight.
+        return torch.ops.aten.alias(made) if func is torch.tensor else made
     return made_on_host(func, *args, **kwargs, **({"device": FAKE} if func in _WITHOUT_VALUES else {}))
 
 
