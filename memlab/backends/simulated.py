@@ -94,9 +94,12 @@ class FusedAdam(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Makes the moments where they are missing."""
+        """Makes the moments where they are missing, and touches what the kernel does."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None and not self.state[parameter]:
-                    for name in ("exp_avg", "exp_avg_sq"):
-                        self.state[parameter][name] = torch.zeros_like(parameter, dtype=torch.float32)
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter) for _ in range(2))
+                parameter.addcmul_(state["exp_avg"].add_(parameter.grad), state["exp_avg_sq"])

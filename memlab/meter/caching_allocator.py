@@ -45,6 +45,22 @@ class CachingAllocator:
             self._offer(after)
         return block
 
+    def makes_room(self, requested_bytes: int, limit_bytes: int) -> bool:
+        """Returns whether a request can be met with so many bytes reserved; gives back free segments where it must."""
+        num_bytes = rounded_bytes(requested_bytes)
+        is_small = num_bytes <= SMALL_REQUEST_BYTES
+        free = self._free[is_small]
+        if free and free[-1][0] >= num_bytes:
+            return True
+        if self.reserved_bytes + _segment_bytes(num_bytes, is_small) > limit_bytes:
+            self.empty_cache()
+        return self.reserved_bytes + _segment_bytes(num_bytes, is_small) <= limit_bytes
+
+    @property
+    def largest_free_bytes(self) -> int:
+        """The largest request that needs no new segment."""
+        return max((free[-1][0] for free in self._free.values() if free), default=0)
+
     def free(self, block: Block) -> None:
         """Takes a block back, and merges it with its free neighbours."""
         block.is_free = True
@@ -91,14 +107,18 @@ class CachingAllocator:
         return block
 
     def _new_segment(self, num_bytes: int, is_small: bool) -> Block:
+        size = _segment_bytes(num_bytes, is_small)
         if is_small:
-            size = _SMALL_SEGMENT_BYTES
             self._small_segments.add(self._top)
-        elif num_bytes < _OWN_SEGMENT_FROM_BYTES:
-            size = _LARGE_SEGMENT_BYTES
-        else:
-            size = -(-num_bytes // _SMALL_SEGMENT_BYTES) * _SMALL_SEGMENT_BYTES
         block = Block(self._top, size, True, self._top)
         self._top += size
         self.reserved_bytes += size
         return block
+
+
+def _segment_bytes(num_bytes: int, is_small: bool) -> int:
+    if is_small:
+        return _SMALL_SEGMENT_BYTES
+    if num_bytes < _OWN_SEGMENT_FROM_BYTES:
+        return _LARGE_SEGMENT_BYTES
+    return -(-num_bytes // _SMALL_SEGMENT_BYTES) * _SMALL_SEGMENT_BYTES

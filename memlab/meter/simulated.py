@@ -44,10 +44,17 @@ class SimulatedMeter(StorageMeter):
     def _reserved_life() -> Life:
         return Life(0, _RESERVED, 0, PHASES.index("idle"), 0, False, 0, CATEGORIES.index("workspace"))
 
-    def _take(self, life: StorageLife) -> int:
-        if life.pool != _DEVICE or not life.requested_bytes:
-            return life.requested_bytes
-        block = self._blocks[id(life)] = self._allocator.allocate(life.requested_bytes)
+    def require_room(self, num_bytes: int) -> None:
+        """Leaves it to the allocator, block by block."""
+
+    def _take(self, life: StorageLife, num_bytes: int) -> int:
+        if life.pool != _DEVICE or not num_bytes:
+            return num_bytes
+        allocator, limit = self._allocator, self.device_memory_bytes
+        if limit is not None and not allocator.makes_room(num_bytes, limit):
+            largest, reserved = allocator.largest_free_bytes, allocator.reserved_bytes
+            self._refuse(num_bytes, limit, reserved_bytes=reserved, largest_free_bytes=largest)
+        block = self._blocks[id(life)] = allocator.allocate(num_bytes)
         self._reserve()
         return block.num_bytes
 

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -182,17 +182,21 @@ class StorageMeter:
             torch.OutOfMemoryError: With what was asked for, and what is allocated of how much.
         """
         if self.device_memory_bytes is not None and self._device_bytes + num_bytes > self.device_memory_bytes:
-            labels = self._labels
-            self.out_of_memory = Refusal(
-                phase=PHASES[labels.phase],
-                module=labels.modules[labels.module],
-                nanoseconds=time.perf_counter_ns() - self._started,
-                requested_bytes=num_bytes,
-                allocated_bytes=self._device_bytes,
-                limit_bytes=self.device_memory_bytes,
-            )
-            allocated = f"{format_bytes(self._device_bytes)} of {format_bytes(self.device_memory_bytes)} allocated"
-            raise torch.OutOfMemoryError(f"in {labels.place}: {format_bytes(num_bytes)} asked for with {allocated}")
+            self._refuse(num_bytes, self.device_memory_bytes)
+
+    def _refuse(self, num_bytes: int, limit_bytes: int, **of_an_allocator: int) -> NoReturn:
+        labels = self._labels
+        self.out_of_memory = Refusal(
+            phase=PHASES[labels.phase],
+            module=labels.modules[labels.module],
+            nanoseconds=time.perf_counter_ns() - self._started,
+            requested_bytes=num_bytes,
+            allocated_bytes=self._device_bytes,
+            limit_bytes=limit_bytes,
+            **of_an_allocator,
+        )
+        allocated = f"{format_bytes(self._device_bytes)} of {format_bytes(limit_bytes)} allocated"
+        raise torch.OutOfMemoryError(f"in {labels.place}: {format_bytes(num_bytes)} asked for with {allocated}")
 
     def _born(self, storage: Any, key: int, pool: int) -> None:
         if pool == _DEVICE:
@@ -209,16 +213,16 @@ class StorageMeter:
             labels.known_category,
             requested_bytes=storage.nbytes(),
         )
-        life.num_bytes = self._take(life)
+        life.num_bytes = self._take(life, life.num_bytes)
         life.reference = weakref.ref(storage, lambda _: self._died(key, life))
         self._live[key] = life
         if pool == _ON_CHIP:
             self._in_kernel.append(life)
         self._event(life.num_bytes, life)
 
-    def _take(self, life: StorageLife) -> int:
-        """Returns the bytes that a storage of `requested_bytes` takes of its pool."""
-        return life.requested_bytes
+    def _take(self, life: StorageLife, num_bytes: int) -> int:
+        """Returns the bytes that a storage of so many takes of its life's pool."""
+        return num_bytes
 
     def _give_back(self, life: StorageLife) -> None:
         """Ends what `_take` began."""
@@ -242,11 +246,12 @@ class StorageMeter:
         """Books a storage whose size changed in place."""
         life = self._live.get(storage._cdata)
         if life is not None:
-            before = life.num_bytes
+            self._event(-life.num_bytes, life)
             self._give_back(life)
+            life.num_bytes = life.requested_bytes = 0
+            life.num_bytes = self._take(life, storage.nbytes())
             life.requested_bytes = storage.nbytes()
-            life.num_bytes = self._take(life)
-            self._event(life.num_bytes - before, life)
+            self._event(life.num_bytes, life)
 
     def _leave_kernel(self) -> None:
         survivors = [life for life in self._in_kernel if life.died_in_span is None]
@@ -254,8 +259,8 @@ class StorageMeter:
         self.require_room(sum(life.num_bytes for life in survivors))
         for life in survivors:
             self._event(-life.num_bytes, life)
-            life.pool = _DEVICE
-            life.num_bytes = self._take(life)
+            life.pool, life.num_bytes = _DEVICE, 0
+            life.num_bytes = self._take(life, life.requested_bytes)
             self._event(life.num_bytes, life)
 
     def _event(self, delta: int, life: Life) -> None:
