@@ -345,10 +345,15 @@ class Stepper:
             **_of_a_real_device(timeline),
             host_reserved_bytes=self._host_reserved_bytes(),
             recomputed_bytes=timeline.born_bytes("recomputed"),
-            tokens_per_second=self.scenario.tokens_per_step / measured["step_seconds"] if "loss" in measured else 0.0,
+            tokens_per_second=self._tokens_per_second(measured),
             timeline=timeline,
             **measured,
         )
+
+    def _tokens_per_second(self, measured: dict[str, Any]) -> float:
+        if "loss" not in measured or not self._backend.computes:
+            return 0.0
+        return self.scenario.tokens_per_step / float(measured["step_seconds"])
 
     def _host_reserved_bytes(self) -> int | None:
         by_torch = self.meter.host_reserved_bytes()

@@ -86,9 +86,7 @@ def _to_device(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor) if is_on_host(tensor) else tensor
 
 
-def run_backward(
-    mode: TorchFunctionMode, tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any
-) -> None:
+def run_backward(mode: TorchFunctionMode, tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> None:
     """Stands for ``torch.autograd.backward``, with a function mode in place while it runs."""
     # torch leaves the function mode while a function runs that was offered to it. Going to autograd's engine from here,
     # as Megatron's custom_backward does, keeps the stand-ins in place during backward.

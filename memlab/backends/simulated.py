@@ -75,9 +75,7 @@ def _with_routing(preprocess: Callable[..., Any]) -> Callable[..., Any]:
         num_tokens, num_experts = routing_map.shape
         with _disable_current_modes():
             chosen = torch.arange(num_tokens * dispatcher.config.moe_router_topk) % num_experts
-            chosen = torch.nn.functional.one_hot(
-                chosen.view(num_tokens, -1), num_experts
-            ).sum(1).bool()
+            chosen = torch.nn.functional.one_hot(chosen.view(num_tokens, -1), num_experts).sum(1).bool()
         return preprocess(dispatcher, chosen)
 
     return preprocess_chosen

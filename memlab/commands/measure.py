@@ -23,6 +23,7 @@ from memlab.commands.ranks import (
     world_size,
     worst,
 )
+from memlab.layout import Layout
 from memlab.record import StepRecord
 from memlab.scenario import DTYPES, Scenario
 from memlab.settings import (
@@ -36,7 +37,13 @@ from memlab.settings import (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags; the values' rules are those of `Scenario` and `MemorySettings`, in their words."""
+    """Declares the flags."""
+    add_step_arguments(parser)
+    parser.add_argument("--backend", default="auto", metavar="NAME", help="auto, or one that memlab doctor lists")
+
+
+def add_step_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares what `measure` and `predict` share; values' rules are those of `Scenario` and `MemorySettings`."""
     parser.add_argument(
         "architecture", metavar="ARCH", help=f"{', '.join(ARCHITECTURES)}, or a Hugging Face config.json"
     )
@@ -71,7 +78,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--offload-gradients", action=argparse.BooleanOptionalAction, help="dropped between steps (as the optimizer)"
     )
     settings.add_argument("--offload-optimizer", action="store_true", default=None, help="on the host between steps")
-    parser.add_argument("--backend", default="auto", metavar="NAME", help="auto, or one that memlab doctor lists")
     parser.add_argument("--json", action="store_true", help="print one JSON object, bytes as integers")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="also save the record and its timeline")
     parser.add_argument(
@@ -89,20 +95,28 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         arguments.tensor_model_parallel_size,
         arguments.pipeline_model_parallel_size,
         arguments.expert_model_parallel_size,
+        world_size(),
     )
+    workload, settings = checked_step(arguments, layout)
+    make_folder(arguments, rank_folder)
+    from memlab.backends import find_backend
+
+    with result_alone_on_stdout():
+        find_backend(arguments.backend)
+    return lambda: _measure(workload, settings, arguments)
+
+
+def checked_step(arguments: argparse.Namespace, layout: Layout) -> tuple[dict[str, Any], MemorySettings]:
+    """Returns the arguments of a `Lab` and the settings of its step.
+
+    Raises:
+        ValueError: If a value breaks its rule.
+    """
     workload = _given(arguments, Scenario) | {"layout": layout}
     scenario = Scenario(**workload)
     settings = MemorySettings(**_given(arguments, MemorySettings))
     settings.check(scenario.architecture, scenario.num_layers)
-    from memlab.backends import find_backend
-
-    if arguments.snapshot and arguments.out is None:
-        raise ValueError("--snapshot has no folder to write to: give --out FOLDER")
-    if arguments.out is not None:
-        _make_folder(rank_folder(arguments.out))
-    with result_alone_on_stdout():
-        find_backend(arguments.backend)
-    return lambda: _measure(workload, settings, arguments)
+    return workload, settings
 
 
 def _measure(workload: dict[str, Any], settings: MemorySettings, arguments: argparse.Namespace) -> int:
@@ -111,10 +125,7 @@ def _measure(workload: dict[str, Any], settings: MemorySettings, arguments: argp
 
         with Lab(**workload, backend=arguments.backend) as lab:
             record = lab.step(settings)
-            if arguments.out is not None:
-                folder = record.save(rank_folder(arguments.out))
-                if arguments.snapshot:
-                    record.export_snapshot(folder / "snapshot.pickle")
+            save(record, arguments, rank_folder)
             if record.status != "ok" and world_size() > 1:
                 print(f"rank {rank()}: {record}", file=sys.stderr)
                 leave(1)
@@ -135,13 +146,31 @@ def _written(record: StepRecord, records: list[StepRecord], *, as_json: bool) ->
     return record_table(record)
 
 
-def _make_folder(folder: Path) -> None:
+def make_folder(arguments: argparse.Namespace, folder_of: Callable[[Path], Path]) -> None:
+    """Makes the folder that a record goes to.
+
+    Raises:
+        ValueError: If it cannot be made, or holds a record.
+    """
+    if arguments.snapshot and arguments.out is None:
+        raise ValueError("--snapshot has no folder to write to: give --out FOLDER")
+    if arguments.out is None:
+        return
+    folder = folder_of(arguments.out)
     if (folder / "record.json").exists():
         raise ValueError(f"output folder {folder} holds a record, and is not overwritten: give another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"output folder {folder} cannot be made ({error.strerror}): give another folder") from error
+
+
+def save(record: StepRecord, arguments: argparse.Namespace, folder_of: Callable[[Path], Path]) -> None:
+    """Saves a record where the flags say, if they do."""
+    if arguments.out is not None:
+        folder = record.save(folder_of(arguments.out))
+        if arguments.snapshot:
+            record.export_snapshot(folder / "snapshot.pickle")
 
 
 def _given(arguments: argparse.Namespace, cls: type[Scenario | MemorySettings]) -> dict[str, Any]:

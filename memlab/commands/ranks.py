@@ -25,23 +25,23 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def layout_of_the_job(tensor: int, pipeline: int, experts: int) -> Layout:
+def layout_of_the_job(tensor: int, pipeline: int, experts: int, num_ranks: int) -> Layout:
     """Returns the layout with as many copies of the model as the started ranks make.
 
     Raises:
         ValueError: If a size breaks its rule, or the ranks do not divide.
     """
     per_copy = tensor * pipeline
-    if per_copy > 0 and world_size() % per_copy:
+    if per_copy > 0 and num_ranks % per_copy:
         raise ValueError(
-            f"{world_size()} ranks were started, must be a multiple of {per_copy} (tensor {tensor} x pipeline "
+            f"{num_ranks} ranks were started, must be a multiple of {per_copy} (tensor {tensor} x pipeline "
             f"{pipeline}): start torchrun --nproc-per-node {per_copy}, or change a size"
         )
     return Layout(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
         expert_model_parallel_size=experts,
-        data_parallel_size=max(1, world_size() // max(1, per_copy)),
+        data_parallel_size=max(1, num_ranks // max(1, per_copy)),
     )
 
 

@@ -1,4 +1,4 @@
-"""The meter of the simulated backend: `StorageMeter`, with device bytes as torch's allocator on a GPU would give them."""
+"""The simulated backend's meter: `StorageMeter`, with device bytes as torch's allocator on a GPU would give them."""
 
 from __future__ import annotations
 

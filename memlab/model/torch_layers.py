@@ -153,4 +153,5 @@ def _weight(rows: int, columns: int, *, config: TransformerConfig, init_method: 
 
 
 def device_empty(*shape: int, config: TransformerConfig) -> torch.Tensor:
+    """Returns a tensor on the device, of the parameters' dtype."""
     return torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device())
