@@ -41,7 +41,7 @@ def offload() -> None:
         plain = _plain_copy()
         _bandwidth_row("a plain pinned copy of 4 GiB", 4 * 1024**3, *plain, plain)
         for group in ("parameters", "optimizer state"):
-            for pinned in (True, False):
+            for pinned in (True, False) if group == "parameters" else (True,):
                 lab.pinned_host_memory = pinned
                 runs = RUNS if pinned else 3
                 first = lab.offload(group)
@@ -129,7 +129,7 @@ def _offload_modules(lab: Lab, names: list[str]) -> None:
 
 def soak(count: int = 1000) -> None:
     """Takes a step under each of many random settings, and looks whether anything drifts."""
-    with Lab("qwen3-30b-a3b", num_layers=2, seq_length=512) as lab:
+    with Lab("qwen3-moe-tiny", seq_length=512) as lab:
         rng = random.Random(0)  # noqa: S311  # settings at random need no cryptography
         away = {"offload_parameters": False, "offload_gradients": False, "offload_optimizer": False}
         choices = [replace(random_settings(lab, rng), **away) for _ in range(12)]

@@ -126,6 +126,23 @@ def place_of(timeline: Timeline, index: int) -> str:
     return PHASES[timeline.phase[index]] + (f" of {module}" if module else "")
 
 
+def device_event_number(timeline: Timeline, index: int) -> int:
+    """Returns how many events on the device have passed since the step's start when event `index` has."""
+    return int((timeline.pool[timeline.num_opening_events : index + 1] == POOLS.index("device")).sum())
+
+
+def device_event_index(timeline: Timeline, number: int) -> int:
+    """Returns the index of the device event of that number, counted from 1 since the step's start."""
+    on_device = timeline.pool == POOLS.index("device")
+    on_device[: timeline.num_opening_events] = False
+    return int(on_device.nonzero()[0][number - 1])
+
+
+def roughness_bytes(timeline: Timeline) -> int:
+    """Returns by how much a block of the same request may differ: a real allocator leaves a small rest unsplit."""
+    return 1024**2 if timeline.total_bytes("reserved").any() else 0
+
+
 def same_moment(timeline: Timeline, index: int, other: Timeline) -> int:
     """Finds a birth of one step in another step of the same model.
 
@@ -154,7 +171,7 @@ def _alike(timeline: Timeline, index: int, other: Timeline) -> npt.NDArray[np.bo
         (other.pool == POOLS.index("device"))
         & (other.phase == timeline.phase[index])
         & (other.module == other.modules.index(name))
-        & (other.delta_bytes == timeline.delta_bytes[index])
+        & (abs(other.delta_bytes - timeline.delta_bytes[index]) <= roughness_bytes(timeline))
         & ~reloaded
     )
     alike[: other.num_opening_events] = False

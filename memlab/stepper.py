@@ -302,7 +302,12 @@ class Stepper:
         """Takes a step and hands the parameters over; returns by phase which groups an operation touched."""
         self._load()
         require_resident(self.live)
-        with GroupUse(self.labels, self.residency.tensors()) as step, self.labels.phase_of("idle"):
+        with ExitStack() as stack:
+            if self._backend.compiles:
+                # Under a dispatch mode torch.compile gives a function up for good, and later steps round otherwise.
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            step = stack.enter_context(GroupUse(self.labels, self.residency.tensors()))
+            stack.enter_context(self.labels.phase_of("idle"))
             train_step(self.live, self.labels)
         with GroupUse(self.labels, self.residency.tensors()) as sync:
             self.move("hand over", ("parameters",))

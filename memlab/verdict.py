@@ -21,7 +21,8 @@ def judge(record: StepRecord, records: Sequence[StepRecord]) -> StepRecord:
 
     - ``outside torch``: CUDA had less left than was asked for, what torch may hold would have been enough, and what
       others hold beyond `USUAL_OUTSIDE_BYTES` is the difference.
-    - ``fragmentation``: reserved and unused bytes are at least what was asked for, and no free block is that large.
+    - ``fragmentation``: reserved and unused bytes are at least what was asked for, and no free block is that large,
+      while the whole step would have found room in one piece.
     - ``retention``: what was alive from before the step and is none of parameters, gradients, optimizer state and
       workspaces (in backward: up to what earlier steps under these settings left) would have made the room that the
       whole step lacks.
@@ -45,7 +46,7 @@ def judge(record: StepRecord, records: Sequence[StepRecord]) -> StepRecord:
     least = min(known, key=lambda choice: choice.peak_bytes, default=None)
     verdict, evidence = (
         _outside(refused)
-        or _fragmentation(refused)
+        or _fragmentation(record, records)
         or _retention(record, records)
         or _spike(record, records, suggestion)
         or _capacity(refused, least)
@@ -73,10 +74,13 @@ def _outside(refused: OutOfMemory) -> _Found:
     )
 
 
-def _fragmentation(refused: OutOfMemory) -> _Found:
-    refusal = refused.refusal
+def _fragmentation(record: StepRecord, records: Sequence[StepRecord]) -> _Found:
+    assert record.out_of_memory is not None
+    refusal = record.out_of_memory.refusal
     largest, unused = refusal.largest_free_bytes, refusal.unused_reserved_bytes
     if largest is None or not largest < refusal.requested_bytes <= unused:
+        return None
+    if expected_peak_bytes(record, records) > refusal.room_bytes + unused:
         return None
     return "fragmentation", (
         f"{format_bytes(unused)} of {format_bytes(refusal.reserved_bytes or 0)} reserved are unused, in pieces of at "

@@ -30,6 +30,8 @@ class Backend:
     """Takes, once a model stands, what kernels keep on the device and no tensor shows."""
     computes: bool = True
     """Whether tensors have values: a loss is a loss then."""
+    compiles: bool = False
+    """Whether Megatron's small functions go through ``torch.compile``."""
 
 
 def find_backend(name: str) -> Backend:

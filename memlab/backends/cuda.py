@@ -61,6 +61,10 @@ def backend(reason: str) -> Backend:
     if problem is not None:
         raise ValueError(f"backend 'cuda' cannot be used: {problem[0]}: {problem[1]}, or choose 'cpu'")
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    from torch import _dynamo
+
+    _dynamo.config.recompile_limit = _MOST_RECOMPILES
+    _dynamo.config.accumulated_recompile_limit = 64 * _MOST_RECOMPILES
 
     return Backend(
         name="cuda",
@@ -70,12 +74,18 @@ def backend(reason: str) -> Backend:
         active=on_device,
         meter=AllocatorMeter,
         fill_workspaces=lambda is_moe: fill_cublas_workspaces(),
+        compiles=True,
     )
 
 
 def local_rank() -> int:
     """Returns the device that this process works on, as ``torchrun`` tells it; 0 without."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+_MOST_RECOMPILES = 512
+"""torch.compile gives a function up for good, silently and with other roundings, when it has met 8 kinds of arguments
+(``torch._dynamo.config.recompile_limit``). A lab changes settings and sequence lengths more often than that."""
 
 
 @contextmanager

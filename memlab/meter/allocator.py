@@ -73,6 +73,7 @@ class AllocatorMeter:
     @device_memory_bytes.setter
     def device_memory_bytes(self, num_bytes: int | None) -> None:
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        torch.cuda.empty_cache()  # what the allocator has cached already is under no limit
         torch.cuda.set_per_process_memory_fraction(1.0 if num_bytes is None else min(1.0, num_bytes / total))
         self._device_memory_bytes = num_bytes
 
@@ -204,13 +205,14 @@ class AllocatorMeter:
         events = self._replay()
         events = sorted((*events, *self._host_events), key=lambda event: event.nanoseconds)
         timeline = timeline_of(self._opening, events, self._started, self._labels.modules)
-        self._stamps_of_events = [event.stamp for event in events]
+        self._stamps_of_events = [event.stamp for event in events if event.pool == _DEVICE]
         self._opening = []
         self._host_events.clear()
         return timeline
 
     def close(self) -> None:
-        """Lets the allocator stop writing its history."""
+        """Lets the allocator stop writing its history, and lifts the limit."""
+        self.device_memory_bytes = None
         torch.cuda.memory._record_memory_history(None)
         self._blocks = None
 

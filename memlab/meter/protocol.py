@@ -37,7 +37,7 @@ class Meter(Protocol):
         """Fixes the category of what is alive."""
 
     def at_event(self, number: int, look: Callable[[], None]) -> AbstractContextManager[None]:
-        """Calls `look` in a repetition of the last step, at the moment of its event `number` since the start.
+        """Calls `look` in a repetition of the last step, when as many device events have passed.
 
         A GPU runs behind the program: there the moment is when the module takes over in which the event happened.
         """

@@ -43,7 +43,8 @@ class StorageMeter:
     def __init__(self, labels: Labels) -> None:
         self.device_memory_bytes: int | None = None
         """The size of the device, where it is pretended: what would exceed it raises `torch.OutOfMemoryError`."""
-        self._on_event: Callable[[int], None] | None = None
+        self._on_device_event: Callable[[int], None] | None = None
+        self._num_device_events = 0
         self.out_of_memory: Refusal | None = None
         self._labels = labels
         self._device_bytes = 0
@@ -77,6 +78,7 @@ class StorageMeter:
         """
         self.categorise(categories)
         self._num_starts += 1
+        self._num_device_events = 0
         self.out_of_memory = None
         self._events.clear()
         self._opening = [(life.num_bytes, life.pool, life) for life in self._live.values() if life.num_bytes]
@@ -131,12 +133,12 @@ class StorageMeter:
 
     @contextmanager
     def at_event(self, number: int, look: Callable[[], None]) -> Iterator[None]:
-        """Calls `look` right after event `number` since the next `start`."""
-        self._on_event = lambda count: look() if count == number else None
+        """Calls `look` right after device event `number` since the next `start`."""
+        self._on_device_event = lambda count: look() if count == number else None
         try:
             yield
         finally:
-            self._on_event = None
+            self._on_device_event = None
 
     def finish(self) -> Timeline:
         """Ends the timeline that `start` began, and returns it."""
@@ -271,8 +273,10 @@ class StorageMeter:
                 self._host_bytes += delta
                 self._peak_host_bytes = max(self._peak_host_bytes, self._host_bytes)
             self._events.append(Event(time.perf_counter_ns(), delta, life.pool, life, self._labels.phase))
-            if self._on_event is not None:
-                self._on_event(len(self._events))
+            if life.pool == _DEVICE:
+                self._num_device_events += 1
+                if self._on_device_event is not None:
+                    self._on_device_event(self._num_device_events)
 
 
 class _ObserveResults(TorchDispatchMode):

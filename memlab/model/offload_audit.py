@@ -20,7 +20,17 @@ from megatron.core.pipeline_parallel import fine_grained_activation_offload as u
 
 from memlab.model.build import LiveModel
 from memlab.model.storage_holders import find_holders
-from memlab.offload_account import Held, ModuleAccount, OffloadAccount, peak_of, place_of, same_moment
+from memlab.offload_account import (
+    Held,
+    ModuleAccount,
+    OffloadAccount,
+    device_event_index,
+    device_event_number,
+    peak_of,
+    place_of,
+    roughness_bytes,
+    same_moment,
+)
 from memlab.record import StepRecord
 
 State = Literal["away", "held", "back", "copied twice", "not due"]
@@ -210,10 +220,14 @@ def audit_offload(
     plain_peak = peak_of(plain)
     moment = same_moment(plain.timeline, plain_peak, offloaded.timeline)
     with trace.tracing():
-        again = repeat(moment + 1 - offloaded.timeline.num_opening_events, lambda: trace.look(live, modules))
+        number = device_event_number(offloaded.timeline, moment)
+        again = repeat(number, lambda: trace.look(live, modules))
     bytes_then = offloaded.timeline.bytes_at(moment)
     assert again.timeline is not None
-    assert again.timeline.bytes_at(moment) == bytes_then, "a steady step repeats itself to the byte"
+    bytes_again = again.timeline.bytes_at(device_event_index(again.timeline, number))
+    # One unsplit rest a layer and module is well under a thousandth.
+    off_by = bytes_then // 1000 if roughness_bytes(again.timeline) else 0
+    assert abs(bytes_again - bytes_then) <= off_by, "a steady step repeats itself"
     expected = {
         name: saved.account(name, live.scenario.num_layers, settings.min_offloaded_tensor_size)
         for name in settings.offload_modules or ()

@@ -33,7 +33,7 @@ from memlab.regression.written_yaml import Written, read_written_yaml
 BACKEND_PARAMETER = "backend"
 """A lab that has a parameter of this name is given the suite's backend."""
 
-_SUITE_KEYS = ("backend", "timeout_seconds", "cases")
+_SUITE_KEYS = ("backend", "baselines", "timeout_seconds", "cases")
 _BLOCK_KEYS = ("lab", "name", "timeout_seconds", "parameters", "matrix")
 _CASE_NAME = re.compile(r"(?!.*\.failed$)[A-Za-z0-9][A-Za-z0-9_.+=,-]{0,119}")
 _WEEK_SECONDS = 7 * 24 * 3600
@@ -56,6 +56,8 @@ class Suite:
 
     path: Path
     backend: str
+    baselines: str
+    """Name of their folder: the backend's, unless the suite says on which kind of GPU it is at home."""
     cases: tuple[Case, ...]
 
     @property
@@ -75,8 +77,8 @@ class Suite:
 
     @property
     def baselines_folder(self) -> Path:
-        """Where the suite's baselines are: a GPU's are those of one kind of GPU, so the suite names them."""
-        return _home(self.path) / "baselines" / self.name
+        """Where the suite's baselines are."""
+        return _home(self.path) / "baselines" / self.baselines
 
     def select(self, pattern: str | None) -> tuple[Case, ...]:
         """Returns the cases whose name has a pattern in it, in which ``*`` and ``?`` stand for any letters.
@@ -110,6 +112,9 @@ def read_suite(path: Path | str) -> Suite:
     backend = values["backend"]
     if not isinstance(backend, str) or backend not in backends:
         raise ValueError(f"{path}: backend is {backend!r}, must be one of {', '.join(backends)}: choose one of them")
+    baselines = values.get("baselines", backend)
+    if not isinstance(baselines, str) or not _CASE_NAME.fullmatch(baselines):
+        raise ValueError(f"{path}: baselines is {baselines!r}, must name a folder: write such as `baselines: h200`")
     blocks = values["cases"]
     if not isinstance(blocks, list) or not blocks:
         raise ValueError(f"{path}: cases is {blocks!r}, must be a list of at least one block: write `- lab: NAME`")
@@ -121,7 +126,7 @@ def read_suite(path: Path | str) -> Suite:
             if case.name in cases:
                 raise ValueError(f"{where}: case name {case.name} is taken, must be unique: give the block a name")
             cases[case.name] = case
-    return Suite(path=path, backend=backend, cases=tuple(cases.values()))
+    return Suite(path=path, backend=backend, baselines=baselines, cases=tuple(cases.values()))
 
 
 def _home(path: Path) -> Path:

@@ -129,3 +129,42 @@ def test_auto_takes_the_gpu_and_says_so() -> None:
 
     backend = find_backend("auto")
     assert (backend.name, backend.reason) == ("cuda", "it is there")
+
+
+def test_watching_which_groups_a_step_touches_changes_no_number(open_gpu_lab: Callable[..., Any]) -> None:
+    lab = open_gpu_lab("phi-4")
+    plain = lab.step()
+    used = lab.groups_used()
+    assert used["optimizer"] == GROUPS
+    assert used["hand over"] == ("parameters",)
+    # torch.compile gives a function up for good that it meets under a dispatch mode.
+    again = lab.step()
+    assert (again.loss, again.peak_allocated_bytes) == (plain.loss, pytest.approx(plain.peak_allocated_bytes, rel=1e-3))
+
+
+def test_the_audit_of_residency_is_silent_until_something_is_wrong(open_gpu_lab: Callable[..., Any]) -> None:
+    lab = open_gpu_lab()
+    plain = lab.step()
+    lab.offload(*GROUPS)
+    assert lab.audit_residency().complaints == ()
+    lab.load(*GROUPS)
+    assert lab.audit_residency().complaints == ()
+    for fault in ("size_not_saved", "inverted_condition", "gradients_held_by_main_parameters"):
+        with lab.residency_fault(fault):
+            if fault.startswith("gradients"):
+                lab.step()
+            lab.offload(*GROUPS)
+            lab.load(*(() if fault.startswith("gradients") else ("gradients",)))
+            assert any("gradients" in complaint for complaint in lab.audit_residency().complaints), fault
+    assert lab.step().loss == plain.loss
+
+
+@FAMILIES
+def test_the_audit_of_offload_adds_up(family: str, open_gpu_lab: Callable[..., Any]) -> None:
+    lab = open_gpu_lab(family)
+    account = lab.audit_offload(offload("core_attn"))
+    terms = account.terms()
+    assert sum(terms.values()) == account.expected_bytes > 0
+    # What nobody named is at most the rests that the allocator leaves unsplit.
+    assert abs(terms["added by offload itself"]) <= 16 * MIB
+    assert all(held.holders for held in account.held)

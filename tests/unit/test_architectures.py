@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memlab.architectures import ARCHITECTURES, find_architecture
+from memlab.layout import Layout
 from memlab.scenario import Scenario
 from memlab.settings import MemorySettings
 
@@ -31,7 +32,7 @@ def megatron() -> object:
         from memlab.backends import cpu
         from memlab.model import build
     with cpu.stand_in():
-        build.join_process_group("fake", seed=1)
+        build.join_process_group("fake", seed=1, layout=Layout())
     yield cpu.stand_in
     build.parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()

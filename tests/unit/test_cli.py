@@ -120,7 +120,10 @@ def fake_lab(monkeypatch: pytest.MonkeyPatch) -> type[FakeLab]:
         ("", "the following arguments are required: COMMAND: see memlab --help"),
         ("mesure phi-4-tiny", "argument COMMAND: invalid choice: 'mesure' (choose from"),
         ("run missing.ipynb", "notebook missing.ipynb does not exist"),
-        ("run labs/00_quickstart.ipynb -p seq 8", "unknown parameter seq: choose from seq_length, num_layers"),
+        (
+            "run labs/00_quickstart.ipynb -p seq 8",
+            "unknown parameter seq: choose from architecture, dense_architecture, seq_length, num_layers",
+        ),
         ("run labs/00_quickstart.ipynb -p seq_length 1e3", "parameter seq_length is '1e3', must be a whole number"),
         ("run labs/00_quickstart.ipynb -p seq_length 8 -p seq_length 9", "parameter seq_length is given twice"),
         ("run labs/00_quickstart.ipynb --timeout 0", "timeout is 0 seconds, must be above 0 and at most a week"),

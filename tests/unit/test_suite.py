@@ -75,7 +75,10 @@ def test_a_lab_with_a_backend_parameter_is_given_the_suites(tmp_path: Path) -> N
         ("backend: cpu\ncases: []\n", "cases is [], must be a list of at least one block"),
         ("backend: tpu\ncases: [{lab: small}]\n", "backend is 'tpu', must be one of cpu"),
         ("backend: auto\ncases: [{lab: small}]\n", "backend is 'auto', must be one of cpu"),
-        ("backend: cpu\ntimeout: 3\ncases: []\n", "unknown key 'timeout': choose from backend, timeout_seconds, cases"),
+        (
+            "backend: cpu\ntimeout: 3\ncases: []\n",
+            "unknown key 'timeout': choose from backend, baselines, timeout_seconds, cases",
+        ),
         ("backend: cpu\ntimeout_seconds: 1e3\ncases: [{lab: small}]\n", "timeout_seconds is '1e3', must be above 0"),
         ("backend: cpu\ncases:\n  - lab: smal\n", "lab is 'smal', must be a notebook in"),
         (BLOCK + "parametres: {}\n", "unknown key 'parametres': choose from lab, name, timeout_seconds, parameters"),
