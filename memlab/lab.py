@@ -25,6 +25,7 @@ from memlab.offload_account import OffloadAccount
 from memlab.progress import Follower, Progress
 from memlab.record import StepRecord
 from memlab.residency_audit import ResidencyAudit
+from memlab.routing import Routing
 from memlab.scenario import Dtype, Scenario
 from memlab.settings import MemorySettings
 from memlab.stepper import Action, Stepper
@@ -51,6 +52,7 @@ class Lab:
         seed: Of weights and data.
         dtype: Of parameters and activations, ``bf16`` or ``fp32``.
         layout: How the job is spread over ranks, each of which opens the same lab under ``torchrun``; None is one rank.
+        routing: Which experts tokens go to on the simulated backend, as a `memlab.routing.Routing` or its words.
         expert_buffers: Gives experts DDP buffers of their own, as where they are spread over ranks.
         backend: ``auto`` or a name of `memlab.backends.BACKENDS`.
 
@@ -71,6 +73,7 @@ class Lab:
         seed: int = 1234,
         dtype: Dtype = "bf16",
         layout: Layout | None = None,
+        routing: Routing | str = "balanced",
         expert_buffers: bool = False,
         backend: str = "auto",
     ) -> None:
@@ -83,9 +86,15 @@ class Lab:
             seed=seed,
             dtype=dtype,
             layout=layout or Layout(),
+            routing=routing,  # type: ignore[arg-type]
             expert_buffers=expert_buffers,
         )
         self.backend = find_backend(backend)
+        if self.backend.computes and scenario.routing != Routing():
+            raise ValueError(
+                f"routing is {scenario.routing}, and on the {self.backend.name} backend the router decides: "
+                "leave it out, or choose backend 'simulated'"
+            )
         self.settings = MemorySettings()
         self.records: list[StepRecord] = []
         _close_open_lab()

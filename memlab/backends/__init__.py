@@ -22,7 +22,8 @@ class Backend:
     layer_provider: type
     """A megatron-core `BackendSpecProvider` class."""
     distributed_backend: str
-    """torch.distributed's name for the collectives: ``nccl``, or ``fake`` for a rank that is alone."""
+    """torch.distributed's name for the collectives: ``nccl``, or ``fake`` for a rank that is alone. ``simulated`` is
+    ``fake`` for any one rank of a layout."""
     active: Callable[[], AbstractContextManager[None]]
     """Everything that touches the model runs inside this context."""
     meter: Callable[[Labels], Meter]

@@ -6,15 +6,15 @@ Megatron reads one that decides about memory (which expert gets how many tokens)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
-from memlab.backends import Backend, fake_collectives  # noqa: F401  # registers kernels
+from memlab.backends import Backend, fake_collectives
+from memlab.backends.chosen_routing import chosen_routing
 from memlab.backends.cpu import stand_in
 from memlab.backends.fake_calls import FAKE, FakeCuda
 from memlab.meter.simulated import SimulatedMeter
@@ -28,7 +28,7 @@ def backend(reason: str) -> Backend:
         name="simulated",
         reason=reason,
         layer_provider=FakeProvider,
-        distributed_backend="fake",
+        distributed_backend="simulated",
         active=on_fake_tensors,
         meter=SimulatedMeter,
         fill_workspaces=lambda is_moe: hold_fake_workspaces(grouped=is_moe),
@@ -42,6 +42,7 @@ def on_fake_tensors() -> Iterator[None]:
     with stand_in(FakeCuda), ExitStack() as stack:
         stack.enter_context(patch.object(torch.cuda, "current_device", lambda: FAKE))
         stack.enter_context(patch.object(torch.distributed, "all_gather_object", _gather_own))
+        stack.enter_context(patch.object(torch.distributed, "batch_isend_irecv", fake_collectives.exchange))
         for module, name, value in _megatron_parts():
             stack.enter_context(patch.object(module, name, value))
         yield
@@ -50,12 +51,11 @@ def on_fake_tensors() -> Iterator[None]:
 def _megatron_parts() -> Iterator[tuple[Any, str, Any]]:
     from megatron.core import optimizer
     from megatron.core.optimizer import clip_grads
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     yield optimizer, "USING_PYTORCH_OPTIMIZER", False
     yield optimizer, "Adam", FusedAdam
     yield clip_grads, "l2_norm_impl", _norm
-    yield MoEAlltoAllTokenDispatcher, "preprocess", _with_routing(MoEAlltoAllTokenDispatcher.preprocess)
+    yield from chosen_routing()
 
 
 def _gather_own(gathered: list[Any], own: Any, group: Any = None) -> None:
@@ -66,19 +66,6 @@ def _gather_own(gathered: list[Any], own: Any, group: Any = None) -> None:
 def _norm(chunk_size: int, overflow: torch.Tensor, tensors: Any, per_tensor: bool) -> tuple[torch.Tensor, None]:
     """Stands for ``multi_tensor_l2norm``, one kernel over all gradients."""
     return torch.empty(1, dtype=torch.float32, device=FAKE), None
-
-
-def _with_routing(preprocess: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets a dispatcher count the tokens of each expert in a routing that was chosen."""
-
-    def preprocess_chosen(dispatcher: Any, routing_map: torch.Tensor) -> Any:
-        num_tokens, num_experts = routing_map.shape
-        with _disable_current_modes():
-            chosen = torch.arange(num_tokens * dispatcher.config.moe_router_topk) % num_experts
-            chosen = torch.nn.functional.one_hot(chosen.view(num_tokens, -1), num_experts).sum(1).bool()
-        return preprocess(dispatcher, chosen)
-
-    return preprocess_chosen
 
 
 class FusedAdam(torch.optim.AdamW):

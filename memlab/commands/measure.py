@@ -19,9 +19,9 @@ from memlab.commands.ranks import (
     leave,
     rank,
     rank_folder,
+    ranks_json,
     ranks_table,
     world_size,
-    worst,
 )
 from memlab.layout import Layout
 from memlab.record import StepRecord
@@ -48,30 +48,30 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
         "architecture", metavar="ARCH", help=f"{', '.join(ARCHITECTURES)}, or a Hugging Face config.json"
     )
     workload = parser.add_argument_group("workload")
-    workload.add_argument("--num-layers", type=_whole_number, metavar="N", help="build only so many layers")
-    workload.add_argument("--seq-length", type=_whole_number, metavar="N", help="tokens in a sequence")
-    workload.add_argument("--micro-batch-size", type=_whole_number, metavar="N", help="sequences in a pass (1)")
-    workload.add_argument("--num-microbatches", type=_whole_number, metavar="N", help="passes in a step (1)")
-    workload.add_argument("--seed", type=_whole_number, metavar="N", help="of weights and data (1234)")
+    workload.add_argument("--num-layers", type=whole_number, metavar="N", help="build only so many layers")
+    workload.add_argument("--seq-length", type=whole_number, metavar="N", help="tokens in a sequence")
+    workload.add_argument("--micro-batch-size", type=whole_number, metavar="N", help="sequences in a pass (1)")
+    workload.add_argument("--num-microbatches", type=whole_number, metavar="N", help="passes in a step (1)")
+    workload.add_argument("--seed", type=whole_number, metavar="N", help="of weights and data (1234)")
     workload.add_argument("--dtype", metavar=_choices(DTYPES), help="of parameters and activations (bf16)")
     layout = parser.add_argument_group("layout, of a job that torchrun starts: what is left over is data parallel")
-    layout.add_argument("--tensor-model-parallel-size", type=_whole_number, default=1, metavar="N")
-    layout.add_argument("--pipeline-model-parallel-size", type=_whole_number, default=1, metavar="N")
-    layout.add_argument("--expert-model-parallel-size", type=_whole_number, default=1, metavar="N")
+    layout.add_argument("--tensor-model-parallel-size", type=whole_number, default=1, metavar="N")
+    layout.add_argument("--pipeline-model-parallel-size", type=whole_number, default=1, metavar="N")
+    layout.add_argument("--expert-model-parallel-size", type=whole_number, default=1, metavar="N")
     workload.add_argument(
         "--expert-buffers", action="store_true", default=None, help="of the experts' own, as under expert parallelism"
     )
     settings = parser.add_argument_group("memory settings, named as in Megatron")
     settings.add_argument("--recompute-granularity", metavar=_choices(RECOMPUTE_GRANULARITIES))
     settings.add_argument("--recompute-method", metavar=_choices(RECOMPUTE_METHODS), help="under full")
-    settings.add_argument("--recompute-num-layers", type=_whole_number, metavar="N", help="under full")
+    settings.add_argument("--recompute-num-layers", type=whole_number, metavar="N", help="under full")
     settings.add_argument("--recompute-modules", type=_names, metavar="A,B", help=f"of {', '.join(RECOMPUTE_MODULES)}")
     settings.add_argument(
         "--checkpoint-input-remedy", metavar=_choices(CHECKPOINT_INPUT_REMEDIES), help="where MoE layers are recomputed"
     )
     settings.add_argument("--offload-modules", type=_names, metavar="A,B", help=f"of {', '.join(OFFLOAD_MODULES)}")
     settings.add_argument(
-        "--min-offloaded-tensor-size", type=_whole_number, metavar="N", help="in elements (1048576, Megatron's default)"
+        "--min-offloaded-tensor-size", type=whole_number, metavar="N", help="in elements (1048576, Megatron's default)"
     )
     settings.add_argument("--offload-parameters", action="store_true", default=None, help="on the host between steps")
     settings.add_argument(
@@ -96,6 +96,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         arguments.pipeline_model_parallel_size,
         arguments.expert_model_parallel_size,
         world_size(),
+        rank(),
     )
     workload, settings = checked_step(arguments, layout)
     make_folder(arguments, rank_folder)
@@ -137,8 +138,7 @@ def _measure(workload: dict[str, Any], settings: MemorySettings, arguments: argp
 
 def _written(record: StepRecord, records: list[StepRecord], *, as_json: bool) -> str:
     if len(records) > 1:
-        ranks = [each.to_dict() for each in records]
-        return json.dumps({"worst_rank": worst(records), "ranks": ranks}, indent=2) if as_json else ranks_table(records)
+        return json.dumps(ranks_json(records), indent=2) if as_json else ranks_table(records)
     if as_json:
         return json.dumps(record.to_dict(), indent=2)
     from memlab.views.tables import record_table
@@ -179,7 +179,8 @@ def _given(arguments: argparse.Namespace, cls: type[Scenario | MemorySettings]) 
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _whole_number(text: str) -> int:
+def whole_number(text: str) -> int:
+    """Reads a flag's number."""
     try:
         return int(text)
     except ValueError as error:

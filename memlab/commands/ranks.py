@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from memlab.layout import Layout
 from memlab.record import StepRecord
@@ -25,7 +26,7 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def layout_of_the_job(tensor: int, pipeline: int, experts: int, num_ranks: int) -> Layout:
+def layout_of_the_job(tensor: int, pipeline: int, experts: int, num_ranks: int, number: int) -> Layout:
     """Returns the layout with as many copies of the model as the started ranks make.
 
     Raises:
@@ -41,6 +42,7 @@ def layout_of_the_job(tensor: int, pipeline: int, experts: int, num_ranks: int) 
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
         expert_model_parallel_size=experts,
+        rank=number,
         data_parallel_size=max(1, num_ranks // max(1, per_copy)),
     )
 
@@ -77,24 +79,29 @@ def gathered(record: StepRecord) -> list[StepRecord]:
     return [StepRecord.from_dict(json.loads(text)) for text in everyone]
 
 
-def worst(records: list[StepRecord]) -> int:
+def worst(records: list[StepRecord]) -> StepRecord:
     """Returns the rank whose allocated peak is the highest."""
-    return max(range(len(records)), key=lambda number: records[number].peak_allocated_bytes)
+    return max(records, key=lambda record: record.peak_allocated_bytes)
+
+
+def ranks_json(records: list[StepRecord]) -> dict[str, Any]:
+    """Returns all ranks' records as JSON-ready values, and which is the worst."""
+    return {"worst_rank": worst(records).scenario.layout.rank, "ranks": [record.to_dict() for record in records]}
 
 
 def ranks_table(records: list[StepRecord]) -> str:
     """Writes one row a rank, the worst marked."""
     rows = [("rank", "peak allocated", "reserved", "at the start", "activations", "step", "")]
-    for number, record in enumerate(records):
+    for record in records:
         rows.append(
             (
-                str(number),
+                str(record.scenario.layout.rank),
                 format_bytes(record.peak_allocated_bytes),
                 "-" if record.peak_reserved_bytes is None else format_bytes(record.peak_reserved_bytes),
                 format_bytes(record.static_bytes),
                 format_bytes(record.activation_peak_bytes),
                 f"{record.step_seconds * 1e3:.0f} ms",
-                "<- worst" if number == worst(records) else "",
+                "<- worst" if record is worst(records) else "",
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
