@@ -35,8 +35,8 @@ def layout_of_the_job(tensor: int, pipeline: int, experts: int, num_ranks: int, 
     per_copy = tensor * pipeline
     if per_copy > 0 and num_ranks % per_copy:
         raise ValueError(
-            f"{num_ranks} ranks were started, must be a multiple of {per_copy} (tensor {tensor} x pipeline "
-            f"{pipeline}): start torchrun --nproc-per-node {per_copy}, or change a size"
+            f"the job has {num_ranks} ranks, must be a multiple of {per_copy} (tensor {tensor} x pipeline {pipeline}): "
+            f"take {per_copy} (torchrun --nproc-per-node, or --world-size of a prediction), or change a size"
         )
     return Layout(
         tensor_model_parallel_size=tensor,
@@ -92,18 +92,18 @@ def ranks_json(records: list[StepRecord]) -> dict[str, Any]:
 def ranks_table(records: list[StepRecord]) -> str:
     """Writes one row a rank, the worst marked."""
     rows = [("rank", "peak allocated", "reserved", "at the start", "activations", "step", "")]
-    for record in records:
-        rows.append(
-            (
-                str(record.scenario.layout.rank),
-                format_bytes(record.peak_allocated_bytes),
-                "-" if record.peak_reserved_bytes is None else format_bytes(record.peak_reserved_bytes),
-                format_bytes(record.static_bytes),
-                format_bytes(record.activation_peak_bytes),
-                f"{record.step_seconds * 1e3:.0f} ms",
-                "<- worst" if record is worst(records) else "",
-            )
+    rows += [
+        (
+            str(record.scenario.layout.rank),
+            format_bytes(record.peak_allocated_bytes),
+            "-" if record.peak_reserved_bytes is None else format_bytes(record.peak_reserved_bytes),
+            format_bytes(record.static_bytes),
+            format_bytes(record.activation_peak_bytes),
+            f"{record.step_seconds * 1e3:.0f} ms",
+            "<- worst" if record is worst(records) else "",
         )
+        for record in records
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([str(records[0].scenario), f"settings: {records[0].settings}", "", *lines])
