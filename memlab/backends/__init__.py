@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -39,11 +40,14 @@ def find_backend(name: str) -> Backend:
     """Returns a backend by name.
 
     Args:
-        name: One of `BACKENDS`; ``auto`` takes the best that this machine has and that computes.
+        name: One of `BACKENDS`; ``auto`` takes the one that the environment names in ``MEMLAB_BACKEND``, and else the
+            best that this machine has and that computes.
 
     Raises:
         ValueError: If the name is unknown, or the backend cannot be used here.
     """
+    if name == "auto":
+        name = os.environ.get("MEMLAB_BACKEND", name)
     if name not in BACKENDS:
         raise ValueError(f"backend is {name!r}, must be one of {', '.join(BACKENDS)}: choose one of them")
     from memlab.backends import cpu, cuda, simulated
