@@ -56,6 +56,10 @@ class Check:
 
     def same_loss_as(self, other: StepRecord) -> Check:
         """Wants the loss of another step, to the last bit."""
+        if self._record.loss is None:
+            raise CheckFailed(
+                f"backend {self._record.backend!r} computed no loss here: take both steps on one that does"
+            )
         if self._record.loss != other.loss:
             raise CheckFailed(
                 f"the loss is {self._record.loss!r}, not {other.loss!r}: a memory setting changes no number"

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from memlab import __version__
-from memlab.commands import baseline, doctor, lab, measure, nightly, results, run
+from memlab.commands import baseline, doctor, lab, measure, nightly, predict, results, run
 
 _COMMANDS = {
     "measure": measure,
+    "predict": predict,
     "run": run,
     "nightly": nightly,
     "baseline": baseline,

@@ -20,6 +20,7 @@ from memlab.model import holders
 from memlab.movement import Movement, check_groups
 from memlab.progress import Follower, Progress
 from memlab.record import StepRecord
+from memlab.routing import Routing
 from memlab.scenario import Dtype, Scenario
 from memlab.settings import MemorySettings
 from memlab.stepper import Action, Stepper
@@ -47,6 +48,7 @@ class Lab(Instruments):
         seed: Of weights and data.
         dtype: Of parameters and activations, ``bf16`` or ``fp32``.
         layout: How the job is spread over ranks, each of which opens the same lab under ``torchrun``; None is one rank.
+        routing: Which experts tokens go to on the simulated backend, as a `memlab.routing.Routing` or its words.
         expert_buffers: Gives experts DDP buffers of their own, as where they are spread over ranks.
         backend: ``auto`` or a name of `memlab.backends.BACKENDS`.
 
@@ -67,6 +69,7 @@ class Lab(Instruments):
         seed: int = 1234,
         dtype: Dtype = "bf16",
         layout: Layout | None = None,
+        routing: Routing | str = "balanced",
         expert_buffers: bool = False,
         backend: str = "auto",
     ) -> None:
@@ -79,9 +82,15 @@ class Lab(Instruments):
             seed=seed,
             dtype=dtype,
             layout=layout or Layout(),
+            routing=routing,  # type: ignore[arg-type]
             expert_buffers=expert_buffers,
         )
         self.backend = find_backend(backend)
+        if self.backend.computes and scenario.routing != Routing():
+            raise ValueError(
+                f"routing is {scenario.routing}, and on the {self.backend.name} backend the router decides: "
+                "leave it out, or choose backend 'simulated'"
+            )
         self.settings = MemorySettings()
         self.records: list[StepRecord] = []
         _close_open_lab()

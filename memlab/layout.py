@@ -24,8 +24,13 @@ class Layout:
     data_parallel_size: int = 1
     """Copies of the model, each with its own batch; the optimizer's state is spread over them."""
 
+    rank: int = 0
+    """The one that is looked at, of `world_size`, in Megatron's order: tensor, data, pipeline."""
+
     def __post_init__(self) -> None:
         for field in fields(self):
+            if field.name == "rank":
+                continue
             value = getattr(self, field.name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{field.name} is {value!r}, must be a whole number of at least 1: give another value")
@@ -34,6 +39,12 @@ class Layout:
             raise ValueError(
                 f"expert_model_parallel_size is {self.expert_model_parallel_size}, must divide data_parallel_size, "
                 f"{self.data_parallel_size}: experts are spread over ranks that see different tokens"
+            )
+
+        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or not 0 <= self.rank < self.world_size:
+            raise ValueError(
+                f"rank is {self.rank!r}, must be from 0 to {self.world_size - 1}, of {self.world_size} ranks "
+                f"({self}): choose another rank or layout"
             )
 
     @property
@@ -45,6 +56,20 @@ class Layout:
     def sequence_parallel(self) -> bool:
         """Whether activations between matrices are split along the sequence."""
         return self.tensor_model_parallel_size > 1
+
+    def distinct_ranks(self, *, by_expert: bool) -> tuple[int, ...]:
+        """Returns one rank of every kind: those of a pipeline stage are alike, and those with the same experts.
+
+        Args:
+            by_expert: Whether experts differ in how many tokens they get.
+        """
+        ranks_of_a_stage = self.world_size // self.pipeline_model_parallel_size
+        kinds = range(self.expert_model_parallel_size if by_expert else 1)
+        # Experts are spread in Megatron's order over ranks that follow each other, behind the tensor-parallel ones.
+        first = [kind * self.tensor_model_parallel_size for kind in kinds]
+        return tuple(
+            stage * ranks_of_a_stage + rank for stage in range(self.pipeline_model_parallel_size) for rank in first
+        )
 
     def check(self, architecture: Architecture, num_layers: int, seq_length: int) -> None:
         """Holds the layout against what it splits.

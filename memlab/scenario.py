@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 
 from memlab.architectures import Architecture, find_architecture
 from memlab.layout import Layout
+from memlab.routing import Routing, find_routing
 
 Dtype = Literal["bf16", "fp32"]
 DTYPES = ("bf16", "fp32")
@@ -37,6 +38,8 @@ class Scenario:
     """Of parameters and activations. Gradients and optimizer state are fp32 in either case."""
     layout: Layout = field(default_factory=Layout)
     """How the job is spread over ranks."""
+    routing: Routing = field(default_factory=Routing)
+    """Which experts tokens go to on the simulated backend, as a `Routing` or in words; elsewhere the router decides."""
     expert_buffers: bool = False
     """Gives the experts DDP buffers of their own, as Megatron does where they are spread over ranks."""
 
@@ -55,6 +58,15 @@ class Scenario:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}, must be one of {', '.join(DTYPES)}: choose one of them")
         self.layout.check(self.architecture, self.num_layers, self.seq_length)
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        if isinstance(self.routing, str):
+            object.__setattr__(self, "routing", find_routing(self.routing))
+        if self.architecture.num_moe_experts is not None:
+            self.routing.check(self.architecture.num_moe_experts, self.architecture.moe_router_topk)
+        elif self.routing != Routing():
+            raise ValueError(f"routing is {self.routing}, and {self.architecture.name} has no experts: leave it out")
         if not isinstance(self.expert_buffers, bool) or (self.expert_buffers and not self.architecture.is_moe):
             raise ValueError(
                 f"expert_buffers is {self.expert_buffers!r}, must be False, or True for an MoE architecture "
@@ -73,16 +85,19 @@ class Scenario:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Scenario:
         """Builds a scenario from what `to_dict` returned."""
-        layout = Layout(**values.get("layout", {}))
-        return cls(**{**values, "architecture": Architecture(**values["architecture"]), "layout": layout})
+        layout, routing = Layout(**values.get("layout", {})), Routing(**values.get("routing", {}))
+        architecture = Architecture(**values["architecture"])
+        return cls(**{**values, "architecture": architecture, "layout": layout, "routing": routing})
 
     def __str__(self) -> str:
         batches = f" x {self.num_microbatches}" if self.num_microbatches > 1 else ""
         ranks = f", {self.layout}" if self.layout.world_size > 1 else ""
+        rank = f" rank {self.layout.rank}" if self.layout.rank else ""
+        routing = f", routing {self.routing}" if self.routing != Routing() else ""
         buffers = " with expert buffers" if self.expert_buffers else ""
         return (
             f"{self.architecture.name}, {self.num_layers} layers{buffers}, "
-            f"{self.micro_batch_size}{batches} x {self.seq_length} tokens, {self.dtype}{ranks}"
+            f"{self.micro_batch_size}{batches} x {self.seq_length} tokens, {self.dtype}{ranks}{rank}{routing}"
         )
 
 

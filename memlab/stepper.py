@@ -21,7 +21,6 @@ from memlab.meter.labels import Labels, labelled_by
 from memlab.meter.protocol import Meter
 from memlab.model import holders, toggles
 from memlab.model.build import LiveModel, build
-from memlab.model.engine_caches import fill_cublas_workspaces
 from memlab.model.group_use import GroupUse
 from memlab.model.offload_audit import SavedInRegions, audit_offload
 from memlab.model.offload_watch import OffloadWatch
@@ -80,9 +79,8 @@ class Stepper:
         self.live = build(self.scenario, self._backend.layer_provider, self._backend.distributed_backend)
         self.labels.attach(self.live.chunk.module)
         self.residency = Residency(self.live)
-        if self._backend.name == "cuda":
-            with self.labels.category("workspace"):
-                fill_cublas_workspaces()
+        with self.labels.category("workspace"):
+            self._backend.fill_workspaces(self.scenario.architecture.is_moe)
 
     def apply(self, settings: MemorySettings) -> None:
         """Sets recompute and activation offload for the next step."""
@@ -200,7 +198,7 @@ class Stepper:
         with self.labels.phase_of("offload"):
             freed, offload_seconds = self._seconds_if_moved(lambda: self._between_steps(settings))
         return {
-            "loss": loss,
+            "loss": loss if self._backend.computes else None,
             "load_seconds": load_seconds,
             "offload_seconds": offload_seconds,
             "offloaded_bytes_by_group": freed,
@@ -352,10 +350,15 @@ class Stepper:
             **_of_a_real_device(timeline),
             host_reserved_bytes=self._host_reserved_bytes(),
             recomputed_bytes=timeline.born_bytes("recomputed"),
-            tokens_per_second=self.scenario.tokens_per_step / measured["step_seconds"] if "loss" in measured else 0.0,
+            tokens_per_second=self._tokens_per_second(measured),
             timeline=timeline,
             **measured,
         )
+
+    def _tokens_per_second(self, measured: dict[str, Any]) -> float:
+        if "loss" not in measured or not self._backend.computes:
+            return 0.0
+        return self.scenario.tokens_per_step / float(measured["step_seconds"])
 
     def _host_reserved_bytes(self) -> int | None:
         by_torch = self.meter.host_reserved_bytes()

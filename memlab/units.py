@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
@@ -40,3 +42,23 @@ def binary_unit(largest_bytes: int) -> tuple[int, str]:
         if largest_bytes >= size:
             return size, name
     return 1, "B"
+
+
+def parse_bytes(text: str) -> int:
+    """Reads a size such as ``80GiB``, ``1.5 TiB`` or ``80 GB``; a number without a unit is bytes.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?\s*", text)
+    num_bytes = int(float(found[1]) * _UNIT_BYTES[found[2] or "B"]) if found else 0
+    if num_bytes < 1:
+        raise ValueError(f"{text!r} is no size of memory: write a number and a unit, such as 80GiB or 80GB")
+    return num_bytes
+
+
+_UNIT_BYTES = {"B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for suffix, base in (("iB", 1024), ("B", 1000))
+}

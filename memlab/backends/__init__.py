@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from memlab.meter.labels import Labels
 from memlab.meter.protocol import Meter
 
-BACKENDS = ("auto", "cpu", "cuda")
+BACKENDS = ("auto", "cpu", "cuda", "simulated")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,10 +23,15 @@ class Backend:
     layer_provider: type
     """A megatron-core `BackendSpecProvider` class."""
     distributed_backend: str
-    """torch.distributed's name for the collectives: ``nccl``, or ``fake`` for a rank that is alone."""
+    """torch.distributed's name for the collectives: ``nccl``, or ``fake`` for a rank that is alone. ``simulated`` is
+    ``fake`` for any one rank of a layout."""
     active: Callable[[], AbstractContextManager[None]]
     """Everything that touches the model runs inside this context."""
     meter: Callable[[Labels], Meter]
+    fill_workspaces: Callable[[bool], None] = lambda is_moe: None
+    """Takes, once a model stands, what kernels keep on the device and no tensor shows."""
+    computes: bool = True
+    """Whether tensors have values: a loss is a loss then."""
     compiles: bool = False
     """Whether Megatron's small functions go through ``torch.compile``."""
 
@@ -34,19 +40,24 @@ def find_backend(name: str) -> Backend:
     """Returns a backend by name.
 
     Args:
-        name: One of `BACKENDS`; ``auto`` takes the best that this machine has.
+        name: One of `BACKENDS`; ``auto`` takes the one that the environment names in ``MEMLAB_BACKEND``, and else the
+            best that this machine has and that computes.
 
     Raises:
         ValueError: If the name is unknown, or the backend cannot be used here.
     """
+    if name == "auto":
+        name = os.environ.get("MEMLAB_BACKEND", name)
     if name not in BACKENDS:
         raise ValueError(f"backend is {name!r}, must be one of {', '.join(BACKENDS)}: choose one of them")
-    from memlab.backends import cpu, cuda
+    from memlab.backends import cpu, cuda, simulated
 
     if name == "cpu":
         return cpu.backend("asked for")
     if name == "cuda":
         return cuda.backend("asked for")
+    if name == "simulated":
+        return simulated.backend("asked for")
     problem = cuda.missing()
     if problem is None:
         return cuda.backend("it is there")

@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from memlab.backends import Backend
 from memlab.backends.cuda_calls import CUDA_API, CudaOnCpu, is_on_host, random_state
@@ -39,8 +40,12 @@ def backend(reason: str) -> Backend:
 
 
 @contextmanager
-def stand_in() -> Iterator[None]:
-    """Lets Megatron run on this thread as if the CPU were a CUDA device, for the block."""
+def stand_in(calls: type[TorchFunctionMode] = CudaOnCpu) -> Iterator[None]:
+    """Lets Megatron run on this thread as if the CPU were a CUDA device, for the block.
+
+    Args:
+        calls: The mode that serves calls which name a device.
+    """
     with ExitStack() as stack:
         # One operation of a small model is shorter than waking a second thread, and where another process wants the
         # core, OpenMP's threads wait for each other: a step of 50 ms became one of 1.9 s.
@@ -53,7 +58,7 @@ def stand_in() -> Iterator[None]:
         stack.enter_context(patch.object(torch, "get_rng_state", random_state))
         # Its C++ signature refuses any other stream than CUDA's before a function mode is asked.
         stack.enter_context(patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None))
-        stack.enter_context(CudaOnCpu())
+        stack.enter_context(calls())
         yield
 
 

@@ -13,6 +13,7 @@ import torch
 from memlab.backends import Backend
 from memlab.backends.numa import stay_near
 from memlab.meter.allocator import AllocatorMeter
+from memlab.model.engine_caches import fill_cublas_workspaces
 
 EARLY_VARIABLES = {"NVTE_FRAMEWORK": "pytorch", "NVTE_CPU_OFFLOAD_V1": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """What Transformer Engine and CUDA read once, and the value that Megatron needs: TE 2.10 and later copies weights to
@@ -78,6 +79,7 @@ def backend(reason: str) -> Backend:
         distributed_backend="nccl",
         active=on_device,
         meter=AllocatorMeter,
+        fill_workspaces=lambda is_moe: fill_cublas_workspaces(),
         compiles=True,
     )
 

@@ -27,17 +27,18 @@ class CudaOnCpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _FACTORIES:
+        if func in FACTORIES:
             return _make(func, args, kwargs)
         handler = _TENSOR_METHODS.get(func)
         if handler is not None:
             return handler(*args, **kwargs)
-        if _is_cuda(kwargs.get("device")):
+        if is_cuda(kwargs.get("device")):
             kwargs = kwargs | {"device": torch.device("cpu")}
         return func(*args, **kwargs)
 
 
-def _is_cuda(device: Any) -> bool:
+def is_cuda(device: Any) -> bool:
+    """Whether a value of an argument ``device`` names a GPU."""
     return (isinstance(device, int) and not isinstance(device, bool)) or str(device).startswith("cuda")
 
 
@@ -49,12 +50,13 @@ def _make(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     if str(device) == "meta":
         return func(*args, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in ("pin_memory", "device")}
-    if pinned or (isinstance(device, str) and device == "cpu") or (device is None and func not in _LIKE):
-        return _made_on_host(func, *args, **kwargs)
+    if pinned or (isinstance(device, str) and device == "cpu") or (device is None and func not in LIKE):
+        return made_on_host(func, *args, **kwargs)
     return func(*args, **kwargs)
 
 
-def _made_on_host(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def made_on_host(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Returns what a function makes, in host memory."""
     with on_host():
         result = func(*args, **kwargs)
     result.untyped_storage().memlab_on_host = True
@@ -76,7 +78,7 @@ def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _to_host(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return tensor if is_on_host(tensor) else _made_on_host(torch.clone, tensor)
+    return tensor if is_on_host(tensor) else made_on_host(torch.clone, tensor)
 
 
 def _to_device(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -84,7 +86,8 @@ def _to_device(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor) if is_on_host(tensor) else tensor
 
 
-def _backward(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> None:
+def run_backward(mode: TorchFunctionMode, tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> None:
+    """Stands for ``torch.autograd.backward``, with a function mode in place while it runs."""
     # torch leaves the function mode while a function runs that was offered to it. Going to autograd's engine from here,
     # as Megatron's custom_backward does, keeps the stand-ins in place during backward.
     tensors = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
@@ -92,7 +95,7 @@ def _backward(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> Non
     grads = tuple(
         torch.ones_like(tensor) if grad is None else grad for tensor, grad in zip(tensors, grads, strict=True)
     )
-    with CudaOnCpu():
+    with mode:
         torch.autograd.Variable._execution_engine.run_backward(
             tensors,
             grads,
@@ -111,9 +114,9 @@ def _type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     return name if is_on_host(tensor) else name.replace("torch.", "torch.cuda.")
 
 
-_LIKE = {torch.empty_like, torch.full_like, torch.ones_like, torch.rand_like, torch.randn_like, torch.zeros_like}
+LIKE = {torch.empty_like, torch.full_like, torch.ones_like, torch.rand_like, torch.randn_like, torch.zeros_like}
 
-_FACTORIES = _LIKE | {
+FACTORIES = LIKE | {
     torch.arange,
     torch.empty,
     torch.empty_strided,
@@ -132,10 +135,10 @@ _TENSOR_METHODS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.to: _to,
     torch.Tensor.cuda: _to_device,
     torch.Tensor.cpu: _to_host,
-    torch.Tensor.pin_memory: lambda tensor, *_: _made_on_host(torch.clone, tensor),
+    torch.Tensor.pin_memory: lambda tensor, *_: made_on_host(torch.clone, tensor),
     torch.Tensor.is_pinned: lambda tensor, *_: is_on_host(tensor),
     torch.Tensor.type: _type,
-    torch.autograd.backward: _backward,
+    torch.autograd.backward: lambda *args, **kwargs: run_backward(CudaOnCpu(), *args, **kwargs),
 }
 
 

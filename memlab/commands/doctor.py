@@ -6,7 +6,7 @@ import argparse
 import json
 import platform
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module, metadata
 
 from packaging.requirements import Requirement
@@ -42,7 +42,8 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 def _report(*, as_json: bool) -> int:
     with result_alone_on_stdout():
         packages = [_package(requirement) for requirement in _requirements()]
-        backends = [_cpu({package.name: package for package in packages}), _cuda()]
+        cpu = _cpu({package.name: package for package in packages})
+        backends = [cpu, _cuda(), replace(cpu, name="simulated")]  # which runs what the CPU does, on fake tensors
     if as_json:
         groups = {"packages": packages, "backends": backends}
         found = {name: {f.name: _facts(f) for f in findings} for name, findings in groups.items()}

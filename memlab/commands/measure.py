@@ -19,10 +19,11 @@ from memlab.commands.ranks import (
     leave,
     rank,
     rank_folder,
+    ranks_json,
     ranks_table,
     world_size,
-    worst,
 )
+from memlab.layout import Layout
 from memlab.record import StepRecord
 from memlab.scenario import DTYPES, Scenario
 from memlab.settings import (
@@ -36,42 +37,47 @@ from memlab.settings import (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags; the values' rules are those of `Scenario` and `MemorySettings`, in their words."""
+    """Declares the flags."""
+    add_step_arguments(parser)
+    parser.add_argument("--backend", default="auto", metavar="NAME", help="auto, or one that memlab doctor lists")
+
+
+def add_step_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares what `measure` and `predict` share; values' rules are those of `Scenario` and `MemorySettings`."""
     parser.add_argument(
         "architecture", metavar="ARCH", help=f"{', '.join(ARCHITECTURES)}, or a Hugging Face config.json"
     )
     workload = parser.add_argument_group("workload")
-    workload.add_argument("--num-layers", type=_whole_number, metavar="N", help="build only so many layers")
-    workload.add_argument("--seq-length", type=_whole_number, metavar="N", help="tokens in a sequence")
-    workload.add_argument("--micro-batch-size", type=_whole_number, metavar="N", help="sequences in a pass (1)")
-    workload.add_argument("--num-microbatches", type=_whole_number, metavar="N", help="passes in a step (1)")
-    workload.add_argument("--seed", type=_whole_number, metavar="N", help="of weights and data (1234)")
+    workload.add_argument("--num-layers", type=whole_number, metavar="N", help="build only so many layers")
+    workload.add_argument("--seq-length", type=whole_number, metavar="N", help="tokens in a sequence")
+    workload.add_argument("--micro-batch-size", type=whole_number, metavar="N", help="sequences in a pass (1)")
+    workload.add_argument("--num-microbatches", type=whole_number, metavar="N", help="passes in a step (1)")
+    workload.add_argument("--seed", type=whole_number, metavar="N", help="of weights and data (1234)")
     workload.add_argument("--dtype", metavar=_choices(DTYPES), help="of parameters and activations (bf16)")
     layout = parser.add_argument_group("layout, of a job that torchrun starts: what is left over is data parallel")
-    layout.add_argument("--tensor-model-parallel-size", type=_whole_number, default=1, metavar="N")
-    layout.add_argument("--pipeline-model-parallel-size", type=_whole_number, default=1, metavar="N")
-    layout.add_argument("--expert-model-parallel-size", type=_whole_number, default=1, metavar="N")
+    layout.add_argument("--tensor-model-parallel-size", type=whole_number, default=1, metavar="N")
+    layout.add_argument("--pipeline-model-parallel-size", type=whole_number, default=1, metavar="N")
+    layout.add_argument("--expert-model-parallel-size", type=whole_number, default=1, metavar="N")
     workload.add_argument(
         "--expert-buffers", action="store_true", default=None, help="of the experts' own, as under expert parallelism"
     )
     settings = parser.add_argument_group("memory settings, named as in Megatron")
     settings.add_argument("--recompute-granularity", metavar=_choices(RECOMPUTE_GRANULARITIES))
     settings.add_argument("--recompute-method", metavar=_choices(RECOMPUTE_METHODS), help="under full")
-    settings.add_argument("--recompute-num-layers", type=_whole_number, metavar="N", help="under full")
+    settings.add_argument("--recompute-num-layers", type=whole_number, metavar="N", help="under full")
     settings.add_argument("--recompute-modules", type=_names, metavar="A,B", help=f"of {', '.join(RECOMPUTE_MODULES)}")
     settings.add_argument(
         "--checkpoint-input-remedy", metavar=_choices(CHECKPOINT_INPUT_REMEDIES), help="where MoE layers are recomputed"
     )
     settings.add_argument("--offload-modules", type=_names, metavar="A,B", help=f"of {', '.join(OFFLOAD_MODULES)}")
     settings.add_argument(
-        "--min-offloaded-tensor-size", type=_whole_number, metavar="N", help="in elements (1048576, Megatron's default)"
+        "--min-offloaded-tensor-size", type=whole_number, metavar="N", help="in elements (1048576, Megatron's default)"
     )
     settings.add_argument("--offload-parameters", action="store_true", default=None, help="on the host between steps")
     settings.add_argument(
         "--offload-gradients", action=argparse.BooleanOptionalAction, help="dropped between steps (as the optimizer)"
     )
     settings.add_argument("--offload-optimizer", action="store_true", default=None, help="on the host between steps")
-    parser.add_argument("--backend", default="auto", metavar="NAME", help="auto, or one that memlab doctor lists")
     parser.add_argument("--json", action="store_true", help="print one JSON object, bytes as integers")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="also save the record and its timeline")
     parser.add_argument(
@@ -89,20 +95,29 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         arguments.tensor_model_parallel_size,
         arguments.pipeline_model_parallel_size,
         arguments.expert_model_parallel_size,
+        world_size(),
+        rank(),
     )
+    workload, settings = checked_step(arguments, layout)
+    make_folder(arguments, rank_folder)
+    from memlab.backends import find_backend
+
+    with result_alone_on_stdout():
+        find_backend(arguments.backend)
+    return lambda: _measure(workload, settings, arguments)
+
+
+def checked_step(arguments: argparse.Namespace, layout: Layout) -> tuple[dict[str, Any], MemorySettings]:
+    """Returns the arguments of a `Lab` and the settings of its step.
+
+    Raises:
+        ValueError: If a value breaks its rule.
+    """
     workload = _given(arguments, Scenario) | {"layout": layout}
     scenario = Scenario(**workload)
     settings = MemorySettings(**_given(arguments, MemorySettings))
     settings.check(scenario.architecture, scenario.num_layers)
-    from memlab.backends import find_backend
-
-    if arguments.snapshot and arguments.out is None:
-        raise ValueError("--snapshot has no folder to write to: give --out FOLDER")
-    if arguments.out is not None:
-        _make_folder(rank_folder(arguments.out))
-    with result_alone_on_stdout():
-        find_backend(arguments.backend)
-    return lambda: _measure(workload, settings, arguments)
+    return workload, settings
 
 
 def _measure(workload: dict[str, Any], settings: MemorySettings, arguments: argparse.Namespace) -> int:
@@ -111,10 +126,7 @@ def _measure(workload: dict[str, Any], settings: MemorySettings, arguments: argp
 
         with Lab(**workload, backend=arguments.backend) as lab:
             record = lab.step(settings)
-            if arguments.out is not None:
-                folder = record.save(rank_folder(arguments.out))
-                if arguments.snapshot:
-                    record.export_snapshot(folder / "snapshot.pickle")
+            save(record, arguments, rank_folder)
             if record.status != "ok" and world_size() > 1:
                 print(f"rank {rank()}: {record}", file=sys.stderr)
                 leave(1)
@@ -126,8 +138,7 @@ def _measure(workload: dict[str, Any], settings: MemorySettings, arguments: argp
 
 def _written(record: StepRecord, records: list[StepRecord], *, as_json: bool) -> str:
     if len(records) > 1:
-        ranks = [each.to_dict() for each in records]
-        return json.dumps({"worst_rank": worst(records), "ranks": ranks}, indent=2) if as_json else ranks_table(records)
+        return json.dumps(ranks_json(records), indent=2) if as_json else ranks_table(records)
     if as_json:
         return json.dumps(record.to_dict(), indent=2)
     from memlab.views.tables import record_table
@@ -135,7 +146,17 @@ def _written(record: StepRecord, records: list[StepRecord], *, as_json: bool) ->
     return record_table(record)
 
 
-def _make_folder(folder: Path) -> None:
+def make_folder(arguments: argparse.Namespace, folder_of: Callable[[Path], Path]) -> None:
+    """Makes the folder that a record goes to.
+
+    Raises:
+        ValueError: If it cannot be made, or holds a record.
+    """
+    if arguments.snapshot and arguments.out is None:
+        raise ValueError("--snapshot has no folder to write to: give --out FOLDER")
+    if arguments.out is None:
+        return
+    folder = folder_of(arguments.out)
     if (folder / "record.json").exists():
         raise ValueError(f"output folder {folder} holds a record, and is not overwritten: give another folder")
     try:
@@ -144,13 +165,22 @@ def _make_folder(folder: Path) -> None:
         raise ValueError(f"output folder {folder} cannot be made ({error.strerror}): give another folder") from error
 
 
+def save(record: StepRecord, arguments: argparse.Namespace, folder_of: Callable[[Path], Path]) -> None:
+    """Saves a record where the flags say, if they do."""
+    if arguments.out is not None:
+        folder = record.save(folder_of(arguments.out))
+        if arguments.snapshot:
+            record.export_snapshot(folder / "snapshot.pickle")
+
+
 def _given(arguments: argparse.Namespace, cls: type[Scenario | MemorySettings]) -> dict[str, Any]:
     """Returns the flags that were given for a class's fields; the defaults stay the class's own."""
     values = {field.name: getattr(arguments, field.name, None) for field in fields(cls)}
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _whole_number(text: str) -> int:
+def whole_number(text: str) -> int:
+    """Reads a flag's number."""
     try:
         return int(text)
     except ValueError as error:

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from memlab.layout import Layout
 from memlab.record import StepRecord
@@ -25,23 +26,24 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def layout_of_the_job(tensor: int, pipeline: int, experts: int) -> Layout:
+def layout_of_the_job(tensor: int, pipeline: int, experts: int, num_ranks: int, number: int) -> Layout:
     """Returns the layout with as many copies of the model as the started ranks make.
 
     Raises:
         ValueError: If a size breaks its rule, or the ranks do not divide.
     """
     per_copy = tensor * pipeline
-    if per_copy > 0 and world_size() % per_copy:
+    if per_copy > 0 and num_ranks % per_copy:
         raise ValueError(
-            f"{world_size()} ranks were started, must be a multiple of {per_copy} (tensor {tensor} x pipeline "
-            f"{pipeline}): start torchrun --nproc-per-node {per_copy}, or change a size"
+            f"the job has {num_ranks} ranks, must be a multiple of {per_copy} (tensor {tensor} x pipeline {pipeline}): "
+            f"take {per_copy} (torchrun --nproc-per-node, or --world-size of a prediction), or change a size"
         )
     return Layout(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
         expert_model_parallel_size=experts,
-        data_parallel_size=max(1, world_size() // max(1, per_copy)),
+        rank=number,
+        data_parallel_size=max(1, num_ranks // max(1, per_copy)),
     )
 
 
@@ -77,26 +79,31 @@ def gathered(record: StepRecord) -> list[StepRecord]:
     return [StepRecord.from_dict(json.loads(text)) for text in everyone]
 
 
-def worst(records: list[StepRecord]) -> int:
+def worst(records: list[StepRecord]) -> StepRecord:
     """Returns the rank whose allocated peak is the highest."""
-    return max(range(len(records)), key=lambda number: records[number].peak_allocated_bytes)
+    return max(records, key=lambda record: record.peak_allocated_bytes)
+
+
+def ranks_json(records: list[StepRecord]) -> dict[str, Any]:
+    """Returns all ranks' records as JSON-ready values, and which is the worst."""
+    return {"worst_rank": worst(records).scenario.layout.rank, "ranks": [record.to_dict() for record in records]}
 
 
 def ranks_table(records: list[StepRecord]) -> str:
     """Writes one row a rank, the worst marked."""
     rows = [("rank", "peak allocated", "reserved", "at the start", "activations", "step", "")]
-    for number, record in enumerate(records):
-        rows.append(
-            (
-                str(number),
-                format_bytes(record.peak_allocated_bytes),
-                "-" if record.peak_reserved_bytes is None else format_bytes(record.peak_reserved_bytes),
-                format_bytes(record.static_bytes),
-                format_bytes(record.activation_peak_bytes),
-                f"{record.step_seconds * 1e3:.0f} ms",
-                "<- worst" if number == worst(records) else "",
-            )
+    rows += [
+        (
+            str(record.scenario.layout.rank),
+            format_bytes(record.peak_allocated_bytes),
+            "-" if record.peak_reserved_bytes is None else format_bytes(record.peak_reserved_bytes),
+            format_bytes(record.static_bytes),
+            format_bytes(record.activation_peak_bytes),
+            f"{record.step_seconds * 1e3:.0f} ms",
+            "<- worst" if record is worst(records) else "",
         )
+        for record in records
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([str(records[0].scenario), f"settings: {records[0].settings}", "", *lines])

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -29,7 +29,11 @@ _DEVICE, _HOST, _ON_CHIP = (POOLS.index(name) for name in ("device", "host", "on
 
 
 @dataclass(slots=True, eq=False)
-class _StorageLife(Life):
+class StorageLife(Life):
+    """A life with what the meter needs to follow its storage."""
+
+    requested_bytes: int = 0
+    """The storage's size; `num_bytes` is what it takes of its pool."""
     reference: weakref.ref[Any] | None = None
 
 
@@ -47,10 +51,10 @@ class StorageMeter:
         self._host_bytes = 0
         self._peak_host_bytes = 0
         self._num_starts = 0
-        self._live: dict[int, _StorageLife] = {}
+        self._live: dict[int, StorageLife] = {}
         self._events: list[Event] = []
         self._opening: list[tuple[int, int, Life]] = []
-        self._in_kernel: list[Life] = []
+        self._in_kernel: list[StorageLife] = []
         self._started = time.perf_counter_ns()
         labels.on_kernel_end = self._leave_kernel
 
@@ -159,7 +163,7 @@ class StorageMeter:
         life = self._live.get(key)
         if life is None:
             self._born(storage, key, self._pool_of_new(arguments))
-        elif life.num_bytes != storage.nbytes():
+        elif life.requested_bytes != storage.nbytes():
             self.resized(storage)
 
     def _pool_of_new(self, arguments: Any) -> int:
@@ -180,23 +184,27 @@ class StorageMeter:
             torch.OutOfMemoryError: With what was asked for, and what is allocated of how much.
         """
         if self.device_memory_bytes is not None and self._device_bytes + num_bytes > self.device_memory_bytes:
-            labels = self._labels
-            self.out_of_memory = Refusal(
-                phase=PHASES[labels.phase],
-                module=labels.modules[labels.module],
-                nanoseconds=time.perf_counter_ns() - self._started,
-                requested_bytes=num_bytes,
-                allocated_bytes=self._device_bytes,
-                limit_bytes=self.device_memory_bytes,
-            )
-            allocated = f"{format_bytes(self._device_bytes)} of {format_bytes(self.device_memory_bytes)} allocated"
-            raise torch.OutOfMemoryError(f"in {labels.place}: {format_bytes(num_bytes)} asked for with {allocated}")
+            self._refuse(num_bytes, self.device_memory_bytes)
+
+    def _refuse(self, num_bytes: int, limit_bytes: int, **of_an_allocator: int) -> NoReturn:
+        labels = self._labels
+        self.out_of_memory = Refusal(
+            phase=PHASES[labels.phase],
+            module=labels.modules[labels.module],
+            nanoseconds=time.perf_counter_ns() - self._started,
+            requested_bytes=num_bytes,
+            allocated_bytes=self._device_bytes,
+            limit_bytes=limit_bytes,
+            **of_an_allocator,
+        )
+        allocated = f"{format_bytes(self._device_bytes)} of {format_bytes(limit_bytes)} allocated"
+        raise torch.OutOfMemoryError(f"in {labels.place}: {format_bytes(num_bytes)} asked for with {allocated}")
 
     def _born(self, storage: Any, key: int, pool: int) -> None:
         if pool == _DEVICE:
             self.require_room(storage.nbytes())
         labels = self._labels
-        life = _StorageLife(
+        life = StorageLife(
             storage.nbytes(),
             pool,
             labels.module,
@@ -205,34 +213,47 @@ class StorageMeter:
             labels.recomputing,
             self._num_starts,
             labels.known_category,
+            requested_bytes=storage.nbytes(),
         )
+        life.num_bytes = self._take(life, life.num_bytes)
         life.reference = weakref.ref(storage, lambda _: self._died(key, life))
         self._live[key] = life
         if pool == _ON_CHIP:
             self._in_kernel.append(life)
         self._event(life.num_bytes, life)
 
-    def _died(self, key: int, life: Life) -> None:
+    def _take(self, life: StorageLife, num_bytes: int) -> int:
+        """Returns the bytes that a storage of so many takes of its life's pool."""
+        return num_bytes
+
+    def _give_back(self, life: StorageLife) -> None:
+        """Ends what `_take` began."""
+
+    def _died(self, key: int, life: StorageLife) -> None:
         if self._live.get(key) is life:
             del self._live[key]
         life.died_in_span = self._labels.span
         life.died_in_step = self._num_starts
         self._event(-life.num_bytes, life)
+        self._give_back(life)
         life.num_bytes = 0
 
     def resizes(self, storage: Any, num_bytes: int) -> None:
         """Refuses a growth in place that the device has no room for, before it happens."""
         life = self._live.get(storage._cdata)
         if life is not None and life.pool == _DEVICE:
-            self.require_room(num_bytes - life.num_bytes)
+            self.require_room(num_bytes - life.requested_bytes)
 
     def resized(self, storage: Any) -> None:
         """Books a storage whose size changed in place."""
         life = self._live.get(storage._cdata)
         if life is not None:
-            delta = storage.nbytes() - life.num_bytes
-            life.num_bytes += delta
-            self._event(delta, life)
+            self._event(-life.num_bytes, life)
+            self._give_back(life)
+            life.num_bytes = life.requested_bytes = 0
+            life.num_bytes = self._take(life, storage.nbytes())
+            life.requested_bytes = storage.nbytes()
+            self._event(life.num_bytes, life)
 
     def _leave_kernel(self) -> None:
         survivors = [life for life in self._in_kernel if life.died_in_span is None]
@@ -240,18 +261,9 @@ class StorageMeter:
         self.require_room(sum(life.num_bytes for life in survivors))
         for life in survivors:
             self._event(-life.num_bytes, life)
-            life.pool = _DEVICE
+            life.pool, life.num_bytes = _DEVICE, 0
+            life.num_bytes = self._take(life, life.requested_bytes)
             self._event(life.num_bytes, life)
-
-    def move(self, tensors: Iterable[torch.Tensor], pool: str) -> None:
-        """Moves storages to another pool, where a tensor's place is known only after it was made."""
-        code = POOLS.index(pool)
-        for tensor in tensors:
-            life = self.life_of(tensor)
-            if life is not None and life.pool != code:
-                self._event(-life.num_bytes, life)
-                life.pool = code
-                self._event(life.num_bytes, life)
 
     def _event(self, delta: int, life: Life) -> None:
         if delta:

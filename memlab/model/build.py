@@ -62,6 +62,7 @@ def build(
     """
     join_process_group(distributed_backend, scenario.seed, scenario.layout)
     config = transformer_config(scenario, settings or MemorySettings())
+    config.memlab_routing = scenario.routing
     model = gpt_model(scenario, config, provider)
     if scenario.expert_buffers:
         _spread_experts(model)
@@ -197,10 +198,15 @@ def join_process_group(distributed_backend: str, seed: int, layout: Layout) -> N
     Raises:
         ValueError: If the layout has more ranks than were started.
     """
-    if distributed_backend == "fake":
+    if distributed_backend in ("fake", "simulated"):
         # Importing it registers the backend. On one rank every collective is the identity, and this one allocates
         # nothing for it, like NCCL; gloo would copy the whole gradient buffer.
         from torch.testing._internal.distributed import fake_pg  # noqa: F401
+    if distributed_backend == "simulated":
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        torch.distributed.init_process_group("fake", store=store, rank=layout.rank, world_size=layout.world_size)
+        _initialize(seed, layout)
+        return
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != layout.world_size:
         raise ValueError(
@@ -214,6 +220,10 @@ def join_process_group(distributed_backend: str, seed: int, layout: Layout) -> N
     else:
         store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # missing from torch's stubs
         torch.distributed.init_process_group(distributed_backend, store=store, rank=0, world_size=1)
+    _initialize(seed, layout)
+
+
+def _initialize(seed: int, layout: Layout) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,

@@ -15,6 +15,17 @@ import torch
 
 _PACKAGE = "transformer_engine.pytorch"
 
+CUBLAS_WORKSPACE_BYTES = 32 * 1024**2
+"""Of one cuBLAS handle on compute capability 9.0 (torch, ``aten/src/ATen/cuda/CublasHandlePool.cpp``)."""
+CUBLAS_THREADS = 2
+"""Those that use cuBLAS, each by a handle of its own: the one that runs forward, and autograd's."""
+TE_WORKSPACE_BYTES = 32 * 1024**2 + 1024
+"""``get_cublas_workspace_size_bytes`` on compute capability 9.0 and later (``cpp_extensions/gemm.py``)."""
+TE_GROUPED_GEMM_STREAMS = 4
+"""Streams of a grouped matrix product, with a workspace each (``get_num_compute_streams``, ``module/base.py``)."""
+
+_stand_ins: list[torch.Tensor] = []
+
 
 def caches() -> Iterator[tuple[str, Any, Callable[[], object]]]:
     """Yields a name, a container with tensors in it, and what empties it."""
@@ -28,6 +39,8 @@ def caches() -> Iterator[tuple[str, Any, Callable[[], object]]]:
     attention = sys.modules.get(f"{_PACKAGE}.attention.dot_product_attention.utils")
     if attention is not None:
         yield "Transformer Engine's sequence lengths", attention._cu_seqlens_cache, attention._cu_seqlens_cache.clear
+    if _stand_ins:
+        yield "what stands in for cuBLAS workspaces", _stand_ins, _stand_ins.clear
 
 
 def tensors() -> Iterator[torch.Tensor]:
@@ -51,6 +64,17 @@ def fill_cublas_workspaces() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         weight = torch.ones(64, 64, dtype=dtype, device="cuda", requires_grad=True)
         torch.mm(weight, weight).sum().backward()
+
+
+def hold_fake_workspaces(*, grouped: bool) -> None:
+    """Takes on a simulated GPU what cuBLAS and Transformer Engine take on a Hopper one.
+
+    Args:
+        grouped: Whether the model has grouped linears.
+    """
+    sizes = [CUBLAS_WORKSPACE_BYTES] * CUBLAS_THREADS + [TE_WORKSPACE_BYTES]
+    sizes += [TE_WORKSPACE_BYTES] * TE_GROUPED_GEMM_STREAMS if grouped else []
+    _stand_ins.extend(torch.empty(size, dtype=torch.uint8, device=torch.cuda.current_device()) for size in sizes)
 
 
 def clear_torch_caches() -> None:

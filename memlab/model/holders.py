@@ -40,6 +40,8 @@ def workspace(live: LiveModel) -> Iterator[torch.Tensor]:
         yield from _tensors_in(vars(part.optimizer))
     # models/common/embeddings/rotary_pos_embedding.py caches the angles by sequence length in an lru_cache.
     yield from _tensors_in(dict(enumerate(gc.get_referents(RotaryEmbedding.forward))))
+    # tensor_parallel/layers.py gathers the sequence into a buffer of its own, for the output layer.
+    yield from _tensors_in(parallel_state.get_global_memory_buffer().buffer)
     # transformer/moe/moe_utils.py
     yield from _tensors_in({"scale": MoEAuxLossAutoScaler.main_loss_backward_scale})
     yield from auxiliary_losses()

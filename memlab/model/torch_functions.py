@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from memlab.meter.labels import one_kernel
+from memlab.model.tensor_parallel import WHOLE, Split
 
 
 class RmsNorm(torch.autograd.Function):
@@ -30,18 +31,22 @@ class RmsNorm(torch.autograd.Function):
 
 
 class Linear(torch.autograd.Function):
-    """``inputs @ weight.T``; keeps its input (transformer_engine/pytorch/module/linear.py)."""
+    """``inputs @ weight.T``; keeps its input, its part of the sequence alone (transformer_engine/.../linear.py)."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, split: Split = WHOLE) -> torch.Tensor:
         ctx.save_for_backward(inputs, weight)
-        return _matmul(inputs, weight.T)
+        ctx.split = split
+        return split.leave(_matmul(split.enter(inputs), weight.T))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         inputs, weight = ctx.saved_tensors
-        grad_inputs = _matmul(grads[0], weight)
-        return grad_inputs, _flat(grads[0]).T @ _flat(inputs)
+        grad = ctx.split.leave_backward(grads[0])
+        inputs = ctx.split.enter(inputs)
+        grad_entered = _matmul(grad, weight)  # alive while it is reduced, during the weight's gradient
+        grad_inputs = ctx.split.enter_backward(grad_entered)
+        return grad_inputs, _flat(grad).T @ _flat(inputs), None
 
 
 class NormLinear(torch.autograd.Function):
@@ -52,20 +57,29 @@ class NormLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, epsilon: float
+        ctx: Any,
+        inputs: torch.Tensor,
+        norm_weight: torch.Tensor,
+        weight: torch.Tensor,
+        epsilon: float,
+        split: Split = WHOLE,
     ) -> torch.Tensor:
         normalised, reciprocal = _normalise(inputs, norm_weight, epsilon)
         ctx.save_for_backward(inputs, norm_weight, weight, normalised, reciprocal)
-        return _matmul(normalised, weight.T)
+        ctx.split = split
+        return _matmul(split.enter(normalised), weight.T)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         inputs, norm_weight, weight, normalised, reciprocal = ctx.saved_tensors
-        grad_normalised = _matmul(grads[0], weight)
-        grad_weight = _flat(grads[0]).T @ _flat(normalised)
+        entered = ctx.split.enter(normalised)
+        grad_entered = _matmul(grads[0], weight)
+        grad_normalised = ctx.split.enter_backward(grad_entered)
+        grad_weight = _flat(grads[0]).T @ _flat(entered)
+        del grad_entered, entered
         normalised.data = normalised.new_empty(0)  # TE's clear_tensor_data: gone before the norm's gradient is made
         grad_inputs, grad_norm_weight = _normalise_backward(grad_normalised, inputs, reciprocal, norm_weight)
-        return grad_inputs, grad_norm_weight, grad_weight, None
+        return grad_inputs, grad_norm_weight, grad_weight, None, None
 
 
 class GroupedLinear(torch.autograd.Function):

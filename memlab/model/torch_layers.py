@@ -7,13 +7,14 @@ exists on a GPU. Constructors take what ``megatron/core/extensions/transformer_e
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from memlab.model.tensor_parallel import split_of
 from memlab.model.torch_functions import CausalAttention, GroupedLinear, Linear, NormLinear, RmsNorm
 from memlab.model.upstream_versions import grouped_experts
 
@@ -25,10 +26,10 @@ class TorchProvider(BackendSpecProvider):
         return TorchLinear
 
     def column_parallel_linear(self) -> type:
-        return TorchLinear
+        return TorchColumnLinear
 
     def row_parallel_linear(self) -> type:
-        return TorchLinear
+        return TorchRowLinear
 
     def fuse_layernorm_and_linear(self) -> bool:
         return True
@@ -43,7 +44,7 @@ class TorchProvider(BackendSpecProvider):
         return TorchAttention
 
     def grouped_mlp_modules(self, *_: Any, **__: Any) -> Any:
-        return grouped_experts(TorchGroupedLinear)
+        return grouped_experts(TorchGroupedLinear, TorchGroupedRowLinear)
 
     def activation_func(self) -> None:
         return None
@@ -55,7 +56,7 @@ class TorchNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.epsilon = eps
-        self.weight = torch.nn.Parameter(_device_empty(hidden_size, config=config).fill_(1.0))
+        self.weight = _norm_weight(hidden_size, config=config)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Normalises [..., hidden_size]."""
@@ -68,17 +69,34 @@ class TorchNorm(torch.nn.Module):
 class TorchLinear(torch.nn.Module):
     """A linear without bias. Returns (output, None): Megatron adds biases itself."""
 
+    way: ClassVar[Literal["column", "row"] | None] = None
+
     def __init__(
         self, input_size: int, output_size: int, *, config: TransformerConfig, init_method: Any, bias: bool, **_: Any
     ) -> None:
         super().__init__()
         assert not bias, "both families train without biases"
         self.save_original_input = False
-        self.weight = _weight(output_size, input_size, config=config, init_method=init_method)
+        self.split = split_of(self.way, config)
+        ranks = config.tensor_model_parallel_size
+        rows, columns = _part(self.way, output_size, input_size, ranks)
+        self.weight = _weight(rows, columns, config=config, init_method=init_method)
 
     def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Maps [..., input_size] to [..., output_size]."""
-        return Linear.apply(inputs, self.weight), None
+        return Linear.apply(inputs, self.weight, self.split), None
+
+
+class TorchColumnLinear(TorchLinear):
+    """Each rank makes a part of the output's features."""
+
+    way = "column"
+
+
+class TorchRowLinear(TorchLinear):
+    """Each rank takes a part of the input's features."""
+
+    way = "row"
 
 
 class TorchNormLinear(torch.nn.Module):
@@ -90,16 +108,23 @@ class TorchNormLinear(torch.nn.Module):
         super().__init__()
         assert not bias, "both families train without biases"
         self.epsilon = config.layernorm_epsilon
-        self.layer_norm_weight = torch.nn.Parameter(_device_empty(input_size, config=config).fill_(1.0))
-        self.weight = _weight(output_size, input_size, config=config, init_method=init_method)
+        self.split = split_of("column", config)
+        self.layer_norm_weight = _norm_weight(input_size, config=config)
+        rows = output_size // config.tensor_model_parallel_size
+        self.weight = _weight(rows, input_size, config=config, init_method=init_method)
 
     def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Maps [..., input_size] to [..., output_size]."""
-        return NormLinear.apply(inputs, self.layer_norm_weight, self.weight, self.epsilon), None
+        return NormLinear.apply(inputs, self.layer_norm_weight, self.weight, self.epsilon, self.split), None
 
 
 class TorchGroupedLinear(torch.nn.Module):
-    """One linear without bias for each local expert, over rows grouped by expert."""
+    """One linear without bias for each local expert, over rows grouped by expert.
+
+    Where experts are split over ranks too, Megatron's dispatcher gathers and scatters their rows.
+    """
+
+    way: ClassVar[Literal["column", "row"]] = "column"
 
     def __init__(
         self,
@@ -116,8 +141,9 @@ class TorchGroupedLinear(torch.nn.Module):
         assert not bias, "both families train without biases"
         self.num_gemms = num_gemms
         self.save_original_input = False
+        rows, columns = expert_part(self.way, output_size, input_size, config)
         for index in range(num_gemms):
-            weight = _weight(output_size, input_size, config=config, init_method=init_method)
+            weight = _weight(rows, columns, config=config, init_method=init_method)
             # Experts that are spread over ranks are reduced in their own group, from their own gradient buffers.
             weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
             self.register_parameter(f"weight{index}", weight)
@@ -126,6 +152,12 @@ class TorchGroupedLinear(torch.nn.Module):
         """Maps [rows, input_size] to [rows, output_size], `tokens_per_expert` rows for each expert in turn."""
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
         return GroupedLinear.apply(inputs, list(tokens_per_expert), self.save_original_input, *weights), None
+
+
+class TorchGroupedRowLinear(TorchGroupedLinear):
+    """The second linear of the experts."""
+
+    way = "row"
 
 
 class TorchAttention(torch.nn.Module):
@@ -144,13 +176,30 @@ class TorchAttention(torch.nn.Module):
         return result
 
 
+def _part(way: str | None, rows: int, columns: int, ranks: int) -> tuple[int, int]:
+    return rows // (ranks if way == "column" else 1), columns // (ranks if way == "row" else 1)
+
+
+def expert_part(way: str, rows: int, columns: int, config: TransformerConfig) -> tuple[int, int]:
+    """Returns the shape of this rank's part of an expert's weight."""
+    return _part(way, rows, columns, config.expert_tensor_parallel_size or 1)
+
+
+def _norm_weight(size: int, *, config: TransformerConfig) -> torch.nn.Parameter:
+    weight = torch.nn.Parameter(device_empty(size, config=config).fill_(1.0))
+    # Each rank has seen a part of the sequence: Megatron adds these gradients up (distributed/finalize_model_grads.py).
+    weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return weight
+
+
 def _weight(rows: int, columns: int, *, config: TransformerConfig, init_method: Any) -> torch.nn.Parameter:
-    weight = torch.nn.Parameter(_device_empty(rows, columns, config=config))
+    weight = torch.nn.Parameter(device_empty(rows, columns, config=config))
     if config.perform_initialization:
         with get_cuda_rng_tracker().fork():
             init_method(weight)
     return weight
 
 
-def _device_empty(*shape: int, config: TransformerConfig) -> torch.Tensor:
+def device_empty(*shape: int, config: TransformerConfig) -> torch.Tensor:
+    """Returns a tensor on the device, of the parameters' dtype."""
     return torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device())

@@ -19,7 +19,7 @@ class _PermuteWithMask(torch.autograd.Function):
         ctx: Any, tokens: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         row_id_map = _row_id_map(routing_map)
-        permuted, permuted_probs = _gather(tokens, probs, row_id_map)
+        permuted, permuted_probs = _gather(tokens, probs, row_id_map, num_out_tokens)
         assert len(permuted) == num_out_tokens, f"{len(permuted)} rows routed, {num_out_tokens} expected"
         ctx.save_for_backward(row_id_map)
         ctx.mark_non_differentiable(row_id_map)
@@ -37,12 +37,13 @@ class _UnpermuteWithMask(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, permuted: torch.Tensor, row_id_map: torch.Tensor, restore_shape: torch.Size) -> torch.Tensor:
         ctx.save_for_backward(row_id_map)
+        ctx.num_rows = len(permuted)
         return _scatter(permuted, None, row_id_map)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         (row_id_map,) = ctx.saved_tensors
-        return _gather(grads[0], None, row_id_map)[0], None, None
+        return _gather(grads[0], None, row_id_map, ctx.num_rows)[0], None, None
 
 
 class _SortChunks(torch.autograd.Function):
@@ -50,7 +51,7 @@ class _SortChunks(torch.autograd.Function):
     def forward(
         ctx: Any, tokens: torch.Tensor, split_sizes: torch.Tensor, order: torch.Tensor, probs: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        row_id_map = _chunk_rows(split_sizes, order)
+        row_id_map = _chunk_rows(split_sizes, order, tokens)
         sorted_tokens = tokens.index_select(0, row_id_map)
         sorted_probs = None if probs is None else probs.index_select(0, row_id_map)
         ctx.save_for_backward(row_id_map)
@@ -125,8 +126,10 @@ def _row_id_map(routing_map: torch.Tensor) -> torch.Tensor:
     return row_id_map
 
 
-def _routed(row_id_map: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _routed(row_id_map: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the expert and the token of every permuted row, expert by expert."""
+    if row_id_map.is_meta:  # a fake map tells nothing, and how many rows there are is known
+        return row_id_map.new_empty(num_rows), row_id_map.new_empty(num_rows)
     num_experts = (row_id_map.shape[1] - 1) // 2
     experts, rows = row_id_map[:, :num_experts].T.nonzero(as_tuple=True)
     return experts, rows
@@ -134,9 +137,9 @@ def _routed(row_id_map: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @one_kernel()
 def _gather(
-    tokens: torch.Tensor, probs: torch.Tensor | None, row_id_map: torch.Tensor
+    tokens: torch.Tensor, probs: torch.Tensor | None, row_id_map: torch.Tensor, num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    experts, rows = _routed(row_id_map)
+    experts, rows = _routed(row_id_map, num_rows)
     return tokens.index_select(0, rows), None if probs is None else probs[rows, experts]
 
 
@@ -144,7 +147,7 @@ def _gather(
 def _scatter(
     permuted: torch.Tensor, permuted_probs: torch.Tensor | None, row_id_map: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    experts, rows = _routed(row_id_map)
+    experts, rows = _routed(row_id_map, len(permuted))
     num_tokens = len(row_id_map)
     # TE's kernel adds in fp32 and rounds once.
     total = permuted.new_zeros((num_tokens, permuted.shape[1]), dtype=torch.float32)
@@ -162,7 +165,9 @@ def _put_back(rows: torch.Tensor, row_id_map: torch.Tensor) -> torch.Tensor:
 
 
 @one_kernel()
-def _chunk_rows(split_sizes: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+def _chunk_rows(split_sizes: torch.Tensor, order: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    if tokens.is_meta:
+        return tokens.new_empty(len(tokens), dtype=torch.int32)
     sizes = split_sizes.tolist()
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     return torch.cat(

@@ -11,15 +11,15 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import experts, moe_utils
 
 
-def grouped_experts(linear: type) -> Any:
+def grouped_experts(linear_fc1: type, linear_fc2: type) -> Any:
     """Returns what a layer provider gives for grouped experts (``megatron/core/models/backends.py``).
 
     0.16 wants a class and its submodules; 0.19 a callable that builds the experts.
     """
     if hasattr(experts, "GroupedMLPSubmodules"):
-        submodules = experts.GroupedMLPSubmodules(linear_fc1=linear, linear_fc2=linear, activation_func=None)
+        submodules = experts.GroupedMLPSubmodules(linear_fc1=linear_fc1, linear_fc2=linear_fc2, activation_func=None)
         return partial(experts.TEGroupedMLP, submodules=submodules)
-    return experts.TEGroupedMLP, MLPSubmodules(linear_fc1=linear, linear_fc2=linear)
+    return experts.TEGroupedMLP, MLPSubmodules(linear_fc1=linear_fc1, linear_fc2=linear_fc2)
 
 
 def auxiliary_losses() -> Iterator[torch.Tensor]:

@@ -321,6 +321,8 @@ def _message_lines(records: Iterable[StepRecord], names: Iterable[str]) -> list[
 
 
 def _time_line(record: StepRecord) -> str:
+    if record.backend == "simulated":
+        return f"simulated in {record.step_seconds * 1e3:.1f} ms, which tells nothing of the time on a GPU; no loss"
     loss = "no loss" if record.loss is None else f"loss {record.loss:.6f}"
     return (
         f"step {record.step_seconds * 1e3:.1f} ms (loading {record.load_seconds * 1e3:.1f} ms, offloading "

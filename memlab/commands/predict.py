@@ -1,0 +1,125 @@
+"""Predicts what a training step needs, at full size and without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from memlab.commands.measure import add_step_arguments, checked_step, make_folder, save, whole_number
+from memlab.commands.output import result_alone_on_stdout
+from memlab.commands.ranks import layout_of_the_job, ranks_json, ranks_table, worst
+from memlab.fit import Fit, Step, judge_fit
+from memlab.layout import Layout
+from memlab.record import StepRecord
+from memlab.settings import MemorySettings
+from memlab.units import format_bytes, parse_bytes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags: those of `measure`, and what is asked of a job and a GPU that are not there."""
+    add_step_arguments(parser)
+    parser.add_argument("--world-size", type=whole_number, default=1, metavar="N", help="ranks of the job (1)")
+    parser.add_argument("--rank", type=_rank, default=0, metavar="N|all", help="one rank (0), or one of every kind")
+    parser.add_argument(
+        "--routing", metavar="CHOICE", help="tokens to experts: balanced, random:SEED, skewed:FACTOR or a JSON file"
+    )
+    parser.add_argument(
+        "--gpu-memory", type=_size, metavar="SIZE", help="such as 80GiB: does it fit (if not, exit 1), and what would"
+    )
+
+
+def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
+    """Checks everything that can be checked without a model.
+
+    Raises:
+        ValueError: If a value breaks its rule, or an output folder holds a record.
+    """
+    layout = layout_of_the_job(
+        arguments.tensor_model_parallel_size,
+        arguments.pipeline_model_parallel_size,
+        arguments.expert_model_parallel_size,
+        arguments.world_size,
+        arguments.rank or 0,
+    )
+    workload, settings = checked_step(arguments, layout)
+    layouts = [layout]
+    if arguments.rank is None:
+        uneven = arguments.routing not in (None, "balanced")
+        layouts = [replace(layout, rank=number) for number in layout.distinct_ranks(by_expert=uneven)]
+    for each in layouts:
+        make_folder(arguments, _folder_of(each, layouts))
+    return lambda: _predict(workload, layouts, settings, arguments)
+
+
+def _predict(
+    workload: dict[str, Any], layouts: list[Layout], settings: MemorySettings, arguments: argparse.Namespace
+) -> int:
+    with result_alone_on_stdout():
+        records = []
+        for layout in layouts:
+            with _stepping(workload | {"layout": layout}) as step:
+                records.append(step(settings, None))
+                save(records[-1], arguments, _folder_of(layout, layouts))
+        fit = None
+        if arguments.gpu_memory is not None:
+            needs_most = worst(records)
+            with _stepping(workload | {"layout": needs_most.scenario.layout}) as step:
+                fit = judge_fit(needs_most, step, arguments.gpu_memory)
+    print(_written(records, fit, as_json=arguments.json))
+    return 0 if fit is None or fit.fits else 1
+
+
+@contextmanager
+def _stepping(workload: dict[str, Any]) -> Iterator[Step]:
+    from memlab.lab import Lab
+
+    with Lab(**workload, backend="simulated") as lab:
+
+        def step(settings: MemorySettings, room_bytes: int | None) -> StepRecord:
+            lab.device_memory_bytes = room_bytes
+            return lab.step(settings)
+
+        yield step
+
+
+def _written(records: list[StepRecord], fit: Fit | None, *, as_json: bool) -> str:
+    if as_json:
+        values = records[0].to_dict() if len(records) == 1 else ranks_json(records)
+        return json.dumps(values | ({} if fit is None else {"fit": fit.to_dict()}), indent=2)
+    from memlab.views.tables import record_table
+
+    table = record_table(records[0]) if len(records) == 1 else ranks_table(records)
+    return "\n".join([table, *([] if fit is None else ["", str(fit), *_alternatives(fit)])])
+
+
+def _alternatives(fit: Fit) -> list[str]:
+    if fit.fits:
+        return []
+    if not fit.alternatives:
+        return ["no single setting makes it fit: combine some, take a smaller micro-batch or more devices"]
+    lines = ["would fit, the cheapest first:"]
+    for choice in fit.alternatives:
+        cost = f"{choice.recomputed_operations / 1e9:.2f} GFLOP a token again"
+        moved = f"{format_bytes(choice.moved_bytes)} to the host and back"
+        lines.append(f"  {choice.settings}: peak {format_bytes(choice.peak_allocated_bytes)}, {cost}, {moved}")
+    return lines
+
+
+def _folder_of(layout: Layout, layouts: list[Layout]) -> Callable[[Path], Path]:
+    return lambda folder: folder / f"rank-{layout.rank}" if len(layouts) > 1 else folder
+
+
+def _rank(text: str) -> int | None:
+    return None if text == "all" else whole_number(text)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -1,0 +1,130 @@
+"""Whether a step fits a GPU, by how much, and the single settings that would make it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from memlab.bounds import recomputed_operations
+from memlab.record import StepRecord
+from memlab.scenario import Scenario
+from memlab.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
+from memlab.units import format_bytes
+from memlab.verdict import USUAL_OUTSIDE_BYTES
+
+Step = Callable[[MemorySettings, int | None], StepRecord]
+"""Takes a step under settings, with so many bytes that torch may reserve."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alternative:
+    """A setting that fits, as predicted by a step of its own."""
+
+    settings: MemorySettings
+    peak_allocated_bytes: int
+    recomputed_operations: float
+    """That backward makes a second time for one token, over all layers."""
+    moved_bytes: int
+    """To the host in a step, and back."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """A step held against a GPU's memory."""
+
+    gpu_memory_bytes: int
+    outside_torch_bytes: int
+    """Estimated, for the CUDA context, NCCL and libraries (`memlab.verdict.USUAL_OUTSIDE_BYTES`)."""
+    peak_allocated_bytes: int
+    fits: bool
+    """Whether torch's allocator gets through the step with what is left, giving back what it caches where it must."""
+    alternatives: tuple[Alternative, ...] = ()
+    """Settings that fit where the step does not, one thing more each: by recomputed operations, then moved bytes."""
+
+    @property
+    def margin_bytes(self) -> int:
+        """What is left at the peak; negative for what is lacking."""
+        return self.gpu_memory_bytes - self.outside_torch_bytes - self.peak_allocated_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns JSON-ready values."""
+        alternatives = [asdict(choice) | {"settings": choice.settings.to_dict()} for choice in self.alternatives]
+        return asdict(self) | {"margin_bytes": self.margin_bytes, "alternatives": alternatives}
+
+    def __str__(self) -> str:
+        room = (
+            f"{format_bytes(self.gpu_memory_bytes)} less about {format_bytes(self.outside_torch_bytes)} outside torch"
+        )
+        margin = format_bytes(abs(self.margin_bytes))
+        if self.fits:
+            return f"fits {room}, with {margin} to spare"
+        if self.margin_bytes >= 0:
+            return f"does not fit {room}: the peak would leave {margin}, in pieces that are too small"
+        return f"does not fit {room}: {margin} are lacking"
+
+
+def judge_fit(record: StepRecord, step: Step, gpu_memory_bytes: int) -> Fit:
+    """Holds a step against a GPU, and where it does not fit, predicts what would.
+
+    Args:
+        record: A step that ran to its end.
+        step: Takes another step of the same scenario.
+        gpu_memory_bytes: Of the whole GPU.
+    """
+    room = gpu_memory_bytes - USUAL_OUTSIDE_BYTES
+    fits = _fits(record, step, room)
+    is_hopeless = record.static_bytes - record.residual_bytes > room  # no setting frees what every step needs
+    alternatives = (
+        []
+        if fits or is_hopeless
+        else [
+            Alternative(
+                settings=other.settings,
+                peak_allocated_bytes=other.peak_allocated_bytes,
+                recomputed_operations=recomputed_operations(other.settings, other.scenario),
+                moved_bytes=sum(other.offloaded_bytes_by_module.values()),
+            )
+            for other in (step(settings, None) for settings in _one_thing_more(record.settings, record.scenario))
+            if _fits(other, step, room)
+        ]
+    )
+    return Fit(
+        gpu_memory_bytes=gpu_memory_bytes,
+        outside_torch_bytes=USUAL_OUTSIDE_BYTES,
+        peak_allocated_bytes=record.peak_allocated_bytes,
+        fits=fits,
+        alternatives=tuple(sorted(alternatives, key=lambda one: (one.recomputed_operations, one.moved_bytes))),
+    )
+
+
+def _fits(record: StepRecord, step: Step, room: int) -> bool:
+    if record.peak_allocated_bytes > room:
+        return False
+    reserved = record.peak_reserved_bytes
+    return reserved is None or reserved <= room or step(record.settings, room).status == "ok"
+
+
+def _one_thing_more(settings: MemorySettings, scenario: Scenario) -> Iterator[MemorySettings]:
+    """Yields settings that recompute or offload one module more, or all layers."""
+    recomputed, offloaded = settings.recompute_modules or (), settings.offload_modules or ()
+    wanted: list[dict[str, Any]] = [
+        {"offload_modules": (*offloaded, name)} for name in OFFLOAD_MODULES if name not in offloaded
+    ]
+    if settings.recompute_granularity != "full":
+        wanted += [
+            {"recompute_granularity": "selective", "recompute_modules": (*recomputed, name)}
+            for name in RECOMPUTE_MODULES
+            if name not in recomputed
+        ]
+        whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        wanted.append(whole | {"recompute_modules": None})
+    before = settings.without_effect(scenario.architecture).keys()
+    for values in wanted:
+        try:
+            choice = replace(settings, **values)
+            choice.check(scenario.architecture, scenario.num_layers)
+        except ValueError:
+            continue  # a rule of the settings: this is no choice
+        if not choice.without_effect(scenario.architecture).keys() - before:
+            yield choice

@@ -1,0 +1,50 @@
+"""How a linear is split over tensor-parallel ranks, with sequence parallelism: what it gathers and what it scatters.
+
+As Transformer Engine does it (``linear.py`` and ``layernorm_linear.py`` of ``transformer_engine/pytorch/module``): a
+column-parallel linear gathers its input along the sequence, in backward once more, and scatters its input's gradient; a
+row-parallel one scatters its output, and gathers the output's gradient. On one rank nothing moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import _gather_along_first_dim, _reduce_scatter_along_first_dim
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """What a linear does beside its matrix product."""
+
+    way: Literal["column", "row"] | None = None
+    group: Any = None
+
+    def enter(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Returns the input of the matrix product."""
+        return _gather_along_first_dim(inputs, self.group) if self.way == "column" else inputs
+
+    def enter_backward(self, grad: torch.Tensor) -> torch.Tensor:
+        """Returns the gradient of what `enter` took."""
+        return _reduce_scatter_along_first_dim(grad, self.group) if self.way == "column" else grad
+
+    def leave(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Returns the linear's output."""
+        return _reduce_scatter_along_first_dim(outputs, self.group) if self.way == "row" else outputs
+
+    def leave_backward(self, grad: torch.Tensor) -> torch.Tensor:
+        """Returns the gradient of what `leave` took."""
+        return _gather_along_first_dim(grad, self.group) if self.way == "row" else grad
+
+
+WHOLE = Split()
+
+
+def split_of(way: Literal["column", "row"] | None, config: TransformerConfig) -> Split:
+    """Returns how a linear of the model is split under its layout."""
+    if way is None or config.tensor_model_parallel_size == 1:
+        return WHOLE
+    return Split(way, parallel_state.get_tensor_model_parallel_group())

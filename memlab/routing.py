@@ -1,0 +1,119 @@
+"""Which experts tokens go to, where no router computes it: a choice of the simulated backend.
+
+On one rank the sum over the experts is the same whatever is chosen; spread over ranks, the rank whose experts are in
+demand holds more rows than the others.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+KINDS = ("balanced", "random", "skewed", "shares")
+_CHOICES = "choose balanced, random:SEED, skewed:FACTOR, or a JSON file with a share for each expert"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routing:
+    """How the tokens of a micro-batch are spread over the experts, the same in every layer.
+
+    Raises:
+        ValueError: If a value breaks its rule.
+    """
+
+    kind: Literal["balanced", "random", "skewed", "shares"] = "balanced"
+    """``balanced``: all alike. ``random``: each token chooses alike among all experts. ``skewed``: the first expert
+    gets `factor` times the mean, each further one less by the same ratio. ``shares``: as given."""
+    seed: int = 0
+    """Of ``random``; each rank draws its own."""
+    factor: float = 1.0
+    shares: tuple[float, ...] = ()
+    """Of all that is routed, for each expert; they sum to 1."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"routing is {self.kind!r}, must be one of {', '.join(KINDS)}: {_CHOICES}")
+        if not isinstance(self.factor, (int, float)) or not 1 <= self.factor < math.inf:
+            raise ValueError(f"routing skewed has factor {self.factor!r}, must be a number of at least 1: {_CHOICES}")
+        object.__setattr__(self, "shares", tuple(self.shares))  # JSON knows no tuples
+        if self.kind == "shares":
+            wrong = [share for share in self.shares if not isinstance(share, (int, float)) or not 0 <= share <= 1]
+            if wrong or not math.isclose(sum(self.shares), 1, abs_tol=1e-6):
+                what = f"{wrong[0]!r}" if wrong else f"a sum of {sum(self.shares):g}"
+                raise ValueError(f"routing has shares with {what}, must be from 0 to 1 with a sum of 1: {_CHOICES}")
+
+    def check(self, num_experts: int, topk: int) -> None:
+        """Holds the routing against a model's experts.
+
+        Raises:
+            ValueError: If it cannot be one of them.
+        """
+        if self.kind == "shares" and len(self.shares) != num_experts:
+            raise ValueError(f"routing has {len(self.shares)} shares, must be {num_experts}, one an expert: {_CHOICES}")
+        most = num_experts / topk
+        highest = max(self.shares, default=0) * num_experts if self.kind == "shares" else self.factor
+        if highest > most + 1e-6:
+            raise ValueError(
+                f"routing gives an expert {highest:g} times the mean, must be at most {most:g} (of {num_experts} "
+                f"experts a token takes {topk}, each once): give a smaller factor or share"
+            )
+
+    def tokens_per_expert(self, num_tokens: int, num_experts: int, topk: int, rank: int) -> list[int]:
+        """Returns how many tokens of a rank's micro-batch each expert gets; the sum is `num_tokens` x `topk`."""
+        total = num_tokens * topk
+        if self.kind == "random":
+            draw = random.Random(f"{self.seed} {rank}")  # noqa: S311  # no secret
+            counts = [0] * num_experts
+            for _ in range(num_tokens):
+                for expert in draw.sample(range(num_experts), topk):
+                    counts[expert] += 1
+            return counts
+        if self.kind == "shares":
+            shares = self.shares
+        else:
+            shares = _geometric_shares(num_experts, self.factor if self.kind == "skewed" else 1.0)
+        ends = [round(total * sum(shares[:index])) for index in range(num_experts)] + [total]
+        return [end - start for start, end in pairwise(ends)]
+
+    def __str__(self) -> str:
+        return {"random": f"random:{self.seed}", "skewed": f"skewed:{self.factor:g}"}.get(self.kind, self.kind)
+
+
+def find_routing(text: str) -> Routing:
+    """Reads ``balanced``, ``random:SEED``, ``skewed:FACTOR`` or the path of a JSON file with a share for each expert.
+
+    Raises:
+        ValueError: If it is none of them.
+    """
+    if text == "balanced":
+        return Routing()
+    name, colon, value = text.partition(":")
+    if colon and name in ("random", "skewed"):
+        try:
+            number = int(value) if name == "random" else float(value)
+        except ValueError as error:
+            raise ValueError(f"routing is {text!r}, must have a number behind the colon: {_CHOICES}") from error
+        return Routing(kind="random", seed=int(number)) if name == "random" else Routing(kind="skewed", factor=number)
+    try:
+        shares = json.loads(Path(text).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"routing is {text!r}, which is no JSON file ({error}): {_CHOICES}") from error
+    if not isinstance(shares, list):
+        raise ValueError(f"routing is {text!r}, which holds no list of shares: {_CHOICES}")
+    return Routing(kind="shares", shares=tuple(shares))
+
+
+def _geometric_shares(count: int, factor: float) -> tuple[float, ...]:
+    """Returns shares that fall by one ratio, the first of which is `factor` times the mean."""
+    low, high = 0.0, 1.0  # of the ratio; the first share falls from 1 to 1 / count
+    for _ in range(60):
+        ratio = (low + high) / 2
+        first = 1 / sum(ratio**index for index in range(count))
+        low, high = (ratio, high) if first * count > factor else (low, ratio)
+    powers = [high**index for index in range(count)]
+    return tuple(power / sum(powers) for power in powers)
