@@ -85,9 +85,9 @@ def _measured(record: StepRecord, records: Sequence[StepRecord]) -> Iterator[tup
 
 
 def _known_too_large(record: StepRecord, records: Sequence[StepRecord]) -> set[MemorySettings]:
-    room = _evidence(record).refusal.room_bytes
+    room = _evidence(record).refusal.step_room_bytes
     refused = (known for known in records if known.scenario == record.scenario and known.out_of_memory is not None)
-    return {record.settings} | {known.settings for known in refused if _evidence(known).refusal.room_bytes >= room}
+    return {record.settings} | {known.settings for known in refused if _evidence(known).refusal.step_room_bytes >= room}
 
 
 def _reckoned(record: StepRecord, records: Sequence[StepRecord]) -> Iterator[tuple[Suggestion, Cost]]:

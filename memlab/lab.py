@@ -6,37 +6,33 @@ import atexit
 import gc
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from memlab.architectures import Architecture
 from memlab.backends import find_backend
+from memlab.instruments import Instruments
 from memlab.layout import Layout
 from memlab.model import holders
-from memlab.model.remedies import Tap
-from memlab.model.residency_faults import FAULTS
-from memlab.model.retention import Retained, find_retained
 from memlab.movement import Movement, check_groups
-from memlab.offload_account import OffloadAccount
 from memlab.progress import Follower, Progress
 from memlab.record import StepRecord
-from memlab.residency_audit import ResidencyAudit
 from memlab.routing import Routing
 from memlab.scenario import Dtype, Scenario
 from memlab.settings import MemorySettings
 from memlab.stepper import Action, Stepper
 from memlab.verdict import judge
+from memlab.worker import Worker
 
 __all__ = ["Lab", "Progress"]
 
 _Result = TypeVar("_Result")
 
 
-class Lab:
+class Lab(Instruments):
     """One live Megatron model on one rank.
 
     All work on the model runs on one thread of the lab's own, so that cells, widgets and headless runs do the same.
@@ -100,19 +96,14 @@ class Lab:
         _close_open_lab()
         self._stepper = Stepper(scenario, self.backend)
         self._settled = False
-        """Whether a step has been taken under the settings that stand: the next one is then steady."""
         self._stop = threading.Event()
-        self._running: Future[StepRecord] | None = None
-        self._starting = threading.Lock()
-        self._worker: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="memlab")
-        self._thread = self._worker.submit(threading.get_ident).result()
+        self._worker = Worker(self._stepper.at_work, lambda: f"{self.scenario}, {self.settings}")
         Lab._open = self
         try:
             self._on_worker(self._stepper.build).result()
         except BaseException:
             holders.forget()
-            self._worker.shutdown()
-            self._worker = None
+            self._worker.end()
             raise
 
     @property
@@ -123,12 +114,7 @@ class Lab:
     @property
     def busy(self) -> bool:
         """Whether a step is running."""
-        return self._running is not None and not self._running.done()
-
-    @property
-    def closed(self) -> bool:
-        """Whether the model has been given back."""
-        return self._worker is None
+        return self._worker.busy
 
     @property
     def device_memory_bytes(self) -> int | None:
@@ -166,9 +152,7 @@ class Lab:
             ValueError: If a rule is broken, or a step is running; the model is then as it was.
         """
         self._check(settings)
-        with self._starting:
-            self._refuse_if_busy()
-            self._on_worker(lambda: self._apply(settings, anew=True)).result()
+        self._alone(lambda: self._apply(settings, anew=True))
 
     def set_workload(
         self,
@@ -193,11 +177,7 @@ class Lab:
             "num_microbatches": num_microbatches,
         }
         scenario = replace(self.scenario, **{name: value for name, value in given.items() if value is not None})
-        with self._starting:
-            self._refuse_if_busy()
-            if scenario != self.scenario:
-                self._on_worker(lambda: self._stepper.set_workload(scenario)).result()
-                self._settled = False
+        self._alone(lambda: self._stepper.set_workload(scenario), unsettles=scenario != self.scenario)
 
     def step(
         self,
@@ -271,98 +251,6 @@ class Lab:
         """
         return self._move("hand over", ("parameters",))
 
-    def audit_offload(self, settings: MemorySettings) -> OffloadAccount:
-        """Holds what activation offload was expected to free against what it saves, to the byte.
-
-        Takes steps with and without offload, some of them more than once; the two that are measured are in `records`.
-
-        Args:
-            settings: With `offload_modules`.
-
-        Raises:
-            ValueError: If nothing is offloaded, under full recompute (what is offloaded then is saved in backward), if
-                the settings break another rule, or the lab is busy or closed.
-        """
-        self._check(settings)
-        if not settings.offload_modules or settings.recompute_granularity == "full":
-            raise ValueError(
-                f"audit_offload got settings {settings}, must have offload_modules and no full recompute: activations "
-                "are audited that wait from forward to backward"
-            )
-        default = MemorySettings().min_offloaded_tensor_size
-        plain = self.step(replace(settings, offload_modules=None, min_offloaded_tensor_size=default))
-        saved = self._alone(lambda: self._stepper.saved_in_regions(plain.settings))
-        offloaded = self.step(settings)
-        return self._alone(lambda: self._stepper.audit_offload(saved, plain, offloaded))
-
-    def retained(self) -> list[Retained]:
-        """Finds what module attributes keep alive between steps through their autograd graphs, and by which path."""
-        return self._alone(lambda: find_retained(self._stepper.live))
-
-    def audit_residency(self) -> ResidencyAudit:
-        """Finds where parameters, gradients and optimizer state are, and holds it against what was asked for."""
-        with self._starting:
-            self._refuse_if_busy()
-            return self._on_worker(self._stepper.audit_residency).result()
-
-    def groups_used(self) -> dict[str, tuple[str, ...]]:
-        """Takes a step and a weight sync that are not recorded, and sees which groups each phase touches.
-
-        Returns:
-            ``zeroing``, ``forward``, ``backward``, ``optimizer`` and ``hand over``, each with some of `GROUPS`.
-        """
-        with self._starting:
-            self._refuse_if_busy()
-            self._settled = False
-            return self._on_worker(self._stepper.groups_used).result()
-
-    @contextmanager
-    def residency_fault(self, name: str) -> Iterator[None]:
-        """Within the block, groups move with an error that was once made; before and after it all are on the device.
-
-        Args:
-            name: One of `memlab.model.residency_faults.FAULTS`, where each stands with its source.
-
-        Raises:
-            ValueError: If there is no such fault, another one is on, the model does not have what it is about, or the
-                lab is busy or closed.
-        """
-        if name not in FAULTS:
-            raise ValueError(f"residency fault is {name!r}, must be one of {', '.join(FAULTS)}: choose one of them")
-        with self._starting:
-            self._refuse_if_busy()
-            self._settled = False
-            self._on_worker(lambda: self._stepper.set_residency_fault(name)).result()
-        try:
-            yield
-        finally:
-            with self._starting:
-                if not self.closed:
-                    self._on_worker(lambda: self._stepper.set_residency_fault(None)).result()
-                    self._settled = False
-
-    @contextmanager
-    def tap(self, layer: int, *, guarded: bool = True) -> Iterator[Tap]:
-        """Within the block, keeps one layer's output alive after each forward, as a probe or an auxiliary head does.
-
-        Args:
-            layer: Counted from 0.
-            guarded: False lets ``release_storage`` empty the tapped storage too, as upstream's patch does (verl #7328);
-                `Tap.look` then shows what a probe would have read, without a read.
-
-        Raises:
-            ValueError: If there is no such layer, or the lab is busy or closed.
-        """
-        if not 0 <= layer < self.scenario.num_layers:
-            raise ValueError(f"layer is {layer!r}, must be from 0 to {self.scenario.num_layers - 1}: tap another layer")
-        with self._starting:
-            self._refuse_if_busy()
-            tap = self._on_worker(lambda: self._stepper.tap(layer, guarded=guarded)).result()
-        try:
-            yield tap
-        finally:
-            self._stepper.untap(tap)
-
     def submit(
         self,
         settings: MemorySettings | None = None,
@@ -386,11 +274,7 @@ class Lab:
         """
         wanted = self.settings if settings is None else settings
         self._check(wanted)
-        with self._starting:
-            self._refuse_if_busy()
-            self._stop.clear()
-            self._running = self._on_worker(lambda: self._run(wanted, warm_up, on_progress))
-        return self._running
+        return self._worker.start(lambda: self._run(wanted, warm_up, on_progress), before=self._stop.clear)
 
     def stop(self) -> bool:
         """Asks the running step to end between two phases or layers; its record says ``interrupted``.
@@ -401,31 +285,12 @@ class Lab:
         self._stop.set()
         return self.busy
 
-    def unmetered_step_seconds(self) -> float:
-        """Takes a step without metering it, and returns its duration: what the meter costs is told by comparison.
-
-        The meter then has to catch up: the next step under the same settings is preceded by a warm-up step.
-
-        Raises:
-            ValueError: If no metered step has been taken under these settings, or the lab is busy or closed.
-        """
-        with self._starting:
-            self._refuse_if_busy()
-            if not self._settled:
-                raise ValueError(
-                    "an unmetered step is held against a metered one: take a step under these settings first"
-                )
-            self._settled = False
-            return self._on_worker(lambda: self._stepper.unmetered_step_seconds(self.settings)).result()
-
     def close(self) -> None:
         """Gives back everything: model, optimizer, process group, thread. Records stay readable. Twice is harmless."""
-        self._refuse_on_own_thread()
+        self._worker.refuse_on_own_thread()
         self.stop()
-        with self._starting:
-            if self._worker is not None:
-                self._on_worker(self._stepper.release).result()
-                self._leave_worker()
+        self._worker.finish(self._stepper.release)
+        self._leave()
 
     def drop(self) -> dict[str, int]:
         """Closes the lab the careless way: drops its names alone, and says who kept how much of the model alive.
@@ -436,10 +301,9 @@ class Lab:
         Raises:
             ValueError: If the lab is busy or closed.
         """
-        with self._starting:
-            self._refuse_if_busy()
-            left = self._on_worker(self._stepper.drop).result()
-            self._leave_worker()
+        left = self._alone(self._stepper.drop)
+        self._worker.end()
+        self._leave()
         return left
 
     def __enter__(self) -> Self:
@@ -454,15 +318,9 @@ class Lab:
 
     def _move(self, action: Action, groups: tuple[str, ...]) -> Movement:
         check_groups(groups)
-        with self._starting:
-            self._refuse_if_busy()
-            self._settled = False
-            return self._on_worker(lambda: self._stepper.move(action, groups)).result()
+        return self._alone(lambda: self._stepper.move(action, groups), unsettles=True)
 
-    def _leave_worker(self) -> None:
-        assert self._worker is not None
-        self._worker.shutdown()
-        self._worker = None
+    def _leave(self) -> None:
         Lab._open = None if Lab._open is self else Lab._open
 
     def _check(self, settings: MemorySettings) -> None:
@@ -470,29 +328,8 @@ class Lab:
             raise ValueError(f"settings are {settings!r}, must be MemorySettings(...): name its fields")
         settings.check(self.scenario.architecture, self.scenario.num_layers)
 
-    def _refuse_if_busy(self) -> None:
-        self._refuse_on_own_thread()
-        if self.busy:
-            raise ValueError(f"this lab is busy with a step ({self.settings}): wait for it, or stop it")
-
-    def _refuse_on_own_thread(self) -> None:
-        if threading.get_ident() == self._thread:
-            raise ValueError("a progress or done callback runs on the lab's own thread: call the lab from another one")
-
-    def _alone(self, job: Callable[[], _Result]) -> _Result:
-        with self._starting:
-            self._refuse_if_busy()
-            return self._on_worker(job).result()
-
     def _on_worker(self, job: Callable[[], _Result]) -> Future[_Result]:
-        if self._worker is None:
-            raise ValueError(f"this lab ({self.scenario}) is closed: open another with Lab(...)")
-
-        def run() -> _Result:
-            with self._stepper.at_work():
-                return job()
-
-        return self._worker.submit(run)
+        return self._worker.submit(job)
 
     def _forward_only(self, settings: MemorySettings, suspend_offload: bool) -> StepRecord:
         self._apply(settings)

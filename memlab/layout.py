@@ -88,10 +88,10 @@ class Layout:
         ):
             if amount % size:
                 divisors = [str(count) for count in range(1, min(amount, 64) + 1) if amount % count == 0]
-                model = architecture.name if amount != 1 else f"{architecture.name} is dense and"
-                raise ValueError(
-                    f"{name} is {size}, must divide the {amount} {what} of {model}: choose from {', '.join(divisors)}"
-                )
+                rule = f"must divide the {amount} {what} of {architecture.name}"
+                if what == "experts" and not architecture.is_moe:
+                    rule = f"must be 1, since {architecture.name} is dense"
+                raise ValueError(f"{name} is {size}, {rule}: choose from {', '.join(divisors)}")
 
     def __str__(self) -> str:
         short = {"TP": self.tensor_model_parallel_size, "PP": self.pipeline_model_parallel_size}

@@ -68,6 +68,11 @@ class Refusal:
         return held + max(0, min(self.device_free_bytes, self.limit_bytes - self.reserved_bytes))
 
     @property
+    def step_room_bytes(self) -> int:
+        """The most that another step could allocate: what is in pieces now, it may lay out otherwise."""
+        return self.room_bytes + self.unused_reserved_bytes
+
+    @property
     def missing_bytes(self) -> int:
         """How much less would have had to be allocated for this one request."""
         return max(0, self.allocated_bytes + self.pending_free_bytes + self.requested_bytes - self.room_bytes)

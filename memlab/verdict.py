@@ -41,7 +41,7 @@ def judge(record: StepRecord, records: Sequence[StepRecord]) -> StepRecord:
     if refused is None:
         return record
     known = choices(record, records)
-    room = refused.refusal.room_bytes
+    room = refused.refusal.step_room_bytes
     suggestion = next((choice for choice in known if choice.peak_bytes <= room), None)
     least = min(known, key=lambda choice: choice.peak_bytes, default=None)
     verdict, evidence = (
@@ -80,7 +80,7 @@ def _fragmentation(record: StepRecord, records: Sequence[StepRecord]) -> _Found:
     largest, unused = refusal.largest_free_bytes, refusal.unused_reserved_bytes
     if largest is None or not largest < refusal.requested_bytes <= unused:
         return None
-    if expected_peak_bytes(record, records) > refusal.room_bytes + unused:
+    if expected_peak_bytes(record, records) > refusal.step_room_bytes:
         return None
     return "fragmentation", (
         f"{format_bytes(unused)} of {format_bytes(refusal.reserved_bytes or 0)} reserved are unused, in pieces of at "
@@ -92,7 +92,7 @@ def _retention(record: StepRecord, records: Sequence[StepRecord]) -> _Found:
     refused = record.out_of_memory
     assert refused is not None
     kept = retained_bytes(record, records)
-    lacking = max(refused.refusal.missing_bytes, expected_peak_bytes(record, records) - refused.refusal.room_bytes)
+    lacking = max(refused.refusal.missing_bytes, expected_peak_bytes(record, records) - refused.refusal.step_room_bytes)
     if not 0 < lacking <= kept:
         return None
     if kept > refused.retained_bytes:
@@ -110,7 +110,7 @@ def _retention(record: StepRecord, records: Sequence[StepRecord]) -> _Found:
 def _spike(record: StepRecord, records: Sequence[StepRecord], suggestion: Suggestion | None) -> _Found:
     refused = record.out_of_memory
     assert refused is not None
-    tokens, room = record.scenario.tokens_per_step // record.scenario.num_microbatches, refused.refusal.room_bytes
+    tokens, room = record.scenario.tokens_per_step // record.scenario.num_microbatches, refused.refusal.step_room_bytes
     made = format_bytes(sum(refused.activations_by_module.values()))
     shorter = [
         known
@@ -133,7 +133,7 @@ def _spike(record: StepRecord, records: Sequence[StepRecord], suggestion: Sugges
 
 
 def _capacity(refused: OutOfMemory, least: Suggestion | None) -> tuple[Verdict, str]:
-    static, room = refused.static_bytes, format_bytes(refused.refusal.room_bytes)
+    static, room = refused.static_bytes, format_bytes(refused.refusal.step_room_bytes)
     if least is None:
         return "capacity", (
             f"parameters, gradients, optimizer state and workspaces take {format_bytes(static)} of {room}, and no "

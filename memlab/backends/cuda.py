@@ -20,6 +20,10 @@ EARLY_VARIABLES = {"NVTE_FRAMEWORK": "pytorch", "NVTE_CPU_OFFLOAD_V1": "1", "CUD
 the host with the activations unless ``NVTE_CPU_OFFLOAD_V1`` is set (NVIDIA/TransformerEngine#1762); tensor parallelism
 overlaps in order on one connection (Megatron-LM, ``arguments.py``); TE imports JAX where it finds it."""
 
+_MOST_RECOMPILES = 512
+"""torch.compile gives a function up for good, silently and with other roundings, when it has met 8 kinds of arguments
+(``torch._dynamo.config.recompile_limit``). A lab changes settings and sequence lengths more often than that."""
+
 
 def missing() -> tuple[str, str] | None:
     """Returns why this backend cannot be used here and what to do about it; None where it can."""
@@ -66,6 +70,8 @@ def backend(reason: str) -> Backend:
     _dynamo.config.recompile_limit = _MOST_RECOMPILES
     _dynamo.config.accumulated_recompile_limit = 64 * _MOST_RECOMPILES
 
+    # Collectives of objects and the limits of memory take the calling thread's device, not the lab's thread's.
+    torch.cuda.set_device(local_rank())
     return Backend(
         name="cuda",
         reason=reason,
@@ -81,11 +87,6 @@ def backend(reason: str) -> Backend:
 def local_rank() -> int:
     """Returns the device that this process works on, as ``torchrun`` tells it; 0 without."""
     return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-_MOST_RECOMPILES = 512
-"""torch.compile gives a function up for good, silently and with other roundings, when it has met 8 kinds of arguments
-(``torch._dynamo.config.recompile_limit``). A lab changes settings and sequence lengths more often than that."""
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 | metric | cpu, simulated | cuda |
 | --- | --- | --- |
-| bytes, counts and other numbers | exactly | within 0.1 % |
+| bytes, counts and other numbers | exactly | within 0.1 %, bytes also within 4 MiB |
 | a record's status | exactly | exactly |
 | loss | exactly, where torch, megatron-core and the processor are the baseline's; else reported | reported |
 | reserved bytes, times and rates | reported | reported |
@@ -22,6 +22,9 @@ from memlab.regression.measured import Measured, MetricValue, RecordMeasured
 from memlab.units import format_bytes
 
 _CUDA_TOLERANCE = 0.001
+# The caching allocator leaves rests of up to 1 MiB unsplit, here and there as the cache happens to be: a difference of
+# two peaks, small beside both, is off by a few of them.
+_CUDA_SLACK_BYTES = 4 * 1024**2
 _MODULES_OF = {
     "peak_": "peak_by_module",
     "activation_peak": "peak_by_module",
@@ -110,7 +113,8 @@ def compare(baseline: Measured, now: Measured, backend: str) -> list[Difference]
         for rank, metric in enumerate(after.metrics | before.metrics):
             share = tolerance(metric, backend, same_rounding=same_rounding)
             old, new = before.metrics.get(metric), after.metrics.get(metric)
-            if share is None or _agree(old, new, share):
+            slack = _CUDA_SLACK_BYTES if backend == "cuda" and "bytes" in metric else 0
+            if share is None or _agree(old, new, share, slack):
                 continue
             module = _module(metric, before, after)
             difference = Difference(record=record, metric=metric, baseline=old, now=new, module=module, changed=changed)
@@ -118,9 +122,9 @@ def compare(baseline: Measured, now: Measured, backend: str) -> list[Difference]
     return [difference for _, difference in sorted(found, key=lambda pair: pair[0])]
 
 
-def _agree(old: MetricValue | None, new: MetricValue | None, share: float) -> bool:
+def _agree(old: MetricValue | None, new: MetricValue | None, share: float, slack: int) -> bool:
     if isinstance(old, (int, float)) and isinstance(new, (int, float)):
-        return abs(new - old) <= share * abs(old)
+        return abs(new - old) <= max(share * abs(old), slack)
     return old == new
 
 

@@ -152,7 +152,10 @@ class _Page:
             if result.baseline is not None and record in result.baseline.records:
                 was = int(result.baseline.records[record].metrics["peak_allocated_bytes"])
                 caption += f", baseline {format_bytes(was)}" if was != peak else ", as the baseline"
-                before = _timeline(reference, record) if reference is not None else None
+                try:
+                    before = _timeline(reference, record) if reference is not None else None
+                except ValueError:
+                    caption += "; the baseline's steps were kept by another version of memlab and are not drawn"
             drawing = step_outline(now, before, f"{record}: device bytes over the events of the step")
             figures.append(f"<figure>{drawing}<figcaption>{caption}</figcaption></figure>")
         if not figures:

@@ -30,9 +30,8 @@ def baseline_of(values: Measured, case: str = "one") -> Baseline:
         (PEAK, 2**20 + 1, "cpu", True),
         (PEAK, 2**20 - 1, "cpu", True),
         (PEAK, 2**20 + 1, "simulated", True),
-        (PEAK, 2**20 + 1048, "cuda", False),
-        (PEAK, 2**20 + 1049, "cuda", True),
-        (PEAK, 2**20 - 1049, "cuda", True),
+        (PEAK, 5 * 2**20, "cuda", False),
+        (PEAK, 5 * 2**20 + 1, "cuda", True),
         ("reserved_bytes", 7, "cuda", False),
         ("step_seconds", 9.0, "cpu", False),
         ("tokens_per_second", 9.0, "cpu", False),
@@ -48,6 +47,12 @@ def test_bytes_are_exact_on_the_cpu_and_times_are_never_gated(
     before = measured(ratio=0.75, reserved_bytes=1, tokens_per_second=1.0)
     after = measured(**{"ratio": 0.75, "reserved_bytes": 1, "tokens_per_second": 1.0, metric: now})
     assert [d.metric for d in compare(before, after, backend)] == ([metric] if is_red else [])
+
+
+@pytest.mark.parametrize(("now", "is_red"), [(1.0009, False), (0.9991, False), (1.0011, True), (0.9989, True)])
+def test_bytes_on_a_gpu_may_be_off_by_a_thousandth(now: float, is_red: bool) -> None:
+    before, after = (measured(**{PEAK: int(size * 10 * 2**30)}) for size in (1.0, now))
+    assert bool(compare(before, after, "cuda")) == is_red
 
 
 def test_a_loss_is_only_gated_where_it_is_rounded_alike() -> None:

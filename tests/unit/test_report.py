@@ -8,6 +8,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+import numpy as np
+
 from memlab.regression.report import write_reports
 from memlab.regression.summary import Summary, read_summary
 from memlab.regression.summary_text import summary_table
@@ -155,6 +157,17 @@ def test_a_step_is_drawn_over_that_of_a_kept_run_that_agrees_with_the_baseline(t
     alone = page_of(now, summary_of(CHANGED), history[1:])
     (drawing,) = re.findall(r'<svg class="step".*?</svg>', alone)
     assert re.findall(r'class="(?:was|now)" d="(.*?)"', drawing) == [is_now] or "was" not in drawing
+
+
+def test_steps_that_another_version_kept_are_not_drawn_and_the_page_says_so(tmp_path: Path) -> None:
+    now, kept = tmp_path / "now", tmp_path / "kept"
+    for folder in (now, kept):
+        record_of(training_step()).save(folder / CHANGED.folder / "records" / "plain")
+    with (kept / CHANGED.folder / "records" / "plain" / "timeline.npz").open("wb") as columns:
+        np.savez(columns, nanoseconds=np.zeros(1))
+    html = page_of(now, summary_of(CHANGED), [(kept, summary_of(result_of(CHANGED.name, measured=measured())))])
+    assert "kept by another version of memlab" in html
+    assert html.count('<svg class="step"') == 1
 
 
 def test_junit_counts_errors_and_failures_and_carries_the_differences(tmp_path: Path) -> None:

@@ -1,0 +1,150 @@
+"""What a lab can be asked about its live model beyond a step's record: audits, taps, and errors made on purpose."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TypeVar
+
+from memlab.model.remedies import Tap
+from memlab.model.residency_faults import FAULTS
+from memlab.model.retention import Retained, find_retained
+from memlab.offload_account import OffloadAccount
+from memlab.record import StepRecord
+from memlab.residency_audit import ResidencyAudit
+from memlab.settings import MemorySettings
+from memlab.stepper import Stepper
+from memlab.worker import Worker
+
+_Result = TypeVar("_Result")
+
+
+class Instruments(ABC):
+    """The half of a `Lab` that looks; the other half steps."""
+
+    settings: MemorySettings
+    _stepper: Stepper
+    _worker: Worker
+    _settled: bool
+    """Whether a step has been taken under the settings that stand: the next one is then steady."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether the model has been given back."""
+        return self._worker.closed
+
+    @abstractmethod
+    def step(self, settings: MemorySettings | None = None) -> StepRecord:
+        """Takes a training step and measures it."""
+
+    @abstractmethod
+    def _check(self, settings: MemorySettings) -> None:
+        """Refuses settings that the model cannot take."""
+
+    def _alone(self, job: Callable[[], _Result], *, unsettles: bool = False) -> _Result:
+        """Does a job on the worker; one that unsettles has the next step preceded by a warm-up."""
+
+        def run() -> _Result:
+            self._settled = self._settled and not unsettles
+            return job()
+
+        return self._worker.alone(run)
+
+    def audit_offload(self, settings: MemorySettings) -> OffloadAccount:
+        """Holds what activation offload was expected to free against what it saves, to the byte.
+
+        Takes steps with and without offload, some of them more than once; the two that are measured are in `records`.
+
+        Args:
+            settings: With `offload_modules`.
+
+        Raises:
+            ValueError: If nothing is offloaded, under full recompute (what is offloaded then is saved in backward), if
+                the settings break another rule, or the lab is busy or closed.
+        """
+        self._check(settings)
+        if not settings.offload_modules or settings.recompute_granularity == "full":
+            raise ValueError(
+                f"audit_offload got settings {settings}, must have offload_modules and no full recompute: activations "
+                "are audited that wait from forward to backward"
+            )
+        default = MemorySettings().min_offloaded_tensor_size
+        plain = self.step(replace(settings, offload_modules=None, min_offloaded_tensor_size=default))
+        saved = self._alone(lambda: self._stepper.saved_in_regions(plain.settings))
+        offloaded = self.step(settings)
+        return self._alone(lambda: self._stepper.audit_offload(saved, plain, offloaded))
+
+    def retained(self) -> list[Retained]:
+        """Finds what module attributes keep alive between steps through their autograd graphs, and by which path."""
+        return self._alone(lambda: find_retained(self._stepper.live))
+
+    def audit_residency(self) -> ResidencyAudit:
+        """Finds where parameters, gradients and optimizer state are, and holds it against what was asked for."""
+        return self._alone(self._stepper.audit_residency)
+
+    def groups_used(self) -> dict[str, tuple[str, ...]]:
+        """Takes a step and a weight sync that are not recorded, and sees which groups each phase touches.
+
+        Returns:
+            ``zeroing``, ``forward``, ``backward``, ``optimizer`` and ``hand over``, each with some of `GROUPS`.
+        """
+        return self._alone(self._stepper.groups_used, unsettles=True)
+
+    @contextmanager
+    def residency_fault(self, name: str) -> Iterator[None]:
+        """Within the block, groups move with an error that was once made; before and after it all are on the device.
+
+        Args:
+            name: One of `memlab.model.residency_faults.FAULTS`, where each stands with its source.
+
+        Raises:
+            ValueError: If there is no such fault, another one is on, the model does not have what it is about, or the
+                lab is busy or closed.
+        """
+        if name not in FAULTS:
+            raise ValueError(f"residency fault is {name!r}, must be one of {', '.join(FAULTS)}: choose one of them")
+        self._alone(lambda: self._stepper.set_residency_fault(name), unsettles=True)
+        try:
+            yield
+        finally:
+            if not self.closed:
+                self._worker.submit(
+                    lambda: self._stepper.set_residency_fault(None)
+                ).result()  # after a step, if one runs
+                self._settled = False
+
+    @contextmanager
+    def tap(self, layer: int, *, guarded: bool = True) -> Iterator[Tap]:
+        """Within the block, keeps one layer's output alive after each forward, as a probe or an auxiliary head does.
+
+        Args:
+            layer: Counted from 0.
+            guarded: False lets ``release_storage`` empty the tapped storage too, as upstream's patch does (verl #7328);
+                `Tap.look` then shows what a probe would have read, without a read.
+
+        Raises:
+            ValueError: If there is no such layer, or the lab is busy or closed.
+        """
+        if not 0 <= layer < self._stepper.scenario.num_layers:
+            raise ValueError(
+                f"layer is {layer!r}, must be from 0 to {self._stepper.scenario.num_layers - 1}: tap another layer"
+            )
+        tap = self._alone(lambda: self._stepper.tap(layer, guarded=guarded))
+        try:
+            yield tap
+        finally:
+            self._stepper.untap(tap)
+
+    def unmetered_step_seconds(self) -> float:
+        """Takes a step without metering it, and returns its duration: what the meter costs is told by comparison.
+
+        The meter then has to catch up: the next step under the same settings is preceded by a warm-up step.
+
+        Raises:
+            ValueError: If no metered step has been taken under these settings, or the lab is busy or closed.
+        """
+        if not self._settled:
+            raise ValueError("an unmetered step is held against a metered one: take a step under these settings first")
+        return self._alone(lambda: self._stepper.unmetered_step_seconds(self.settings), unsettles=True)

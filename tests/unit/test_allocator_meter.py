@@ -1,0 +1,218 @@
+"""The GPU's meter on a machine without one: a small allocator writes the history that torch would."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from memlab.meter import allocator
+from memlab.meter.allocator import AllocatorMeter
+from memlab.meter.labels import Labels
+from memlab.timeline import CATEGORIES, PHASES, Timeline
+
+MIB = 2**20
+
+
+class ScriptedAllocator:
+    """Gives every request a segment of its own, and writes down what torch writes down."""
+
+    def __init__(self) -> None:
+        self.metadata = ""
+        self.entries: list[dict[str, Any]] = []
+        self.live: dict[int, int] = {}
+        self._next = 2**30
+        self._microseconds = time.time_ns() // 1000 + 10**6
+
+    def write(self, action: str, addr: int, size: int, metadata: str | None = None) -> None:
+        self._microseconds += 1
+        stamp = self.metadata if metadata is None else metadata
+        self.entries.append(
+            {
+                "action": action,
+                "addr": addr,
+                "size": size,
+                "time_us": self._microseconds,
+                "user_metadata": stamp,
+            }
+        )
+
+    def allocate(self, size: int, metadata: str | None = None) -> int:
+        address, self._next = self._next, self._next + 2**30
+        self.write("segment_alloc", address, size)
+        self.write("alloc", address, size, metadata)
+        self.live[address] = size
+        return address
+
+    def free(self, address: int, *, is_done: bool = True) -> None:
+        self.write("free_requested", address, self.live[address])
+        if is_done:
+            self.complete(address)
+
+    def complete(self, address: int) -> None:
+        self.write("free_completed", address, self.live.pop(address))
+
+    def snapshot(self) -> dict[str, Any]:
+        segments = [
+            {
+                "device": 0,
+                "address": address,
+                "total_size": size,
+                "blocks": [{"address": address, "size": size, "state": "active_allocated"}],
+            }
+            for address, size in self.live.items()
+        ]
+        return {"segments": segments, "device_traces": [list(self.entries)], "allocator_settings": {}}
+
+
+def tensor_at(address: int, num_bytes: int) -> Any:
+    storage = SimpleNamespace(nbytes=lambda: num_bytes, data_ptr=lambda: address)
+    return SimpleNamespace(is_cuda=True, untyped_storage=lambda: storage)
+
+
+@pytest.fixture
+def torch_allocator(monkeypatch: pytest.MonkeyPatch) -> ScriptedAllocator:
+    scripted = ScriptedAllocator()
+    monkeypatch.setattr(allocator, "_snapshot", scripted.snapshot)
+    monkeypatch.setattr(allocator, "_write_history_anew", scripted.entries.clear)
+    monkeypatch.setattr(
+        torch.cuda.memory, "_set_memory_metadata", lambda text: setattr(scripted, "metadata", text), raising=False
+    )
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: sum(scripted.live.values()))
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return scripted
+
+
+@pytest.fixture
+def labels() -> Labels:
+    return Labels()
+
+
+@pytest.fixture
+def meter(torch_allocator: ScriptedAllocator, labels: Labels) -> Any:
+    meter = AllocatorMeter(labels)
+    with meter.watching():
+        meter.start({})
+        yield meter
+
+
+def births(timeline: Timeline) -> list[tuple[int, str, str, str]]:
+    rows = zip(timeline.delta_bytes, timeline.pool, timeline.phase, timeline.module, timeline.category, strict=True)
+    return [
+        (int(delta), PHASES[phase], timeline.modules[module], CATEGORIES[category])
+        for delta, pool, phase, module, category in rows
+        if pool == 0 and delta > 0
+    ]
+
+
+def test_each_allocation_carries_the_label_of_its_moment(
+    meter: AllocatorMeter, labels: Labels, torch_allocator: ScriptedAllocator
+) -> None:
+    labels.enter_phase("forward")
+    labels.enter_module(labels.code("decoder.layers.0.mlp"))
+    kept = torch_allocator.allocate(3 * MIB)
+    labels.enter_phase("backward")
+    labels.enter_module(labels.code("decoder.layers.0"))
+    torch_allocator.free(torch_allocator.allocate(MIB))
+    torch_allocator.free(kept)
+    labels.enter_phase("idle")
+    timeline = meter.finish()
+    assert births(timeline) == [
+        (3 * MIB, "forward", "decoder.layers.0.mlp", "activations"),
+        (MIB, "backward", "decoder.layers.0", "temporary"),
+    ]
+    assert (timeline.peak_bytes(), timeline.closing_bytes) == (4 * MIB, 0)
+    assert timeline.peak_bytes("reserved") == 4 * MIB
+    assert not timeline.total_bytes("pending_free").any(), "nothing had to wait"
+    assert meter.labelled_share == 1.0
+
+
+def test_a_stamp_of_another_step_is_no_label(
+    meter: AllocatorMeter, labels: Labels, torch_allocator: ScriptedAllocator
+) -> None:
+    stale = torch_allocator.metadata
+    meter.finish()
+    meter.start({})
+    labels.enter_phase("backward")
+    torch_allocator.allocate(MIB)
+    torch_allocator.allocate(3 * MIB, metadata=stale)
+    timeline = meter.finish()
+    assert [row[1] for row in births(timeline)] == ["backward", "backward"], "the last label in order is taken instead"
+    assert meter.labelled_share == 0.25
+
+
+def test_a_category_holds_from_birth_on_and_the_rest_is_residual(
+    meter: AllocatorMeter, labels: Labels, torch_allocator: ScriptedAllocator
+) -> None:
+    labels.enter_phase("optimizer")
+    moments, left = torch_allocator.allocate(8 * MIB), torch_allocator.allocate(2 * MIB)
+    meter.categorise({"optimizer state": [tensor_at(moments, 8 * MIB)]})
+    labels.enter_phase("offload")
+    torch_allocator.free(moments)
+    reused = torch_allocator.allocate(5 * MIB)
+    timeline = meter.finish()
+    categories = {row[0]: row[3] for row in births(timeline)}
+    assert categories == {8 * MIB: "optimizer state", 2 * MIB: "activations", 5 * MIB: "activations"}
+    assert meter.uncategorised_bytes() == 7 * MIB
+    assert meter.bytes_beside([tensor_at(reused, 5 * MIB)]) == 2 * MIB
+    torch_allocator.free(left)
+
+
+def test_what_another_stream_still_uses_is_active_and_not_allocated(
+    meter: AllocatorMeter, labels: Labels, torch_allocator: ScriptedAllocator
+) -> None:
+    labels.enter_phase("forward")
+    offloaded = torch_allocator.allocate(4 * MIB)
+    torch_allocator.free(offloaded, is_done=False)
+    del torch_allocator.live[offloaded]
+    torch_allocator.allocate(3 * MIB)
+    torch_allocator.write("free_completed", offloaded, 4 * MIB)
+    timeline = meter.finish()
+    assert (timeline.peak_bytes(), timeline.peak_active_bytes()) == (4 * MIB, 7 * MIB)
+    assert timeline.bytes_at(len(timeline) - 1, "pending_free") == 0
+
+
+def test_a_refusal_keeps_what_the_allocator_knew(
+    meter: AllocatorMeter, labels: Labels, torch_allocator: ScriptedAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = SimpleNamespace(total_memory=100 * MIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: total)
+    labels.enter_phase("forward")
+    labels.enter_module(labels.code("output_layer"))
+    torch_allocator.allocate(60 * MIB)
+    torch_allocator.write("oom", 0, 50 * MIB)
+    torch_allocator.entries[-1]["device_free"] = 30 * MIB
+    meter.finish()
+    refusal = meter.out_of_memory
+    assert refusal is not None
+    assert (refusal.place, refusal.requested_bytes) == ("forward of output_layer", 50 * MIB)
+    assert (refusal.allocated_bytes, refusal.reserved_bytes, refusal.device_free_bytes) == (
+        60 * MIB,
+        60 * MIB,
+        30 * MIB,
+    )
+
+
+def test_a_look_comes_when_the_module_takes_over_in_which_the_event_was(
+    meter: AllocatorMeter, labels: Labels, torch_allocator: ScriptedAllocator
+) -> None:
+    def step() -> None:
+        labels.enter_phase("forward")
+        for name in ("first", "second", "third"):
+            labels.enter_module(labels.code(name))
+            torch_allocator.free(torch_allocator.allocate(MIB))
+        labels.enter_phase("idle")
+
+    step()
+    meter.finish()
+    seen: list[str] = []
+    with meter.at_event(3, lambda: seen.append(labels.place)):  # a birth and a death each: the second one's birth
+        meter.start({})
+        step()
+        meter.finish()
+    assert seen == ["forward of second"]

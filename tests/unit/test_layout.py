@@ -1,0 +1,92 @@
+"""Layouts of ranks: what they refuse, and what a job's ranks make of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from memlab.architectures import find_architecture
+from memlab.commands.ranks import layout_of_the_job, ranks_table, worst
+from memlab.layout import Layout
+from memlab.scenario import Scenario
+from tests.unit.builders import record_of
+
+QWEN, PHI = find_architecture("qwen3-30b-a3b"), find_architecture("phi-4")
+
+
+def test_a_rank_alone_is_the_default() -> None:
+    assert (Layout().world_size, Layout().sequence_parallel, str(Layout())) == (1, False, "one rank")
+    assert Scenario(architecture=QWEN).layout == Layout()
+
+
+def test_the_world_is_tensor_times_pipeline_times_data() -> None:
+    layout = Layout(
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=4,
+        expert_model_parallel_size=2,
+        data_parallel_size=6,
+    )
+    assert (layout.world_size, layout.sequence_parallel, str(layout)) == (48, True, "TP2 PP4 EP2 DP6")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size is 0, must be a whole number of at least 1"),
+        ({"expert_model_parallel_size": 4, "data_parallel_size": 6}, "must divide data_parallel_size, 6"),
+    ],
+)
+def test_sizes_that_make_no_job_are_refused(sizes: dict[str, int], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Layout(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ({"tensor_model_parallel_size": 8}, r"must divide the 4 query groups of qwen3-30b-a3b: choose from 1, 2, 4"),
+        ({"pipeline_model_parallel_size": 5}, r"must divide the 48 layers of qwen3-30b-a3b: choose from 1, 2, 3, 4, 6"),
+        ({"expert_model_parallel_size": 3, "data_parallel_size": 3}, r"must divide the 128 experts"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_the_choices(sizes: dict[str, int], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Scenario(architecture=QWEN, layout=Layout(**sizes))
+
+
+def test_a_dense_model_has_no_experts_to_spread() -> None:
+    with pytest.raises(ValueError, match="must be 1, since phi-4 is dense: choose from 1"):
+        Scenario(architecture=PHI, layout=Layout(expert_model_parallel_size=2, data_parallel_size=2))
+
+
+def test_a_scenario_keeps_its_layout_in_json() -> None:
+    scenario = Scenario(architecture=QWEN, layout=Layout(tensor_model_parallel_size=2))
+    assert Scenario.from_dict(scenario.to_dict()) == scenario
+    assert str(scenario).endswith("bf16, TP2")
+
+
+def test_ranks_that_were_started_beyond_one_copy_are_data_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    layout = layout_of_the_job(tensor=2, pipeline=1, experts=4)
+    assert (layout.data_parallel_size, layout.world_size) == (4, 8)
+    with pytest.raises(ValueError, match=r"8 ranks were started, must be a multiple of 3"):
+        layout_of_the_job(tensor=3, pipeline=1, experts=1)
+
+
+def test_the_table_marks_the_rank_with_the_highest_peak() -> None:
+    records = [record_of(None, peak_allocated_bytes=size) for size in (3 * 2**30, 5 * 2**30, 4 * 2**30)]
+    assert worst(records) == 1
+    marked = [line for line in ranks_table(records).splitlines() if "worst" in line]
+    assert len(marked) == 1
+    assert marked[0].split()[0] == "1"
+
+
+def test_a_layout_of_more_ranks_than_were_started_is_refused() -> None:
+    command = "measure qwen3-moe-tiny --num-layers 2 --seq-length 64 --tensor-model-parallel-size 2 --backend cpu"
+    done = subprocess.run(
+        [sys.executable, "-m", "memlab", *command.split()], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith("1 ranks were started, must be a multiple of 2")

@@ -1,0 +1,67 @@
+"""The page of results: what stands in it is what the records say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from memlab.cli import main
+from memlab.record import StepRecord
+from memlab.settings import MemorySettings
+from memlab.views.results import Result, results_page
+from tests.unit.builders import record_of
+
+GIB = 2**30
+PLAIN = record_of(None, peak_allocated_bytes=10 * GIB)
+OFFLOADED = replace(
+    PLAIN,
+    settings=MemorySettings(offload_modules=["core_attn"]),
+    peak_allocated_bytes=9 * GIB,
+    offloaded_bytes_by_module={"core_attn": 2 * GIB},
+)
+
+
+def rows_of(*results: Result) -> list[list[str]]:
+    lines = [line for line in results_page(results).splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_a_setting_is_held_against_plain_with_the_median_of_its_steps() -> None:
+    plain, offloaded = rows_of(Result(PLAIN, (0.2, 0.1, 0.9)), Result(OFFLOADED, (0.3, 0.25, 0.2)))
+    assert plain[:3] == ["none", "10.000", ""]
+    assert offloaded[:6] == ["offload core_attn", "9.000", "1.000", "2.000", "", "0.50"]
+    assert offloaded[8:] == ["250", "1.25", f"{PLAIN.scenario.tokens_per_step / 0.25:,.0f}"]
+
+
+def test_a_step_that_ran_out_of_memory_says_so_and_no_more() -> None:
+    failed = replace(OFFLOADED, status="out_of_memory")
+    assert rows_of(Result(PLAIN, (0.1,)), Result(failed, (0.1,)))[1][1:3] == ["out of memory", ""]
+
+
+def test_results_without_a_plain_one_are_refused() -> None:
+    with pytest.raises(ValueError, match="has no result without settings"):
+        results_page([Result(OFFLOADED, (0.1,))])
+    with pytest.raises(ValueError, match="are empty"):
+        results_page([])
+
+
+def test_the_command_writes_the_page_that_the_records_make(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = [Result(PLAIN, (0.1,)), Result(OFFLOADED, (0.2,))]
+    records, page = tmp_path / "gpu.jsonl", tmp_path / "RESULTS.md"
+    records.write_text("".join(json.dumps(result.to_dict()) + "\n" for result in results))
+    assert main(["results", str(records), "--out", str(page)]) == 0
+    assert page.read_text().strip() == results_page(results).strip()
+    records.write_text('{"record": {}}\n')
+    assert main(["results", str(records)]) == 2
+    assert "line 1: fields are ['record'], must be record and seconds" in capsys.readouterr().err
+    assert main(["results", str(tmp_path / "none.jsonl")]) == 2
+
+
+def test_a_result_reads_back() -> None:
+    result = Result(OFFLOADED, (0.1, 0.2))
+    again = Result.from_dict(json.loads(json.dumps(result.to_dict())))
+    assert isinstance(again.record, StepRecord)
+    assert again == result
