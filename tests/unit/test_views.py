@@ -425,6 +425,7 @@ def test_a_comparison_needs_two_steps(num_records: int) -> None:
 def busy_record() -> StepRecord:
     return replace(
         PLAIN,
+        backend="cuda",  # a simulated step has no time
         settings=EVERYTHING,
         residual_bytes=512,
         host_bytes=3 * GIB,
