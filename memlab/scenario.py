@@ -79,8 +79,9 @@ class Scenario:
         return self.seq_length * self.micro_batch_size * self.num_microbatches * self.layout.data_parallel_size
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the scenario as JSON-ready values; the architecture as its own object."""
-        return asdict(self)
+        """Returns the scenario as JSON-ready values; architecture, layout and routing as their own objects."""
+        values = asdict(self)
+        return values | {"routing": values["routing"] | {"shares": list(self.routing.shares)}}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Scenario:

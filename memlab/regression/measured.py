@@ -9,8 +9,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from memlab.architectures import Architecture
 from memlab.record import StepRecord
 from memlab.regression.parameters import ParameterValue
+from memlab.scenario import Scenario
 from memlab.settings import MemorySettings
 
 MetricValue: TypeAlias = int | float | str
@@ -111,7 +113,7 @@ def read_measured(folder: Path, lab: str, parameters: Mapping[str, ParameterValu
         metrics = {key: values[key] for key in _METRICS if values[key] is not None}
         for key in _METRICS_BY_NAME:
             metrics |= {f"{key}/{part}": num_bytes for part, num_bytes in values[key].items()}
-        scenario = values["scenario"] | {"architecture": values["scenario"]["architecture"]["name"]}
+        scenario = _told(values["scenario"])
         records[name] = RecordMeasured(
             metrics=metrics,
             peak_by_module=values["peak_by_module"],
@@ -139,3 +141,11 @@ def _machine() -> str:
             facts[name.strip()] = value.strip()
     units = [name for name in _VECTOR_UNITS if name in facts["flags"].split()]
     return " ".join([platform.machine(), facts["model name"], *units])
+
+
+def _told(scenario: dict[str, Any]) -> dict[str, Any]:
+    """Returns a scenario as plain values for a reader, without what is as it always is: one rank, balanced experts."""
+    usual = Scenario(architecture=Architecture(**scenario["architecture"])).to_dict()
+    nested = ("layout", "routing", "expert_buffers")
+    rest = {name: value for name, value in scenario.items() if name not in nested or value != usual[name]}
+    return rest | {"architecture": scenario["architecture"]["name"]}
