@@ -74,6 +74,35 @@ class StepRecord:
     """Of a step that ran out of memory: the evidence, and the verdict on it."""
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
 
+    @classmethod
+    def from_timeline(cls, timeline: Timeline, **others: Any) -> StepRecord:
+        """Builds a record, every figure that a timeline has taken from it.
+
+        Args:
+            timeline: Of the step.
+            **others: The fields that it does not tell.
+        """
+        peak = timeline.peak_index()
+        reserved_bytes = timeline.bytes_at(peak, "reserved")
+        if reserved_bytes:
+            active_bytes = timeline.bytes_at(peak) + timeline.bytes_at(peak, "pending_free")
+            others = {
+                "peak_active_bytes": timeline.peak_active_bytes(),
+                "peak_reserved_bytes": timeline.peak_bytes("reserved"),
+                "unused_reserved_bytes": reserved_bytes - active_bytes,
+            } | others
+        return cls(
+            static_bytes=timeline.opening_bytes,
+            peak_allocated_bytes=timeline.bytes_at(peak),
+            activation_peak_bytes=timeline.peak_bytes(phases=("forward", "backward")) - timeline.opening_bytes,
+            peak_by_category=timeline.breakdown(peak),
+            peak_by_module=timeline.breakdown(peak, by="module"),
+            host_bytes=timeline.peak_bytes("host"),
+            recomputed_bytes=timeline.born_bytes("recomputed"),
+            timeline=timeline,
+            **others,
+        )
+
     @property
     def residual_by_module(self) -> dict[str, int]:
         """`residual_bytes` by the module where they were born, the largest first; empty without a timeline."""

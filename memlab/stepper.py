@@ -40,7 +40,6 @@ from memlab.record import Status, StepRecord
 from memlab.residency_audit import Asked, ResidencyAudit
 from memlab.scenario import Scenario
 from memlab.settings import MemorySettings
-from memlab.timeline import Timeline
 
 Action = Literal["load", "offload", "hand over"]
 
@@ -331,27 +330,18 @@ class Stepper:
         self.meter.categorise(self._categories())
         timeline = self.meter.finish()
         residual_bytes = self.meter.uncategorised_bytes()
-        peak = timeline.peak_index()
         if measured.get("status") == "out_of_memory" and self.meter.out_of_memory is not None:
             measured["out_of_memory"] = OutOfMemory.at(self.meter.out_of_memory, timeline)
-        return StepRecord(
+        return StepRecord.from_timeline(
+            timeline,
             scenario=self.scenario,
             settings=settings,
             backend=self._backend.name,
             versions=versions(),
             step_index=self.num_steps - 1,
-            static_bytes=timeline.opening_bytes,
-            peak_allocated_bytes=timeline.bytes_at(peak),
-            activation_peak_bytes=timeline.peak_bytes(phases=("forward", "backward")) - timeline.opening_bytes,
-            peak_by_category=timeline.breakdown(peak),
-            peak_by_module=timeline.breakdown(peak, by="module"),
             residual_bytes=residual_bytes,
-            host_bytes=timeline.peak_bytes("host"),
-            **_of_a_real_device(timeline),
             host_reserved_bytes=self._host_reserved_bytes(),
-            recomputed_bytes=timeline.born_bytes("recomputed"),
             tokens_per_second=self._tokens_per_second(measured),
-            timeline=timeline,
             **measured,
         )
 
@@ -387,20 +377,6 @@ class Stepper:
         seconds = time.perf_counter() - started if moved else 0.0
         self._move_host_bytes = (max(before, self.meter.live_bytes("host")), self.meter.peak_host_bytes)
         return moved, seconds
-
-
-def _of_a_real_device(timeline: Timeline) -> dict[str, Any]:
-    reserved = timeline.total_bytes("reserved")
-    if not reserved.any():
-        return {}
-    peak = timeline.peak_index()
-    return {
-        "peak_active_bytes": timeline.peak_active_bytes(),
-        "peak_reserved_bytes": timeline.peak_bytes("reserved"),
-        "unused_reserved_bytes": int(reserved[peak])
-        - timeline.bytes_at(peak)
-        - timeline.bytes_at(peak, "pending_free"),
-    }
 
 
 def versions() -> dict[str, str]:

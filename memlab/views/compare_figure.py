@@ -27,7 +27,8 @@ from memlab.views.figure_frame import (
 )
 from memlab.views.palette import series_look
 from memlab.views.resample import AXES, Axis, resample
-from memlab.views.tables import in_unit, record_names
+from memlab.views.tables import record_names
+from memlab.views.text_layout import in_unit
 
 _LETTERS_IN_LEGEND = 76
 

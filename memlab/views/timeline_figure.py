@@ -32,7 +32,8 @@ from memlab.views.figure_frame import (
 )
 from memlab.views.palette import CATEGORY_LOOKS, INK, PATTERN_INK, PHASE_LOOKS, TRANSPARENT
 from memlab.views.resample import AXES, Axis, DrawnPoints, PhaseSpan, largest_modules, phase_spans, resample
-from memlab.views.tables import in_unit, module_name
+from memlab.views.tables import module_name
+from memlab.views.text_layout import in_unit
 
 _POOL_TITLES = {
     "device": "allocated on the device",

@@ -17,7 +17,8 @@ from memlab.movement import GROUPS
 from memlab.residency_audit import Asked, Holding, HostCopy, ResidencyAudit
 from memlab.settings import MemorySettings
 from memlab.units import format_bytes
-from memlab.views.tables import LINE_WIDTH, groups_used_table, residency_table
+from memlab.views.audit_tables import groups_used_table, residency_table
+from memlab.views.text_layout import LINE_WIDTH
 from tests.unit.live import FULL
 
 NONE = MemorySettings()

@@ -19,11 +19,13 @@ from memlab.record import StepRecord
 from memlab.settings import OFFLOAD_MODULES, MemorySettings
 from memlab.timeline import CATEGORIES, PHASES, POOLS, Timeline
 from memlab.units import GIB, KIB, MIB
+from memlab.views.audit_tables import audit_table
 from memlab.views.compare_figure import compare_figure
 from memlab.views.display import View, compare, show
 from memlab.views.palette import CATEGORY_LOOKS, INK, PHASE_LOOKS, series_look
 from memlab.views.resample import AXES, Axis
-from memlab.views.tables import LINE_WIDTH, audit_table, compare_table, in_unit, record_names, record_table
+from memlab.views.tables import compare_table, record_names, record_table
+from memlab.views.text_layout import LINE_WIDTH, in_unit
 from memlab.views.timeline_figure import timeline_figure
 
 from .builders import TimelineBuilder, out_of_memory, random_timeline, record_of, scenario, training_step
@@ -423,6 +425,7 @@ def test_a_comparison_needs_two_steps(num_records: int) -> None:
 def busy_record() -> StepRecord:
     return replace(
         PLAIN,
+        backend="cuda",  # a simulated step has no time
         settings=EVERYTHING,
         residual_bytes=512,
         host_bytes=3 * GIB,
