@@ -118,7 +118,7 @@ class Lab(Instruments):
 
     @property
     def device_memory_bytes(self) -> int | None:
-        """On the CPU, the device's pretended size: a step that needs more ends in a record that says so. None: endless.
+        """Where the device is pretended, its size: a step that needs more ends in a record that says so. None: endless.
 
         Raises:
             ValueError: When it is set to something else than a positive number of bytes or None.

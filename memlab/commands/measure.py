@@ -58,6 +58,10 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     layout.add_argument("--tensor-model-parallel-size", type=whole_number, default=1, metavar="N")
     layout.add_argument("--pipeline-model-parallel-size", type=whole_number, default=1, metavar="N")
     layout.add_argument("--expert-model-parallel-size", type=whole_number, default=1, metavar="N")
+    for place in ("first", "last"):
+        layout.add_argument(
+            f"--num-layers-in-{place}-pipeline-stage", type=whole_number, metavar="N", help="if not as in the others"
+        )
     workload.add_argument(
         "--expert-buffers", action="store_true", default=None, help="of the experts' own, as under expert parallelism"
     )
@@ -91,13 +95,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     Raises:
         ValueError: If a value breaks its rule, or the output folder holds a record.
     """
-    layout = layout_of_the_job(
-        arguments.tensor_model_parallel_size,
-        arguments.pipeline_model_parallel_size,
-        arguments.expert_model_parallel_size,
-        world_size(),
-        rank(),
-    )
+    layout = layout_of_the_job(arguments, world_size(), rank())
     workload, settings = checked_step(arguments, layout)
     make_folder(arguments, rank_folder)
     from memlab.backends import find_backend

@@ -39,13 +39,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     Raises:
         ValueError: If a value breaks its rule, or an output folder holds a record.
     """
-    layout = layout_of_the_job(
-        arguments.tensor_model_parallel_size,
-        arguments.pipeline_model_parallel_size,
-        arguments.expert_model_parallel_size,
-        arguments.world_size,
-        arguments.rank or 0,
-    )
+    layout = layout_of_the_job(arguments, arguments.world_size, arguments.rank or 0)
     workload, settings = checked_step(arguments, layout)
     layouts = [layout]
     if arguments.rank is None:

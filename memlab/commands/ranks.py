@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -26,12 +27,18 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def layout_of_the_job(tensor: int, pipeline: int, experts: int, num_ranks: int, number: int) -> Layout:
-    """Returns the layout with as many copies of the model as the started ranks make.
+def layout_of_the_job(arguments: argparse.Namespace, num_ranks: int, number: int) -> Layout:
+    """Returns the layout that the flags name, with as many copies of the model as the ranks make.
+
+    Args:
+        arguments: With the sizes of the parallel groups, under `Layout`'s names.
+        num_ranks: Of the job.
+        number: The rank that is looked at.
 
     Raises:
         ValueError: If a size breaks its rule, or the ranks do not divide.
     """
+    tensor, pipeline = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
     per_copy = tensor * pipeline
     if per_copy > 0 and num_ranks % per_copy:
         raise ValueError(
@@ -41,9 +48,11 @@ def layout_of_the_job(tensor: int, pipeline: int, experts: int, num_ranks: int, 
     return Layout(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
-        expert_model_parallel_size=experts,
-        rank=number,
+        expert_model_parallel_size=arguments.expert_model_parallel_size,
         data_parallel_size=max(1, num_ranks // max(1, per_copy)),
+        num_layers_in_first_pipeline_stage=arguments.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=arguments.num_layers_in_last_pipeline_stage,
+        rank=number,
     )
 
 

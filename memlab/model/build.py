@@ -111,7 +111,7 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type) -> 
             moe_grouped_gemm=architecture.is_moe,
             qk_layernorm=architecture.qk_layernorm,
         )
-    num_layers = scenario.num_layers // scenario.layout.pipeline_model_parallel_size
+    num_layers = scenario.layout.layers_of_stage(parallel_state.get_pipeline_model_parallel_rank(), scenario.num_layers)
     block = gpt_layer_specs.TransformerBlockSubmodules(
         layer_specs=[spec] * num_layers, layer_norm=provider().layer_norm(rms_norm=True)
     )
@@ -151,6 +151,8 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
         num_layers=scenario.num_layers,
         tensor_model_parallel_size=scenario.layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=scenario.layout.pipeline_model_parallel_size,
+        num_layers_in_first_pipeline_stage=scenario.layout.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=scenario.layout.num_layers_in_last_pipeline_stage,
         expert_model_parallel_size=scenario.layout.expert_model_parallel_size,
         sequence_parallel=scenario.layout.sequence_parallel,
         hidden_size=architecture.hidden_size,

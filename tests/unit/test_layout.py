@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from memlab.architectures import find_architecture
+from memlab.cli import build_parser
 from memlab.commands.ranks import layout_of_the_job, ranks_table, worst
 from memlab.layout import Layout
 from memlab.scenario import Scenario
@@ -67,17 +69,43 @@ def test_a_scenario_keeps_its_layout_in_json() -> None:
     assert str(scenario).endswith("bf16, TP2")
 
 
-def test_ranks_that_were_started_beyond_one_copy_are_data_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    layout = layout_of_the_job(tensor=2, pipeline=1, experts=4)
-    assert (layout.data_parallel_size, layout.world_size) == (4, 8)
-    with pytest.raises(ValueError, match=r"8 ranks were started, must be a multiple of 3"):
-        layout_of_the_job(tensor=3, pipeline=1, experts=1)
+def test_ranks_beyond_one_copy_are_data_parallel() -> None:
+    def layout(*flags: str) -> Layout:
+        arguments = build_parser().parse_args(["measure", "qwen3-30b-a3b", *flags])
+        return layout_of_the_job(arguments, num_ranks=8, number=5)
+
+    found = layout("--tensor-model-parallel-size", "2", "--expert-model-parallel-size", "4")
+    assert (found.data_parallel_size, found.world_size, found.rank) == (4, 8, 5)
+    with pytest.raises(ValueError, match=r"the job has 8 ranks, must be a multiple of 3"):
+        layout("--tensor-model-parallel-size", "3")
+
+
+def test_the_first_and_the_last_stage_may_have_other_numbers_of_layers() -> None:
+    def layers(num_layers: int, **sizes: int) -> list[int]:
+        layout = Layout(**sizes)
+        layout.check(QWEN, num_layers, 4096)
+        return [layout.layers_of_stage(stage, num_layers) for stage in range(layout.pipeline_model_parallel_size)]
+
+    assert layers(12, pipeline_model_parallel_size=4) == [3, 3, 3, 3]
+    assert layers(12, pipeline_model_parallel_size=4, num_layers_in_first_pipeline_stage=3) == [3, 3, 3, 3]
+    ends = {"num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 4}
+    assert layers(12, pipeline_model_parallel_size=4, **ends) == [2, 3, 3, 4]
+    assert layers(6, pipeline_model_parallel_size=2, **ends) == [2, 4]
+    with pytest.raises(ValueError, match=r"leave 1 of 7 layers to 0 stages"):
+        layers(7, pipeline_model_parallel_size=2, **ends)
+    with pytest.raises(ValueError, match=r"is 2, must divide the 5 layers between first and last stage"):
+        layers(11, pipeline_model_parallel_size=4, **ends)
+    with pytest.raises(ValueError, match=r"leave 0 of 6 layers to 1 stages"):
+        layers(6, pipeline_model_parallel_size=3, **ends)
 
 
 def test_the_table_marks_the_rank_with_the_highest_peak() -> None:
-    records = [record_of(None, peak_allocated_bytes=size) for size in (3 * 2**30, 5 * 2**30, 4 * 2**30)]
-    assert worst(records) == 1
+    scenarios = [Scenario(architecture=QWEN, layout=Layout(data_parallel_size=3, rank=rank)) for rank in range(3)]
+    records = [
+        replace(record_of(None, peak_allocated_bytes=size), scenario=scenario)
+        for size, scenario in zip((3 * 2**30, 5 * 2**30, 4 * 2**30), scenarios, strict=True)
+    ]
+    assert worst(records) is records[1]
     marked = [line for line in ranks_table(records).splitlines() if "worst" in line]
     assert len(marked) == 1
     assert marked[0].split()[0] == "1"
@@ -89,4 +117,4 @@ def test_a_layout_of_more_ranks_than_were_started_is_refused() -> None:
         [sys.executable, "-m", "memlab", *command.split()], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert done.stderr.strip().splitlines()[-1].startswith("1 ranks were started, must be a multiple of 2")
+    assert done.stderr.strip().splitlines()[-1].startswith("the job has 1 ranks, must be a multiple of 2")
