@@ -80,11 +80,16 @@ def test_a_click_on_the_chart_looks_at_that_moment(panel: PanelPage) -> None:
     moments = [panel.part("moment", "input").input_value()]
     for share in (0.2, 0.8):
         place = (box["x"] + share * box["width"], box["y"] + 0.5 * box["height"])
-        panel.notebook.page.mouse.move(0, 0)
-        expect(hovered).to_have_count(0)
-        panel.notebook.page.mouse.move(*place)
-        expect(hovered).not_to_have_count(0)  # plotly's click is on what it hovers
-        panel.notebook.page.mouse.click(*place)
+        for _ in range(5):
+            panel.notebook.page.mouse.move(0, 0)
+            expect(hovered).to_have_count(0)
+            panel.notebook.page.mouse.move(*place)
+            expect(hovered).not_to_have_count(0)  # plotly's click is on what it hovers
+            panel.notebook.page.mouse.click(*place)
+            # On a busy machine plotly drops a click that comes while it draws the hover; a reader clicks again.
+            panel.notebook.page.wait_for_timeout(1000)
+            if panel.part("moment", "input").input_value() != moments[-1]:
+                break
         expect(panel.part("moment", "input")).not_to_have_value(moments[-1])
         moments.append(panel.part("moment", "input").input_value())
         expect(panel.part("breakdown")).to_contain_text(f"event {int(moments[-1]):,}")
