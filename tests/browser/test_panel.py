@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 
 import pytest
+from playwright.sync_api import TimeoutError as NothingHovered
 from playwright.sync_api import expect
 
 from tests.browser.conftest import PANEL_CELL
@@ -84,11 +86,12 @@ def test_a_click_on_the_chart_looks_at_that_moment(panel: PanelPage) -> None:
             place = (box["x"] + share * box["width"], box["y"] + 0.5 * box["height"])
             mouse.move(0, 0)
             mouse.move(*place, steps=8)
-            panel.notebook.page.wait_for_timeout(300)
-            if not hovered.count():
-                continue
-            mouse.click(*place)
-            panel.notebook.page.wait_for_timeout(1000)
+            with suppress(NothingHovered):
+                hovered.first.wait_for(state="attached", timeout=4000)
+                mouse.click(*place)
+            for _ in range(20):
+                if panel.part("moment", "input").input_value() == moments[-1]:
+                    panel.notebook.page.wait_for_timeout(100)
             if panel.part("moment", "input").input_value() != moments[-1]:
                 break
         expect(panel.part("moment", "input")).not_to_have_value(moments[-1])
