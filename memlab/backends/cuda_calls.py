@@ -63,16 +63,26 @@ def made_on_host(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def split_place(args: Any, kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Takes the device out of the arguments of ``Tensor.to``.
+
+    Returns:
+        The device as it was written, None without one; the other arguments.
+    """
     given = [value for value in (*args, kwargs.get("device")) if isinstance(value, (str, int, torch.device))]
     places = [value for value in given if not isinstance(value, bool)]
-    args = tuple(value for value in args if not isinstance(value, (str, torch.device)) and value not in places)
-    kwargs = {name: value for name, value in kwargs.items() if name != "device"}
-    if places and str(places[0]) == "meta":
-        return torch.Tensor.to(tensor, places[0], *args, **kwargs)
-    if places and isinstance(places[0], str) and places[0] == "cpu":
+    rest = tuple(value for value in args if not isinstance(value, (str, torch.device)) and value not in places)
+    named = {name: value for name, value in kwargs.items() if name != "device"}
+    return places[0] if places else None, rest, named
+
+
+def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    place, args, kwargs = split_place(args, kwargs)
+    if str(place) == "meta":
+        return torch.Tensor.to(tensor, place, *args, **kwargs)
+    if isinstance(place, str) and place == "cpu":
         tensor = _to_host(tensor)
-    elif places:
+    elif place is not None:
         tensor = _to_device(tensor)
     return torch.Tensor.to(tensor, *args, **kwargs) if args or kwargs else tensor
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from memlab.backends.cuda_calls import FACTORIES, LIKE, is_cuda, is_on_host, made_on_host, run_backward
+from memlab.backends.cuda_calls import FACTORIES, LIKE, is_cuda, is_on_host, made_on_host, run_backward, split_place
 
 FAKE = torch.device("meta")
 
@@ -46,13 +46,10 @@ def _make(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    given = [value for value in (*args, kwargs.get("device")) if isinstance(value, (str, int, torch.device))]
-    places = [value for value in given if not isinstance(value, bool)]
-    args = tuple(value for value in args if not isinstance(value, (str, torch.device)) and value not in places)
-    kwargs = {name: value for name, value in kwargs.items() if name != "device"}
-    if places and str(places[0]) == "cpu":
+    place, args, kwargs = split_place(args, kwargs)
+    if str(place) == "cpu":
         tensor = _to_host(tensor)
-    elif places:
+    elif place is not None:
         tensor = _to_device(tensor)
     return torch.Tensor.to(tensor, *args, **kwargs) if args or kwargs else tensor
 

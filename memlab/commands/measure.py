@@ -122,7 +122,8 @@ def _measure(workload: dict[str, Any], settings: MemorySettings, arguments: argp
     with failing_together(), result_alone_on_stdout():
         from memlab.lab import Lab
 
-        with Lab(**workload, backend=arguments.backend) as lab:
+        # Inside as well: closing the lab of a rank that failed would wait for the others.
+        with Lab(**workload, backend=arguments.backend) as lab, failing_together():
             record = lab.step(settings)
             save(record, arguments, rank_folder)
             if record.status != "ok" and world_size() > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -118,3 +119,29 @@ def test_a_layout_of_more_ranks_than_were_started_is_refused() -> None:
     )
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].startswith("the job has 1 ranks, must be a multiple of 2")
+
+
+def test_a_rank_that_fails_leaves_at_once_with_its_text() -> None:
+    """Its lab's farewell would wait for the other ranks: here it sleeps for longer than the test does."""
+    program = """
+import sys, time, types
+class Lab:
+    def __init__(self, *_, **__): pass
+    def __enter__(self): return self
+    def __exit__(self, *_): time.sleep(600)
+    def step(self, _): raise RuntimeError("planted on this rank")
+sys.modules["memlab.lab"] = types.SimpleNamespace(Lab=Lab)
+from memlab.cli import main
+sys.exit(main("measure qwen3-moe-tiny --seq-length 64 --tensor-model-parallel-size 2 --backend cpu".split()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"WORLD_SIZE": "2", "RANK": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "rank 1 failed:" in done.stderr
+    assert "planted on this rank" in done.stderr
