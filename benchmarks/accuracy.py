@@ -1,11 +1,12 @@
 """How near predictions come to a real GPU: the same steps on both, and the errors between them as a table.
 
-    python benchmarks/accuracy.py step --backend cuda --out h200.json          # on the GPU
-    python benchmarks/accuracy.py step --backend simulated --out predicted.json
-    python benchmarks/accuracy.py compare h200.json predicted.json
+    python benchmarks/accuracy.py step --backend cuda --out h200.jsonl          # on the GPU
+    torchrun --nproc-per-node 2 benchmarks/accuracy.py step --backend cuda --job phi-4:TP2 --out h200.jsonl
+    python benchmarks/accuracy.py step --backend simulated --out predicted.jsonl   # all cases, every rank of every job
+    python benchmarks/accuracy.py compare h200.jsonl predicted.jsonl
 
-A lab is opened for each architecture and number of layers, and takes its cases one after the other. The file is written
-after each case: a run that was cut short is carried on by the same command.
+A lab is opened for each architecture, number of layers and rank, and takes its cases one after the other. A line is
+written after each case: a run that was cut short is carried on by the same command. Ranks of a job write a file each.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from memlab.architectures import find_architecture
+from memlab.commands.ranks import failing_together, rank
 from memlab.lab import Lab
+from memlab.layout import Layout
 from memlab.record import StepRecord
 from memlab.settings import MOE_OFFLOAD_MODULES, MOE_RECOMPUTE_MODULES, MemorySettings
 from memlab.units import MIB, format_bytes
@@ -75,23 +80,56 @@ def cases() -> Iterator[Case]:
             yield architecture, deep, SHORT, settings
 
 
-def step(backend: str, out: Path) -> None:
-    """Takes the steps that the file does not have yet."""
-    known: list[dict[str, Any]] = json.loads(out.read_text()) if out.exists() else []
-    done = {_key(StepRecord.from_dict(values)) for values in known}
+JOBS: dict[str, tuple[Layout, int]] = {
+    "TP2": (Layout(tensor_model_parallel_size=2), 1),
+    "PP2": (Layout(pipeline_model_parallel_size=2), 4),
+    "EP2": (Layout(expert_model_parallel_size=2, data_parallel_size=2), 1),
+    "DP2": (Layout(data_parallel_size=2), 2),
+}
+"""Layouts of two ranks, and how many micro-batches a step has."""
+
+
+def job_cases(architecture: str, job: str) -> Iterator[Case]:
+    """Yields the cases of one rank of a job."""
+    is_moe = find_architecture(architecture).is_moe
+    offload = [name for name in OFFLOAD if is_moe or name not in MOE_OFFLOAD_MODULES]
+    workload = USUAL | {"num_microbatches": JOBS[job][1]}
+    for settings in (
+        MemorySettings(),
+        full(1),
+        MemorySettings(offload_modules=offload),
+        recompute("layernorm", "moe_act" if is_moe else "mlp", offload_modules=("core_attn", "attn_proj")),
+        MemorySettings(offload_parameters=True, offload_optimizer=True),
+    ):
+        yield architecture, 4, workload, settings
+
+
+def all_jobs() -> Iterator[tuple[str, str]]:
+    """Yields architecture and job, for every job that the architecture can run."""
+    for architecture in ("qwen3-30b-a3b", "phi-4"):
+        for job, (layout, _) in JOBS.items():
+            if layout.expert_model_parallel_size == 1 or find_architecture(architecture).is_moe:
+                yield architecture, job
+
+
+def step(backend: str, wanted: Iterable[Case], out: Path, layout: Layout) -> None:
+    """Takes the steps of one rank that the file does not have yet."""
+    known = map(StepRecord.from_dict, map(json.loads, out.read_text().splitlines() if out.exists() else []))
+    done = {key(record) for record in known}
     lab: Lab | None = None
-    for architecture, num_layers, workload, settings in cases():
-        if (architecture, num_layers, *workload.values(), settings) in done:
-            continue
-        if lab is None or (lab.scenario.architecture.name, lab.scenario.num_layers) != (architecture, num_layers):
-            if lab is not None:
-                lab.close()
-            lab = Lab(architecture, num_layers=num_layers, backend=backend, **workload)  # type: ignore[arg-type]
-        lab.set_workload(**workload)
-        record = lab.step(settings)
-        print(record.scenario, record, flush=True)
-        known.append(record.to_dict())
-        out.write_text(json.dumps(known, indent=1) + "\n")
+    with out.open("a") as lines, failing_together():
+        for architecture, num_layers, workload, settings in wanted:
+            if (architecture, num_layers, *workload.values(), layout, settings) in done:
+                continue
+            if lab is None or (lab.scenario.architecture.name, lab.scenario.num_layers) != (architecture, num_layers):
+                if lab is not None:
+                    lab.close()
+                lab = Lab(architecture, num_layers=num_layers, backend=backend, layout=layout, **workload)  # type: ignore[arg-type]
+            lab.set_workload(**workload)
+            record = lab.step(settings)
+            print(record.scenario, record, flush=True)
+            lines.write(json.dumps(record.to_dict()) + "\n")
+            lines.flush()
     if lab is not None:
         lab.close()
 
@@ -145,13 +183,20 @@ def _share(guess: int, truth: int) -> float:
 
 
 def _records(path: Path) -> dict[tuple[Any, ...], StepRecord]:
-    return {_key(record): record for record in map(StepRecord.from_dict, json.loads(path.read_text()))}
+    records = map(StepRecord.from_dict, map(json.loads, path.read_text().splitlines()))
+    return {key(record): record for record in records}
 
 
-def _key(record: StepRecord) -> tuple[Any, ...]:
+def key(record: StepRecord) -> tuple[Any, ...]:
+    """Returns what makes a case: two records with the same key are compared."""
     scenario = record.scenario
     workload = (scenario.seq_length, scenario.micro_batch_size, scenario.num_microbatches)
-    return (scenario.architecture.name, scenario.num_layers, *workload, record.settings)
+    return (scenario.architecture.name, scenario.num_layers, *workload, scenario.layout, record.settings)
+
+
+def rank_file(path: Path, architecture: str, job: str) -> Path:
+    """Returns where a rank of a job writes."""
+    return path.with_name(f"{path.stem}-{architecture}-{job}-{rank()}{path.suffix}")
 
 
 def main() -> None:
@@ -160,15 +205,25 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     stepping = commands.add_parser("step")
     stepping.add_argument("--backend", default="auto")
+    stepping.add_argument("--job", metavar="ARCHITECTURE:JOB", help=f"under torchrun, with JOB of {', '.join(JOBS)}")
     stepping.add_argument("--out", type=Path, required=True)
     comparing = commands.add_parser("compare")
     comparing.add_argument("measured", type=Path)
     comparing.add_argument("predicted", type=Path)
     arguments = parser.parse_args()
-    if arguments.command == "step":
-        step(arguments.backend, arguments.out)
-    else:
+    if arguments.command == "compare":
         compare(arguments.measured, arguments.predicted)
+    elif arguments.job:
+        architecture, _, job = arguments.job.partition(":")
+        layout = replace(JOBS[job][0], rank=rank())
+        step(arguments.backend, job_cases(architecture, job), rank_file(arguments.out, architecture, job), layout)
+    else:
+        step(arguments.backend, cases(), arguments.out, Layout())
+        if arguments.backend == "simulated":
+            for architecture, job in all_jobs():
+                for number in range(2):
+                    layout = replace(JOBS[job][0], rank=number)
+                    step(arguments.backend, job_cases(architecture, job), arguments.out, layout)
 
 
 if __name__ == "__main__":

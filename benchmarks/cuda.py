@@ -136,11 +136,15 @@ def soak(count: int = 1000) -> None:
         plain = lab.step(MemorySettings())
         peaks: dict[str, set[int]] = {}
         losses, starts = set(), set()
+        started = time.perf_counter()
         for number in range(count):
+            if number % 100 == 99:
+                print(f"setting {number + 1}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
             wanted = choices[rng.randrange(len(choices))] if number % 4 else MemorySettings()
             if number % 100 == 50:
                 wanted = MemorySettings(offload_parameters=True, offload_optimizer=True)
             record = lab.step(wanted)
+            lab.records.clear()  # with their timelines
             losses.add(record.loss)
             peaks.setdefault(str(record.settings), set()).add(record.peak_allocated_bytes)
             if not wanted.changed():

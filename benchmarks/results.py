@@ -16,10 +16,12 @@ from typing import Any
 
 from memlab import Lab, MemorySettings
 from memlab.architectures import Architecture
+from memlab.record import StepRecord
 from memlab.settings import MOE_OFFLOAD_MODULES, MOE_RECOMPUTE_MODULES, OFFLOAD_MODULES, RECOMPUTE_MODULES
 from memlab.views.results import Result
 
-RUNS = 10
+ROUNDS, STEPS_A_ROUND = 3, 4
+"""Each setting is measured several times over, with all others in between, so that a slow minute hits them all."""
 DEFAULTS = ("qwen3-30b-a3b:4:4096", "phi-4:4:4096", "qwen3-30b-a3b:4:8192", "phi-4:4:8192")
 
 
@@ -61,13 +63,16 @@ def main(path: Path, cases: list[str]) -> None:
             name, num_layers, seq_length = case.split(":")
             started = time.perf_counter()
             with Lab(name, num_layers=int(num_layers), seq_length=int(seq_length)) as lab:
-                for settings in settings_of(lab.scenario.architecture):
-                    records = [lab.step(settings) for _ in range(RUNS)]
+                measured: dict[MemorySettings, list[StepRecord]] = {}
+                for _ in range(ROUNDS):
+                    for settings in settings_of(lab.scenario.architecture):
+                        measured.setdefault(settings, []).extend(lab.step(settings) for _ in range(STEPS_A_ROUND))
+                        lab.records.clear()  # with their timelines
+                for records in measured.values():
                     # The modules of each peak would be most of the file.
                     record = replace(records[0], timeline=None, peak_by_module={}, step_index=0)
                     result = Result(record, tuple(round(each.step_seconds, 6) for each in records))
                     lines.write(json.dumps(result.to_dict()) + "\n")
-                    lines.flush()
             print(f"{case}: {time.perf_counter() - started:.0f} s", flush=True)
 
 

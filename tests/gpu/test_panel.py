@@ -1,0 +1,34 @@
+"""The panel on a real GPU: the same controls, and what only a real allocator has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine, which needs a GPU")
+
+
+def test_controls_and_run_step_the_gpu(open_gpu_lab: Callable[..., Any]) -> None:
+    from memlab.settings import MemorySettings
+    from memlab.views.panel import panel
+    from tests.unit.test_panel import drive, press
+
+    lab = open_gpu_lab()
+    shown = panel(lab)
+    try:
+        drive(shown, "offload_modules:moe_act", True)
+        press(shown.run_bar.run)
+        deadline = time.monotonic() + 120
+        while shown.state.busy and time.monotonic() < deadline:
+            time.sleep(0.1)
+        record = shown.state.shown.record
+        assert record.status == "ok" and record.settings == MemorySettings(offload_modules=["moe_act"])
+        assert record.offloaded_bytes_by_module["moe_act"] > 0
+        text = repr(shown._repr_mimebundle_())
+        assert "on cuda" in repr(shown.children[0].value) and "reserved" in text
+    finally:
+        shown.close()
