@@ -61,7 +61,7 @@ class ScriptedAllocator:
                 "device": 0,
                 "address": address,
                 "total_size": size,
-                "blocks": [{"address": address, "size": size, "state": "active_allocated"}],
+                "blocks": [{"address": address, "size": size, "requested_size": size, "state": "active_allocated"}],
             }
             for address, size in self.live.items()
         ]
