@@ -64,7 +64,7 @@ class Timeline:
     num_opening_events: int
     """How many events at the head stand for what was alive when the step began."""
     rounding_bytes: IntArray | None = None
-    """A column too: of `delta_bytes`, what the allocator gave beyond the request, its rounding and the rests that it did
+    """A column too: of `delta_bytes`, what the allocator gave beyond the request, by rounding and by rests that it did
     not split off. None where that is not told: in a snapshot, and in what a memlab before this column saved."""
 
     def __post_init__(self) -> None:
@@ -189,7 +189,7 @@ class Timeline:
                 **{name: data[name] for name in _COLUMNS},
                 modules=tuple(str(name) for name in data["modules"]),
                 num_opening_events=int(data["num_opening_events"]),
-                rounding_bytes=data["rounding_bytes"] if "rounding_bytes" in data else None,
+                rounding_bytes=data.get("rounding_bytes"),
             )
 
     @classmethod

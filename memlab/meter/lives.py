@@ -78,9 +78,7 @@ class Event(NamedTuple):
         return cls(nanoseconds, delta_bytes, pool, life, phase, rounding_bytes, stamp)
 
 
-def timeline_of(
-    opening: Sequence[Event], events: Iterable[Event], started: int, modules: Sequence[str]
-) -> Timeline:
+def timeline_of(opening: Sequence[Event], events: Iterable[Event], started: int, modules: Sequence[str]) -> Timeline:
     """Writes lives as columns.
 
     Args:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memlab.record import StepRecord
-from memlab.views.tables import compare_table, record_table
+from memlab.views.difference_table import comparison_text
+from memlab.views.tables import record_table
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -66,6 +67,9 @@ def show(record: StepRecord, pool: str = "device", axis: Axis = "time", *, above
 def compare(*records: StepRecord, axis: Axis = "time") -> View:
     """Shows several steps: their device totals on one axis, and a table with a row a step.
 
+    A step on the simulated backend beside the same step on another is a prediction held against a measurement: then the
+    difference of the allocated peaks is split into terms that add up to it, as `memlab.difference` tells.
+
     Args:
         *records: Two steps or more, each with its timeline.
         axis: ``"time"`` in milliseconds, or ``"event"``.
@@ -75,4 +79,4 @@ def compare(*records: StepRecord, axis: Axis = "time") -> View:
     """
     from memlab.views.compare_figure import compare_figure
 
-    return View(compare_figure(*records, axis=axis), compare_table(*records))
+    return View(compare_figure(*records, axis=axis), comparison_text(*records))
