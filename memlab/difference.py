@@ -89,6 +89,13 @@ class Difference:
         }
 
 
+def predicted_and_measured(records: Sequence[StepRecord]) -> tuple[StepRecord, StepRecord] | None:
+    """Returns the simulated record and the other one, if there is one of each and no more."""
+    predicted = [record for record in records if record.backend == "simulated"]
+    measured = [record for record in records if record.backend != "simulated"]
+    return (predicted[0], measured[0]) if len(predicted) == len(measured) == 1 else None
+
+
 def difference_of(records: Sequence[StepRecord]) -> Difference | None:
     """Splits the difference of a prediction and a measurement.
 
@@ -98,7 +105,7 @@ def difference_of(records: Sequence[StepRecord]) -> Difference | None:
     Returns:
         None if the records are no two steps of which one is simulated, or something is in the way: see `obstacles`.
     """
-    pair = _pair(records)
+    pair = predicted_and_measured(records)
     if pair is None or obstacles(records):
         return None
     timelines = [record.timeline for record in pair if record.timeline is not None and len(record.timeline)]
@@ -128,7 +135,7 @@ def difference_of(records: Sequence[StepRecord]) -> Difference | None:
 
 def obstacles(records: Sequence[StepRecord]) -> list[str]:
     """Says why a prediction and a measurement have no terms; empty where they have, or are no such pair."""
-    pair = _pair(records)
+    pair = predicted_and_measured(records)
     if pair is None:
         return []
     predicted, measured = (dict(_values(record)) for record in pair)
@@ -145,13 +152,6 @@ def obstacles(records: Sequence[StepRecord]) -> list[str]:
     if any(record.status != "ok" for record in pair):
         words.append(f"{_NO_TERMS}: a step did not end; take both to their end")
     return words
-
-
-def _pair(records: Sequence[StepRecord]) -> tuple[StepRecord, StepRecord] | None:
-    """Returns the predicted and the measured one of two records."""
-    predicted = [record for record in records if record.backend == "simulated"]
-    measured = [record for record in records if record.backend != "simulated"]
-    return (predicted[0], measured[0]) if len(predicted) == len(measured) == 1 else None
 
 
 def _values(record: StepRecord) -> Iterator[tuple[str, object]]:

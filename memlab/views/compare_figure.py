@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from memlab.difference import difference_of, obstacles
+from memlab.difference import difference_of, obstacles, predicted_and_measured
 from memlab.record import StepRecord
 from memlab.units import binary_unit
 from memlab.views.difference_table import difference_lines
@@ -36,14 +36,15 @@ from memlab.views.waterfall import add_waterfall
 _LETTERS_IN_LEGEND = 76
 
 
-def compare_figure(*records: StepRecord, axis: Axis = "time") -> go.Figure:
+def compare_figure(*records: StepRecord, axis: Axis | None = None) -> go.Figure:
     """Draws the device bytes of several steps on one axis, each peak with its difference from the first's.
 
     Below a predicted and a measured step stand the terms that lead from one peak to the other.
 
     Args:
         *records: Two steps or more, each with its timeline unless it ran out of memory.
-        axis: ``"time"`` in milliseconds, or ``"event"``.
+        axis: ``"time"`` in milliseconds, or ``"event"``. None is time, and events for a predicted step beside a
+            measured one: how long a simulation took is no time on a GPU.
 
     Returns:
         A figure without a fixed width.
@@ -55,6 +56,8 @@ def compare_figure(*records: StepRecord, axis: Axis = "time") -> go.Figure:
         raise ValueError(
             f"compare_figure got {len(records)} records, must be at least 2: add a step, or draw one by timeline_figure"
         )
+    if axis is None:
+        axis = "time" if predicted_and_measured(records) is None else "event"
     check_choice("axis", axis, AXES)
     named = [(name, timeline_of(record)) for name, record in zip(record_names(records), records, strict=True)]
     drawn = [(name, timeline, resample(timeline, "device", axis)) for name, timeline in named if timeline]

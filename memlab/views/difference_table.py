@@ -84,7 +84,7 @@ def difference_lines(difference: Difference) -> list[str]:
     off, measured_bytes = difference.difference_bytes, difference.measured.peak_allocated_bytes
     lines = ["the predicted peak is the measured one to the byte"]
     if off:
-        share = f" ({abs(off) / measured_bytes:.4%} of it)" if measured_bytes else ""
+        share = f" ({abs(off) / measured_bytes:.3%} of it)" if measured_bytes else ""
         lines = [
             f"the predicted peak is {format_bytes(abs(off))}{share} {'below' if off > 0 else 'above'} the measured"
         ]

@@ -64,7 +64,7 @@ def show(record: StepRecord, pool: str = "device", axis: Axis = "time", *, above
     return View(timeline_figure(record, pool, axis, above_start=above_start), record_table(record))
 
 
-def compare(*records: StepRecord, axis: Axis = "time") -> View:
+def compare(*records: StepRecord, axis: Axis | None = None) -> View:
     """Shows several steps: their device totals on one axis, and a table with a row a step.
 
     A step on the simulated backend beside the same step on another is a prediction held against a measurement: then the
@@ -72,7 +72,8 @@ def compare(*records: StepRecord, axis: Axis = "time") -> View:
 
     Args:
         *records: Two steps or more, each with its timeline.
-        axis: ``"time"`` in milliseconds, or ``"event"``.
+        axis: ``"time"`` in milliseconds, ``"event"``, or None for the one that fits: events where a prediction is held
+            against a measurement, for a simulated step has no time.
 
     Raises:
         ValueError: If there are fewer than two records, one has no timeline, or axis is none of the choices.

@@ -18,8 +18,9 @@ from memlab.views.text_layout import ending, in_unit
 _ROW_HEIGHT = 38
 _GAP = 12
 _BOTTOM = 55
-_LETTERS_IN_LABEL = 70
-_BAR_SHARE = 0.36
+_LETTERS_IN_LABEL = 50
+_LABEL_SHARE = 0.46
+_BAR_SHARE = 0.5
 
 
 def add_waterfall(figure: go.Figure, difference: Difference, colours: Sequence[str]) -> None:
@@ -43,6 +44,7 @@ def add_waterfall(figure: go.Figure, difference: Difference, colours: Sequence[s
         xaxis2={
             **figure.layout.xaxis.to_plotly_json(),
             "anchor": "y2",
+            "domain": [_LABEL_SHARE, 1.0],
             "title": {"text": f"allocated above the predicted peak ({unit})", "standoff": 6},
             "range": [min(ends) / unit_bytes - room, max(ends) / unit_bytes + room],
             "showgrid": True,
@@ -55,11 +57,11 @@ def add_waterfall(figure: go.Figure, difference: Difference, colours: Sequence[s
     for number, (row, start) in enumerate(zip(rows, ends, strict=False), start=1):
         _add_bar(figure, row, start, number, unit_bytes)
         sign = "+" if row.difference_bytes > 0 else "\N{MINUS SIGN}"
-        name = ending(f"{row.name}: {row.label}" if row.label else row.name, _LETTERS_IN_LABEL).strip()
-        size = in_unit(abs(row.difference_bytes), unit_bytes)
-        _write(figure, number, f"<b>{sign}{size} {unit}</b>  {html.escape(name, quote=False)}", INK)
+        size = f"{sign}{in_unit(abs(row.difference_bytes), unit_bytes)} {unit}"
+        words = [row.name, *([ending(row.label, _LETTERS_IN_LABEL).strip()] if row.label else [])]
+        _write(figure, number, size, words, INK)
     _add_steps(figure, ends, unit_bytes)
-    for words, record, number, end, colour in (
+    for side, record, number, end, colour in (
         ("predicted", difference.predicted, 0, 0, colours[0]),
         ("measured", difference.measured, len(rows) + 1, ends[-1], colours[1]),
     ):
@@ -68,7 +70,7 @@ def add_waterfall(figure: go.Figure, difference: Difference, colours: Sequence[s
             x=[end / unit_bytes], y=[number], mode="markers", marker=marker, showlegend=False, hoverinfo="skip",
             cliponaxis=False, xaxis="x2", yaxis="y2",
         )  # fmt: skip
-        _write(figure, number, f"<b>{words} peak {format_bytes(record.peak_allocated_bytes)}</b>", colour)
+        _write(figure, number, format_bytes(record.peak_allocated_bytes), [f"{side} peak"], colour)
 
 
 def _make_room(figure: go.Figure, height: int) -> None:
@@ -93,7 +95,7 @@ def _add_bar(figure: go.Figure, row: Row, start: int, number: int, unit_bytes: i
     look = CATEGORY_LOOKS.get(row.name)
     fill = {"color": TRANSPARENT, "line": {"color": INK, "width": 1.5}}
     if look is not None:
-        fill = {"color": look.colour, "pattern": {"shape": look.pattern, "fgcolor": PATTERN_INK}}
+        fill = {"color": look.colour, "pattern": {"shape": look.pattern, "fgcolor": PATTERN_INK, "fillmode": "overlay"}}
         fill["line"] = {"color": look.colour, "width": 1}
     figure.add_bar(
         x=[row.difference_bytes / unit_bytes],
@@ -123,8 +125,16 @@ def _add_steps(figure: go.Figure, ends: Sequence[int], unit_bytes: int) -> None:
     )  # fmt: skip
 
 
-def _write(figure: go.Figure, number: int, text: str, colour: str) -> None:
+def _write(figure: go.Figure, number: int, size: str, words: Sequence[str], colour: str) -> None:
     figure.add_annotation(
-        x=0.0, xref="paper", xanchor="left", y=number - 0.42, yref="y2", yanchor="middle",
-        text=text, showarrow=False, align="left", font={"color": colour},
-    )  # fmt: skip
+        x=0.0,
+        xref="paper",
+        xanchor="left",
+        y=number,
+        yref="y2",
+        yanchor="middle",
+        text=f"<b>{html.escape(size)}</b>  {'<br>'.join(html.escape(line, quote=False) for line in words)}",
+        showarrow=False,
+        align="left",
+        font={"color": colour},
+    )
