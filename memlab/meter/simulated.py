@@ -63,7 +63,6 @@ class SimulatedMeter(StorageMeter):
         block = self._blocks.pop(id(life), None)
         if block is not None:
             self._allocator.free(block)
-        life.rounding_bytes = 0
 
     def _empty_cache(self) -> None:
         self._allocator.empty_cache()

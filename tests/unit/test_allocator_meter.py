@@ -228,7 +228,7 @@ def test_what_an_h200_gave_beyond_each_request_is_known(
     values, num_written = history(name), 0
     segments = [{"device": 0, **segment} for segment in values["segments"]]
     settings = {"expandable_segments": expandable}
-    entries = [{"time_us": 2**60 + number, **entry} for number, entry in enumerate(values["trace"])]
+    entries = [{"time_us": 2**52 + number, **entry} for number, entry in enumerate(values["trace"])]
 
     def snapshot() -> dict[str, Any]:
         return {"segments": segments, "device_traces": [entries[:num_written]], "allocator_settings": settings}

@@ -205,13 +205,13 @@ def on_cpu() -> StepRecord:
 def predict(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StepRecord]:
     """Predicts the step that was measured, on a simulated backend that is changed."""
 
-    def predict(**changes: Any) -> StepRecord:
+    def predict(settings: MemorySettings | None = None, **changes: Any) -> StepRecord:
         backend = replace(find_backend("simulated"), **changes)
         with monkeypatch.context() as patched:
             patched.setattr(memlab.lab, "find_backend", lambda name: backend)
             with Lab("qwen3-moe-tiny", **SMALL) as lab:
-                lab.step()
-                return lab.step()
+                lab.step(settings)
+                return lab.step(settings)
 
     return predict
 
@@ -239,6 +239,25 @@ def test_the_allocator_and_the_workspaces_are_terms_of_their_own(
     assert coarse.keys() == without.keys()
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        MemorySettings(offload_parameters=True, offload_optimizer=True),
+        MemorySettings(offload_modules=("core_attn", "moe_act"), min_offloaded_tensor_size=0),
+    ],
+    ids=str,
+)
+def test_storages_that_shrink_and_grow_in_place_leave_rounding_alone(settings: MemorySettings, predict: Any) -> None:
+    exact = predict(settings, meter=StorageMeter, fill_workspaces=lambda is_moe: None)
+    given = predict(settings, fill_workspaces=lambda is_moe: None)
+    difference = split(given, replace(exact, backend="cpu"))
+    assert differing(difference).keys() == {(ROUNDING, None)}
+    assert difference.difference_bytes < 0
+    assert given.timeline is not None and given.timeline.rounding_bytes is not None
+    on_device = given.timeline.pool == POOLS.index("device")
+    assert (np.cumsum(given.timeline.rounding_bytes[on_device]) >= 0).all()
+
+
 def test_what_an_h200_needed_is_told_by_category() -> None:
     wanted = [
         (scenario, settings, metrics)
@@ -262,7 +281,7 @@ def test_what_an_h200_needed_is_told_by_category() -> None:
             terms = differing(difference)
             assert sum(terms.values()) == difference.difference_bytes
             assert {"parameters", "gradients"}.isdisjoint(name for name, _ in terms)
-            assert max(abs(size) for size in terms.values()) < 8 * MIB, terms
+            assert max(abs(size) for size in terms.values()) <= 2 * KIB, terms
 
 
 @pytest.mark.parametrize("folder", sorted(MEASURED.iterdir()), ids=lambda folder: folder.name)
@@ -278,8 +297,8 @@ def test_kept_measurements_are_predicted(folder: Path) -> None:
         sums[term.name] = sums.get(term.name, 0) + term.difference_bytes
     assert sum(sums.values()) == difference.difference_bytes
     assert sums["parameters"] == sums["gradients"] == 0
-    assert difference.predicted_peak == difference.measured_peak
     if measured.backend == "cpu":
+        assert difference.predicted_peak == difference.measured_peak
         assert {name for name, size in sums.items() if size} <= {ROUNDING, "workspace", "optimizer state"}
     else:
         assert abs(difference.difference_bytes) <= 0.005 * measured.peak_allocated_bytes, difference_table(difference)
