@@ -27,6 +27,7 @@ class ScriptedAllocator:
         self.metadata = ""
         self.entries: list[dict[str, Any]] = []
         self.live: dict[int, int] = {}
+        self.requested: dict[int, int] = {}
         self._next = 2**30
         self._microseconds = time.time_ns() // 1000 + 10**6
 
@@ -64,7 +65,14 @@ class ScriptedAllocator:
                 "device": 0,
                 "address": address,
                 "total_size": size,
-                "blocks": [{"address": address, "size": size, "requested_size": size, "state": "active_allocated"}],
+                "blocks": [
+                    {
+                        "address": address,
+                        "size": size,
+                        "requested_size": self.requested.get(address, size),
+                        "state": "active_allocated",
+                    }
+                ],
             }
             for address, size in self.live.items()
         ]
@@ -253,6 +261,18 @@ def test_what_an_h200_gave_beyond_each_request_is_known(
     rounding = timeline.rounding_bytes[on_device]
     assert (rounding * np.sign(timeline.delta_bytes[on_device]) >= 0).all()
     assert (abs(rounding).max() > 512) != expandable, "a rest is more than rounding, and expandable segments have none"
+
+
+def test_what_was_there_before_has_its_rounding_too(torch_allocator: ScriptedAllocator, labels: Labels) -> None:
+    address = torch_allocator.allocate(2 * MIB)
+    torch_allocator.requested[address] = 2 * MIB - 100
+    meter = AllocatorMeter(labels)
+    with meter.watching():
+        meter.start({})
+        torch_allocator.free(address)
+        timeline = meter.finish()
+    assert timeline.rounding_bytes is not None
+    assert timeline.rounding_bytes[timeline.pool == POOLS.index("device")].tolist() == [100, -100]
 
 
 def test_a_saved_timeline_keeps_its_rounding_and_one_from_before_has_none(
