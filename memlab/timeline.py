@@ -63,9 +63,13 @@ class Timeline:
     """Module names, for example ``decoder.layers.0.mlp.experts.linear_fc1``."""
     num_opening_events: int
     """How many events at the head stand for what was alive when the step began."""
+    rounding_bytes: IntArray | None = None
+    """A column too: of `delta_bytes`, what the allocator gave beyond the request, by rounding and by rests that it did
+    not split off. None where that is not told: in a snapshot, and in what a memlab before this column saved."""
 
     def __post_init__(self) -> None:
         lengths = {len(getattr(self, name)) for name in _COLUMNS}
+        lengths |= set() if self.rounding_bytes is None else {len(self.rounding_bytes)}
         assert len(lengths) == 1, f"columns of different lengths: {lengths}"
 
     def __len__(self) -> int:
@@ -164,6 +168,8 @@ class Timeline:
     def save(self, path: Path) -> None:
         """Writes the columns to a compressed ``.npz`` file."""
         arrays: dict[str, Any] = {name: getattr(self, name) for name in _COLUMNS}
+        if self.rounding_bytes is not None:
+            arrays["rounding_bytes"] = self.rounding_bytes
         np.savez_compressed(
             path, modules=np.array(self.modules), num_opening_events=np.int64(self.num_opening_events), **arrays
         )
@@ -183,6 +189,7 @@ class Timeline:
                 **{name: data[name] for name in _COLUMNS},
                 modules=tuple(str(name) for name in data["modules"]),
                 num_opening_events=int(data["num_opening_events"]),
+                rounding_bytes=data.get("rounding_bytes"),
             )
 
     @classmethod

@@ -56,7 +56,7 @@ class AllocatorMeter:
         self._pinned_before = 0
         self._blocks: Blocks | None = None
         self._num_starts = 0
-        self._opening: list[tuple[int, int, Life]] = []
+        self._opening: list[Event] = []
         self._pending: dict[int, Life] = {}
         self._started = 0
         self._stamp_at_start = 0
@@ -108,10 +108,10 @@ class AllocatorMeter:
         self._num_starts += 1
         self.out_of_memory = None
         assert self._blocks is not None
-        self._opening = [(life.num_bytes, life.pool, life) for life in (*self._live.values(), *self._host.values())]
-        self._opening += [(life.num_bytes, _PENDING, life) for life in self._pending.values()]
+        self._opening = [Event.opening(life) for life in (*self._live.values(), *self._host.values())]
+        self._opening += [Event.opening(life, _PENDING) for life in self._pending.values()]
         reserved = Life(self._blocks.reserved_bytes, _RESERVED, 0, _IDLE, 0, False, 0, _WORKSPACE)
-        self._opening.append((reserved.num_bytes, _RESERVED, reserved))
+        self._opening.append(Event.opening(reserved))
         self._host_events.clear()
         torch.cuda.reset_peak_memory_stats()
         self._stamp_at_start = self._first_stamp + len(self._stamps) - 1
@@ -155,7 +155,7 @@ class AllocatorMeter:
             self._host_bytes += delta
             self._peak_host_bytes = max(self._peak_host_bytes, self._host_bytes)
             stamp = self._first_stamp + len(self._stamps) - 1 - self._stamp_at_start
-            self._host_events.append(Event(time.time_ns(), delta, _HOST, life, self._labels.phase, stamp))
+            self._host_events.append(Event.of(life, delta, time.time_ns(), _HOST, self._labels.phase, stamp))
 
     def live_bytes(self, pool: str = "device") -> int:
         """Returns the bytes alive in a pool now."""
@@ -239,13 +239,16 @@ class AllocatorMeter:
         """Takes the allocator's state as it is: what the history does not tell keeps what is known of its address."""
         snapshot = _snapshot()
         expandable = bool(snapshot.get("allocator_settings", {}).get("expandable_segments", False))
-        self._blocks = Blocks(_segments(snapshot), expandable=expandable)
+        segments = _segments(snapshot)
+        self._blocks = Blocks(segments, expandable=expandable)
+        requested = {part["address"]: part["requested_size"] for each in segments for part in each["blocks"]}
         known, self._live, self._pending = self._live, {}, {}
         for block in self._blocks:
             if not block.is_free:
                 life = known.get(block.address)
                 if life is None or life.num_bytes != block.num_bytes:
                     life = Life(block.num_bytes, _DEVICE, 0, _IDLE, 0, False, self._num_starts)
+                life.rounding_bytes = block.num_bytes - requested[block.address]
                 (self._pending if block.address in self._blocks.waiting else self._live)[block.address] = life
         _write_history_anew()
 
@@ -289,10 +292,12 @@ class AllocatorMeter:
 
         def note(delta_bytes: int, pool: int, life: Life) -> None:
             when = max(entry["time_us"] * 1000, self._started)
-            events.append(Event(when, delta_bytes, pool, life, stamp.phase, stamp.number - self._stamp_at_start))
+            number = stamp.number - self._stamp_at_start
+            events.append(Event.of(life, delta_bytes, when, pool, stamp.phase, number))
 
         if kind == "allocated":
             life = self._live[address] = self._born(num_bytes, _DEVICE, stamp)
+            life.rounding_bytes = num_bytes - entry["size"]
             note(num_bytes, _DEVICE, life)
         elif kind == "freed":
             life = self._pending[address] = self._live.pop(address)

@@ -30,6 +30,8 @@ class Life:
     """Where it is known by construction; else `settled_category` tells it from the whole life."""
     died_in_span: int | None = None
     died_in_step: int | None = None
+    rounding_bytes: int = 0
+    """Of `num_bytes`, what the allocator gave beyond the request."""
 
     @property
     def settled_category(self) -> int:
@@ -59,35 +61,42 @@ class Event(NamedTuple):
     pool: int
     life: Life
     phase: int
+    rounding_bytes: int
+    """Of `delta_bytes`, and of its sign."""
     stamp: int = 0
     """Changes of the labels since the step's start, where the meter counts them."""
 
+    @classmethod
+    def opening(cls, life: Life, pool: int | None = None) -> Event:
+        """Returns the birth that stands for what was alive when a step began, in its own pool or in another."""
+        return cls.of(life, life.num_bytes, 0, life.pool if pool is None else pool, _IDLE)
 
-def timeline_of(
-    opening: Sequence[tuple[int, int, Life]], events: Iterable[Event], started: int, modules: Sequence[str]
-) -> Timeline:
+    @classmethod
+    def of(cls, life: Life, delta_bytes: int, nanoseconds: int, pool: int, phase: int, stamp: int = 0) -> Event:
+        """Returns an event at which a life's storage comes or goes as it is now."""
+        rounding_bytes = life.rounding_bytes if delta_bytes > 0 else -life.rounding_bytes
+        return cls(nanoseconds, delta_bytes, pool, life, phase, rounding_bytes, stamp)
+
+
+def timeline_of(opening: Sequence[Event], events: Iterable[Event], started: int, modules: Sequence[str]) -> Timeline:
     """Writes lives as columns.
 
     Args:
-        opening: Bytes, pool and life of what was alive when the step began.
+        opening: A birth for all that was alive when the step began.
         events: What happened since, in order.
         started: The step's start, in nanoseconds on the events' clock.
         modules: The names that a life's `module` points to.
     """
     numbers: dict[int, int] = {}
 
-    def number(life: Life) -> int:
-        return numbers.setdefault(id(life), len(numbers))
+    def row(nanoseconds: int, event: Event) -> tuple[int, ...]:
+        life = event.life
+        number = numbers.setdefault(id(life), len(numbers))
+        of_life = (life.settled_category, event.phase, life.module, number)
+        return (nanoseconds, event.delta_bytes, event.pool, *of_life, event.rounding_bytes)
 
-    rows = [
-        (0, num_bytes, pool, life.settled_category, _IDLE, life.module, number(life))
-        for num_bytes, pool, life in opening
-    ]
-    rows += [
-        (when - started, delta, pool, life.settled_category, phase, life.module, number(life))
-        for when, delta, pool, life, phase, _ in events
-    ]
-    columns = np.array(rows, dtype=np.int64).reshape(-1, 7).T
+    rows = [row(0, event) for event in opening] + [row(event.nanoseconds - started, event) for event in events]
+    columns = np.array(rows, dtype=np.int64).reshape(-1, 8).T
     return Timeline(
         nanoseconds=columns[0].copy(),
         delta_bytes=columns[1].copy(),
@@ -98,4 +107,5 @@ def timeline_of(
         storage=columns[6].astype(np.int32),
         modules=tuple(modules),
         num_opening_events=len(opening),
+        rounding_bytes=columns[7].copy(),
     )

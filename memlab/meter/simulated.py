@@ -11,7 +11,7 @@ import torch
 from memlab.meter.blocks import Block
 from memlab.meter.caching_allocator import CachingAllocator
 from memlab.meter.labels import Labels
-from memlab.meter.lives import Life
+from memlab.meter.lives import Event, Life
 from memlab.meter.storages import StorageLife, StorageMeter
 from memlab.timeline import CATEGORIES, PHASES, POOLS
 
@@ -38,7 +38,7 @@ class SimulatedMeter(StorageMeter):
         super().start(categories)
         self._reserved = self._reserved_life()
         self._reserved.num_bytes = self._allocator.reserved_bytes
-        self._opening.append((self._reserved.num_bytes, _RESERVED, self._reserved))
+        self._opening.append(Event.opening(self._reserved))
 
     @staticmethod
     def _reserved_life() -> Life:
@@ -56,6 +56,7 @@ class SimulatedMeter(StorageMeter):
             self._refuse(num_bytes, limit, reserved_bytes=reserved, largest_free_bytes=largest)
         block = self._blocks[id(life)] = allocator.allocate(num_bytes)
         self._reserve()
+        life.rounding_bytes = block.num_bytes - num_bytes
         return block.num_bytes
 
     def _give_back(self, life: StorageLife) -> None:

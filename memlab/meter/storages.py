@@ -53,7 +53,7 @@ class StorageMeter:
         self._num_starts = 0
         self._live: dict[int, StorageLife] = {}
         self._events: list[Event] = []
-        self._opening: list[tuple[int, int, Life]] = []
+        self._opening: list[Event] = []
         self._in_kernel: list[StorageLife] = []
         self._started = time.perf_counter_ns()
         labels.on_kernel_end = self._leave_kernel
@@ -81,7 +81,7 @@ class StorageMeter:
         self._num_device_events = 0
         self.out_of_memory = None
         self._events.clear()
-        self._opening = [(life.num_bytes, life.pool, life) for life in self._live.values() if life.num_bytes]
+        self._opening = [Event.opening(life) for life in self._live.values() if life.num_bytes]
         self._started = time.perf_counter_ns()
 
     def categorise(self, categories: Mapping[str, Iterable[torch.Tensor]]) -> None:
@@ -272,7 +272,7 @@ class StorageMeter:
             elif life.pool == _HOST:
                 self._host_bytes += delta
                 self._peak_host_bytes = max(self._peak_host_bytes, self._host_bytes)
-            self._events.append(Event(time.perf_counter_ns(), delta, life.pool, life, self._labels.phase))
+            self._events.append(Event.of(life, delta, time.perf_counter_ns(), life.pool, self._labels.phase))
             if life.pool == _DEVICE:
                 self._num_device_events += 1
                 if self._on_device_event is not None:

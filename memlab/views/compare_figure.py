@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
+from memlab.difference import difference_of, obstacles, predicted_and_measured
 from memlab.record import StepRecord
 from memlab.units import binary_unit
+from memlab.views.difference_table import difference_lines
 from memlab.views.figure_frame import (
     AXIS_TITLES,
     LINE_HEIGHT,
@@ -29,16 +31,20 @@ from memlab.views.palette import series_look
 from memlab.views.resample import AXES, Axis, resample
 from memlab.views.tables import record_names
 from memlab.views.text_layout import in_unit
+from memlab.views.waterfall import add_waterfall
 
 _LETTERS_IN_LEGEND = 76
 
 
-def compare_figure(*records: StepRecord, axis: Axis = "time") -> go.Figure:
+def compare_figure(*records: StepRecord, axis: Axis | None = None) -> go.Figure:
     """Draws the device bytes of several steps on one axis, each peak with its difference from the first's.
+
+    Below a predicted and a measured step stand the terms that lead from one peak to the other.
 
     Args:
         *records: Two steps or more, each with its timeline unless it ran out of memory.
-        axis: ``"time"`` in milliseconds, or ``"event"``.
+        axis: ``"time"`` in milliseconds, or ``"event"``. None is time, and events for a predicted step beside a
+            measured one: how long a simulation took is no time on a GPU.
 
     Returns:
         A figure without a fixed width.
@@ -50,12 +56,16 @@ def compare_figure(*records: StepRecord, axis: Axis = "time") -> go.Figure:
         raise ValueError(
             f"compare_figure got {len(records)} records, must be at least 2: add a step, or draw one by timeline_figure"
         )
+    if axis is None:
+        axis = "time" if predicted_and_measured(records) is None else "event"
     check_choice("axis", axis, AXES)
     named = [(name, timeline_of(record)) for name, record in zip(record_names(records), records, strict=True)]
     drawn = [(name, timeline, resample(timeline, "device", axis)) for name, timeline in named if timeline]
     scenarios = {str(record.scenario) for record in records}
     title = "Memory allocated on the device, steps compared"
-    lines = [scenarios.pop() if len(scenarios) == 1 else "different scenarios", *messages(records)]
+    lines = [scenarios.pop() if len(scenarios) == 1 else "different scenarios", *messages(records), *obstacles(records)]
+    difference = difference_of(records)
+    lines += [] if difference is None else difference_lines(difference)
     peaks = [int(points.total_bytes[points.peak]) for _, _, points in drawn]
     if not any(peaks):
         return blank_figure(title, [*lines, "nothing allocated on the device was seen"])
@@ -91,6 +101,9 @@ def compare_figure(*records: StepRecord, axis: Axis = "time") -> go.Figure:
             hovertemplate=f"%{{y:.3f}} {unit}, %{{text}}<extra>{textwrap.shorten(name, 40)}</extra>",
         )
         mark_peak(figure, points, unit_bytes, labels[position], end, shift=shift, colour=look.colour)
+    if difference is not None:
+        looks = [series_look(0 if side is records[0] else 1) for side in (difference.predicted, difference.measured)]
+        add_waterfall(figure, difference, [look.colour for look in looks])
     return figure
 
 

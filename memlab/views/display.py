@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memlab.record import StepRecord
-from memlab.views.tables import compare_table, record_table
+from memlab.views.difference_table import comparison_text
+from memlab.views.tables import record_table
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -63,16 +64,20 @@ def show(record: StepRecord, pool: str = "device", axis: Axis = "time", *, above
     return View(timeline_figure(record, pool, axis, above_start=above_start), record_table(record))
 
 
-def compare(*records: StepRecord, axis: Axis = "time") -> View:
+def compare(*records: StepRecord, axis: Axis | None = None) -> View:
     """Shows several steps: their device totals on one axis, and a table with a row a step.
+
+    A step on the simulated backend beside the same step on another is a prediction held against a measurement: then the
+    difference of the allocated peaks is split into terms that add up to it, as `memlab.difference` tells.
 
     Args:
         *records: Two steps or more, each with its timeline.
-        axis: ``"time"`` in milliseconds, or ``"event"``.
+        axis: ``"time"`` in milliseconds, ``"event"``, or None for the one that fits: events where a prediction is held
+            against a measurement, for a simulated step has no time.
 
     Raises:
         ValueError: If there are fewer than two records, one has no timeline, or axis is none of the choices.
     """
     from memlab.views.compare_figure import compare_figure
 
-    return View(compare_figure(*records, axis=axis), compare_table(*records))
+    return View(compare_figure(*records, axis=axis), comparison_text(*records))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from memlab.meter import allocator
 from memlab.meter.allocator import AllocatorMeter
 from memlab.meter.labels import Labels
-from memlab.timeline import CATEGORIES, PHASES, Timeline
+from memlab.timeline import CATEGORIES, PHASES, POOLS, Timeline
+from tests.unit.test_blocks import history
 
 MIB = 2**20
 
@@ -24,6 +27,7 @@ class ScriptedAllocator:
         self.metadata = ""
         self.entries: list[dict[str, Any]] = []
         self.live: dict[int, int] = {}
+        self.requested: dict[int, int] = {}
         self._next = 2**30
         self._microseconds = time.time_ns() // 1000 + 10**6
 
@@ -61,7 +65,14 @@ class ScriptedAllocator:
                 "device": 0,
                 "address": address,
                 "total_size": size,
-                "blocks": [{"address": address, "size": size, "state": "active_allocated"}],
+                "blocks": [
+                    {
+                        "address": address,
+                        "size": size,
+                        "requested_size": self.requested.get(address, size),
+                        "state": "active_allocated",
+                    }
+                ],
             }
             for address, size in self.live.items()
         ]
@@ -216,3 +227,67 @@ def test_a_look_comes_when_the_module_takes_over_in_which_the_event_was(
         step()
         meter.finish()
     assert seen == ["forward of second"]
+
+
+@pytest.mark.parametrize(("name", "expandable"), [("h200_history", False), ("h200_history_expandable", True)])
+def test_what_an_h200_gave_beyond_each_request_is_known(
+    name: str, expandable: bool, torch_allocator: ScriptedAllocator, labels: Labels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values, num_written = history(name), 0
+    segments = [{"device": 0, **segment} for segment in values["segments"]]
+    settings = {"expandable_segments": expandable}
+    entries = [{"time_us": 2**52 + number, **entry} for number, entry in enumerate(values["trace"])]
+
+    def snapshot() -> dict[str, Any]:
+        return {"segments": segments, "device_traces": [entries[:num_written]], "allocator_settings": settings}
+
+    opening = [part for segment in segments for part in segment["blocks"] if part["state"] == "active_allocated"]
+    monkeypatch.setattr(allocator, "_snapshot", snapshot)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: sum(part["size"] for part in opening))
+    meter = AllocatorMeter(labels)
+    with meter.watching():
+        meter.start({})
+        num_written = len(entries)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: values["states"][-1][1])
+        timeline = meter.finish()
+    assert timeline.rounding_bytes is not None
+    requested = [sum(part["requested_size"] for part in opening)]
+    for entry in values["trace"]:
+        if entry["action"] in ("alloc", "free_requested"):
+            requested.append(requested[-1] + entry["size"] * (1 if entry["action"] == "alloc" else -1))
+    on_device = timeline.pool == POOLS.index("device")
+    told = np.cumsum((timeline.delta_bytes - timeline.rounding_bytes)[on_device])
+    assert told[len(opening) - 1 :].tolist() == requested
+    rounding = timeline.rounding_bytes[on_device]
+    assert (rounding * np.sign(timeline.delta_bytes[on_device]) >= 0).all()
+    assert (abs(rounding).max() > 512) != expandable, "a rest is more than rounding, and expandable segments have none"
+
+
+def test_what_was_there_before_has_its_rounding_too(torch_allocator: ScriptedAllocator, labels: Labels) -> None:
+    address = torch_allocator.allocate(2 * MIB)
+    torch_allocator.requested[address] = 2 * MIB - 100
+    meter = AllocatorMeter(labels)
+    with meter.watching():
+        meter.start({})
+        torch_allocator.free(address)
+        timeline = meter.finish()
+    assert timeline.rounding_bytes is not None
+    assert timeline.rounding_bytes[timeline.pool == POOLS.index("device")].tolist() == [100, -100]
+
+
+def test_a_saved_timeline_keeps_its_rounding_and_one_from_before_has_none(
+    meter: AllocatorMeter, torch_allocator: ScriptedAllocator, tmp_path: Path
+) -> None:
+    torch_allocator.write("segment_alloc", 2**20, 2 * MIB)
+    torch_allocator.write("alloc", 2**20, 2 * MIB - 100)
+    torch_allocator.live[2**20] = 2 * MIB
+    timeline = meter.finish()
+    timeline.save(tmp_path / "timeline.npz")
+    loaded = Timeline.load(tmp_path / "timeline.npz")
+    assert loaded.rounding_bytes is not None and loaded.rounding_bytes.tolist().count(100) == 1
+    with np.load(tmp_path / "timeline.npz") as data:
+        columns = {name: data[name] for name in data.files if name != "rounding_bytes"}
+    np.savez_compressed(tmp_path / "before.npz", **columns)
+    before = Timeline.load(tmp_path / "before.npz")
+    assert before.rounding_bytes is None
+    assert before.peak_bytes() == loaded.peak_bytes() == 2 * MIB
