@@ -305,10 +305,12 @@ class Stepper:
             if self._backend.compiles:
                 # Under a dispatch mode torch.compile gives a function up for good, and later steps round otherwise.
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            step = stack.enter_context(GroupUse(self.labels, self.residency.tensors()))
+            step = GroupUse(self.labels, self.residency.tensors())
+            stack.enter_context(step.watching())
             stack.enter_context(self.labels.phase_of("idle"))
             train_step(self.live, self.labels)
-        with GroupUse(self.labels, self.residency.tensors()) as sync:
+        sync = GroupUse(self.labels, self.residency.tensors())
+        with sync.watching():
             self.move("hand over", ("parameters",))
         used = step.by_phase()
         # Until Megatron's timers enter the forward phase, a step zeroes its gradients.

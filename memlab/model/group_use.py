@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,7 +18,7 @@ from memlab.timeline import PHASES
 
 
 class GroupUse(TorchDispatchMode):
-    """Notes, for the block, which groups' storages are among the arguments of each operation.
+    """Notes, in `watching`, which groups' storages are among the arguments of each operation.
 
     Args:
         labels: Know the phase.
@@ -37,9 +40,37 @@ class GroupUse(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A view names a storage and reads nothing of it.
-        for leaf in () if func.is_view else tree_leaves((args, kwargs)):
+        if not func.is_view:
+            self._see((args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+    def _see(self, arguments: Any) -> None:
+        for leaf in tree_leaves(arguments):
             if isinstance(leaf, torch.Tensor):
                 group = self._group_of.get(leaf.untyped_storage()._cdata)
                 if group is not None:
                     self._used.setdefault(PHASES[self._labels.phase], set()).add(group)
-        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Notes what the block touches."""
+        with self, _seeing_fused_kernels(self._see):
+            yield
+
+
+@contextmanager
+def _seeing_fused_kernels(see: Callable[[Any], None]) -> Iterator[None]:
+    # The gradients' norm, their clipping and Adam are kernels over lists of tensors, of which torch's dispatcher hears
+    # nothing (transformer_engine/pytorch/optimizers/multi_tensor_apply.py, 2.12.0).
+    engine = sys.modules.get("transformer_engine.pytorch.optimizers.multi_tensor_apply")
+    if engine is None:
+        yield
+        return
+    apply = engine.MultiTensorApply.__call__
+
+    def apply_seen(applier: Any, kernel: Any, overflow: Any, tensor_lists: Any, *args: Any) -> Any:
+        see(tensor_lists)
+        return apply(applier, kernel, overflow, tensor_lists, *args)
+
+    with patch.object(engine.MultiTensorApply, "__call__", apply_seen):
+        yield
