@@ -13,7 +13,7 @@ from typing import Any
 from memlab.commands.measure import add_step_arguments, checked_step, make_folder, save, whole_number
 from memlab.commands.output import result_alone_on_stdout
 from memlab.commands.ranks import layout_of_the_job, ranks_json, ranks_table, worst
-from memlab.fit import Fit, Step, judge_fit
+from memlab.fitting.fit import Fit, Step, judge_fit
 from memlab.layout import Layout
 from memlab.record import StepRecord
 from memlab.settings import MemorySettings

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from memlab.bounds import recomputed_operations
+from memlab.fitting.bounds import recomputed_operations
+from memlab.fitting.verdict import USUAL_OUTSIDE_BYTES
 from memlab.record import StepRecord
 from memlab.scenario import Scenario
 from memlab.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
 from memlab.units import format_bytes
-from memlab.verdict import USUAL_OUTSIDE_BYTES
 
 Step = Callable[[MemorySettings, int | None], StepRecord]
 """Takes a step under settings, with so many bytes that torch may reserve."""
@@ -35,7 +35,7 @@ class Fit:
 
     gpu_memory_bytes: int
     outside_torch_bytes: int
-    """Estimated, for the CUDA context, NCCL and libraries (`memlab.verdict.USUAL_OUTSIDE_BYTES`)."""
+    """Estimated, for the CUDA context, NCCL and libraries (`memlab.fitting.verdict.USUAL_OUTSIDE_BYTES`)."""
     peak_allocated_bytes: int
     fits: bool
     """Whether torch's allocator gets through the step with what is left, giving back what it caches where it must."""
