@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from memlab import __version__
-from memlab.commands import baseline, doctor, lab, measure, nightly, predict, results, run
+from memlab.commands import baseline, doctor, lab, measure, nightly, predict, results, run, search
 
 _COMMANDS = {
     "measure": measure,
     "predict": predict,
+    "search": search,
     "run": run,
     "nightly": nightly,
     "baseline": baseline,

@@ -73,36 +73,44 @@ def judge_fit(record: StepRecord, step: Step, gpu_memory_bytes: int) -> Fit:
         gpu_memory_bytes: Of the whole GPU.
     """
     room = gpu_memory_bytes - USUAL_OUTSIDE_BYTES
-    fits = _fits(record, step, room)
+    fits_now = fits(record, step, room)
     is_hopeless = record.static_bytes - record.residual_bytes > room  # no setting frees what every step needs
     alternatives = (
         []
-        if fits or is_hopeless
+        if fits_now or is_hopeless
         else [
             Alternative(
                 settings=other.settings,
                 peak_allocated_bytes=other.peak_allocated_bytes,
                 recomputed_operations=recomputed_operations(other.settings, other.scenario),
-                moved_bytes=sum(other.offloaded_bytes_by_module.values()),
+                moved_bytes=moved_bytes(other),
             )
             for other in (step(settings, None) for settings in _one_thing_more(record.settings, record.scenario))
-            if _fits(other, step, room)
+            if fits(other, step, room)
         ]
     )
     return Fit(
         gpu_memory_bytes=gpu_memory_bytes,
         outside_torch_bytes=USUAL_OUTSIDE_BYTES,
         peak_allocated_bytes=record.peak_allocated_bytes,
-        fits=fits,
+        fits=fits_now,
         alternatives=tuple(sorted(alternatives, key=lambda one: (one.recomputed_operations, one.moved_bytes))),
     )
 
 
-def _fits(record: StepRecord, step: Step, room: int) -> bool:
-    if record.peak_allocated_bytes > room:
+def fits(record: StepRecord, step: Step, room_bytes: int) -> bool:
+    """Whether a step gets through with so many bytes that torch may reserve; asks for another step if need be."""
+    if record.peak_allocated_bytes > room_bytes:
         return False
     reserved = record.peak_reserved_bytes
-    return reserved is None or reserved <= room or step(record.settings, room).status == "ok"
+    return reserved is None or reserved <= room_bytes or step(record.settings, room_bytes).status == "ok"
+
+
+def moved_bytes(record: StepRecord) -> int:
+    """Returns what a step and the pause after it take to the host and back; gradients are dropped, not copied."""
+    groups = record.offloaded_bytes_by_group
+    between_steps = sum(size for name, size in groups.items() if name != "gradients")
+    return sum(record.offloaded_bytes_by_module.values()) + between_steps
 
 
 def _one_thing_more(settings: MemorySettings, scenario: Scenario) -> Iterator[MemorySettings]:

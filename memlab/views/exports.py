@@ -112,11 +112,16 @@ def save_picture(figure: go.Figure, run: Run, folder: Path, kind: str) -> Path:
 def save_page(figure: go.Figure, table: str, run: Run, folder: Path) -> Path:
     """Saves the chart and its text twin as one HTML file that needs no network."""
     path = free_path(folder / f"{_stem(run)}.html")
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(page_of(figure, table), encoding="utf-8")
+    return path
+
+
+def page_of(figure: go.Figure, table: str) -> str:
+    """Returns a figure and its text twin as an HTML page that needs no network."""
     page = go.Figure(figure).to_html(include_plotlyjs=True, full_html=True)
     head, body, tail = page.rpartition("</body>")
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{head}<pre>{html.escape(table, quote=False)}</pre>{body}{tail}", encoding="utf-8")
-    return path
+    return f"{head}<pre>{html.escape(table, quote=False)}</pre>{body}{tail}"
 
 
 def free_path(path: Path) -> Path:
