@@ -108,12 +108,17 @@ class SearchProcess:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request))
         self._process.stdin.close()
-        threading.Thread(target=self._follow, args=(request["answer"], on_line, on_end), daemon=True).start()
+        self._thread = threading.Thread(target=self._follow, args=(request["answer"], on_line, on_end), daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         """Ends the process."""
         self._stopped = True
         self._process.terminate()
+
+    def wait(self) -> None:
+        """Returns when the search has ended and `on_end` was called."""
+        self._thread.join()
 
     def _follow(self, answer: str, on_line: Callable[[str], object], on_end: Callable[[Search | str], object]) -> None:
         process, last = self._process, ""
