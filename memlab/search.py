@@ -6,6 +6,7 @@ searches in another one: `SearchProcess` starts ``python -m memlab.search`` and 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -40,7 +41,14 @@ def stepping(scenario: Scenario) -> Iterator[Step]:
             lab.records.clear()  # the timelines of a hundred steps of a large model do not fit a laptop
             return record
 
-        yield step
+        # After every step the lab collects garbage, and would look through all of torch and Megatron each time: most of
+        # the time of a small step.
+        gc.collect()
+        gc.freeze()
+        try:
+            yield step
+        finally:
+            gc.unfreeze()
 
 
 def search_simulated(scenario: Scenario, base: MemorySettings, room_bytes: int, **options: Any) -> Search:

@@ -13,9 +13,8 @@ from memlab.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
 
 _NUM_BLOCKS = 8
 """Full recompute of the first layers is tried in so many even shares of the layers."""
-BETWEEN_STEPS: tuple[dict[str, Any], ...] = (
+_BETWEEN_STEPS: tuple[dict[str, Any], ...] = (
     {"offload_parameters": True},
-    {"offload_gradients": True},
     {"offload_optimizer": True, "offload_gradients": True},
 )
 """What can wait on the host between steps. All of it is back within a step, so each is tried alone, to be seen."""
@@ -37,7 +36,7 @@ def candidates(base: MemorySettings, scenario: Scenario) -> list[MemorySettings]
         found.append(_allowed(base, recompute, scenario))
         if recompute.get("recompute_method", base.recompute_method) != "uniform":
             found += [_allowed(base, recompute | offload, scenario) for offload in _offload_choices(base, scenario)]
-    found += [_allowed(base, values, scenario) for values in BETWEEN_STEPS]
+    found += [_allowed(base, values, scenario) for values in _BETWEEN_STEPS]
     return list(dict.fromkeys(settings for settings in found if settings is not None))
 
 

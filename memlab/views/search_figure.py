@@ -48,7 +48,9 @@ def search_figure(found: Search) -> go.Figure:
     ]
     figure = figure_frame("What fits, and the extra work that it costs", lines, "", "", num_legend_lines=3)
     height = figure.layout.height + PLOT_HEIGHT // 2
-    figure.update_layout(height=height, hovermode="closest", title_y=1.0 - 20 / height)
+    figure.update_layout(
+        height=height, hovermode="closest", title_y=1.0 - 20 / height, legend_y=-50 / (PLOT_HEIGHT + PLOT_HEIGHT // 2)
+    )
     _axes(figure, f"peak allocated on the device ({unit})", f"moved to the host<br>and back ({moved_unit})")
     for panel, axis in enumerate(("y", "y2")):
         heights = [
@@ -81,11 +83,12 @@ def _draw_points(figure: go.Figure, found: Search, heights: list[float], axis: s
         x=[point.peak_allocated_bytes / unit_bytes for point in line],
         y=[heights[places[point]] for point in line],
         mode="lines",
-        line={"color": INK, "width": 1.5, "shape": "hv"},
+        line={"color": INK, "width": 1.5, "shape": "vh"},
         yaxis=axis,
-        name=f"front that only {'recomputes' if axis == 'y' else 'moves'}",
+        name="front of this work alone",
         hoverinfo="skip",
-        showlegend=False,
+        legendgroup="line",
+        showlegend=axis == "y",
     )
     groups: dict[tuple[bool, bool, str], list[Point]] = {}
     for point in found.points:

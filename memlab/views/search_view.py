@@ -34,13 +34,12 @@ class SearchView:
         self.table = ipywidgets.HTML()
         self.chart: ChartWidget | None = None
         self._bar = ipywidgets.Box([self.room, self.search, self.stop, self.status])
-        self._section = ipywidgets.VBox([self._bar])
+        self._section = ipywidgets.VBox([self._bar, self.choice, self.table])
         self.box = ipywidgets.VBox([self.toggle, self._section])
         names = {"search-toggle": self.toggle, "search-room": self.room, "search-start": self.search}
         names |= {"search-stop": self.stop, "search-status": self.status, "search-choice": self.choice}
-        for name, widget in (names | {"run-bar": self._bar, "text": self.table}).items():
+        for name, widget in (names | {"search-bar": self._bar, "search-text": self.table}).items():
             widget.add_class(f"memlab-{name}")
-        self.status.add_class("memlab-status")
         self.toggle.observe(lambda change: state.set_trait("is_open", change["new"]), names=["value"])
         self.room.observe(lambda change: state.set_trait("room", change["new"]), names=["value"])
         self.search.on_click(lambda _: state.start())
@@ -60,6 +59,8 @@ class SearchView:
         self._section.layout.display = None if state.is_open else "none"
         self.room.value = state.room
         self.stop.disabled = not state.busy
+        for part in (self.choice, self.table):
+            part.layout.display = "none" if state.found is None else None
         self.status.value = f'<div role="status">{html.escape(state.notice, quote=False)}</div>'
 
     def _show_found(self) -> None:
@@ -79,4 +80,5 @@ class SearchView:
             for point in found.front
         ]
         self.choice.options = [("take a setting into the controls", _NO_CHOICE), *options]
+        self._follow()
         self.table.value = f'<pre tabindex="0">{html.escape(search_table(found), quote=False)}</pre>'

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from memlab.fitting.fit import moved_bytes
 from memlab.fitting.front import Point, Search
 from memlab.fitting.verdict import USUAL_OUTSIDE_BYTES
 from memlab.fitting.walk import search
+from memlab.lab import Lab
 from memlab.layout import Layout
 from memlab.record import StepRecord
 from memlab.scenario import Scenario
@@ -63,7 +65,8 @@ def figures(found: Search) -> set[Figures]:
     ids=["dense", "moe with a base"],
 )
 def test_the_front_is_that_of_every_candidate_s_own_step(scenario: Scenario, base: MemorySettings) -> None:
-    with stepping(scenario) as step:
+    with stepping(scenario) as take_step:
+        step = cache(take_step)
         found = search(base, scenario, step, GIB)
         records = [step(settings, None) for settings in candidates(base, scenario)]
     before = records[0].without_effect.keys()
@@ -221,14 +224,14 @@ def test_the_two_kinds_of_work_are_not_mixed() -> None:
 
 def test_the_command_prints_what_single_steps_give(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page = tmp_path / "front.html"
-    room = [f"--gpu-memory={USUAL_OUTSIDE_BYTES + GIB}B", "--max-steps", "3"]
+    room = [f"--gpu-memory={USUAL_OUTSIDE_BYTES + GIB}B", "--max-steps", "4"]
     assert main(["search", *TINY, *room, "--json", "--out", str(page)]) == 0
     printed, told = capfd.readouterr()
     found = json.loads(printed)
-    assert len(found["points"]) == 3 and found["num_left"] > 0 and "at most" in told
-    with stepping(Scenario(architecture="phi-4-tiny", num_layers=2, seq_length=64)) as step:
+    assert len(found["points"]) == 4 and found["num_left"] > 0 and "at most" in told
+    with Lab("phi-4-tiny", num_layers=2, seq_length=64, backend="simulated") as lab:
         for one in found["points"]:
-            record = step(MemorySettings.from_dict(one["settings"]), None)
+            record = lab.step(MemorySettings.from_dict(one["settings"]))
             assert one["peak_allocated_bytes"] == record.peak_allocated_bytes
     assert found["points"][0]["on_front"] and found["points"][0]["is_cheapest"]
     assert "CUT SHORT" in page.read_text() and "Plotly.newPlot" in page.read_text()
