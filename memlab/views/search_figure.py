@@ -39,7 +39,7 @@ def search_figure(found: Search) -> go.Figure:
     """
     unit_bytes, unit = binary_unit(max(point.peak_allocated_bytes for point in found.points))
     moved_bytes, moved_unit = binary_unit(max(1, *(point.moved_bytes for point in found.points)))
-    verdict = f"{len(found.cheapest)} settings fit with the least work (ringed)"
+    verdict = f"ringed: {len(found.cheapest)} that fit with the least work"
     lines = [
         f"{found.scenario}; {room_line(found)}",
         counts_line(found),

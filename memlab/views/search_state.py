@@ -114,5 +114,5 @@ class SearchState(traitlets.HasTraits):
                 return
             self.found = outcome
             count = len(outcome.cheapest)
-            fit = f"{count} fit with the least work" if count else "nothing fits"
-            self.notice = f"{len(outcome.front)} settings on the front, {fit}: click a point to take its settings."
+            fit = f"{count} of them with the least work that fits" if count else "nothing fits"
+            self.notice = f"On the front: {len(outcome.front)}, {fit}. Click a point to take its settings."

@@ -50,7 +50,7 @@ def test_a_click_on_the_front_sets_the_controls_and_run_takes_them(panel: PanelP
     expect(status).to_contain_text(re.compile(r"\d+ predicted"), timeout=RUN_SECONDS * 1000)
     peak = panel.run()
     assert peak > 0, "the live lab steps while the search goes on"
-    expect(status).to_contain_text("on the front", timeout=2 * RUN_SECONDS * 1000)
+    expect(status).to_contain_text("On the front", timeout=2 * RUN_SECONDS * 1000)
     plot = panel.root.locator(".memlab-search-chart .js-plotly-plot")
     expect(plot).to_be_visible()
     found = f"{STATE}.found"

@@ -43,7 +43,7 @@ def test_the_file_tree_is_the_one_that_is_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", re.findall(r"^memlab (?:measure|run|nightly|baseline|doctor|lab)\b.*$", README, re.MULTILINE)
+    "line", re.findall(r"^memlab (?:measure|predict|search|run|nightly|baseline|doctor|lab)\b.*$", README, re.MULTILINE)
 )
 def test_every_command_parses(line: str) -> None:
     build_parser().parse_args(shlex.split(line)[1:])

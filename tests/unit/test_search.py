@@ -84,6 +84,9 @@ def test_the_front_is_that_of_every_candidate_s_own_step(scenario: Scenario, bas
     assert (found.num_candidates, found.num_left) == (len(records), 0)
     assert found.num_reckoned == len(records) - len(found.points)
     assert len(found.front) > 4
+    with Lab(scenario.architecture, num_layers=2, seq_length=64, backend="simulated") as lab:
+        for one in found.front[::3]:
+            assert lab.step(one.settings).peak_allocated_bytes == one.peak_allocated_bytes
 
 
 def machine(seed: int, scenario: Scenario) -> Callable[[MemorySettings, int | None], StepRecord]:
