@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-memory", type=memory_size, required=True, metavar="SIZE", help="such as 80GiB")
     parser.add_argument("--max-steps", type=whole_number, metavar="N", help="predict so many settings at most")
     parser.add_argument(
-        "--resolution", type=memory_size, metavar="SIZE", help="tell peaks apart by so much (1/128 of the GPU; 1B: all)"
+        "--resolution", type=memory_size, metavar="SIZE", help="tell peaks apart by so much (1/64 of the GPU; 1B: all)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, bytes as integers")
     parser.add_argument("--out", type=Path, metavar="FILE.html", help="also write the chart and the table as one page")

@@ -104,8 +104,8 @@ class Search:
 
 
 def default_resolution_bytes(gpu_memory_bytes: int) -> int:
-    """Returns how far two peaks are apart that a reader wants told apart: 640 MiB of 80 GiB."""
-    return max(1, gpu_memory_bytes // 128)
+    """Returns how far two peaks are apart that a reader wants told apart: 1.25 GiB of 80 GiB."""
+    return max(1, gpu_memory_bytes // 64)
 
 
 def criteria(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from memlab.fitting.bounds import recomputed_operations
+from memlab.fitting.bounds import num_layers_here, recomputed_operations
 from memlab.fitting.candidates import added_offload, candidates, without_added_offload
 from memlab.fitting.fit import Step, fits, moved_bytes
 from memlab.fitting.front import Point, Search, criteria, is_covered
@@ -46,7 +46,7 @@ def search(
         max_steps: Settings that are predicted at most; None is as many as it takes.
         on_point: Called with each point, and how many settings may still follow.
     """
-    walk = _Walk(base, candidates(base, scenario), room_bytes, resolution_bytes)
+    walk = _Walk(base, scenario, room_bytes, resolution_bytes)
     for settings in walk:
         if max_steps is not None and len(walk.points) >= max_steps:
             break
@@ -79,12 +79,14 @@ def search(
 class _Walk:
     """Which setting is predicted next: first those that others are reckoned from, then what is cheap and would fit."""
 
-    def __init__(self, base: MemorySettings, wanted: list[MemorySettings], room_bytes: int, resolution: int) -> None:
+    def __init__(self, base: MemorySettings, scenario: Scenario, room_bytes: int, resolution: int) -> None:
+        wanted = candidates(base, scenario)
         self.points: dict[MemorySettings, Point] = {}
         self.pending: dict[MemorySettings, Point | None] = dict.fromkeys(wanted)
         """With what they are reckoned to be; None before that can be told."""
         self.num_candidates = len(wanted)
         self._base, self._room_bytes, self._resolution = base, room_bytes, resolution
+        self._num_layers = num_layers_here(scenario)
         self._without_effect: set[str] | None = None
 
     def __iter__(self) -> Iterator[MemorySettings]:
@@ -148,7 +150,8 @@ class _Walk:
             names = added_offload(settings, self._base)
             if head is None or not set(names) <= set(saved):
                 continue  # cannot be reckoned: it is predicted
-            peak = head.peak_allocated_bytes - round(sum(saved[name] for name in names))
+            frees = sum(saved[name] for name in names) * self._share_of_layers(settings)
+            peak = head.peak_allocated_bytes - round(frees)
             self.pending[settings] = replace(
                 head,
                 settings=settings,
@@ -157,6 +160,13 @@ class _Walk:
                 fits=peak <= self._room_bytes,
             )
         self._give_up(list(self.points.values()))
+
+    def _share_of_layers(self, settings: MemorySettings) -> float:
+        """Offload frees nothing of the layers that are recomputed, and nothing of the last; one is put on top."""
+        if settings.recompute_method != "block":
+            return 1.0
+        left = self._num_layers - (settings.recompute_num_layers or 0) + 1
+        return min(1.0, left / max(1, self._num_layers - 1))
 
     def _give_up(self, points: list[Point]) -> None:
         for settings, reckoned in list(self.pending.items()):

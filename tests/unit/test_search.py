@@ -101,7 +101,7 @@ def machine(seed: int, scenario: Scenario) -> Callable[[MemorySettings, int | No
         freed = sum(frees[name] for name in settings.recompute_modules or ()) + sum(frees[name] for name in offloaded)
         if settings.recompute_granularity == "full":
             blocks = settings.recompute_num_layers if settings.recompute_method == "block" else scenario.num_layers
-            freed = freed // 2 + (blocks or 0) * 40 * MIB
+            freed = freed * (scenario.num_layers - (blocks or 0)) // scenario.num_layers + (blocks or 0) * 40 * MIB
         return record_of(
             None,
             settings=settings,
