@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from memlab import __version__
-from memlab.commands import baseline, compare, doctor, lab, measure, nightly, predict, results, run
+from memlab.commands import baseline, compare, doctor, lab, measure, nightly, predict, results, run, search
 
 _COMMANDS = {
     "measure": measure,
     "predict": predict,
     "compare": compare,
+    "search": search,
     "run": run,
     "nightly": nightly,
     "baseline": baseline,

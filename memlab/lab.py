@@ -14,6 +14,7 @@ from typing import Any, Self, TypeVar
 
 from memlab.architectures import Architecture
 from memlab.backends import find_backend
+from memlab.fitting.verdict import judge
 from memlab.instruments import Instruments
 from memlab.layout import Layout
 from memlab.model import holders
@@ -24,7 +25,6 @@ from memlab.routing import Routing
 from memlab.scenario import Dtype, Scenario
 from memlab.settings import MemorySettings
 from memlab.stepper import Action, Stepper
-from memlab.verdict import judge
 from memlab.worker import Worker
 
 __all__ = ["Lab", "Progress"]

@@ -94,7 +94,7 @@ class Suggestion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutOfMemory:
-    """The evidence, and what `memlab.verdict` makes of it."""
+    """The evidence, and what `memlab.fitting.verdict` makes of it."""
 
     refusal: Refusal
     alive_by_category: dict[str, int]

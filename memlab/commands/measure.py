@@ -39,11 +39,12 @@ from memlab.settings import (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
     add_step_arguments(parser)
+    add_output_arguments(parser)
     parser.add_argument("--backend", default="auto", metavar="NAME", help="auto, or one that memlab doctor lists")
 
 
 def add_step_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what `measure` and `predict` share; values' rules are those of `Scenario` and `MemorySettings`."""
+    """Declares what commands that take steps share; values' rules are those of `Scenario` and `MemorySettings`."""
     parser.add_argument(
         "architecture", metavar="ARCH", help=f"{', '.join(ARCHITECTURES)}, or a Hugging Face config.json"
     )
@@ -82,6 +83,10 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
         "--offload-gradients", action=argparse.BooleanOptionalAction, help="dropped between steps (as the optimizer)"
     )
     settings.add_argument("--offload-optimizer", action="store_true", default=None, help="on the host between steps")
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares where a record goes."""
     parser.add_argument("--json", action="store_true", help="print one JSON object, bytes as integers")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="also save the record and its timeline")
     parser.add_argument(

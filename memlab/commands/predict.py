@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memlab.commands.measure import add_step_arguments, checked_step, make_folder, save, whole_number
+from memlab.commands.measure import (
+    add_output_arguments,
+    add_step_arguments,
+    checked_step,
+    make_folder,
+    save,
+    whole_number,
+)
 from memlab.commands.output import result_alone_on_stdout
 from memlab.commands.ranks import layout_of_the_job, ranks_json, ranks_table, worst
-from memlab.fit import Fit, Step, judge_fit
+from memlab.fitting.fit import Fit, judge_fit
 from memlab.layout import Layout
 from memlab.record import StepRecord
+from memlab.scenario import Scenario
+from memlab.search import stepping
 from memlab.settings import MemorySettings
 from memlab.units import format_bytes, parse_bytes
 
@@ -23,13 +31,22 @@ from memlab.units import format_bytes, parse_bytes
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags: those of `measure`, and what is asked of a job and a GPU that are not there."""
     add_step_arguments(parser)
-    parser.add_argument("--world-size", type=whole_number, default=1, metavar="N", help="ranks of the job (1)")
+    add_output_arguments(parser)
+    add_job_arguments(parser)
     parser.add_argument("--rank", type=_rank, default=0, metavar="N|all", help="one rank (0), or one of every kind")
     parser.add_argument(
-        "--routing", metavar="CHOICE", help="tokens to experts: balanced, random:SEED, skewed:FACTOR or a JSON file"
+        "--gpu-memory",
+        type=memory_size,
+        metavar="SIZE",
+        help="such as 80GiB: does it fit (if not, exit 1), and what would",
     )
+
+
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares what only a job that is not there can be asked."""
+    parser.add_argument("--world-size", type=whole_number, default=1, metavar="N", help="ranks of the job (1)")
     parser.add_argument(
-        "--gpu-memory", type=_size, metavar="SIZE", help="such as 80GiB: does it fit (if not, exit 1), and what would"
+        "--routing", metavar="CHOICE", help="tokens to experts: balanced, random:SEED, skewed:FACTOR or a JSON file"
     )
 
 
@@ -56,29 +73,16 @@ def _predict(
     with result_alone_on_stdout():
         records = []
         for layout in layouts:
-            with _stepping(workload | {"layout": layout}) as step:
+            with stepping(Scenario(**workload | {"layout": layout})) as step:
                 records.append(step(settings, None))
                 save(records[-1], arguments, _folder_of(layout, layouts))
         fit = None
         if arguments.gpu_memory is not None:
             needs_most = worst(records)
-            with _stepping(workload | {"layout": needs_most.scenario.layout}) as step:
+            with stepping(needs_most.scenario) as step:
                 fit = judge_fit(needs_most, step, arguments.gpu_memory)
     print(_written(records, fit, as_json=arguments.json))
     return 0 if fit is None or fit.fits else 1
-
-
-@contextmanager
-def _stepping(workload: dict[str, Any]) -> Iterator[Step]:
-    from memlab.lab import Lab
-
-    with Lab(**workload, backend="simulated") as lab:
-
-        def step(settings: MemorySettings, room_bytes: int | None) -> StepRecord:
-            lab.device_memory_bytes = room_bytes
-            return lab.step(settings)
-
-        yield step
 
 
 def _written(records: list[StepRecord], fit: Fit | None, *, as_json: bool) -> str:
@@ -112,7 +116,8 @@ def _rank(text: str) -> int | None:
     return None if text == "all" else whole_number(text)
 
 
-def _size(text: str) -> int:
+def memory_size(text: str) -> int:
+    """Reads a flag's size."""
     try:
         return parse_bytes(text)
     except ValueError as error:

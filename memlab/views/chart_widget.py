@@ -83,8 +83,8 @@ async function render({ model, el }) {
   }
   await draw();
   plot.on("plotly_click", ({ points }) => {
-    const point = points.find(({ data }) => data.uid === "total");
-    if (point) model.send({ point: point.pointNumber });
+    const point = points.find(({ data }) => /^(total|choice)/.test(data.uid));
+    if (point) model.send({ point: point.customdata ?? point.pointNumber });
   });
   model.on("change:picture", draw);
   // Plotly's own resizing would also forget the height, which the picture sets.
@@ -108,7 +108,8 @@ class ChartWidget(anywidget.AnyWidget):
 
     Args:
         figure: The first picture; `show` replaces it.
-        on_point: Called with the number of the point when the trace with the uid ``total`` is clicked.
+        on_point: Called when a trace is clicked whose uid begins with ``total`` or ``choice``: with the point's
+            customdata, a number, or else with its place in the trace.
     """
 
     _esm = _PAGE_CODE

@@ -11,6 +11,8 @@ from memlab.views.controls import SettingsControls
 from memlab.views.panel_style import STYLE
 from memlab.views.run_bar import RunBar
 from memlab.views.runs import RunsView, text_twin
+from memlab.views.search_state import SearchState
+from memlab.views.search_view import SearchView
 from memlab.views.state import LabState
 from memlab.views.timeline_view import TimelineView
 
@@ -31,6 +33,7 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
         self.state = LabState(lab)
         self.controls = SettingsControls(self.state)
         self.run_bar = RunBar(self.state)
+        self.search = SearchView(SearchState(self.state))
         self.timeline = TimelineView(self.state)
         self.runs = RunsView(self.state)
         self.table_toggle = ipywidgets.ToggleButton(description="Text table", tooltip="The chart's numbers as text")
@@ -45,6 +48,7 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
                 ipywidgets.HTML(f"<style>{STYLE}</style><h3>{title}</h3>"),
                 self.controls.box,
                 self.run_bar.box,
+                self.search.box,
                 self.timeline.box,
                 self.table_toggle,
                 self.table,
@@ -60,6 +64,8 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
     def close(self) -> None:
         """Takes the panel and all its widgets off the page; the lab and its records stay."""
         _panels.pop(id(self.state.lab), None)
+        self.search.state.stop()
+        self.search.state.unobserve_all()
         self.state.unobserve_all()
         for widget in _widgets_in(self):
             for part in (widget.layout, getattr(widget, "style", None), widget):

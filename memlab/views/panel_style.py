@@ -4,7 +4,8 @@ STYLE = """
 .memlab-panel { container-type: inline-size; overflow: visible; gap: 0.75rem; padding: 0.25rem; max-width: 90rem; }
 .memlab-panel .widget-html-content, .memlab-panel .jupyter-widgets { line-height: 1.4; }
 .memlab-panel .widget-html { height: auto; }
-.memlab-text, .memlab-repeat, .memlab-text > *, .memlab-repeat > * { display: block; min-width: 0; max-width: 100%; }
+.memlab-text, .memlab-repeat, .memlab-search-text,
+:is(.memlab-text, .memlab-repeat, .memlab-search-text) > * { display: block; min-width: 0; max-width: 100%; }
 .memlab-panel h3, .memlab-panel h4 { margin: 0; font-size: 1.05em; font-weight: 600; color: var(--jp-ui-font-color1); }
 .memlab-panel table { border-collapse: collapse; color: var(--jp-ui-font-color1); font-variant-numeric: tabular-nums; }
 .memlab-panel pre { margin: 0; padding: 0.4rem 0.6rem; overflow-x: auto; white-space: pre; line-height: 1.35;
@@ -35,15 +36,18 @@ STYLE = """
 .memlab-refusal [role="alert"] { border-left: 0.25rem solid var(--jp-error-color1); padding: 0.2rem 0.5rem;
   background: var(--jp-layout-color2); color: var(--jp-ui-font-color1); white-space: normal; }
 
-.memlab-run-bar, .memlab-actions, .memlab-switches, .memlab-moment-bar { display: flex; flex-flow: row wrap;
-  align-items: center; gap: 0.3rem 0.6rem; overflow: visible; }
+.memlab-run-bar, .memlab-search-bar, .memlab-actions, .memlab-switches, .memlab-moment-bar {
+  display: flex; flex-flow: row wrap; align-items: center; gap: 0.3rem 0.6rem; overflow: visible; }
 .memlab-run-bar > .memlab-progress { width: 12rem; }
-.memlab-run-bar > .memlab-status { flex: 1 1 100%; }
-.memlab-run-bar > .memlab-status .widget-html-content { white-space: normal; overflow-wrap: anywhere; }
-.memlab-actions > button, .memlab-run-bar > button, .memlab-moment-bar > button { width: auto; padding: 0 0.8rem; }
+.memlab-run-bar > .memlab-status, .memlab-search-status { flex: 1 1 100%; }
+:is(.memlab-status, .memlab-search-status) .widget-html-content { white-space: normal; overflow-wrap: anywhere; }
+:is(.memlab-actions, .memlab-run-bar, .memlab-search-bar, .memlab-moment-bar) > button {
+  width: auto; padding: 0 0.8rem; }
 .memlab-actions > .memlab-export-folder { width: 18rem; flex: 0 1 18rem; }
 .memlab-switches > *, .memlab-moment-bar > .memlab-moment { width: auto; }
 .memlab-moment-bar > .memlab-moment-slider { flex: 1 1 16rem; max-width: 40rem; }
+.memlab-search-bar > .memlab-search-room { width: 14rem; }
+.memlab-search-choice { width: auto; max-width: 44rem; }
 .memlab-moment input { width: 8rem; }
 .memlab-noted > .memlab-slider { flex: 1 1 12rem; }
 .memlab-moment-bar > .widget-label { height: auto; }

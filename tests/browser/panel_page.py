@@ -69,9 +69,10 @@ class PanelPage:
         raise AssertionError(f"the chart's peak is {self.highest('total')} bytes, not {peak_bytes}")
 
     def chart(self) -> dict[str, Any]:
-        """Returns what the panel's one chart shows."""
+        """Returns what the chart of the shown run shows; a search has a chart of its own."""
         expect(self.root.locator(".js-plotly-plot .main-svg").first).to_be_attached()  # not at once on a loaded page
-        return next(figure for figure in self.notebook.figures() if figure["in_panel"])
+        shown = [figure for figure in self.notebook.figures() if figure["in_panel"]]
+        return next(figure for figure in shown if any(trace["uid"] == "total" for trace in figure["traces"]))
 
     def trace(self, name: str) -> dict[str, Any]:
         """Returns a trace of the chart by its uid, which stays while the name that its legend tells changes."""

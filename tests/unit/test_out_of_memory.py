@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from memlab.bounds import offloaded_bytes, recomputed_bytes
-from memlab.fitting import choices
+from memlab.fitting.bounds import offloaded_bytes, recomputed_bytes
+from memlab.fitting.suggestions import choices
+from memlab.fitting.verdict import judge
 from memlab.out_of_memory import OutOfMemory, Refusal
 from memlab.record import StepRecord
 from memlab.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
 from memlab.timeline import CATEGORIES
 from memlab.units import GIB
-from memlab.verdict import judge
 from memlab.views.tables import record_table
 from tests.unit.live import FULL, offload, recompute
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from memlab.cli import main
-from memlab.fit import judge_fit
+from memlab.fitting.fit import judge_fit
+from memlab.fitting.verdict import USUAL_OUTSIDE_BYTES
 from memlab.lab import Lab
 from memlab.record import StepRecord
 from memlab.settings import MemorySettings
 from memlab.units import GIB, MIB, parse_bytes
-from memlab.verdict import USUAL_OUTSIDE_BYTES
 
 TINY = ["phi-4-tiny", "--num-layers", "2", "--seq-length", "64"]
 

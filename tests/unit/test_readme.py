@@ -44,7 +44,9 @@ def test_the_file_tree_is_the_one_that_is_there() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    re.findall(r"^memlab (?:measure|predict|compare|run|nightly|baseline|doctor|lab)\b.*$", README, re.MULTILINE),
+    re.findall(
+        r"^memlab (?:measure|predict|search|compare|run|nightly|baseline|doctor|lab)\b.*$", README, re.MULTILINE
+    ),
 )
 def test_every_command_parses(line: str) -> None:
     build_parser().parse_args(shlex.split(line)[1:])

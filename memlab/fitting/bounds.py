@@ -101,7 +101,7 @@ def num_checkpoints(settings: MemorySettings, scenario: Scenario) -> int:
 
 
 def recomputed_operations(settings: MemorySettings, scenario: Scenario) -> float:
-    """Counts the operations that backward makes a second time for one token, over all layers."""
+    """Counts the operations that backward makes a second time for one token, over the layers of the rank's stage."""
     model = scenario.architecture
     hidden, query = model.hidden_size, model.num_attention_heads * model.kv_channels
     expert_width = model.moe_router_topk * model.moe_ffn_hidden_size
@@ -115,9 +115,16 @@ def recomputed_operations(settings: MemorySettings, scenario: Scenario) -> float
     }
     if settings.recompute_granularity == "full":
         block = settings.recompute_method == "block"
-        layers = (settings.recompute_num_layers or 0) if block else scenario.num_layers
+        layers = (settings.recompute_num_layers or 0) if block else num_layers_here(scenario)
         return layers * sum(of[part] for part in ("attention", "core_attn", "moe" if model.is_moe else "mlp"))
-    return scenario.num_layers * sum(of[name] for name in settings.recompute_modules or ())
+    return num_layers_here(scenario) * sum(of[name] for name in settings.recompute_modules or ())
+
+
+def num_layers_here(scenario: Scenario) -> int:
+    """Returns the layers of the pipeline stage that the scenario's rank is of."""
+    layout = scenario.layout
+    ranks_of_a_stage = layout.world_size // layout.pipeline_model_parallel_size
+    return layout.layers_of_stage(layout.rank // ranks_of_a_stage, scenario.num_layers)
 
 
 def tokens(scenario: Scenario) -> int:

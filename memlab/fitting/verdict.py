@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from memlab.fitting import choices, expected_peak_bytes, retained_bytes
+from memlab.fitting.suggestions import choices, expected_peak_bytes, retained_bytes
 from memlab.out_of_memory import OutOfMemory, Suggestion, Verdict
 from memlab.record import StepRecord
 from memlab.units import GIB, format_bytes

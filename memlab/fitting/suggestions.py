@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from memlab.bounds import (
+from memlab.fitting.bounds import (
     OFFLOADED,
     RECOMPUTED,
     Born,

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from memlab.bounds import recomputed_operations
+from memlab.fitting.bounds import recomputed_operations
+from memlab.fitting.verdict import USUAL_OUTSIDE_BYTES
 from memlab.record import StepRecord
 from memlab.scenario import Scenario
 from memlab.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
 from memlab.units import format_bytes
-from memlab.verdict import USUAL_OUTSIDE_BYTES
 
 Step = Callable[[MemorySettings, int | None], StepRecord]
 """Takes a step under settings, with so many bytes that torch may reserve."""
@@ -35,7 +35,7 @@ class Fit:
 
     gpu_memory_bytes: int
     outside_torch_bytes: int
-    """Estimated, for the CUDA context, NCCL and libraries (`memlab.verdict.USUAL_OUTSIDE_BYTES`)."""
+    """Estimated, for the CUDA context, NCCL and libraries (`memlab.fitting.verdict.USUAL_OUTSIDE_BYTES`)."""
     peak_allocated_bytes: int
     fits: bool
     """Whether torch's allocator gets through the step with what is left, giving back what it caches where it must."""
@@ -73,36 +73,44 @@ def judge_fit(record: StepRecord, step: Step, gpu_memory_bytes: int) -> Fit:
         gpu_memory_bytes: Of the whole GPU.
     """
     room = gpu_memory_bytes - USUAL_OUTSIDE_BYTES
-    fits = _fits(record, step, room)
+    fits_now = fits(record, step, room)
     is_hopeless = record.static_bytes - record.residual_bytes > room  # no setting frees what every step needs
     alternatives = (
         []
-        if fits or is_hopeless
+        if fits_now or is_hopeless
         else [
             Alternative(
                 settings=other.settings,
                 peak_allocated_bytes=other.peak_allocated_bytes,
                 recomputed_operations=recomputed_operations(other.settings, other.scenario),
-                moved_bytes=sum(other.offloaded_bytes_by_module.values()),
+                moved_bytes=moved_bytes(other),
             )
             for other in (step(settings, None) for settings in _one_thing_more(record.settings, record.scenario))
-            if _fits(other, step, room)
+            if fits(other, step, room)
         ]
     )
     return Fit(
         gpu_memory_bytes=gpu_memory_bytes,
         outside_torch_bytes=USUAL_OUTSIDE_BYTES,
         peak_allocated_bytes=record.peak_allocated_bytes,
-        fits=fits,
+        fits=fits_now,
         alternatives=tuple(sorted(alternatives, key=lambda one: (one.recomputed_operations, one.moved_bytes))),
     )
 
 
-def _fits(record: StepRecord, step: Step, room: int) -> bool:
-    if record.peak_allocated_bytes > room:
+def fits(record: StepRecord, step: Step, room_bytes: int) -> bool:
+    """Whether a step gets through with so many bytes that torch may reserve; asks for another step if need be."""
+    if record.peak_allocated_bytes > room_bytes:
         return False
     reserved = record.peak_reserved_bytes
-    return reserved is None or reserved <= room or step(record.settings, room).status == "ok"
+    return reserved is None or reserved <= room_bytes or step(record.settings, room_bytes).status == "ok"
+
+
+def moved_bytes(record: StepRecord) -> int:
+    """Returns what a step and the pause after it take to the host and back; gradients are dropped, not copied."""
+    groups = record.offloaded_bytes_by_group
+    between_steps = sum(size for name, size in groups.items() if name != "gradients")
+    return sum(record.offloaded_bytes_by_module.values()) + between_steps
 
 
 def _one_thing_more(settings: MemorySettings, scenario: Scenario) -> Iterator[MemorySettings]:

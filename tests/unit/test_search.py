@@ -1,0 +1,284 @@
+"""The search for what fits: its front against every candidate's own step, what it leaves out, and the command."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memlab.cli import main
+from memlab.fitting.bounds import num_layers_here, recomputed_operations
+from memlab.fitting.candidates import candidates
+from memlab.fitting.fit import moved_bytes
+from memlab.fitting.front import Point, Search
+from memlab.fitting.verdict import USUAL_OUTSIDE_BYTES
+from memlab.fitting.walk import search
+from memlab.lab import Lab
+from memlab.layout import Layout
+from memlab.record import StepRecord
+from memlab.scenario import Scenario
+from memlab.search import SearchProcess, stepping
+from memlab.settings import MemorySettings
+from memlab.units import GIB, MIB
+from tests.unit.live import FULL, offload, recompute
+
+from .builders import record_of
+
+PLAIN = MemorySettings()
+TINY = ["phi-4-tiny", "--num-layers", "2", "--seq-length", "64"]
+Figures = tuple[int, float, int]
+
+
+def pareto(rows: list[Figures]) -> set[Figures]:
+    """By definition: no other row is no heavier in all and lighter in one."""
+    return {
+        row
+        for row in rows
+        if not any(other != row and all(a <= b for a, b in zip(other, row, strict=True)) for other in rows)
+    }
+
+
+def figures(found: Search) -> set[Figures]:
+    return {(point.peak_allocated_bytes, *point.work) for point in found.front}
+
+
+@pytest.mark.parametrize(
+    ("scenario", "base"),
+    [
+        (Scenario(architecture="phi-4-tiny", num_layers=2, seq_length=64), PLAIN),
+        (
+            Scenario(architecture="qwen3-moe-tiny", num_layers=2, seq_length=64),
+            MemorySettings(
+                recompute_granularity="selective",
+                recompute_modules=("layernorm",),
+                offload_modules=("qkv_linear", "core_attn", "attn_proj"),
+                min_offloaded_tensor_size=0,
+            ),
+        ),
+    ],
+    ids=["dense", "moe with a base"],
+)
+def test_the_front_is_that_of_every_candidate_s_own_step(scenario: Scenario, base: MemorySettings) -> None:
+    with stepping(scenario) as take_step:
+        step = cache(take_step)
+        found = search(base, scenario, step, GIB)
+        records = [step(settings, None) for settings in candidates(base, scenario)]
+    before = records[0].without_effect.keys()
+    records = [record for record in records if not record.without_effect.keys() - before]
+    rows = {
+        record.settings: (
+            record.peak_allocated_bytes,
+            recomputed_operations(record.settings, scenario),
+            moved_bytes(record),
+        )
+        for record in records
+    }
+    assert figures(found) == pareto(list(rows.values()))
+    assert {point.settings: (point.peak_allocated_bytes, *point.work) for point in found.points}.items() <= rows.items()
+    assert (found.num_candidates, found.num_left) == (len(records), 0)
+    assert found.num_reckoned == len(records) - len(found.points)
+    assert len(found.front) > 4
+    with Lab(scenario.architecture, num_layers=2, seq_length=64, backend="simulated") as lab:
+        for one in found.front[::3]:
+            assert lab.step(one.settings).peak_allocated_bytes == one.peak_allocated_bytes
+
+
+def machine(seed: int, scenario: Scenario) -> Callable[[MemorySettings, int | None], StepRecord]:
+    """A model of steps: each module frees and moves its own bytes, with a little noise, as real ones were seen to."""
+    drawn = random.Random(seed)
+    frees = {name: drawn.randint(1, 400) * MIB for name in sorted({*recompute_names(), *offload_names()})}
+    moves = {name: drawn.randint(1, 400) * MIB for name in offload_names()}
+
+    def step(settings: MemorySettings, room_bytes: int | None) -> StepRecord:
+        noise = random.Random(f"{seed} {settings}").randint(0, MIB // 8)
+        offloaded = {name: moves[name] for name in settings.offload_modules or ()}
+        freed = sum(frees[name] for name in settings.recompute_modules or ()) + sum(frees[name] for name in offloaded)
+        if settings.recompute_granularity == "full":
+            blocks = settings.recompute_num_layers if settings.recompute_method == "block" else scenario.num_layers
+            freed = freed * (scenario.num_layers - (blocks or 0)) // scenario.num_layers + (blocks or 0) * 40 * MIB
+        return record_of(
+            None,
+            settings=settings,
+            scenario=scenario,
+            peak_allocated_bytes=60 * GIB - freed + noise,
+            offloaded_bytes_by_module=offloaded,
+        )
+
+    return step
+
+
+def recompute_names() -> tuple[str, ...]:
+    return ("core_attn", "layernorm", "moe", "moe_act")
+
+
+def offload_names() -> tuple[str, ...]:
+    return ("attn_proj", "core_attn", "expert_fc1", "mlp_norm", "moe_act", "qkv_linear")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_reckoned_and_not_predicted_is_on_no_front(seed: int) -> None:
+    scenario = Scenario(architecture="qwen3-30b-a3b")
+    step = machine(seed, scenario)
+    found = search(PLAIN, scenario, step, 59 * GIB)
+    wanted = candidates(PLAIN, scenario)
+    records = [step(settings, None) for settings in wanted]
+    every = [(r.peak_allocated_bytes, recomputed_operations(r.settings, scenario), moved_bytes(r)) for r in records]
+    assert figures(found) == pareto(every)
+    assert len(found.points) < len(wanted) == found.num_candidates
+    coarse = search(PLAIN, scenario, step, 59 * GIB, resolution_bytes=GIB // 4)
+    assert len(coarse.front) < len(found.front) and len(coarse.points) < len(found.points)
+    # Whatever a fine front offers, the coarse one has no heavier in work, and less than a quarter GiB above.
+    for point in found.front:
+        assert any(
+            other.peak_allocated_bytes < point.peak_allocated_bytes + GIB // 4
+            and all(a <= b for a, b in zip(other.work, point.work, strict=True))
+            for other in coarse.front
+        )
+
+
+def test_candidates_are_allowed_have_an_effect_and_do_what_the_base_does() -> None:
+    scenario = Scenario(architecture="qwen3-30b-a3b")
+    wanted = candidates(PLAIN, scenario)
+    assert wanted[0] == PLAIN and len(set(wanted)) == len(wanted)
+    for settings in wanted:
+        settings.check(scenario.architecture, scenario.num_layers)
+        assert settings.without_effect(scenario.architecture) == {}
+    assert {PLAIN, FULL, recompute("moe"), recompute("layernorm", "moe_act")} <= set(wanted)
+    assert replace(offload("expert_fc1", "moe_act"), min_offloaded_tensor_size=1024**2) in wanted
+    assert MemorySettings(offload_parameters=True) in wanted
+    uniform = {s.recompute_num_layers for s in wanted if s.recompute_method == "uniform"}
+    assert uniform == {1, 2, 3, 4, 6, 8, 12, 16, 24, 48}
+    assert {s.recompute_num_layers for s in wanted if s.recompute_method == "block"} == set(range(6, 48, 6))
+
+    base = MemorySettings(recompute_granularity="full", recompute_method="block", recompute_num_layers=24)
+    base = replace(base, checkpoint_input_remedy="detach", offload_modules=("moe_act",))
+    more = candidates(base, scenario)
+    assert {s.recompute_num_layers for s in more if s.recompute_method == "block"} == {24, 30, 36, 42}
+    assert all("moe_act" in (s.offload_modules or ()) and s.checkpoint_input_remedy == "detach" for s in more)
+    detached = candidates(MemorySettings(checkpoint_input_remedy="detach"), scenario)
+    by_remedy = {s.checkpoints_moe_layers(scenario.architecture): s.checkpoint_input_remedy for s in detached[1:]}
+    assert by_remedy == {True: "detach", False: None}
+
+    small = Scenario(architecture="phi-4-tiny", seq_length=64)
+    sizes = {s.min_offloaded_tensor_size for s in candidates(PLAIN, small) if s.offload_modules}
+    assert sizes == {0}, "of a small model Megatron's default would move nothing"
+
+
+def test_a_stage_of_a_pipeline_counts_its_own_layers() -> None:
+    scenario = Scenario(architecture="qwen3-30b-a3b", layout=Layout(pipeline_model_parallel_size=4, rank=3))
+    whole = Scenario(architecture="qwen3-30b-a3b")
+    assert num_layers_here(scenario) == 12
+    assert recomputed_operations(FULL, scenario) * 4 == recomputed_operations(FULL, whole)
+    assert {s.recompute_num_layers for s in candidates(PLAIN, scenario) if s.recompute_method == "uniform"} == {
+        1, 2, 3, 4, 6, 12,
+    }  # fmt: skip
+
+
+def point(peak_mib: int, operations: float, moved_mib: int, *, fits: bool = True, layers: int = 1) -> Point:
+    settings = MemorySettings(recompute_granularity="full", recompute_method="block", recompute_num_layers=layers)
+    return Point(
+        settings=settings,
+        peak_allocated_bytes=peak_mib * MIB,
+        recomputed_operations=operations,
+        moved_bytes=moved_mib * MIB,
+        host_bytes=moved_mib * MIB,
+        fits=fits,
+    )
+
+
+def search_of(*points: Point, room_mib: int = 100, resolution_mib: int = 10) -> Search:
+    return Search(
+        scenario=Scenario(architecture="qwen3-moe-tiny"),
+        base=PLAIN,
+        room_bytes=room_mib * MIB,
+        outside_torch_bytes=0,
+        resolution_bytes=resolution_mib * MIB,
+        points=points,
+        num_candidates=len(points),
+        num_reckoned=0,
+    )
+
+
+def test_the_room_parts_what_fits_from_what_does_not() -> None:
+    over, within = point(101, 0, 0, fits=False), point(99, 0, 1)
+    assert search_of(over, within).front == (over, within), "2 MiB apart, and the room between them"
+    assert search_of(over, within).cheapest == (within,)
+    alike = point(92, 0, 2)
+    assert search_of(within, alike).front == (within,), "7 MiB apart on one side: the cheaper one"
+    in_pieces = point(95, 0, 0, fits=False)
+    assert search_of(in_pieces, within).cheapest == (within,)
+    assert search_of(in_pieces, within).front == (within, in_pieces)
+    assert search_of(over).cheapest == ()
+
+
+def test_the_two_kinds_of_work_are_not_mixed() -> None:
+    recomputes, moves, both = point(90, 5.0, 0), point(90, 0, 5, layers=2), point(90, 5.0, 5, layers=3)
+    found = search_of(recomputes, moves, both)
+    assert set(found.front) == {recomputes, moves}
+    assert found.cheapest == (moves, recomputes)
+    assert Search.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_the_command_prints_what_single_steps_give(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "front.html"
+    room = [f"--gpu-memory={USUAL_OUTSIDE_BYTES + GIB}B", "--max-steps", "4"]
+    assert main(["search", *TINY, *room, "--json", "--out", str(page)]) == 0
+    printed, told = capfd.readouterr()
+    found = json.loads(printed)
+    assert len(found["points"]) == 4 and found["num_left"] > 0 and "at most" in told
+    with Lab("phi-4-tiny", num_layers=2, seq_length=64, backend="simulated") as lab:
+        for one in found["points"]:
+            record = lab.step(MemorySettings.from_dict(one["settings"]))
+            assert one["peak_allocated_bytes"] == record.peak_allocated_bytes
+    assert found["points"][0]["on_front"] and found["points"][0]["is_cheapest"]
+    assert "CUT SHORT" in page.read_text() and "Plotly.newPlot" in page.read_text()
+    assert main(["search", *TINY, *room, "--out", str(page)]) == 2
+    assert "is not overwritten" in capfd.readouterr().err
+
+
+def test_where_nothing_fits_it_says_what_is_lacking_and_exits_with_1(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["search", *TINY, f"--gpu-memory={USUAL_OUTSIDE_BYTES + MIB}B", "--max-steps", "2"]) == 1
+    assert "nothing fits: " in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "refusal"),
+    [
+        ("", "the following arguments are required: --gpu-memory"),
+        ("--gpu-memory 3GiB", "--gpu-memory is 3.000 GiB, must be above the 4.000 GiB"),
+        ("--gpu-memory 80GiB --max-steps 0", "--max-steps is 0, must be at least 1"),
+        ("--gpu-memory 80GiB --rank all", "'all' is not a whole number"),
+        ("--gpu-memory 80GiB --out front.png", "--out is front.png, must be a file that ends in .html"),
+        ("--gpu-memory 80GiB --offload-modules attn_proj", "offload_modules has 'attn_proj' without 'core_attn'"),
+    ],
+)
+def test_bad_input_exits_with_2_and_one_line(flags: str, refusal: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["search", *TINY, *flags.split()]) == 2
+    printed, complaint = capfd.readouterr()
+    assert printed == ""
+    assert refusal in complaint and complaint.count("\n") == 1
+
+
+def test_a_search_in_a_process_of_its_own_ends_in_what_it_found_or_in_words() -> None:
+    def run(scenario: Scenario, **changes: Any) -> tuple[list[str], Search | str]:
+        lines: list[str] = []
+        ended: list[Search | str] = []
+        process = SearchProcess(
+            scenario, PLAIN, GIB, resolution_bytes=MIB, on_line=lines.append, on_end=ended.append, **changes
+        )
+        process.wait()
+        return lines, ended[0]
+
+    lines, found = run(Scenario(architecture="phi-4-tiny", num_layers=1, seq_length=32))
+    assert isinstance(found, Search) and found.cheapest[0].settings == PLAIN
+    assert len(lines) == len(found.points)
+    broken = Scenario(architecture="phi-4-tiny", num_layers=1, seq_length=32)
+    object.__setattr__(broken, "seq_length", 0)
+    _, words = run(broken)
+    assert isinstance(words, str) and "seq_length is 0" in words

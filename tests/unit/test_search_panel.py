@@ -1,0 +1,164 @@
+"""The panel's search: what is asked of it, what it shows, and how a point's settings come into the controls."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from memlab.fitting.front import Search
+from memlab.fitting.walk import search
+from memlab.scenario import Scenario
+from memlab.settings import MemorySettings
+from memlab.units import GIB, MIB, parse_bytes
+from memlab.views.panel import panel
+from memlab.views.search_figure import CHOICE, search_figure
+from memlab.views.search_state import SearchState
+from memlab.views.search_table import search_table
+from memlab.views.search_view import SearchView
+from memlab.views.state import LabState
+from memlab.views.text_layout import LINE_WIDTH
+from tests.unit.test_search import PLAIN, machine
+
+from .fake_lab import FakeLab
+
+
+class FakeProcess:
+    """A search that ends when a test says so."""
+
+    def __init__(self, scenario: Scenario, base: MemorySettings, room_bytes: int, **others: Any) -> None:
+        self.asked = (scenario, base, room_bytes)
+        self.on_line, self.on_end = others["on_line"], others["on_end"]
+
+    def stop(self) -> None:
+        self.on_end("Stopped: search again.")
+
+
+@pytest.fixture(scope="module")
+def found() -> Search:
+    scenario = Scenario(architecture="qwen3-moe-tiny")
+    return search(PLAIN, scenario, machine(1, scenario), 59 * GIB, resolution_bytes=GIB // 4)
+
+
+@pytest.fixture
+def state() -> SearchState:
+    return SearchState(LabState(FakeLab()), FakeProcess)
+
+
+def points_of(figure: Any, axis: str) -> dict[int, tuple[float, float]]:
+    traces = [trace for trace in figure.data if (trace.uid or "").startswith(f"{CHOICE}-{axis}-")]
+    return {number: (x, y) for t in traces for number, x, y in zip(t.customdata, t.x, t.y, strict=True)}
+
+
+def test_the_figure_has_every_point_in_both_panels_at_its_own_place(found: Search) -> None:
+    figure = search_figure(found)
+    again, moved = points_of(figure, "y"), points_of(figure, "y2")
+    assert sorted(again) == sorted(moved) == list(range(len(found.points)))
+    largest = max(point.moved_bytes for point in found.points)
+    unit = GIB if largest >= GIB else MIB
+    for number, point in enumerate(found.points):
+        peak = point.peak_allocated_bytes / GIB
+        assert again[number] == pytest.approx((peak, point.recomputed_operations / 1e6))
+        assert moved[number] == pytest.approx((peak, point.moved_bytes / unit))
+    (room,) = figure.layout.shapes
+    assert room.x0 == room.x1 == 59.0
+
+
+def test_the_front_is_told_by_more_than_colour(found: Search) -> None:
+    figure = search_figure(found)
+    for trace in figure.data:
+        if not (trace.uid or "").startswith(CHOICE):
+            continue
+        for number in trace.customdata:
+            point = found.points[number]
+            assert (trace.marker.opacity == 1) == (point in found.front)
+            assert trace.marker.symbol.endswith("-open") == (not point.fits)
+    ringed = [trace for trace in figure.data if trace.name == "fits with the least work"]
+    assert {x for trace in ringed for x in trace.x} == {p.peak_allocated_bytes / GIB for p in found.cheapest}
+
+
+@pytest.mark.parametrize("room_gib", [1, 500])
+def test_a_room_that_is_far_off_is_said_and_not_drawn(found: Search, room_gib: int) -> None:
+    points = tuple(replace(point, fits=room_gib > 60) for point in found.points)
+    figure = search_figure(replace(found, room_bytes=room_gib * GIB, points=points))
+    assert figure.layout.shapes == ()
+    assert figure.layout.annotations[0].text.endswith(f"{'left' if room_gib == 1 else 'right'} of this axis")
+    assert ("nothing fits" in figure.layout.title.text) == (room_gib == 1)
+
+
+def test_the_table_says_what_was_left_out(found: Search) -> None:
+    text = search_table(replace(found, num_left=7))
+    assert max(len(line) for line in text.splitlines()) <= LINE_WIDTH
+    assert f"{len(found.points)} of {found.num_candidates} settings predicted" in text
+    assert "CUT SHORT: 7 that may be on the front" in text
+    assert "peaks within 256.00 MiB count as alike" in text
+    assert text.count("fits\n") >= len(found.cheapest)
+
+
+def test_a_search_is_of_the_draft_s_workload_and_what_waits_between_steps(state: SearchState) -> None:
+    state._state.edit(seq_length=128, offload_optimizer=True, recompute_granularity="full")
+    state.room = "30 MiB"
+    state.start()
+    scenario, base, room_bytes = state._process.asked
+    assert (scenario.seq_length, base, room_bytes) == (128, MemorySettings(offload_optimizer=True), 30 * MIB)
+    assert state.busy
+    state.start()
+    assert "is running" in state.notice
+    state._process.on_line("3 predicted, at most 9 to go")
+    assert state.notice == "3 predicted, at most 9 to go"
+    state.stop()
+    assert not state.busy and state.notice.startswith("Stopped")
+
+
+@pytest.mark.parametrize(
+    ("room", "changes", "words"),
+    [("much", {}, "'much' is no size of memory"), ("1GiB", {"seq_length": 0}, "seq_length is 0")],
+)
+def test_what_cannot_be_searched_is_said(state: SearchState, room: str, changes: dict[str, Any], words: str) -> None:
+    state._state.edit(**changes)
+    state.room = room
+    state.start()
+    assert not state.busy and state.notice.startswith("Not searched: ") and words in state.notice
+
+
+def test_the_room_that_is_proposed_lies_just_under_the_shown_run(state: SearchState) -> None:
+    state.is_open = True
+    assert state.room == "76.000 GiB"
+    lab = FakeLab()
+    lab.submit(PLAIN)
+    beside = SearchState(LabState(lab), FakeProcess)
+    beside.is_open = True
+    assert parse_bytes(beside.room) == pytest.approx(0.9 * lab.records[0].peak_allocated_bytes, rel=1e-3)
+
+
+def test_every_point_of_the_front_comes_into_the_controls_as_it_is(state: SearchState, found: Search) -> None:
+    view = SearchView(state)
+    state.room = "59GiB"
+    state.start()
+    state._process.on_end(found)
+    assert view.chart is not None and not state.busy
+    for number, point in enumerate(found.points):
+        view.chart._answer(view.chart, {"point": number}, [])
+        assert state._state.settings == point.settings
+        assert str(point.settings) in state.notice
+    label, number = view.choice.options[1]
+    view.choice.value = number
+    assert state._state.settings == found.points[number].settings and str(found.points[number].settings) in label
+    assert len(view.choice.options) == len(found.front) + 1
+    state.start()
+    state._process.on_end(replace(found, points=found.points[:1]))
+    assert len(view.choice.options) == 2
+
+
+def test_a_failed_search_is_a_line_and_the_panel_lives() -> None:
+    shown = panel(FakeLab())
+    view, state = shown.search, shown.search.state
+    state._start_process = FakeProcess
+    state.is_open = True
+    assert view.toggle.value and view.table.layout.display == "none"
+    state.start()
+    state._process.on_end("The search ended with code 1 (ValueError: so): change budget or workload, and search again.")
+    assert "code 1" in view.status.value and view.stop.disabled
+    assert not shown.state.busy and shown.state.settings == PLAIN
+    shown.close()
