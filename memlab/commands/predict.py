@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from memlab.commands.measure import add_step_arguments, checked_step, make_folder, save, whole_number
 from memlab.commands.output import result_alone_on_stdout
-from memlab.commands.ranks import layout_of_the_job, ranks_json, ranks_table, worst
-from memlab.fit import Fit, Step, judge_fit
+from memlab.commands.ranks import layout_of_the_job, ranks_json, ranks_table
+from memlab.diagnosis import worst
+from memlab.fit import Fit
 from memlab.layout import Layout
 from memlab.record import StepRecord
 from memlab.settings import MemorySettings
-from memlab.units import format_bytes, parse_bytes
+from memlab.units import parse_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,31 +54,29 @@ def _predict(
     workload: dict[str, Any], layouts: list[Layout], settings: MemorySettings, arguments: argparse.Namespace
 ) -> int:
     with result_alone_on_stdout():
+        from memlab.lab import Lab
+
         records = []
         for layout in layouts:
-            with _stepping(workload | {"layout": layout}) as step:
-                records.append(step(settings, None))
+            with Lab(**workload | {"layout": layout}, backend="simulated") as lab:
+                records.append(lab.step(settings))
                 save(records[-1], arguments, _folder_of(layout, layouts))
+        if arguments.out is not None and len(records) > 1:
+            _save_page(records, arguments.out)
         fit = None
         if arguments.gpu_memory is not None:
             needs_most = worst(records)
-            with _stepping(workload | {"layout": needs_most.scenario.layout}) as step:
-                fit = judge_fit(needs_most, step, arguments.gpu_memory)
+            with Lab(**workload | {"layout": needs_most.scenario.layout}, backend="simulated") as lab:
+                fit = lab.fit(needs_most, arguments.gpu_memory)
     print(_written(records, fit, as_json=arguments.json))
     return 0 if fit is None or fit.fits else 1
 
 
-@contextmanager
-def _stepping(workload: dict[str, Any]) -> Iterator[Step]:
-    from memlab.lab import Lab
+def _save_page(records: list[StepRecord], folder: Path) -> None:
+    """Writes the ranks side by side, as ``ranks.html``."""
+    from memlab.views.display import peaks
 
-    with Lab(**workload, backend="simulated") as lab:
-
-        def step(settings: MemorySettings, room_bytes: int | None) -> StepRecord:
-            lab.device_memory_bytes = room_bytes
-            return lab.step(settings)
-
-        yield step
+    peaks({f"rank {record.scenario.layout.rank}": record for record in records}).save(folder / "ranks.html")
 
 
 def _written(records: list[StepRecord], fit: Fit | None, *, as_json: bool) -> str:
@@ -96,12 +94,7 @@ def _alternatives(fit: Fit) -> list[str]:
         return []
     if not fit.alternatives:
         return ["no single setting makes it fit: combine some, take a smaller micro-batch or more devices"]
-    lines = ["would fit, the cheapest first:"]
-    for choice in fit.alternatives:
-        cost = f"{choice.recomputed_operations / 1e9:.2f} GFLOP a token again"
-        moved = f"{format_bytes(choice.moved_bytes)} to the host and back"
-        lines.append(f"  {choice.settings}: peak {format_bytes(choice.peak_allocated_bytes)}, {cost}, {moved}")
-    return lines
+    return ["would fit, the cheapest first:", *(f"  {choice}" for choice in fit.alternatives)]
 
 
 def _folder_of(layout: Layout, layouts: list[Layout]) -> Callable[[Path], Path]:
