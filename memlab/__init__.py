@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from memlab.architectures import ARCHITECTURES, Architecture
     from memlab.checks import check, failure
-    from memlab.diagnosis import diagnose, probability_of_exceeding
+    from memlab.diagnosis import diagnose, probability_of_exceeding, worst
     from memlab.lab import Lab
+    from memlab.layout import Layout
+    from memlab.ranks import predict_ranks
     from memlab.record import StepRecord
     from memlab.regression.metrics import finish
     from memlab.scenario import Scenario
     from memlab.settings import MemorySettings
     from memlab.timeline import Timeline
-    from memlab.views.display import compare, show
+    from memlab.views.display import compare, peaks, show
     from memlab.views.panel import panel
 
 __version__ = "0.1.0"
@@ -26,6 +28,7 @@ __all__ = [
     "ARCHITECTURES",
     "Architecture",
     "Lab",
+    "Layout",
     "MemorySettings",
     "Scenario",
     "StepRecord",
@@ -36,14 +39,18 @@ __all__ = [
     "failure",
     "finish",
     "panel",
+    "peaks",
+    "predict_ranks",
     "probability_of_exceeding",
     "show",
+    "worst",
 ]
 
 _HOMES = {
     "ARCHITECTURES": "memlab.architectures",
     "Architecture": "memlab.architectures",
     "Lab": "memlab.lab",
+    "Layout": "memlab.layout",
     "MemorySettings": "memlab.settings",
     "Scenario": "memlab.scenario",
     "StepRecord": "memlab.record",
@@ -54,8 +61,11 @@ _HOMES = {
     "failure": "memlab.checks",
     "finish": "memlab.regression.metrics",
     "panel": "memlab.views.panel",
+    "peaks": "memlab.views.display",
+    "predict_ranks": "memlab.ranks",
     "probability_of_exceeding": "memlab.diagnosis",
     "show": "memlab.views.display",
+    "worst": "memlab.diagnosis",
 }
 
 

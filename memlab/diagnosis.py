@@ -6,7 +6,7 @@ apart by the bytes at the steps' starts, the peaks above them, and what is left 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -139,3 +139,8 @@ def _spike(records: Sequence[StepRecord]) -> list[Finding]:
             + (", or bound the length of the longest batch" if varies else ""),
         )
     ]
+
+
+def worst(records: Iterable[StepRecord]) -> StepRecord:
+    """Returns the record whose allocated peak is the highest: the rank that runs out of memory first."""
+    return max(records, key=lambda record: record.peak_allocated_bytes)

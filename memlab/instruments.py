@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
+from memlab.fitting.fit import Fit, judge_fit
 from memlab.model.remedies import Tap
 from memlab.model.residency_faults import FAULTS
 from memlab.model.retention import Retained, find_retained
@@ -16,6 +17,7 @@ from memlab.record import StepRecord
 from memlab.residency_audit import ResidencyAudit
 from memlab.settings import MemorySettings
 from memlab.stepper import Stepper
+from memlab.units import parse_bytes
 from memlab.worker import Worker
 
 _Result = TypeVar("_Result")
@@ -75,6 +77,29 @@ class Instruments(ABC):
         saved = self._alone(lambda: self._stepper.saved_in_regions(plain.settings))
         offloaded = self.step(settings)
         return self._alone(lambda: self._stepper.audit_offload(saved, plain, offloaded))
+
+    def fit(self, record: StepRecord, gpu_memory: str | int) -> Fit:
+        """Holds a step against a GPU's memory; where it does not fit, takes a step under each setting that may.
+
+        Args:
+            record: Of a step of this lab that ran to its end.
+            gpu_memory: Of the whole GPU, in bytes or such as ``"80GiB"``.
+
+        Raises:
+            ValueError: If the size is none, or the lab is busy or closed.
+        """
+        num_bytes = parse_bytes(gpu_memory) if isinstance(gpu_memory, str) else gpu_memory
+        meter = self._stepper.meter
+        before = meter.device_memory_bytes
+
+        def step(settings: MemorySettings, room_bytes: int | None) -> StepRecord:
+            meter.device_memory_bytes = room_bytes
+            return self.step(settings)
+
+        try:
+            return judge_fit(record, step, num_bytes)
+        finally:
+            meter.device_memory_bytes = before
 
     def retained(self) -> list[Retained]:
         """Finds what module attributes keep alive between steps through their autograd graphs, and by which path."""

@@ -11,6 +11,8 @@ from memlab.meter.labels import Labels
 from memlab.meter.protocol import Meter
 
 BACKENDS = ("auto", "cpu", "cuda", "simulated")
+BACKEND_VARIABLE = "MEMLAB_BACKEND"
+"""Environment variable that names what ``auto`` stands for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,14 +42,14 @@ def find_backend(name: str) -> Backend:
     """Returns a backend by name.
 
     Args:
-        name: One of `BACKENDS`; ``auto`` takes the one that the environment names in ``MEMLAB_BACKEND``, and else the
+        name: One of `BACKENDS`; ``auto`` takes the one that `BACKEND_VARIABLE` names, and else the
             best that this machine has and that computes.
 
     Raises:
         ValueError: If the name is unknown, or the backend cannot be used here.
     """
     if name == "auto":
-        name = os.environ.get("MEMLAB_BACKEND", name)
+        name = os.environ.get(BACKEND_VARIABLE, name)
     if name not in BACKENDS:
         raise ValueError(f"backend is {name!r}, must be one of {', '.join(BACKENDS)}: choose one of them")
     from memlab.backends import cpu, cuda, simulated

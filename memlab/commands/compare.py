@@ -37,9 +37,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
     def write() -> int:
         if view is not None:
-            from memlab.views.exports import write_page
-
-            write_page(view.figure, view.table, arguments.out)
+            view.save(arguments.out)
         print(text)
         return 0
 

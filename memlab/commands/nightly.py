@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
     parser.add_argument("suite", type=Path, metavar="SUITE", help="such as papermill_runs/suites/cpu.yaml")
     parser.add_argument(
-        "--jobs", type=int, metavar="N", help=f"cases at a time (on the cpu one a core, at most {_MOST_JOBS}; else 1)"
+        "--jobs", type=int, metavar="N", help=f"cases at a time (one a core, at most {_MOST_JOBS}; on cuda 1)"
     )
     parser.add_argument("--only", metavar="PATTERN", help="only cases whose name has it; * and ? stand for any letters")
     parser.add_argument("--allow-missing", action="store_true", help="let a case pass that has no baseline yet")
@@ -40,7 +40,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     from memlab.regression.suite import read_suite
 
     suite = read_suite(arguments.suite)
-    own_jobs = min(os.cpu_count() or 1, _MOST_JOBS) if suite.backend == "cpu" else 1
+    own_jobs = min(os.cpu_count() or 1, _MOST_JOBS) if suite.backend != "cuda" else 1
     options = Options(
         jobs=own_jobs if arguments.jobs is None else arguments.jobs,
         allow_missing=arguments.allow_missing,

@@ -18,14 +18,15 @@ from memlab.commands.measure import (
     whole_number,
 )
 from memlab.commands.output import result_alone_on_stdout
-from memlab.commands.ranks import layout_of_the_job, ranks_json, ranks_table, worst
+from memlab.commands.ranks import layout_of_the_job, ranks_json, ranks_table
+from memlab.diagnosis import worst
 from memlab.fitting.fit import Fit, judge_fit
 from memlab.layout import Layout
 from memlab.record import StepRecord
 from memlab.scenario import Scenario
 from memlab.search import stepping
 from memlab.settings import MemorySettings
-from memlab.units import format_bytes, parse_bytes
+from memlab.units import parse_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +77,8 @@ def _predict(
             with stepping(Scenario(**workload | {"layout": layout})) as step:
                 records.append(step(settings, None))
                 save(records[-1], arguments, _folder_of(layout, layouts))
+        if arguments.out is not None and len(records) > 1:
+            _save_page(records, arguments.out)
         fit = None
         if arguments.gpu_memory is not None:
             needs_most = worst(records)
@@ -83,6 +86,13 @@ def _predict(
                 fit = judge_fit(needs_most, step, arguments.gpu_memory)
     print(_written(records, fit, as_json=arguments.json))
     return 0 if fit is None or fit.fits else 1
+
+
+def _save_page(records: list[StepRecord], folder: Path) -> None:
+    """Writes the ranks side by side, as ``ranks.html``."""
+    from memlab.views.display import peaks
+
+    peaks({f"rank {record.scenario.layout.rank}": record for record in records}).save(folder / "ranks.html")
 
 
 def _written(records: list[StepRecord], fit: Fit | None, *, as_json: bool) -> str:
@@ -100,12 +110,7 @@ def _alternatives(fit: Fit) -> list[str]:
         return []
     if not fit.alternatives:
         return ["no single setting makes it fit: combine some, take a smaller micro-batch or more devices"]
-    lines = ["would fit, the cheapest first:"]
-    for choice in fit.alternatives:
-        cost = f"{choice.recomputed_operations / 1e9:.2f} GFLOP a token again"
-        moved = f"{format_bytes(choice.moved_bytes)} to the host and back"
-        lines.append(f"  {choice.settings}: peak {format_bytes(choice.peak_allocated_bytes)}, {cost}, {moved}")
-    return lines
+    return ["would fit, the cheapest first:", *(f"  {choice}" for choice in fit.alternatives)]
 
 
 def _folder_of(layout: Layout, layouts: list[Layout]) -> Callable[[Path], Path]:

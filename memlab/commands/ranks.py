@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from memlab.diagnosis import worst
 from memlab.layout import Layout
 from memlab.record import StepRecord
 from memlab.units import format_bytes
@@ -86,11 +87,6 @@ def gathered(record: StepRecord) -> list[StepRecord]:
     everyone: list[str] = [""] * world_size()
     torch.distributed.all_gather_object(everyone, json.dumps(record.to_dict()))
     return [StepRecord.from_dict(json.loads(text)) for text in everyone]
-
-
-def worst(records: list[StepRecord]) -> StepRecord:
-    """Returns the rank whose allocated peak is the highest."""
-    return max(records, key=lambda record: record.peak_allocated_bytes)
 
 
 def ranks_json(records: list[StepRecord]) -> dict[str, Any]:

@@ -80,9 +80,9 @@ def _show(found: Search, arguments: argparse.Namespace) -> int:
     from memlab.views.search_table import search_table
 
     if arguments.out is not None:
-        from memlab.views.exports import write_page
+        from memlab.views.display import View
         from memlab.views.search_figure import search_figure
 
-        write_page(search_figure(found), search_table(found), arguments.out)
+        View(search_figure(found), search_table(found)).save(arguments.out)
     print(json.dumps(found.to_dict(), indent=2) if arguments.json else search_table(found))
     return 0 if found.cheapest else 1

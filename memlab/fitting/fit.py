@@ -28,6 +28,11 @@ class Alternative:
     moved_bytes: int
     """To the host in a step, and back."""
 
+    def __str__(self) -> str:
+        cost = f"{self.recomputed_operations / 1e9:.2f} GFLOP a token again"
+        moved = f"{format_bytes(self.moved_bytes)} to the host and back"
+        return f"{self.settings}: peak {format_bytes(self.peak_allocated_bytes)}, {cost}, {moved}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:

@@ -24,7 +24,7 @@ from papermill.exceptions import PapermillExecutionError
 
 from memlab.regression.notebooks import INTERACTIVE_TAG, headings, read_notebook
 
-_REPORTED_VARIABLES = ("CUDA_", "MKL_", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", "TORCH_")
+_REPORTED_VARIABLES = ("CUDA_", "MEMLAB_BACKEND", "MKL_", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", "TORCH_")
 
 
 def main() -> int:

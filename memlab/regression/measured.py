@@ -108,7 +108,7 @@ def read_measured(folder: Path, lab: str, parameters: Mapping[str, ParameterValu
         if values["backend"] != backend:
             raise ValueError(
                 f"record {name} was made on {values['backend']}, but the suite says {backend}: "
-                "give the lab a parameter `backend: str = 'auto'`, or run the suite where that is the best there is"
+                "let the lab leave the backend open, or name this one in the suite"
             )
         metrics = {key: values[key] for key in _METRICS if values[key] is not None}
         for key in _METRICS_BY_NAME:

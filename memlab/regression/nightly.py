@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from memlab.backends import BACKEND_VARIABLE
 from memlab.regression.baseline import baseline_path, read_baseline
 from memlab.regression.compare import compare, has_same_rounding
 from memlab.regression.disk import full_disk_is_told
@@ -142,9 +143,10 @@ class _Cases:
                 self._tell(f"{case.name}: {line}")
 
         message, folder = "", lab.folder
+        variables = {BACKEND_VARIABLE: self._suite.backend}
         measured: Measured | None = None
         try:
-            run = replace(lab, plotly_js=f"../{PLOTLY_FILE}").run(on_cell)
+            run = replace(lab, plotly_js=f"../{PLOTLY_FILE}", variables=variables).run(on_cell)
             measured = read_measured(run.folder, case.notebook.stem, case.parameters, self._suite.backend)
         except LabFailedError as failure:
             message, folder = str(failure), failure.folder

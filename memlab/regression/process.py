@@ -28,6 +28,7 @@ def execute(
     folder: Path,
     timeout_seconds: float,
     on_progress: Callable[[str], object],
+    variables: Mapping[str, str],
 ) -> str:
     """Executes a notebook in a process of its own; none is left when this returns.
 
@@ -37,6 +38,7 @@ def execute(
         folder: Takes ``notebook.ipynb``, ``environment.json``, ``log.txt`` and what the last cell hands over.
         timeout_seconds: Wall-clock limit.
         on_progress: Called with one line for each cell that begins.
+        variables: Of the environment, beside this process's own.
 
     Returns:
         Where and why the execution failed, or an empty text.
@@ -47,7 +49,7 @@ def execute(
         subprocess.Popen(  # noqa: S603 - this interpreter
             [sys.executable, "-m", "memlab.regression.execute", request],
             cwd=folder,
-            env=os.environ | {RUN_FOLDER_VARIABLE: str(folder), "PLOTLY_RENDERER": "plotly_mimetype"},
+            env=os.environ | variables | {RUN_FOLDER_VARIABLE: str(folder), "PLOTLY_RENDERER": "plotly_mimetype"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,

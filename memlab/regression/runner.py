@@ -12,7 +12,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,8 @@ class PreparedLab:
     timeout_seconds: float
     plotly_js: str = ""
     """Where its page finds plotly.js; without it the page holds its own copy, of 5 MB."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Of the environment of its process."""
 
     def run(self, on_progress: Callable[[str], object] = print) -> LabRun:
         """Runs the lab in a process of its own.
@@ -74,7 +76,9 @@ class PreparedLab:
         staging = self.folder.with_name(f".{self.folder.name}.running-{uuid.uuid4().hex[:8]}")
         staging.mkdir(parents=True)
         try:
-            failure = execute(self.notebook, self.parameters, staging, self.timeout_seconds, on_progress)
+            failure = execute(
+                self.notebook, self.parameters, staging, self.timeout_seconds, on_progress, self.variables
+            )
             failure = failure or _judge(staging)
             if failure:
                 message = f"{self.notebook.name} failed {failure}"

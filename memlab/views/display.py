@@ -5,13 +5,17 @@ plotly is imported when the first figure is made, so that `import memlab` and th
 
 from __future__ import annotations
 
-from collections.abc import Container
+import html
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memlab.fitting.verdict import USUAL_OUTSIDE_BYTES
 from memlab.record import StepRecord
+from memlab.units import parse_bytes
 from memlab.views.difference_table import comparison_text
-from memlab.views.tables import record_table
+from memlab.views.tables import peak_table, record_table
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -33,6 +37,14 @@ class View:
 
     def __repr__(self) -> str:
         return self.table
+
+    def save(self, path: Path | str) -> Path:
+        """Saves figure and table as one HTML file that needs no network."""
+        path = Path(path)
+        page = self.figure.to_html(include_plotlyjs=True, full_html=True)
+        head, body, tail = page.rpartition("</body>")
+        path.write_text(f"{head}<pre>{html.escape(self.table, quote=False)}</pre>{body}{tail}", encoding="utf-8")
+        return path
 
     def _repr_mimebundle_(
         self, include: Container[str] | None = None, exclude: Container[str] | None = None
@@ -81,3 +93,21 @@ def compare(*records: StepRecord, axis: Axis | None = None) -> View:
     from memlab.views.compare_figure import compare_figure
 
     return View(compare_figure(*records, axis=axis), comparison_text(*records))
+
+
+def peaks(records: Mapping[str, StepRecord], gpu_memory: Sequence[str] = ("80GiB", "141GiB")) -> View:
+    """Shows what makes up the peaks of several steps, a bar each: the ranks of a job, layouts, or settings.
+
+    Args:
+        records: By the name that each gets, as `memlab.predict_ranks` returns them; no scenario has to be another's.
+        gpu_memory: Of GPUs to hold them against, less what a job holds beside torch (`USUAL_OUTSIDE_BYTES`).
+
+    Raises:
+        ValueError: If there is no record, or a size is none.
+    """
+    from memlab.views.peak_figure import peak_figure
+
+    if not records:
+        raise ValueError("peaks got 0 records, must be at least 1: pass {'a name': lab.step()}")
+    rooms = {size: max(0, parse_bytes(size) - USUAL_OUTSIDE_BYTES) for size in gpu_memory}
+    return View(peak_figure(records, rooms), peak_table(records, rooms))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import html
 import io
 import shlex
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ import plotly.graph_objects as go
 from memlab.architectures import ARCHITECTURES
 from memlab.scenario import Scenario
 from memlab.settings import MemorySettings
+from memlab.views.display import View
 from memlab.views.run import COLUMNS, Run, rows
 
 
@@ -113,15 +113,7 @@ def save_page(figure: go.Figure, table: str, run: Run, folder: Path) -> Path:
     """Saves the chart and its text twin as one HTML file that needs no network."""
     path = free_path(folder / f"{_stem(run)}.html")
     folder.mkdir(parents=True, exist_ok=True)
-    return write_page(figure, table, path)
-
-
-def write_page(figure: go.Figure, table: str, path: Path) -> Path:
-    """Writes a figure and its text twin as one HTML file that needs no network."""
-    page = go.Figure(figure).to_html(include_plotlyjs=True, full_html=True)
-    head, body, tail = page.rpartition("</body>")
-    path.write_text(f"{head}<pre>{html.escape(table, quote=False)}</pre>{body}{tail}", encoding="utf-8")
-    return path
+    return View(go.Figure(figure), table).save(path)
 
 
 def free_path(path: Path) -> Path:

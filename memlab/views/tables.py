@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from memlab.record import StepRecord
+from memlab.timeline import CATEGORIES, PHASES
 from memlab.units import binary_unit, format_bytes
 from memlab.views.text_layout import NAME_WIDTH, SETTING_WIDTH, aligned, ending, in_unit, wrapped
 
 _NUM_MODULES = 10
+_SHORT_NAME_WIDTH = 20
 
 
 def module_name(name: str) -> str:
@@ -134,6 +136,61 @@ def compare_table(*records: StepRecord) -> str:
             *_message_lines(records, names),
         ]
     )
+
+
+def peak_phase(record: StepRecord) -> str:
+    """Returns the phase in which a step was fullest; a dash without a timeline."""
+    timeline = record.timeline
+    return PHASES[timeline.phase[timeline.peak_index()]] if timeline is not None and len(timeline) else "-"
+
+
+def peak_table(records: Mapping[str, StepRecord], rooms: Mapping[str, int]) -> str:
+    """Writes what makes up each step's peak, a row each, the moments of the peaks, and which fit.
+
+    Args:
+        records: At least one, by the name of its row; a moment needs a timeline.
+        rooms: Bytes that a GPU leaves torch, by the GPU's size.
+
+    Returns:
+        Lines of at most `LINE_WIDTH` characters.
+    """
+    every = list(records.values())
+    categories = [name for name in CATEGORIES if any(name in record.peak_by_category for record in every)]
+    columns = [["", "", "", *records], _byte_column("", "peak", [record.peak_allocated_bytes for record in every])]
+    for name in categories:
+        above, _, below = name.rpartition(" ")
+        columns.append(_byte_column(above, below, [record.peak_by_category.get(name, 0) for record in every]))
+    highest = max(record.peak_allocated_bytes for record in every)
+    columns.append(["", "", "", *("<-" if record.peak_allocated_bytes == highest else "" for record in every)])
+    moments: dict[str, list[str]] = {}
+    for name, record in records.items():
+        moments.setdefault(f"{peak_phase(record)}, {_born_at_peak(record)}", []).append(name)
+    return "\n".join(
+        [
+            "what makes up each step's peak of allocated bytes (<- the highest)",
+            "",
+            *aligned([list(row) for row in zip(*columns, strict=True)], first_width=_SHORT_NAME_WIDTH),
+            "",
+            "the moment of each peak, and where the last bytes were made:",
+            *(line for moment, names in moments.items() for line in wrapped(f"  {moment}: {', '.join(names)}")),
+            *(line for size, room in rooms.items() for line in wrapped(_fitting(size, room, records))),
+            *_message_lines(every, records),
+        ]
+    )
+
+
+def _born_at_peak(record: StepRecord) -> str:
+    timeline = record.timeline
+    if timeline is None or not len(timeline):
+        return "without a timeline"
+    return module_name(timeline.modules[timeline.module[timeline.peak_index()]])
+
+
+def _fitting(size: str, room: int, records: Mapping[str, StepRecord]) -> str:
+    """Says which peaks a room is enough for; a step that did not end has none."""
+    fit = [name for name, record in records.items() if _ended(record) and record.peak_allocated_bytes <= room]
+    which = "all" if len(fit) == len(records) else ", ".join(fit) or "none"
+    return f"{size} leave torch {format_bytes(room)}, enough for: {which}"
 
 
 def _ended(record: StepRecord) -> bool:

@@ -275,3 +275,17 @@ def test_a_record_of_another_backend_fails_its_case(tmp_path: Path, capfd: pytes
     lab.write_text(json.dumps(notebook))
     assert main(["nightly", str(suite), "--allow-missing"]) == 1
     assert "record plain was made on cuda, but the suite says cpu" in capfd.readouterr().out
+
+
+def test_a_lab_that_leaves_the_backend_open_runs_on_the_suite_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    suite = write_suite(tmp_path, ONE.replace("backend: cpu", "backend: simulated"))
+    lab = tmp_path / "labs" / "small.ipynb"
+    notebook = json.loads(lab.read_text())
+    notebook["cells"][-1]["source"] = (
+        "from memlab import Lab, finish\nfinish({'plain': Lab('phi-4-tiny', num_layers=1, seq_length=16).step()})"
+    )
+    lab.write_text(json.dumps(notebook))
+    monkeypatch.setenv("MEMLAB_BACKEND", "cpu")
+    assert main(["nightly", str(suite), "--allow-missing"]) == 0, capfd.readouterr()

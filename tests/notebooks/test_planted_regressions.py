@@ -28,7 +28,9 @@ settings = {
 lab = Lab("qwen3-moe-tiny", num_layers=2, seq_length=256)
 plain, changed = lab.step(), lab.step(MemorySettings(**settings[name]))
 """
-SUITE = "backend: cpu\ntimeout_seconds: 120\ncases:\n  - {lab: steps, matrix: {name: [remedy, offload, recompute]}}\n"
+SUITE = (
+    "backend: {}\ntimeout_seconds: 120\ncases:\n  - {{lab: steps, matrix: {{name: [remedy, offload, recompute]}}}}\n"
+)
 
 FAULTS = """\
 from memlab.model import toggles
@@ -56,14 +58,14 @@ class Night:
         return result
 
 
-@pytest.fixture(scope="module")
-def night(tmp_path_factory: pytest.TempPathFactory) -> Night:
+@pytest.fixture(scope="module", params=["cpu", "simulated"])
+def night(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Night:
     root = tmp_path_factory.mktemp("planted")
     (root / "labs").mkdir()
     write_lab(root / "labs", STEPS, name="steps", record='finish({"plain": plain, name: changed})')
     suite = root / "papermill_runs" / "suites" / "planted.yaml"
     suite.parent.mkdir(parents=True)
-    suite.write_text(SUITE)
+    suite.write_text(SUITE.format(request.param))
     # A kernel runs what is in its profile before its first cell; the process that judges does not.
     startup = root / "ipython" / "profile_default" / "startup" / "faults.py"
     startup.parent.mkdir(parents=True)

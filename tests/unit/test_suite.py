@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,21 @@ def test_a_lab_that_is_none_is_refused(tmp_path: Path) -> None:
         read_suite(path)
     with pytest.raises(ValueError, match=r"suite .*missing.yaml does not exist"):
         read_suite(tmp_path / "missing.yaml")
+
+
+def test_what_was_predicted_lies_beside_what_was_measured() -> None:
+    baselines = Path(__file__).parents[2] / "papermill_runs" / "baselines"
+    pairs = [(path, baselines / "h200" / path.name) for path in (baselines / "simulated").glob("*.json")]
+    num_records = 0
+    for predicted, measured in ((json.loads(p.read_text()), json.loads(m.read_text())) for p, m in pairs if m.exists()):
+        before, after = (side["measured"]["records"] for side in (measured, predicted))
+        assert before.keys() == after.keys()
+        for name in before.keys() - {"(lab)"}:
+            known, told = before[name]["metrics"], after[name]["metrics"]
+            assert told["status"] == known["status"]
+            assert told["peak_allocated_bytes"] == pytest.approx(known["peak_allocated_bytes"], rel=1e-4), name
+            num_records += 1
+    assert num_records > 50
 
 
 def test_the_projects_suites_are_whole() -> None:

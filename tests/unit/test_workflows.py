@@ -67,5 +67,13 @@ def test_tonights_run_is_told_from_the_kept_ones_and_from_what_was_left(tmp_path
         shutil.rmtree(runs / "2026-01-02-000000_abc_cpu", ignore_errors=True)
 
 
+def test_the_nightly_runs_every_suite_that_needs_no_gpu() -> None:
+    (nightly,) = [path for path in WORKFLOWS if path.stem == "nightly"]
+    suites = re.findall(r"papermill_runs/suites/(\w+)\.yaml", "\n".join(commands(nightly)))
+    assert sorted(suites) == sorted(
+        p.stem for p in (ROOT / "papermill_runs" / "suites").glob("*.yaml") if p.stem != "h200"
+    )
+
+
 def test_there_is_one_for_tests_and_one_for_the_nightly() -> None:
     assert {path.stem for path in WORKFLOWS} == {"tests", "nightly"}
