@@ -17,6 +17,8 @@ class Layout:
 
     tensor_model_parallel_size: int = 1
     """Ranks that share each layer's matrices; above 1 with sequence parallel, as MoE models need it."""
+    context_parallel_size: int = 1
+    """Ranks that share each sequence: two chunks of it each, one from its front and one from its back."""
     pipeline_model_parallel_size: int = 1
     """Stages of layers, one after the other (1F1B)."""
     expert_model_parallel_size: int = 1
@@ -28,7 +30,7 @@ class Layout:
     num_layers_in_last_pipeline_stage: int | None = None
     """As of the first."""
     rank: int = 0
-    """The one that is looked at, of `world_size`, in Megatron's order: tensor, data, pipeline."""
+    """The one that is looked at, of `world_size`, in Megatron's order: tensor, context, data, pipeline."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -37,11 +39,12 @@ class Layout:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{field.name} is {value!r}, must be a whole number of at least 1: give another value")
-        ranks_of_a_stage = self.tensor_model_parallel_size * self.data_parallel_size
-        if ranks_of_a_stage % (self.expert_model_parallel_size * self.tensor_model_parallel_size):
+        experts = self.expert_model_parallel_size * self.tensor_model_parallel_size
+        if self.ranks_of_a_stage % experts:
             raise ValueError(
-                f"expert_model_parallel_size is {self.expert_model_parallel_size}, must divide data_parallel_size, "
-                f"{self.data_parallel_size}: experts are spread over ranks that see different tokens"
+                f"expert_model_parallel_size is {self.expert_model_parallel_size}, must divide data_parallel_size x "
+                f"context_parallel_size, {self.ranks_of_a_stage // self.tensor_model_parallel_size}: experts are "
+                "spread over ranks that see different tokens, give another size"
             )
         if not isinstance(self.rank, int) or isinstance(self.rank, bool) or not 0 <= self.rank < self.world_size:
             raise ValueError(
@@ -52,7 +55,12 @@ class Layout:
     @property
     def world_size(self) -> int:
         """Ranks of the whole job."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.data_parallel_size
+        return self.ranks_of_a_stage * self.pipeline_model_parallel_size
+
+    @property
+    def ranks_of_a_stage(self) -> int:
+        """Ranks that have the same layers, or parts of them."""
+        return self.tensor_model_parallel_size * self.context_parallel_size * self.data_parallel_size
 
     @property
     def sequence_parallel(self) -> bool:
@@ -76,18 +84,20 @@ class Layout:
         return num_layers - sum(counts), self.pipeline_model_parallel_size - len(counts)
 
     def distinct_ranks(self, *, by_expert: bool) -> tuple[int, ...]:
-        """Returns one rank of every kind: those of a pipeline stage are alike, and those with the same experts.
+        """Returns one rank of every kind: alike are those of a stage with the same chunks and the same experts.
 
         Args:
             by_expert: Whether experts differ in how many tokens they get.
         """
-        ranks_of_a_stage = self.world_size // self.pipeline_model_parallel_size
-        kinds = range(self.expert_model_parallel_size if by_expert else 1)
-        # Experts are spread in Megatron's order over ranks that follow each other, behind the tensor-parallel ones.
-        first = [kind * self.tensor_model_parallel_size for kind in kinds]
-        return tuple(
-            stage * ranks_of_a_stage + rank for stage in range(self.pipeline_model_parallel_size) for rank in first
-        )
+        first: dict[tuple[int, int], int] = {}
+        for rank in range(self.ranks_of_a_stage):
+            # Megatron's orders of a stage's ranks: tensor, context, data; of its experts' ranks: tensor, expert, data.
+            outside_tensor = rank // self.tensor_model_parallel_size
+            chunks = outside_tensor % self.context_parallel_size
+            experts = outside_tensor % self.expert_model_parallel_size if by_expert else 0
+            first.setdefault((chunks, experts), rank)
+        stages = range(self.pipeline_model_parallel_size)
+        return tuple(stage * self.ranks_of_a_stage + rank for stage in stages for rank in first.values())
 
     def check(self, architecture: Architecture, num_layers: int, seq_length: int) -> None:
         """Holds the layout against what it splits.
@@ -95,12 +105,18 @@ class Layout:
         Raises:
             ValueError: If something does not divide.
         """
-        tensor = self.tensor_model_parallel_size
+        tensor, context = self.tensor_model_parallel_size, self.context_parallel_size
         experts = architecture.num_moe_experts
+        if context > 1 and seq_length % (2 * context):
+            choices = [str(size) for size in range(1, 65) if size == 1 or seq_length % (2 * size) == 0]
+            raise ValueError(
+                f"context_parallel_size is {context}, must divide the {seq_length} tokens of a sequence into "
+                f"{2 * context} chunks, two a rank: choose from {', '.join(choices)}"
+            )
         for name, size, what, amount in (
             ("tensor_model_parallel_size", tensor, "query groups", architecture.num_query_groups),
             ("tensor_model_parallel_size", tensor, "entries of the vocabulary", architecture.vocab_size),
-            ("tensor_model_parallel_size", tensor, "tokens of a sequence", seq_length),
+            ("tensor_model_parallel_size", tensor, "tokens of a sequence", seq_length // context),
             *self._stages_and_layers(num_layers),
             ("expert_model_parallel_size", self.expert_model_parallel_size, "experts", experts or 1),
         ):
@@ -124,6 +140,7 @@ class Layout:
         return [("pipeline_model_parallel_size", stages, what, rest)] if stages else []
 
     def __str__(self) -> str:
-        short = {"TP": self.tensor_model_parallel_size, "PP": self.pipeline_model_parallel_size}
+        short = {"TP": self.tensor_model_parallel_size, "CP": self.context_parallel_size}
+        short |= {"PP": self.pipeline_model_parallel_size}
         short |= {"EP": self.expert_model_parallel_size, "DP": self.data_parallel_size}
         return " ".join(f"{name}{size}" for name, size in short.items() if size > 1) or "one rank"

@@ -55,9 +55,8 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     workload.add_argument("--seed", type=whole_number, metavar="N", help="of weights and data (1234)")
     workload.add_argument("--dtype", metavar=_choices(DTYPES), help="of parameters and activations (bf16)")
     layout = parser.add_argument_group("layout, of a job that torchrun starts: what is left over is data parallel")
-    layout.add_argument("--tensor-model-parallel-size", type=whole_number, default=1, metavar="N")
-    layout.add_argument("--pipeline-model-parallel-size", type=whole_number, default=1, metavar="N")
-    layout.add_argument("--expert-model-parallel-size", type=whole_number, default=1, metavar="N")
+    for name in ("tensor-model", "context", "pipeline-model", "expert-model"):
+        layout.add_argument(f"--{name}-parallel-size", type=whole_number, metavar="N")
     for place in ("first", "last"):
         layout.add_argument(
             f"--num-layers-in-{place}-pipeline-stage", type=whole_number, metavar="N", help="if not as in the others"

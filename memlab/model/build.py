@@ -150,6 +150,7 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
     return TransformerConfig(
         num_layers=scenario.num_layers,
         tensor_model_parallel_size=scenario.layout.tensor_model_parallel_size,
+        context_parallel_size=scenario.layout.context_parallel_size,
         pipeline_model_parallel_size=scenario.layout.pipeline_model_parallel_size,
         num_layers_in_first_pipeline_stage=scenario.layout.num_layers_in_first_pipeline_stage,
         num_layers_in_last_pipeline_stage=scenario.layout.num_layers_in_last_pipeline_stage,
@@ -228,6 +229,7 @@ def join_process_group(distributed_backend: str, seed: int, layout: Layout) -> N
 def _initialize(seed: int, layout: Layout) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         expert_model_parallel_size=layout.expert_model_parallel_size,
         create_gloo_process_groups=False,

@@ -32,13 +32,28 @@ def test_the_world_is_tensor_times_pipeline_times_data() -> None:
         data_parallel_size=6,
     )
     assert (layout.world_size, layout.sequence_parallel, str(layout)) == (48, True, "TP2 PP4 EP2 DP6")
+    layout = replace(layout, context_parallel_size=2)
+    assert (layout.world_size, str(layout)) == (96, "TP2 CP2 PP4 EP2 DP6")
+
+
+def test_ranks_of_a_kind_are_looked_at_once() -> None:
+    layout = Layout(tensor_model_parallel_size=2, context_parallel_size=2, pipeline_model_parallel_size=2)
+    assert layout.distinct_ranks(by_expert=False) == (0, 2, 4, 6)
+    experts = Layout(tensor_model_parallel_size=2, expert_model_parallel_size=4, data_parallel_size=8)
+    assert experts.distinct_ranks(by_expert=False) == (0,)
+    assert experts.distinct_ranks(by_expert=True) == (0, 2, 4, 6)
+    both = replace(experts, context_parallel_size=2, data_parallel_size=2)
+    assert both.distinct_ranks(by_expert=True) == (0, 2, 4, 6)
 
 
 @pytest.mark.parametrize(
     ("sizes", "text"),
     [
         ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size is 0, must be a whole number of at least 1"),
-        ({"expert_model_parallel_size": 4, "data_parallel_size": 6}, "must divide data_parallel_size, 6"),
+        (
+            {"expert_model_parallel_size": 4, "data_parallel_size": 6},
+            "must divide data_parallel_size x context_parallel_size, 6",
+        ),
     ],
 )
 def test_sizes_that_make_no_job_are_refused(sizes: dict[str, int], text: str) -> None:
@@ -50,6 +65,7 @@ def test_sizes_that_make_no_job_are_refused(sizes: dict[str, int], text: str) ->
     ("sizes", "text"),
     [
         ({"tensor_model_parallel_size": 8}, r"must divide the 4 query groups of qwen3-30b-a3b: choose from 1, 2, 4"),
+        ({"context_parallel_size": 3}, r"4096 tokens of a sequence into 6 chunks, two a rank: choose from 1, 2, 4, 8,"),
         ({"pipeline_model_parallel_size": 5}, r"must divide the 48 layers of qwen3-30b-a3b: choose from 1, 2, 3, 4, 6"),
         ({"expert_model_parallel_size": 3, "data_parallel_size": 3}, r"must divide the 128 experts"),
     ],

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.testing._internal.distributed.multi_threaded_pg import (
-    ProcessLocalGroup,
-    _install_threaded_pg,
-    _uninstall_threaded_pg,
-)
 
-from memlab.backends.cpu import stand_in
 from memlab.lab import Lab
 from memlab.layout import Layout
 from memlab.model.tensor_parallel import Split
@@ -24,6 +16,7 @@ from memlab.model.torch_functions import Linear, NormLinear
 from memlab.record import StepRecord
 from memlab.routing import Routing, find_routing
 from memlab.timeline import POOLS
+from tests.unit.ranks import on_ranks
 
 SMALL: dict[str, Any] = {"num_layers": 4, "seq_length": 64, "backend": "simulated"}
 
@@ -134,35 +127,6 @@ def test_only_the_simulated_backend_takes_a_routing() -> None:
         Lab("qwen3-moe-tiny", routing="skewed:2", backend="cpu")
 
 
-def on_two_ranks(job: Callable[[int, Any], None]) -> None:
-    """Runs a job on two threads with a process group between them, and with real values."""
-    world = _install_threaded_pg()
-    store, problems = torch.distributed.HashStore(), []  # type: ignore[attr-defined]
-
-    def run(rank: int) -> None:
-        try:
-            torch.distributed.init_process_group("threaded", rank=rank, world_size=2, store=store)
-            job(rank, torch.distributed.group.WORLD)
-            torch.distributed.destroy_process_group()
-        except BaseException as error:  # noqa: BLE001  # it is raised again on the test's own thread
-            problems.append(error)
-            ProcessLocalGroup.exception_handle(error)
-
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    with stand_in():
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    torch._C._distributed_c10d._set_thread_isolation_mode(False)
-    ProcessLocalGroup.reset()
-    _uninstall_threaded_pg()
-    assert world is not None
-    if problems:
-        raise problems[0]
-
-
 def test_split_linears_compute_what_whole_ones_do() -> None:
     generator = torch.Generator().manual_seed(0)
     inputs, first, second, grad = (
@@ -184,7 +148,7 @@ def test_split_linears_compute_what_whole_ones_do() -> None:
         rows, features = slice(4 * rank, 4 * rank + 4), slice(3 * rank, 3 * rank + 3)
         parts[rank] = gradients(inputs[rows], first[features], second[:, features], grad[rows], group)
 
-    on_two_ranks(job)
+    on_ranks(2, job)
     for index, dim in ((0, 0), (1, 0), (2, 0), (3, 1)):
         together = torch.cat([parts[rank][index] for rank in range(2)], dim)
         torch.testing.assert_close(together, whole[index], rtol=1e-4, atol=1e-5)
