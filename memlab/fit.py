@@ -123,7 +123,7 @@ def _one_thing_more(settings: MemorySettings, scenario: Scenario) -> Iterator[Me
     for values in wanted:
         try:
             choice = replace(settings, **values)
-            choice.check(scenario.architecture, scenario.num_layers)
+            choice.check(scenario.architecture, *scenario.layers_of_chunks)
         except ValueError:
             continue  # a rule of the settings: this is no choice
         if not choice.without_effect(scenario.architecture).keys() - before:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 from memlab.architectures import Architecture
@@ -21,6 +22,8 @@ class Layout:
     """Ranks that share each sequence: two chunks of it each, one from its front and one from its back."""
     pipeline_model_parallel_size: int = 1
     """Stages of layers, one after the other (1F1B)."""
+    virtual_pipeline_model_parallel_size: int = 1
+    """Chunks of layers that each stage has, each some way behind the last (interleaved 1F1B); 1 is plain 1F1B."""
     expert_model_parallel_size: int = 1
     """Ranks that share a layer's experts, out of those of one pipeline stage."""
     data_parallel_size: int = 1
@@ -39,6 +42,11 @@ class Layout:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{field.name} is {value!r}, must be a whole number of at least 1: give another value")
+        if self.virtual_pipeline_model_parallel_size > 1 and self.pipeline_model_parallel_size == 1:
+            raise ValueError(
+                f"virtual_pipeline_model_parallel_size is {self.virtual_pipeline_model_parallel_size}, must be 1 where "
+                "pipeline_model_parallel_size is 1: there is nothing to interleave with"
+            )
         experts = self.expert_model_parallel_size * self.tensor_model_parallel_size
         if self.ranks_of_a_stage % experts:
             raise ValueError(
@@ -99,7 +107,7 @@ class Layout:
         stages = range(self.pipeline_model_parallel_size)
         return tuple(stage * self.ranks_of_a_stage + rank for stage in stages for rank in first.values())
 
-    def check(self, architecture: Architecture, num_layers: int, seq_length: int) -> None:
+    def check(self, architecture: Architecture, num_layers: int, seq_length: int, num_microbatches: int) -> None:
         """Holds the layout against what it splits.
 
         Raises:
@@ -126,6 +134,25 @@ class Layout:
                 if what == "experts" and not architecture.is_moe:
                     rule = f"must be 1, since {architecture.name} is dense"
                 raise ValueError(f"{name} is {size}, {rule}: choose from {', '.join(divisors)}")
+        self._check_chunks(num_layers, num_microbatches)
+
+    def _check_chunks(self, num_layers: int, num_microbatches: int) -> None:
+        """By Megatron's rules (``TransformerConfig``, and ``forward_backward_pipelining_with_interleaving``)."""
+        stages, chunks = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
+        layers = {self.layers_of_stage(stage, num_layers) for stage in range(stages)}
+        uneven = [count for count in sorted(layers) if count % chunks]
+        if uneven:
+            common = math.gcd(*layers)
+            choices = [str(count) for count in range(1, common + 1) if common % count == 0]
+            raise ValueError(
+                f"virtual_pipeline_model_parallel_size is {chunks}, must divide the {uneven[0]} layers of a pipeline "
+                f"stage: choose from {', '.join(choices)}"
+            )
+        if chunks > 1 and num_microbatches % stages:
+            raise ValueError(
+                f"num_microbatches is {num_microbatches}, must be a multiple of the {stages} stages where they are "
+                f"interleaved: choose from {stages}, {2 * stages}, {3 * stages} and so on"
+            )
 
     def _stages_and_layers(self, num_layers: int) -> list[tuple[str, int, str, int]]:
         rest, stages = self._even(num_layers)
@@ -141,6 +168,6 @@ class Layout:
 
     def __str__(self) -> str:
         short = {"TP": self.tensor_model_parallel_size, "CP": self.context_parallel_size}
-        short |= {"PP": self.pipeline_model_parallel_size}
+        short |= {"PP": self.pipeline_model_parallel_size, "VP": self.virtual_pipeline_model_parallel_size}
         short |= {"EP": self.expert_model_parallel_size, "DP": self.data_parallel_size}
         return " ".join(f"{name}{size}" for name, size in short.items() if size > 1) or "one rank"

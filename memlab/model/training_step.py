@@ -28,7 +28,8 @@ def train_step(live: LiveModel, labels: Labels) -> float | None:
     Returns:
         The mean loss over the micro-batches; None on a pipeline stage that does not see it.
     """
-    live.chunk.zero_grad_buffer()
+    for chunk in live.chunks:
+        chunk.zero_grad_buffer()
     live.optimizer.zero_grad()
     with _phases(live, labels):
         loss = _run_schedule(live, forward_only=False)
@@ -50,13 +51,13 @@ def forward_only_step(live: LiveModel, labels: Labels, *, suspend_offload: bool)
     Returns:
         The mean loss over the micro-batches.
     """
-    live.chunk.eval()
+    _set_training(live, False)
     try:
         with _phases(live, labels), torch.no_grad(), offload_suspended(live) if suspend_offload else nullcontext():
             loss = _run_schedule(live, forward_only=True)
             zero_auxiliary_losses()
     finally:
-        live.chunk.train()
+        _set_training(live, True)
     return loss
 
 
@@ -79,12 +80,17 @@ def offload_suspended(live: LiveModel) -> Iterator[None]:
                 manager.enable_offload()
 
 
+def _set_training(live: LiveModel, mode: bool) -> None:
+    for chunk in live.chunks:
+        chunk.train(mode)
+
+
 def _run_schedule(live: LiveModel, *, forward_only: bool) -> float | None:
     scenario = live.scenario
     losses = live.forward_backward(
         forward_step_func=_forward_step,
-        data_iterator=_batches(scenario),
-        model=[live.chunk],
+        data_iterator=[_batches(scenario) for _ in live.chunks],
+        model=live.chunks,
         num_microbatches=scenario.num_microbatches,
         seq_length=scenario.seq_length,
         micro_batch_size=scenario.micro_batch_size,

@@ -100,7 +100,7 @@ def test_ranks_beyond_one_copy_are_data_parallel() -> None:
 def test_the_first_and_the_last_stage_may_have_other_numbers_of_layers() -> None:
     def layers(num_layers: int, **sizes: int) -> list[int]:
         layout = Layout(**sizes)
-        layout.check(QWEN, num_layers, 4096)
+        layout.check(QWEN, num_layers, 4096, 1)
         return [layout.layers_of_stage(stage, num_layers) for stage in range(layout.pipeline_model_parallel_size)]
 
     assert layers(12, pipeline_model_parallel_size=4) == [3, 3, 3, 3]

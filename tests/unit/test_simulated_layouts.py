@@ -38,6 +38,7 @@ def requested(record: StepRecord, category: str) -> int:
         ("phi-4-mini", {"tensor_model_parallel_size": 2}),
         ("phi-4-tiny", {"pipeline_model_parallel_size": 2}),
         ("phi-4-tiny", {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}),
+        ("phi-4-tiny", {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
         ("phi-4-tiny", {"data_parallel_size": 2}),
         ("qwen3-moe-tiny", {"tensor_model_parallel_size": 2}),
         ("qwen3-moe-tiny", {"expert_model_parallel_size": 2, "data_parallel_size": 2}),
