@@ -26,6 +26,8 @@ class Layout:
     """Chunks of layers that each stage has, each some way behind the last (interleaved 1F1B); 1 is plain 1F1B."""
     expert_model_parallel_size: int = 1
     """Ranks that share a layer's experts, out of those of one pipeline stage."""
+    expert_tensor_parallel_size: int | None = None
+    """Ranks that share each expert's matrices; None is as many as share the other layers'."""
     data_parallel_size: int = 1
     """Copies of the model, each with its own batch; the optimizer's state is spread over them."""
     num_layers_in_first_pipeline_stage: int | None = None
@@ -47,12 +49,15 @@ class Layout:
                 f"virtual_pipeline_model_parallel_size is {self.virtual_pipeline_model_parallel_size}, must be 1 where "
                 "pipeline_model_parallel_size is 1: there is nothing to interleave with"
             )
-        experts = self.expert_model_parallel_size * self.tensor_model_parallel_size
-        if self.ranks_of_a_stage % experts:
+        tensor, experts = self.expert_tensor_size, self.expert_model_parallel_size
+        if self.ranks_of_a_stage % (tensor * experts):
+            sizes = [
+                size for size in range(1, self.ranks_of_a_stage + 1) if self.ranks_of_a_stage % (tensor * size) == 0
+            ]
+            choices = ", ".join(str(size) for size in sizes) or "none, and change expert_tensor_parallel_size"
             raise ValueError(
-                f"expert_model_parallel_size is {self.expert_model_parallel_size}, must divide data_parallel_size x "
-                f"context_parallel_size, {self.ranks_of_a_stage // self.tensor_model_parallel_size}: experts are "
-                "spread over ranks that see different tokens, give another size"
+                f"expert_model_parallel_size {experts} x expert_tensor_parallel_size {tensor} is {experts * tensor}, "
+                f"must divide the {self.ranks_of_a_stage} ranks of a pipeline stage: for the first choose from {choices}"
             )
         if not isinstance(self.rank, int) or isinstance(self.rank, bool) or not 0 <= self.rank < self.world_size:
             raise ValueError(
@@ -69,6 +74,11 @@ class Layout:
     def ranks_of_a_stage(self) -> int:
         """Ranks that have the same layers, or parts of them."""
         return self.tensor_model_parallel_size * self.context_parallel_size * self.data_parallel_size
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Ranks that share each expert's matrices."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
     def sequence_parallel(self) -> bool:
@@ -100,9 +110,8 @@ class Layout:
         first: dict[tuple[int, int], int] = {}
         for rank in range(self.ranks_of_a_stage):
             # Megatron's orders of a stage's ranks: tensor, context, data; of its experts' ranks: tensor, expert, data.
-            outside_tensor = rank // self.tensor_model_parallel_size
-            chunks = outside_tensor % self.context_parallel_size
-            experts = outside_tensor % self.expert_model_parallel_size if by_expert else 0
+            chunks = rank // self.tensor_model_parallel_size % self.context_parallel_size
+            experts = rank // self.expert_tensor_size % self.expert_model_parallel_size if by_expert else 0
             first.setdefault((chunks, experts), rank)
         stages = range(self.pipeline_model_parallel_size)
         return tuple(stage * self.ranks_of_a_stage + rank for stage in stages for rank in first.values())
@@ -114,7 +123,12 @@ class Layout:
             ValueError: If something does not divide.
         """
         tensor, context = self.tensor_model_parallel_size, self.context_parallel_size
-        experts = architecture.num_moe_experts
+        experts, columns = architecture.num_moe_experts, architecture.moe_ffn_hidden_size or 1
+        if not architecture.is_moe and self.expert_tensor_parallel_size is not None:
+            raise ValueError(
+                f"expert_tensor_parallel_size is {self.expert_tensor_parallel_size}, and {architecture.name} is dense: "
+                "leave it out"
+            )
         if context > 1 and seq_length % (2 * context):
             choices = [str(size) for size in range(1, 65) if size == 1 or seq_length % (2 * size) == 0]
             raise ValueError(
@@ -127,6 +141,7 @@ class Layout:
             ("tensor_model_parallel_size", tensor, "tokens of a sequence", seq_length // context),
             *self._stages_and_layers(num_layers),
             ("expert_model_parallel_size", self.expert_model_parallel_size, "experts", experts or 1),
+            ("expert_tensor_parallel_size", self.expert_tensor_size if experts else 1, "columns of an expert", columns),
         ):
             if amount % size:
                 divisors = [str(count) for count in range(1, min(amount, 64) + 1) if amount % count == 0]
@@ -169,5 +184,6 @@ class Layout:
     def __str__(self) -> str:
         short = {"TP": self.tensor_model_parallel_size, "CP": self.context_parallel_size}
         short |= {"PP": self.pipeline_model_parallel_size, "VP": self.virtual_pipeline_model_parallel_size}
-        short |= {"EP": self.expert_model_parallel_size, "DP": self.data_parallel_size}
-        return " ".join(f"{name}{size}" for name, size in short.items() if size > 1) or "one rank"
+        short |= {"EP": self.expert_model_parallel_size, "ETP": self.expert_tensor_size, "DP": self.data_parallel_size}
+        usual = {"ETP": self.tensor_model_parallel_size}
+        return " ".join(f"{name}{size}" for name, size in short.items() if size != usual.get(name, 1)) or "one rank"

@@ -55,7 +55,14 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     workload.add_argument("--seed", type=whole_number, metavar="N", help="of weights and data (1234)")
     workload.add_argument("--dtype", metavar=_choices(DTYPES), help="of parameters and activations (bf16)")
     layout = parser.add_argument_group("layout, of a job that torchrun starts: what is left over is data parallel")
-    for name in ("tensor-model", "context", "pipeline-model", "virtual-pipeline-model", "expert-model"):
+    for name in (
+        "tensor-model",
+        "context",
+        "pipeline-model",
+        "virtual-pipeline-model",
+        "expert-model",
+        "expert-tensor",
+    ):
         layout.add_argument(f"--{name}-parallel-size", type=whole_number, metavar="N")
     for place in ("first", "last"):
         layout.add_argument(

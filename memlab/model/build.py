@@ -206,6 +206,7 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
         num_layers_in_first_pipeline_stage=scenario.layout.num_layers_in_first_pipeline_stage,
         num_layers_in_last_pipeline_stage=scenario.layout.num_layers_in_last_pipeline_stage,
         expert_model_parallel_size=scenario.layout.expert_model_parallel_size,
+        expert_tensor_parallel_size=scenario.layout.expert_tensor_size,
         sequence_parallel=scenario.layout.sequence_parallel,
         hidden_size=architecture.hidden_size,
         ffn_hidden_size=architecture.ffn_hidden_size,
@@ -290,6 +291,7 @@ def _initialize(seed: int, layout: Layout) -> None:
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=_interleaved(layout),
         expert_model_parallel_size=layout.expert_model_parallel_size,
+        expert_tensor_parallel_size=layout.expert_tensor_size,
         create_gloo_process_groups=False,
     )
     torch.manual_seed(seed)

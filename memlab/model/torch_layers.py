@@ -189,7 +189,7 @@ def _part(way: str | None, rows: int, columns: int, ranks: int) -> tuple[int, in
 
 def expert_part(way: str, rows: int, columns: int, config: TransformerConfig) -> tuple[int, int]:
     """Returns the shape of this rank's part of an expert's weight."""
-    return _part(way, rows, columns, config.expert_tensor_parallel_size or 1)
+    return _part(way, rows, columns, config.expert_tensor_parallel_size)
 
 
 def _norm_weight(size: int, *, config: TransformerConfig) -> torch.nn.Parameter:

@@ -65,6 +65,53 @@ def test_the_ranks_have_the_whole_model_together(architecture: str, sizes: dict[
         assert requested(whole, "parameters") < parameters < copies * requested(whole, "parameters")
 
 
+def weights_of_experts(record: StepRecord) -> int:
+    """Returns the bytes of a rank's parts of all experts' weights, by the architecture's shapes."""
+    layout, architecture = record.scenario.layout, record.scenario.architecture
+    assert architecture.num_moe_experts is not None
+    local = architecture.num_moe_experts // layout.expert_model_parallel_size
+    columns = architecture.moe_ffn_hidden_size // layout.expert_tensor_size
+    return record.scenario.num_layers * local * 3 * architecture.hidden_size * columns * 2
+
+
+@pytest.mark.parametrize(
+    ("tensor", "experts", "expert_tensor"), [(2, 1, None), (2, 1, 1), (2, 2, 1), (2, 2, 2), (1, 2, 2), (2, 1, 4)]
+)
+def test_experts_are_split_by_sizes_of_their_own(tensor: int, experts: int, expert_tensor: int | None) -> None:
+    """Beside them every rank of a layout has the same; with experts apart, each rank has one part of their state."""
+    sizes = {"tensor_model_parallel_size": tensor, "data_parallel_size": 4 // tensor}
+    plain = step("qwen3-moe-tiny", **sizes)
+    split = {"expert_model_parallel_size": experts, "expert_tensor_parallel_size": expert_tensor}
+    record = step("qwen3-moe-tiny", **sizes, **{name: size for name, size in split.items() if size is not None})
+    others = requested(plain, "parameters") - weights_of_experts(plain)
+    assert requested(record, "parameters") == pytest.approx(others + weights_of_experts(record), abs=16384)
+    assert requested(record, "gradients") == pytest.approx(2 * (others + weights_of_experts(record)), abs=32768)
+    if experts > 1:
+        copies = 4 // (experts * record.scenario.layout.expert_tensor_size)
+        of_others = others / record.scenario.layout.data_parallel_size
+        state = 6 * (of_others + weights_of_experts(record) / copies)
+        assert requested(record, "optimizer state") == pytest.approx(state, rel=0.02)
+
+
+def test_rows_are_gathered_over_the_ranks_that_share_an_expert() -> None:
+    alone = step("qwen3-moe-tiny", data_parallel_size=2)
+    shared = step("qwen3-moe-tiny", data_parallel_size=2, expert_tensor_parallel_size=2)
+    # Twice the rows, half of each row's features.
+    assert expert_rows(shared) == expert_rows(alone)
+    rows = 64 * shared.scenario.architecture.moe_router_topk
+    gathered = 2 * rows * shared.scenario.architecture.hidden_size * 2
+    assert made_by_dispatcher(shared) - made_by_dispatcher(alone) >= gathered
+
+
+def made_by_dispatcher(record: StepRecord) -> int:
+    """Bytes that the first MoE layer made outside its inner modules, in forward."""
+    assert record.timeline is not None
+    timeline = record.timeline
+    code = timeline.modules.index("decoder.layers.0.mlp")
+    made = (timeline.module == code) & (timeline.phase == 1) & (timeline.delta_bytes > 0)
+    return int(timeline.delta_bytes[made & (timeline.pool == POOLS.index("device"))].sum())
+
+
 def expert_rows(record: StepRecord) -> int:
     """Bytes that the experts' first linear made in the first layer, in forward."""
     assert record.timeline is not None
