@@ -56,7 +56,7 @@ def test_ranks_of_a_kind_are_looked_at_once() -> None:
         ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size is 0, must be a whole number of at least 1"),
         (
             {"expert_model_parallel_size": 4, "data_parallel_size": 6},
-            "must divide the 6 ranks of a pipeline stage: for the first choose from 1, 2, 3, 6",
+            "must divide the 6 ranks of a stage: for the first choose from 1, 2, 3, 6",
         ),
         (
             {"expert_tensor_parallel_size": 4, "tensor_model_parallel_size": 2, "data_parallel_size": 3},
