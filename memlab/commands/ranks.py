@@ -44,7 +44,7 @@ def layout_of_the_job(arguments: argparse.Namespace, num_ranks: int, number: int
     splits = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
     tensor, context, pipeline = (sizes.get(name, 1) for name in splits)
     per_copy = tensor * context * pipeline
-    if per_copy > 0 and num_ranks % per_copy:
+    if per_copy > 0 and (num_ranks < 1 or num_ranks % per_copy):
         raise ValueError(
             f"the job has {num_ranks} ranks, must be a multiple of {per_copy} (tensor {tensor} x context {context} x "
             f"pipeline {pipeline}): take {per_copy} (torchrun --nproc-per-node, or --world-size of a prediction), or "

@@ -74,7 +74,7 @@ def test_real_values_are_computed() -> None:
 def test_what_does_not_fit_is_refused_each_time() -> None:
     with KnownResults():
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="size"):
+            with pytest.raises(RuntimeError, match="broadcast"):
                 fake(4, 3) + fake(4, 2)
             with pytest.raises(RuntimeError):
                 fake(3).add_(fake(4, 3))
