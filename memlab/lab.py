@@ -326,7 +326,7 @@ class Lab(Instruments):
     def _check(self, settings: MemorySettings) -> None:
         if not isinstance(settings, MemorySettings):
             raise ValueError(f"settings are {settings!r}, must be MemorySettings(...): name its fields")
-        settings.check(self.scenario.architecture, self.scenario.num_layers)
+        settings.check(self.scenario.architecture, *self.scenario.layers_of_chunks)
 
     def _on_worker(self, job: Callable[[], _Result]) -> Future[_Result]:
         return self._worker.submit(job)

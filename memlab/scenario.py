@@ -57,7 +57,7 @@ class Scenario:
             raise ValueError(f"seed is {self.seed}, must be below 2**63: give a smaller one")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}, must be one of {', '.join(DTYPES)}: choose one of them")
-        self.layout.check(self.architecture, self.num_layers, self.seq_length)
+        self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
         self._check_experts()
 
     def _check_experts(self) -> None:
@@ -77,6 +77,13 @@ class Scenario:
     def tokens_per_step(self) -> int:
         """Tokens that one step trains on, over all copies of the model."""
         return self.seq_length * self.micro_batch_size * self.num_microbatches * self.layout.data_parallel_size
+
+    @property
+    def layers_of_chunks(self) -> tuple[int, ...]:
+        """Layers of each model chunk of the job: all in one without pipeline stages."""
+        stages, chunks = self.layout.pipeline_model_parallel_size, self.layout.virtual_pipeline_model_parallel_size
+        counts = [self.layout.layers_of_stage(stage, self.num_layers) // chunks for stage in range(stages)]
+        return tuple(count for count in counts for _ in range(chunks))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the scenario as JSON-ready values; architecture, layout and routing as their own objects."""

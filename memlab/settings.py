@@ -8,6 +8,7 @@ here, in one line; a setting that Megatron takes and that does nothing on a mode
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
@@ -141,27 +142,29 @@ class MemorySettings:
         whole = self.recompute_granularity == "full" or "moe" in (self.recompute_modules or ())
         return architecture.is_moe and whole
 
-    def check(self, architecture: Architecture, num_layers: int) -> None:
+    def check(self, architecture: Architecture, *layers: int) -> None:
         """Holds the settings against a model.
 
         Args:
             architecture: The model's architecture.
-            num_layers: Transformer layers that the model really has.
+            layers: Transformer layers of each model chunk of the job; of a model in one piece, all that it really has.
 
         Raises:
             ValueError: If a module exists only in MoE layers and the model is dense, or if more layers are to be
                 recomputed than the model has.
         """
+        num_layers = max(layers)
         if self.recompute_num_layers is not None and self.recompute_num_layers > num_layers:
             raise ValueError(
-                f"recompute_num_layers is {self.recompute_num_layers}, but the model has {num_layers} layers: "
+                f"recompute_num_layers is {self.recompute_num_layers}, but {_whole(layers)} has {num_layers} layers: "
                 f"give a number from 1 to {num_layers}"
             )
         # transformer_block.py walks uniform groups of this size and reads past the last layer (0.16.1).
+        num_layers, counts = math.gcd(*layers), " or ".join(str(count) for count in sorted(set(layers)))
         if self.recompute_method == "uniform" and num_layers % (self.recompute_num_layers or 1):
             divisors = [str(count) for count in range(1, num_layers + 1) if num_layers % count == 0]
             raise ValueError(
-                f"recompute_num_layers is {self.recompute_num_layers}, but the model's {num_layers} layers do not "
+                f"recompute_num_layers is {self.recompute_num_layers}, but {_whole(layers)}'s {counts} layers do not "
                 f"divide into groups of that size: choose from {', '.join(divisors)}"
             )
         if architecture.is_moe:
@@ -288,3 +291,7 @@ def _modules(name: str, value: object, choices: tuple[str, ...]) -> tuple[str, .
     if unknown:
         raise ValueError(f"{name} has {unknown}, which Megatron does not know: choose from {', '.join(choices)}")
     return tuple(module for module in choices if module in given)
+
+
+def _whole(layers: tuple[int, ...]) -> str:
+    return "the model" if len(layers) == 1 else "a model chunk"

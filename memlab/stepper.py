@@ -76,7 +76,7 @@ class Stepper:
     def build(self) -> None:
         """Builds the model."""
         self.live = build(self.scenario, self._backend.layer_provider, self._backend.distributed_backend)
-        self.labels.attach(self.live.chunk.module)
+        self.labels.attach(self.live.named_modules())
         self.residency = Residency(self.live)
         with self.labels.category("workspace"):
             self._backend.fill_workspaces(self.scenario.architecture.is_moe)

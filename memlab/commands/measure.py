@@ -56,9 +56,15 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     workload.add_argument("--seed", type=whole_number, metavar="N", help="of weights and data (1234)")
     workload.add_argument("--dtype", metavar=_choices(DTYPES), help="of parameters and activations (bf16)")
     layout = parser.add_argument_group("layout, of a job that torchrun starts: what is left over is data parallel")
-    layout.add_argument("--tensor-model-parallel-size", type=whole_number, default=1, metavar="N")
-    layout.add_argument("--pipeline-model-parallel-size", type=whole_number, default=1, metavar="N")
-    layout.add_argument("--expert-model-parallel-size", type=whole_number, default=1, metavar="N")
+    for name in (
+        "tensor-model",
+        "context",
+        "pipeline-model",
+        "virtual-pipeline-model",
+        "expert-model",
+        "expert-tensor",
+    ):
+        layout.add_argument(f"--{name}-parallel-size", type=whole_number, metavar="N")
     for place in ("first", "last"):
         layout.add_argument(
             f"--num-layers-in-{place}-pipeline-stage", type=whole_number, metavar="N", help="if not as in the others"
@@ -119,7 +125,7 @@ def checked_step(arguments: argparse.Namespace, layout: Layout) -> tuple[dict[st
     workload = _given(arguments, Scenario) | {"layout": layout}
     scenario = Scenario(**workload)
     settings = MemorySettings(**_given(arguments, MemorySettings))
-    settings.check(scenario.architecture, scenario.num_layers)
+    settings.check(scenario.architecture, *scenario.layers_of_chunks)
     return workload, settings
 
 

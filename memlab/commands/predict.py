@@ -22,6 +22,7 @@ from memlab.commands.ranks import layout_of_the_job, ranks_json, ranks_table
 from memlab.diagnosis import worst
 from memlab.fitting.fit import Fit, judge_fit
 from memlab.layout import Layout
+from memlab.outside_torch import estimate_outside_torch
 from memlab.record import StepRecord
 from memlab.scenario import Scenario
 from memlab.search import stepping
@@ -102,7 +103,8 @@ def _written(records: list[StepRecord], fit: Fit | None, *, as_json: bool) -> st
     from memlab.views.tables import record_table
 
     table = record_table(records[0]) if len(records) == 1 else ranks_table(records)
-    return "\n".join([table, *([] if fit is None else ["", str(fit), *_alternatives(fit)])])
+    outside = estimate_outside_torch(records[0].scenario.layout)
+    return "\n".join([table, "", str(outside), *([] if fit is None else ["", str(fit), *_alternatives(fit)])])
 
 
 def _alternatives(fit: Fit) -> list[str]:

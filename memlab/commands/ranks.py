@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +40,18 @@ def layout_of_the_job(arguments: argparse.Namespace, num_ranks: int, number: int
     Raises:
         ValueError: If a size breaks its rule, or the ranks do not divide.
     """
-    tensor, pipeline = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
-    per_copy = tensor * pipeline
-    if per_copy > 0 and num_ranks % per_copy:
+    given = {field.name: getattr(arguments, field.name, None) for field in fields(Layout)}
+    sizes = {name: size for name, size in given.items() if size is not None and name != "rank"}
+    splits = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+    tensor, context, pipeline = (sizes.get(name, 1) for name in splits)
+    per_copy = tensor * context * pipeline
+    if per_copy > 0 and (num_ranks < 1 or num_ranks % per_copy):
         raise ValueError(
-            f"the job has {num_ranks} ranks, must be a multiple of {per_copy} (tensor {tensor} x pipeline {pipeline}): "
-            f"take {per_copy} (torchrun --nproc-per-node, or --world-size of a prediction), or change a size"
+            f"the job has {num_ranks} ranks, must be a multiple of {per_copy} (tensor {tensor} x context {context} x "
+            f"pipeline {pipeline}): take {per_copy} (torchrun --nproc-per-node, or --world-size of a prediction), or "
+            "change a size"
         )
-    return Layout(
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=pipeline,
-        expert_model_parallel_size=arguments.expert_model_parallel_size,
-        data_parallel_size=max(1, num_ranks // max(1, per_copy)),
-        num_layers_in_first_pipeline_stage=arguments.num_layers_in_first_pipeline_stage,
-        num_layers_in_last_pipeline_stage=arguments.num_layers_in_last_pipeline_stage,
-        rank=number,
-    )
+    return Layout(**sizes, data_parallel_size=max(1, num_ranks // max(1, per_copy)), rank=number)
 
 
 @contextmanager

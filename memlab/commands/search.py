@@ -12,7 +12,7 @@ from memlab.commands.output import result_alone_on_stdout
 from memlab.commands.predict import add_job_arguments, memory_size
 from memlab.commands.ranks import layout_of_the_job
 from memlab.fitting.front import Search, default_resolution_bytes
-from memlab.fitting.verdict import USUAL_OUTSIDE_BYTES
+from memlab.outside_torch import estimate_outside_torch
 from memlab.scenario import Scenario
 from memlab.search import search_simulated
 from memlab.units import format_bytes
@@ -41,11 +41,12 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     layout = layout_of_the_job(arguments, arguments.world_size, arguments.rank)
     workload, base = checked_step(arguments, layout)
     scenario = Scenario(**workload)
-    room_bytes = arguments.gpu_memory - USUAL_OUTSIDE_BYTES
+    outside_torch_bytes = estimate_outside_torch(layout).total_bytes
+    room_bytes = arguments.gpu_memory - outside_torch_bytes
     if room_bytes < 1:
         raise ValueError(
-            f"--gpu-memory is {format_bytes(arguments.gpu_memory)}, must be above the "
-            f"{format_bytes(USUAL_OUTSIDE_BYTES)} that are held outside torch: give a larger GPU"
+            f"--gpu-memory is {format_bytes(arguments.gpu_memory)}, must be above "
+            f"about {format_bytes(outside_torch_bytes)} that are held outside torch: give a larger GPU"
         )
     if arguments.max_steps is not None and arguments.max_steps < 1:
         raise ValueError(f"--max-steps is {arguments.max_steps}, must be at least 1: give a larger number")
@@ -58,7 +59,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
                 scenario,
                 base,
                 room_bytes,
-                outside_torch_bytes=USUAL_OUTSIDE_BYTES,
+                outside_torch_bytes=outside_torch_bytes,
                 resolution_bytes=resolution_bytes,
                 max_steps=arguments.max_steps,
             )

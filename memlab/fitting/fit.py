@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from memlab.fitting.bounds import recomputed_operations
-from memlab.fitting.verdict import USUAL_OUTSIDE_BYTES
+from memlab.outside_torch import estimate_outside_torch
 from memlab.record import StepRecord
 from memlab.scenario import Scenario
 from memlab.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
@@ -40,7 +40,7 @@ class Fit:
 
     gpu_memory_bytes: int
     outside_torch_bytes: int
-    """Estimated, for the CUDA context, NCCL and libraries (`memlab.fitting.verdict.USUAL_OUTSIDE_BYTES`)."""
+    """Estimated, for the CUDA context, libraries and NCCL (`memlab.outside_torch`)."""
     peak_allocated_bytes: int
     fits: bool
     """Whether torch's allocator gets through the step with what is left, giving back what it caches where it must."""
@@ -77,7 +77,8 @@ def judge_fit(record: StepRecord, step: Step, gpu_memory_bytes: int) -> Fit:
         step: Takes another step of the same scenario.
         gpu_memory_bytes: Of the whole GPU.
     """
-    room = gpu_memory_bytes - USUAL_OUTSIDE_BYTES
+    outside_torch_bytes = estimate_outside_torch(record.scenario.layout).total_bytes
+    room = gpu_memory_bytes - outside_torch_bytes
     fits_now = fits(record, step, room)
     is_hopeless = record.static_bytes - record.residual_bytes > room  # no setting frees what every step needs
     alternatives = (
@@ -96,7 +97,7 @@ def judge_fit(record: StepRecord, step: Step, gpu_memory_bytes: int) -> Fit:
     )
     return Fit(
         gpu_memory_bytes=gpu_memory_bytes,
-        outside_torch_bytes=USUAL_OUTSIDE_BYTES,
+        outside_torch_bytes=outside_torch_bytes,
         peak_allocated_bytes=record.peak_allocated_bytes,
         fits=fits_now,
         alternatives=tuple(sorted(alternatives, key=lambda one: (one.recomputed_operations, one.moved_bytes))),
@@ -136,7 +137,7 @@ def _one_thing_more(settings: MemorySettings, scenario: Scenario) -> Iterator[Me
     for values in wanted:
         try:
             choice = replace(settings, **values)
-            choice.check(scenario.architecture, scenario.num_layers)
+            choice.check(scenario.architecture, *scenario.layers_of_chunks)
         except ValueError:
             continue  # a rule of the settings: this is no choice
         if not choice.without_effect(scenario.architecture).keys() - before:

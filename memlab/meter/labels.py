@@ -6,7 +6,7 @@ backward, from the autograd nodes that a module's forward made: no stack is ever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -41,7 +41,7 @@ class Labels:
         self.on_change: Callable[[], None] | None = None
         """Called after every change of phase, module, span or recomputation, on the thread that made it."""
         self._codes: dict[str, int] = {"": 0}
-        self._model: torch.nn.Module | None = None
+        self._followed: list[tuple[str, torch.nn.Module]] = []
         self._hooks: list[RemovableHandle] = []
 
     @property
@@ -110,10 +110,10 @@ class Labels:
             self.modules.append(module_name)
         return code
 
-    def attach(self, model: torch.nn.Module) -> None:
-        """Follows the modules of a model by hooks; the model itself is called ``gpt_model``."""
-        self._model = model
-        for name, module in model.named_modules():
+    def attach(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
+        """Follows a model's modules by hooks, under their names; the model itself, without one, is ``gpt_model``."""
+        self._followed = list(modules)
+        for name, module in self._followed:
             follower = _ModuleFollower(self, self.code(name or "gpt_model"))
             self._hooks.append(module.register_forward_pre_hook(follower.enter))
             self._hooks.append(module.register_forward_hook(follower.leave, always_call=True))
@@ -127,13 +127,12 @@ class Labels:
         try:
             yield
         finally:
-            if self._model is not None:
-                self.attach(self._model)
+            self.attach(self._followed)
 
     def release(self) -> None:
         """Lets go of the model."""
         self._hooks.clear()
-        self._model = None
+        self._followed.clear()
 
 
 class _ModuleFollower:

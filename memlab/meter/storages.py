@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from memlab.meter.labels import Labels
 from memlab.meter.lives import Event, Life, timeline_of
@@ -171,9 +170,8 @@ class StorageMeter:
             return _HOST
         if self._labels.fused_depth:
             return _ON_CHIP
-        inputs = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
-        lives = [self.life_of(tensor) for tensor in inputs]
-        if inputs and all(life is not None and life.pool == _HOST for life in lives):
+        lives = [self.life_of(tensor) for tensor in _tensors_in(arguments)]
+        if lives and all(life is not None and life.pool == _HOST for life in lives):
             return _HOST
         return _DEVICE
 
@@ -277,6 +275,14 @@ class StorageMeter:
                 self._num_device_events += 1
                 if self._on_device_event is not None:
                     self._on_device_event(self._num_device_events)
+
+
+def _tensors_in(arguments: Any) -> Iterator[torch.Tensor]:
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, (tuple, list)):
+            yield from _tensors_in(argument)
 
 
 class _ObserveResults(TorchDispatchMode):

@@ -7,7 +7,8 @@ The same code serves every backend; a backend gives the layer provider. Written 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -31,6 +32,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # still allocates and updates everything that it does at any other rate.
 LEARNING_RATE = 0.0
 
+_LAYER = re.compile(r"(decoder\.layers\.)(\d+)(.*)")
+
 
 @dataclass(slots=True, eq=False)
 class LiveModel:
@@ -38,12 +41,50 @@ class LiveModel:
 
     scenario: Scenario
     config: TransformerConfig
-    chunk: Any
-    """The DistributedDataParallel model chunk; ``chunk.module`` is the GPTModel."""
+    chunks: list[Any]
+    """DistributedDataParallel model chunks, in the model's order; several where pipeline stages are interleaved."""
     optimizer: Any
     """Megatron's (chained) distributed optimizer."""
     forward_backward: Callable[..., Any]
     """Megatron's schedule for this pipeline layout."""
+
+    @property
+    def chunk(self) -> Any:
+        """The one chunk of a rank whose stages are not interleaved; ``chunk.module`` is the GPTModel."""
+        (chunk,) = self.chunks
+        return chunk
+
+    @property
+    def layers(self) -> list[Any]:
+        """The transformer layers of all chunks."""
+        return [layer for chunk in self.chunks for layer in chunk.module.decoder.layers]
+
+    def modules(self) -> Iterator[Any]:
+        """Yields every module of every chunk."""
+        for chunk in self.chunks:
+            yield from chunk.modules()
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Yields every parameter of every chunk."""
+        for chunk in self.chunks:
+            yield from chunk.parameters()
+
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Yields the modules of every GPTModel by name; layers are numbered through, as `layers` are."""
+        first = 0
+        for chunk in self.chunks:
+            for name, module in chunk.module.named_modules():
+                layer = _LAYER.match(name)
+                yield (f"{layer[1]}{first + int(layer[2])}{layer[3]}" if layer else name), module
+            first += len(chunk.module.decoder.layers)
+
+    def buffers(self) -> Iterator[tuple[str, Any]]:
+        """Yields DDP's buffers of parameters and gradients, each with the name of the attribute that has it."""
+        # Experts have buffers of their own where they are spread over ranks; forgetting them was verl #1766.
+        for name in ("buffers", "expert_parallel_buffers"):
+            for chunk in self.chunks:
+                for buffer in getattr(chunk, name):
+                    yield name, buffer
 
 
 def build(
@@ -63,12 +104,14 @@ def build(
     join_process_group(distributed_backend, scenario.seed, scenario.layout)
     config = transformer_config(scenario, settings or MemorySettings())
     config.memlab_routing = scenario.routing
-    model = gpt_model(scenario, config, provider)
-    if scenario.expert_buffers:
-        _spread_experts(model)
-    chunk = DistributedDataParallel(
-        config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True), model
-    )
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    chunks = []
+    for number in range(scenario.layout.virtual_pipeline_model_parallel_size):
+        model = gpt_model(scenario, config, provider, number)
+        if scenario.expert_buffers:
+            _spread_experts(model)
+        # One bucket for each chunk but the first, as Megatron-LM's `get_model` does (megatron/training/training.py).
+        chunks.append(DistributedDataParallel(config, ddp_config, model, disable_bucketing=number > 0))
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -78,11 +121,11 @@ def build(
             params_dtype=_DTYPES[scenario.dtype],
             use_distributed_optimizer=True,
         ),
-        [chunk],
+        chunks,
         use_gloo_process_groups=False,
     )
     _fuse_adam(optimizer)
-    return LiveModel(scenario, config, chunk, optimizer, get_forward_backward_func())
+    return LiveModel(scenario, config, chunks, optimizer, get_forward_backward_func())
 
 
 def _spread_experts(model: GPTModel) -> None:
@@ -101,8 +144,8 @@ def _fuse_adam(optimizer: Any) -> None:
                 group["fused"], group["foreach"] = True, False
 
 
-def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type) -> GPTModel:
-    """Builds Megatron's GPTModel with the layers of a provider."""
+def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chunk: int = 0) -> GPTModel:
+    """Builds Megatron's GPTModel with the layers of a provider: one of the chunks of this rank's pipeline stage."""
     architecture = scenario.architecture
     # The spec is Transformer Engine's own; only the classes in it are the provider's.
     with patch.object(gpt_layer_specs, "TESpecProvider", provider, create=True):
@@ -111,7 +154,10 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type) -> 
             moe_grouped_gemm=architecture.is_moe,
             qk_layernorm=architecture.qk_layernorm,
         )
-    num_layers = scenario.layout.layers_of_stage(parallel_state.get_pipeline_model_parallel_rank(), scenario.num_layers)
+    layout, stage = scenario.layout, parallel_state.get_pipeline_model_parallel_rank()
+    num_layers = layout.layers_of_stage(stage, scenario.num_layers) // layout.virtual_pipeline_model_parallel_size
+    # Stages have numbers of chunks only where they are interleaved.
+    place: dict[str, Any] = {"vp_stage": chunk if config.virtual_pipeline_model_parallel_size else None}
     block = gpt_layer_specs.TransformerBlockSubmodules(
         layer_specs=[spec] * num_layers, layer_norm=provider().layer_norm(rms_norm=True)
     )
@@ -124,8 +170,9 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type) -> 
         rotary_base=int(architecture.rotary_base),
         rotary_percent=architecture.rotary_percent,
         share_embeddings_and_output_weights=architecture.share_embeddings_and_output_weights,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
+        **place,
     )
 
 
@@ -150,10 +197,16 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
     return TransformerConfig(
         num_layers=scenario.num_layers,
         tensor_model_parallel_size=scenario.layout.tensor_model_parallel_size,
+        context_parallel_size=scenario.layout.context_parallel_size,
         pipeline_model_parallel_size=scenario.layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=_interleaved(scenario.layout),
+        # Two stages would exchange several tensors with each other in one batch (megatron/training/arguments.py).
+        overlap_p2p_comm=_interleaved(scenario.layout) is not None,
+        batch_p2p_comm=_interleaved(scenario.layout) is None,
         num_layers_in_first_pipeline_stage=scenario.layout.num_layers_in_first_pipeline_stage,
         num_layers_in_last_pipeline_stage=scenario.layout.num_layers_in_last_pipeline_stage,
         expert_model_parallel_size=scenario.layout.expert_model_parallel_size,
+        expert_tensor_parallel_size=scenario.layout.expert_tensor_size,
         sequence_parallel=scenario.layout.sequence_parallel,
         hidden_size=architecture.hidden_size,
         ffn_hidden_size=architecture.ffn_hidden_size,
@@ -225,11 +278,20 @@ def join_process_group(distributed_backend: str, seed: int, layout: Layout) -> N
     _initialize(seed, layout)
 
 
+def _interleaved(layout: Layout) -> int | None:
+    """Returns the chunks of a pipeline stage as Megatron wants them: None where stages are not interleaved."""
+    chunks = layout.virtual_pipeline_model_parallel_size
+    return chunks if chunks > 1 else None
+
+
 def _initialize(seed: int, layout: Layout) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=_interleaved(layout),
         expert_model_parallel_size=layout.expert_model_parallel_size,
+        expert_tensor_parallel_size=layout.expert_tensor_size,
         create_gloo_process_groups=False,
     )
     torch.manual_seed(seed)

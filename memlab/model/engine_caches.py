@@ -1,7 +1,7 @@
 """What Transformer Engine and cuBLAS keep on the device for the whole process, and how they let go of it.
 
-Read in Transformer Engine 2.12.0: ``cpp_extensions/gemm.py``, ``module/base.py`` and
-``attention/dot_product_attention/utils.py`` of ``transformer_engine/pytorch``. Nothing where it was not loaded.
+Read in ``transformer_engine/pytorch``, 2.12.0: ``cpp_extensions/gemm.py``, ``module/base.py``, and ``utils.py`` and
+``context_parallel.py`` of ``attention/dot_product_attention``. Nothing where it was not loaded.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ def caches() -> Iterator[tuple[str, Any, Callable[[], object]]]:
     attention = sys.modules.get(f"{_PACKAGE}.attention.dot_product_attention.utils")
     if attention is not None:
         yield "Transformer Engine's sequence lengths", attention._cu_seqlens_cache, attention._cu_seqlens_cache.clear
+    ring = sys.modules.get(f"{_PACKAGE}.attention.dot_product_attention.context_parallel")
+    if ring is not None:
+        lengths = ring._cu_seqlens_info_with_cp_cache
+        yield "Transformer Engine's sequence lengths under context parallelism", lengths, lengths.clear
     if _stand_ins:
         yield "what stands in for cuBLAS workspaces", _stand_ins, _stand_ins.clear
 

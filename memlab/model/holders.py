@@ -29,7 +29,7 @@ def workspace(live: LiveModel) -> Iterator[torch.Tensor]:
     A tensor that is alive after a step and neither here nor in `Residency.tensors` is held by something that should
     have let go of it.
     """
-    for module in live.chunk.modules():
+    for module in live.modules():
         yield from _tensors_in(module._buffers)
         yield from _tensors_in(vars(module))
         dispatcher = getattr(module, "token_dispatcher", None)
@@ -59,9 +59,10 @@ def release(live: LiveModel) -> None:
         part.optimizer.param_groups.clear()
         vars(part).clear()
     vars(live.optimizer).clear()
-    for module in list(live.chunk.modules()):
+    for module in list(live.modules()):
         vars(module).clear()
-    live.chunk = live.optimizer = live.config = None
+    live.chunks.clear()
+    live.optimizer = live.config = None
     forget()
 
 

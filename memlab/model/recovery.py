@@ -33,7 +33,7 @@ def recover(live: LiveModel, settings: MemorySettings, error: BaseException) -> 
         for state in part.optimizer.state.values():
             if not {"exp_avg", "exp_avg_sq"} <= state.keys():
                 state.clear()
-    for module in live.chunk.modules():
+    for module in live.modules():
         forget_pending_offload(module)
     drop_graphs(live)
     _empty_offload_groups(live)
@@ -51,6 +51,6 @@ def _empty_offload_groups(live: LiveModel) -> None:
     for chunk in PipelineOffloadManager.get_instance()._cached_chunks_forward:
         for group in chunk.offload_groups:
             group._tensors.clear()
-    for module in live.chunk.modules():
+    for module in live.modules():
         if "mlp_norm_manager" in vars(module):
             module.mlp_norm_manager = None

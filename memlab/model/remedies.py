@@ -26,7 +26,7 @@ from memlab.model.build import LiveModel
 
 def set_detach(live: LiveModel, detach: bool) -> None:
     """Lets every MoE dispatcher of the model keep its probabilities detached, or as Megatron does."""
-    for module in live.chunk.modules():
+    for module in live.modules():
         dispatcher = getattr(module, "token_dispatcher", None)
         if dispatcher is None:
             continue
@@ -76,7 +76,7 @@ class Tap:
     def __init__(self, live: LiveModel, layer: int) -> None:
         self._layer = layer
         self._kept: list[torch.Tensor] = []
-        self._handle = live.chunk.module.decoder.layers[layer].register_forward_hook(self._keep)
+        self._handle = live.layers[layer].register_forward_hook(self._keep)
 
     def _keep(self, _module: Any, _inputs: Any, output: Any) -> None:
         if not torch.is_grad_enabled():

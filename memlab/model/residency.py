@@ -163,9 +163,7 @@ class Residency:
         return groups
 
     def _buffers(self) -> Iterator[Any]:
-        # Experts have buffers of their own where they are spread over ranks; forgetting them was verl #1766.
-        yield from self._live.chunk.buffers
-        yield from self._live.chunk.expert_parallel_buffers
+        yield from (buffer for _, buffer in self._live.buffers())
 
     def _parameters(self) -> list[torch.Tensor]:
         return [buffer.param_data for buffer in self._buffers() if buffer.param_data is not None]

@@ -61,14 +61,14 @@ class ExpertBuffersForgotten(Residency):
 
     def __init__(self, live: LiveModel) -> None:
         super().__init__(live)
-        if not live.chunk.expert_parallel_buffers:
+        if all(name != "expert_parallel_buffers" for name, _ in live.buffers()):
             raise ValueError(
                 f"{live.scenario} has 0 expert_parallel_buffers, must have some: Megatron fills them where experts are "
                 "spread over ranks; open a lab of an MoE architecture with expert_buffers=True"
             )
 
     def _buffers(self) -> Any:
-        yield from self._live.chunk.buffers
+        yield from (buffer for name, buffer in self._live.buffers() if name == "buffers")
 
 
 class GradientsHeldByMainParameters(Residency):
@@ -113,7 +113,7 @@ FAULTS: dict[str, Callable[[LiveModel], Residency]] = {
 
 def mend(live: LiveModel) -> None:
     """Brings gradients back that a fault lost, as zeros, and lets main parameters take theirs as Megatron does."""
-    for buffer in (*live.chunk.buffers, *live.chunk.expert_parallel_buffers):
+    for _, buffer in live.buffers():
         gradient = buffer.grad_data
         num_bytes = gradient.numel() * gradient.element_size()
         if gradient.untyped_storage().nbytes() < num_bytes:

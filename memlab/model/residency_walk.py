@@ -77,7 +77,7 @@ def require_resident(live: LiveModel, groups: Collection[str] = GROUPS) -> None:
     Raises:
         ValueError: With the first such buffer, and what a step would have done.
     """
-    for name, buffer in _buffers(live):
+    for name, buffer in live.buffers():
         for group, attribute in (("parameters", "param_data"), ("gradients", "grad_data")):
             tensor = getattr(buffer, attribute)
             if tensor is None or group not in groups:
@@ -119,17 +119,17 @@ def _storages(live: LiveModel) -> Iterator[_Found]:
 
 
 def _parameters(live: LiveModel) -> Iterator[_Found]:
-    for name, buffer in _buffers(live):
+    for name, buffer in live.buffers():
         if buffer.param_data is not None:  # without the distributed optimizer DDP leaves parameters where they are
             yield _Found("parameters", f"{name}.param_data", buffer.param_data)
-    for parameter in live.chunk.parameters():
+    for parameter in live.parameters():
         yield _Found("parameters", "parameters outside DDP's buffers", parameter.data)
 
 
 def _gradients(live: LiveModel) -> Iterator[_Found]:
-    for name, buffer in _buffers(live):
+    for name, buffer in live.buffers():
         yield _Found("gradients", f"{name}.grad_data", buffer.grad_data)
-    for parameter in live.chunk.parameters():
+    for parameter in live.parameters():
         for attribute in ("main_grad", "grad"):
             gradient = getattr(parameter, attribute, None)
             if gradient is not None:
@@ -147,12 +147,6 @@ def _optimizer_state(live: LiveModel) -> Iterator[_Found]:
         for name, value in part.optimizer.state.get(main_parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 yield _Found("optimizer state", name, value)
-
-
-def _buffers(live: LiveModel) -> Iterator[tuple[str, Any]]:
-    for name in ("buffers", "expert_parallel_buffers"):
-        for buffer in getattr(live.chunk, name):
-            yield name, buffer
 
 
 def _main_parameters(live: LiveModel) -> Iterator[tuple[Any, torch.Tensor]]:

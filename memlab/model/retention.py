@@ -73,7 +73,7 @@ def drop_graphs(live: LiveModel) -> None:
 
 def _differentiable_attributes(live: LiveModel) -> Iterator[tuple[str, Any, str]]:
     """Yields an owner's name, the owner, and the attribute that holds a tensor with a graph."""
-    for name, module in live.chunk.module.named_modules():
+    for name, module in live.named_modules():
         owners = {name: module, f"{name}.token_dispatcher": getattr(module, "token_dispatcher", None)}
         for owner_name, owner in owners.items():
             for attribute, value in vars(owner).items() if owner is not None else ():

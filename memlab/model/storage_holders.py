@@ -64,7 +64,7 @@ def _saved_tensors(node: Any) -> Iterator[torch.Tensor]:
 
 
 def _module_attributes(live: LiveModel) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, module in live.chunk.module.named_modules():
+    for name, module in live.named_modules():
         owners = {name: module, f"{name}.token_dispatcher": getattr(module, "token_dispatcher", None)}
         for owner_name, owner in owners.items():
             for attribute, value in vars(owner).items() if owner is not None else ():

@@ -29,12 +29,12 @@ def apply(live: LiveModel, settings: MemorySettings) -> None:
     Raises:
         ValueError: If the settings break a rule on this model.
     """
-    settings.check(live.scenario.architecture, live.scenario.num_layers)
+    settings.check(live.scenario.architecture, *live.scenario.layers_of_chunks)
     # Megatron's own checks and defaults, on a config that nothing uses.
     reference = transformer_config(live.scenario, settings)
     for name in settings_fields(settings):
         setattr(live.config, name, getattr(reference, name))
-    for module in live.chunk.modules():
+    for module in live.modules():
         attributes = vars(module)
         for name in attributes.keys() & _FLAGS.keys():
             attributes[name] = _FLAGS[name](module, settings)

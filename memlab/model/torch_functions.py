@@ -126,7 +126,7 @@ class CausalAttention(torch.autograd.Function):
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
         # A value that is a slice of linear_qkv's output is copied, and the copy kept (TE's get_qkv_layout).
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        output, log_sum_exp = _attend(query, key, value, scale)
+        output, log_sum_exp = attend(query, key, value, scale)
         ctx.save_for_backward(query, key, value, output, log_sum_exp)
         ctx.scale = scale
         return output.view(*output.shape[:2], -1)
@@ -134,7 +134,7 @@ class CausalAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         query, key, value, output, log_sum_exp = ctx.saved_tensors
-        return *_attend_backward(grads[0], query, key, value, output, log_sum_exp, ctx.scale), None
+        return *attend_backward(grads[0], query, key, value, output, log_sum_exp, ctx.scale), None
 
 
 def _heads_first(
@@ -168,17 +168,18 @@ def _normalise_backward(
 
 
 @one_kernel()
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, causal: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns output [sequence, batch, heads, channels] and log-sum-exp [batch, heads, sequence]."""
     output, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *_heads_first(query, key, value), 0.0, True, scale=scale
+        *_heads_first(query, key, value), 0.0, causal, scale=scale
     )
     return output.permute(2, 0, 1, 3).contiguous(), log_sum_exp.contiguous()
 
 
 @one_kernel()
-def _attend_backward(
+def attend_backward(
     grad: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -186,7 +187,10 @@ def _attend_backward(
     output: torch.Tensor,
     log_sum_exp: torch.Tensor,
     scale: float,
+    *,
+    causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the gradients of query, key and value."""
     groups = query.shape[2] // key.shape[2]
     grad_query, *grads_of_groups = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad.view(output.shape).permute(1, 2, 0, 3),
@@ -194,7 +198,7 @@ def _attend_backward(
         output.permute(1, 2, 0, 3),
         log_sum_exp,
         0.0,
-        True,
+        causal,
         scale=scale,
     )
     grad_key, grad_value = (

@@ -10,10 +10,12 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from memlab.model.context_parallel import RingAttention
 from memlab.model.tensor_parallel import split_of
 from memlab.model.torch_functions import CausalAttention, GroupedLinear, Linear, NormLinear, RmsNorm
 from memlab.model.upstream_versions import grouped_experts
@@ -167,11 +169,16 @@ class TorchAttention(torch.nn.Module):
         super().__init__()
         assert config.kv_channels is not None
         self.softmax_scale = softmax_scale or config.kv_channels**-0.5
+        ring = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
+        self.context_parallel_group = ring
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None, **_: Any
     ) -> torch.Tensor:
         """Attends from [sequence, batch, heads, channels]; returns [sequence, batch, heads * channels]."""
+        if self.context_parallel_group is not None:
+            ring: torch.Tensor = RingAttention.apply(query, key, value, self.softmax_scale, self.context_parallel_group)
+            return ring
         result: torch.Tensor = CausalAttention.apply(query, key, value, self.softmax_scale)
         return result
 
@@ -182,7 +189,7 @@ def _part(way: str | None, rows: int, columns: int, ranks: int) -> tuple[int, in
 
 def expert_part(way: str, rows: int, columns: int, config: TransformerConfig) -> tuple[int, int]:
     """Returns the shape of this rank's part of an expert's weight."""
-    return _part(way, rows, columns, config.expert_tensor_parallel_size or 1)
+    return _part(way, rows, columns, config.expert_tensor_parallel_size)
 
 
 def _norm_weight(size: int, *, config: TransformerConfig) -> torch.nn.Parameter:

@@ -28,7 +28,8 @@ def train_step(live: LiveModel, labels: Labels) -> float | None:
     Returns:
         The mean loss over the micro-batches; None on a pipeline stage that does not see it.
     """
-    live.chunk.zero_grad_buffer()
+    for chunk in live.chunks:
+        chunk.zero_grad_buffer()
     live.optimizer.zero_grad()
     with _phases(live, labels):
         loss = _run_schedule(live, forward_only=False)
@@ -50,13 +51,13 @@ def forward_only_step(live: LiveModel, labels: Labels, *, suspend_offload: bool)
     Returns:
         The mean loss over the micro-batches.
     """
-    live.chunk.eval()
+    _set_training(live, False)
     try:
         with _phases(live, labels), torch.no_grad(), offload_suspended(live) if suspend_offload else nullcontext():
             loss = _run_schedule(live, forward_only=True)
             zero_auxiliary_losses()
     finally:
-        live.chunk.train()
+        _set_training(live, True)
     return loss
 
 
@@ -79,12 +80,17 @@ def offload_suspended(live: LiveModel) -> Iterator[None]:
                 manager.enable_offload()
 
 
+def _set_training(live: LiveModel, mode: bool) -> None:
+    for chunk in live.chunks:
+        chunk.train(mode)
+
+
 def _run_schedule(live: LiveModel, *, forward_only: bool) -> float | None:
     scenario = live.scenario
     losses = live.forward_backward(
         forward_step_func=_forward_step,
-        data_iterator=_batches(scenario),
-        model=[live.chunk],
+        data_iterator=[_batches(scenario) for _ in live.chunks],
+        model=live.chunks,
         num_microbatches=scenario.num_microbatches,
         seq_length=scenario.seq_length,
         micro_batch_size=scenario.micro_batch_size,
@@ -96,13 +102,29 @@ def _run_schedule(live: LiveModel, *, forward_only: bool) -> float | None:
 def _forward_step(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
     tokens = next(batches).cuda()
     positions = torch.arange(tokens.shape[1] - 1, device="cuda").unsqueeze(0)
-    per_token = model(tokens[:, :-1].contiguous(), positions, None, labels=tokens[:, 1:].contiguous())
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    per_token = model(
+        chunks_of_this_rank(inputs), chunks_of_this_rank(positions), None, labels=chunks_of_this_rank(labels)
+    )
     return per_token, _mean_loss
 
 
 def _mean_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, float]:
     loss = per_token.float().mean()
-    return loss, loss.item()
+    ranks = parallel_state.get_context_parallel_world_size()
+    if ranks > 1:
+        # Of the whole sequence: Megatron multiplies it by the ranks, and divides by them where it reduces gradients
+        # (`forward_step_calc_loss` in schedules.py, `gradient_scaling_factor` in distributed_data_parallel.py).
+        loss = loss / ranks
+    return loss, _over_the_sequence(loss)
+
+
+def _over_the_sequence(loss: torch.Tensor) -> float:
+    total = loss.detach()
+    if parallel_state.get_context_parallel_world_size() > 1:
+        total = total.clone()
+        torch.distributed.all_reduce(total, group=parallel_state.get_context_parallel_group())
+    return total.item()
 
 
 def _batches(scenario: Scenario) -> Iterator[torch.Tensor]:
@@ -114,6 +136,19 @@ def _batches(scenario: Scenario) -> Iterator[torch.Tensor]:
     shape = (scenario.micro_batch_size, scenario.seq_length + 1)
     for _ in range(scenario.num_microbatches):
         yield torch.randint(scenario.architecture.vocab_size, shape, generator=generator)
+
+
+def chunks_of_this_rank(batch: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a batch [sequences, tokens] under context parallelism, all of it without.
+
+    A sequence is cut into two chunks a rank. A rank has one from the front and its counterpart from the back, so that
+    causal attention is as much work on each (``get_batch_on_this_cp_rank``, megatron/core/utils.py).
+    """
+    ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    if ranks == 1:
+        return batch
+    chunks = batch.chunk(2 * ranks, dim=1)
+    return torch.cat((chunks[rank], chunks[-1 - rank]), dim=1)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memlab.fitting.verdict import USUAL_OUTSIDE_BYTES
+from memlab.outside_torch import estimate_outside_torch
 from memlab.record import StepRecord
 from memlab.units import parse_bytes
 from memlab.views.difference_table import comparison_text
@@ -100,7 +100,8 @@ def peaks(records: Mapping[str, StepRecord], gpu_memory: Sequence[str] = ("80GiB
 
     Args:
         records: By the name that each gets, as `memlab.predict_ranks` returns them; no scenario has to be another's.
-        gpu_memory: Of GPUs to hold them against, less what a job holds beside torch (`USUAL_OUTSIDE_BYTES`).
+        gpu_memory: Of GPUs to hold them against, less what the largest of the jobs holds beside torch
+            (`memlab.outside_torch`).
 
     Raises:
         ValueError: If there is no record, or a size is none.
@@ -109,5 +110,6 @@ def peaks(records: Mapping[str, StepRecord], gpu_memory: Sequence[str] = ("80GiB
 
     if not records:
         raise ValueError("peaks got 0 records, must be at least 1: pass {'a name': lab.step()}")
-    rooms = {size: max(0, parse_bytes(size) - USUAL_OUTSIDE_BYTES) for size in gpu_memory}
+    outside = max(estimate_outside_torch(record.scenario.layout).total_bytes for record in records.values())
+    rooms = {size: max(0, parse_bytes(size) - outside) for size in gpu_memory}
     return View(peak_figure(records, rooms), peak_table(records, rooms))

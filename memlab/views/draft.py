@@ -79,7 +79,7 @@ class Draft:
             values[name] = None
         values["offload_modules"] = self.offload_modules or None
         settings = MemorySettings(**values)
-        settings.check(scenario.architecture, scenario.num_layers)
+        settings.check(scenario.architecture, *scenario.layers_of_chunks)
         return settings
 
     def scenario(self, scenario: Scenario) -> Scenario:

@@ -32,13 +32,36 @@ def test_the_world_is_tensor_times_pipeline_times_data() -> None:
         data_parallel_size=6,
     )
     assert (layout.world_size, layout.sequence_parallel, str(layout)) == (48, True, "TP2 PP4 EP2 DP6")
+    layout = replace(layout, context_parallel_size=2)
+    assert (layout.world_size, str(layout)) == (96, "TP2 CP2 PP4 EP2 DP6")
+
+
+def test_ranks_of_a_kind_are_looked_at_once() -> None:
+    layout = Layout(tensor_model_parallel_size=2, context_parallel_size=2, pipeline_model_parallel_size=2)
+    assert layout.distinct_ranks(by_expert=False) == (0, 2, 4, 6)
+    experts = Layout(tensor_model_parallel_size=2, expert_model_parallel_size=4, data_parallel_size=8)
+    assert experts.distinct_ranks(by_expert=False) == (0,)
+    assert experts.distinct_ranks(by_expert=True) == (0, 2, 4, 6)
+    fewer = replace(experts, expert_tensor_parallel_size=1)
+    assert fewer.distinct_ranks(by_expert=True) == (0, 1, 2, 3)
+    assert str(fewer) == "TP2 EP4 ETP1 DP8"
+    assert str(replace(experts, expert_tensor_parallel_size=2)) == str(experts) == "TP2 EP4 DP8"
+    both = replace(experts, context_parallel_size=2, data_parallel_size=2)
+    assert both.distinct_ranks(by_expert=True) == (0, 2, 4, 6)
 
 
 @pytest.mark.parametrize(
     ("sizes", "text"),
     [
         ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size is 0, must be a whole number of at least 1"),
-        ({"expert_model_parallel_size": 4, "data_parallel_size": 6}, "must divide data_parallel_size, 6"),
+        (
+            {"expert_model_parallel_size": 4, "data_parallel_size": 6},
+            "must divide the 6 ranks of a stage: for the first choose from 1, 2, 3, 6",
+        ),
+        (
+            {"expert_tensor_parallel_size": 4, "tensor_model_parallel_size": 2, "data_parallel_size": 3},
+            "1 x expert_tensor_parallel_size 4 is 4, must divide the 6 ranks .* choose from none, and change",
+        ),
     ],
 )
 def test_sizes_that_make_no_job_are_refused(sizes: dict[str, int], text: str) -> None:
@@ -50,7 +73,9 @@ def test_sizes_that_make_no_job_are_refused(sizes: dict[str, int], text: str) ->
     ("sizes", "text"),
     [
         ({"tensor_model_parallel_size": 8}, r"must divide the 4 query groups of qwen3-30b-a3b: choose from 1, 2, 4"),
+        ({"context_parallel_size": 3}, r"4096 tokens of a sequence into 6 chunks, two a rank: choose from 1, 2, 4, 8,"),
         ({"pipeline_model_parallel_size": 5}, r"must divide the 48 layers of qwen3-30b-a3b: choose from 1, 2, 3, 4, 6"),
+        ({"expert_tensor_parallel_size": 5, "data_parallel_size": 5}, r"must divide the 768 columns of an expert"),
         ({"expert_model_parallel_size": 3, "data_parallel_size": 3}, r"must divide the 128 experts"),
     ],
 )
@@ -62,6 +87,8 @@ def test_what_does_not_divide_is_refused_with_the_choices(sizes: dict[str, int],
 def test_a_dense_model_has_no_experts_to_spread() -> None:
     with pytest.raises(ValueError, match="must be 1, since phi-4 is dense: choose from 1"):
         Scenario(architecture=PHI, layout=Layout(expert_model_parallel_size=2, data_parallel_size=2))
+    with pytest.raises(ValueError, match="expert_tensor_parallel_size is 2, and phi-4 is dense: leave it out"):
+        Scenario(architecture=PHI, layout=Layout(expert_tensor_parallel_size=2, data_parallel_size=2))
 
 
 def test_a_scenario_keeps_its_layout_in_json() -> None:
@@ -84,7 +111,7 @@ def test_ranks_beyond_one_copy_are_data_parallel() -> None:
 def test_the_first_and_the_last_stage_may_have_other_numbers_of_layers() -> None:
     def layers(num_layers: int, **sizes: int) -> list[int]:
         layout = Layout(**sizes)
-        layout.check(QWEN, num_layers, 4096)
+        layout.check(QWEN, num_layers, 4096, 1)
         return [layout.layers_of_stage(stage, num_layers) for stage in range(layout.pipeline_model_parallel_size)]
 
     assert layers(12, pipeline_model_parallel_size=4) == [3, 3, 3, 3]

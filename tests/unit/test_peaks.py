@@ -11,9 +11,9 @@ import pytest
 
 from memlab.cli import main
 from memlab.diagnosis import worst
-from memlab.fitting.verdict import USUAL_OUTSIDE_BYTES
 from memlab.lab import Lab
 from memlab.layout import Layout
+from memlab.outside_torch import estimate_outside_torch
 from memlab.ranks import predict_ranks
 from memlab.settings import MemorySettings
 from memlab.timeline import CATEGORIES
@@ -23,6 +23,7 @@ from memlab.views.palette import CATEGORY_LOOKS
 from memlab.views.text_layout import LINE_WIDTH
 from tests.unit.builders import out_of_memory, record_of, training_step
 
+OUTSIDE_BYTES = estimate_outside_torch(Layout()).total_bytes
 PLAIN = record_of(training_step())
 RECOMPUTING = record_of(training_step(recompute=True), MemorySettings(offload_optimizer=True))
 
@@ -56,16 +57,16 @@ def test_a_bar_s_name_tells_its_bytes_and_phase_and_the_highest_is_bold() -> Non
 
 
 def test_a_gpu_is_a_line_at_what_it_leaves_torch_or_told_of_where_it_is_far_above() -> None:
-    near = PLAIN.peak_allocated_bytes + USUAL_OUTSIDE_BYTES
+    near = PLAIN.peak_allocated_bytes + OUTSIDE_BYTES
     view = peaks({"plain": PLAIN}, [str(near), str(near + 1), "900GiB"])
-    assert [shape.y0 for shape in view.figure.layout.shapes] == pytest.approx([(near - USUAL_OUTSIDE_BYTES) / GIB] * 2)
+    assert [shape.y0 for shape in view.figure.layout.shapes] == pytest.approx([(near - OUTSIDE_BYTES) / GIB] * 2)
     names = [note for note in view.figure.layout.annotations if note.text.endswith("GPU")]
     assert abs((names[0].yshift or 0) - (names[1].yshift or 0)) >= 15, "no name stands on another"
-    assert "900GiB leave torch 896.000 GiB, above all bars" in view.figure.layout.title.text
+    assert "900GiB leave torch 898.000 GiB, above all bars" in view.figure.layout.title.text
 
 
 def test_the_table_says_what_fits_to_the_byte() -> None:
-    room = PLAIN.peak_allocated_bytes + USUAL_OUTSIDE_BYTES
+    room = PLAIN.peak_allocated_bytes + OUTSIDE_BYTES
     failed = out_of_memory(PLAIN)
     table = str(peaks({"plain": PLAIN, "failed": failed}, [str(room), str(room - 1)]))
     assert f"{room} leave torch" in table
@@ -125,7 +126,7 @@ def test_a_lab_that_was_asked_what_fits_is_as_it_was() -> None:
     with Lab("phi-4-tiny", num_layers=4, seq_length=2048, backend="simulated") as lab:
         plain = lab.step()
         lab.device_memory_bytes = 10**12
-        fit = lab.fit(plain, plain.peak_allocated_bytes - 8 * 2**20 + USUAL_OUTSIDE_BYTES)
+        fit = lab.fit(plain, plain.peak_allocated_bytes - 8 * 2**20 + OUTSIDE_BYTES)
         assert lab.device_memory_bytes == 10**12
         assert not fit.fits and fit.alternatives
         for choice in fit.alternatives:

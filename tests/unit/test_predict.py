@@ -9,11 +9,14 @@ import pytest
 
 from memlab.cli import main
 from memlab.fitting.fit import judge_fit
-from memlab.fitting.verdict import USUAL_OUTSIDE_BYTES
 from memlab.lab import Lab
+from memlab.layout import Layout
+from memlab.outside_torch import estimate_outside_torch
 from memlab.record import StepRecord
 from memlab.settings import MemorySettings
 from memlab.units import GIB, MIB, parse_bytes
+
+OUTSIDE_BYTES = estimate_outside_torch(Layout()).total_bytes
 
 TINY = ["phi-4-tiny", "--num-layers", "2", "--seq-length", "64"]
 
@@ -45,6 +48,26 @@ def test_every_kind_of_rank_and_the_worst(capfd: pytest.CaptureFixture[str]) -> 
     ("flags", "refusal"),
     [
         ("--rank 1", "rank is 1, must be from 0 to 0"),
+        ("--world-size 2 --context-parallel-size 4", "must be a multiple of 4 (tensor 1 x context 4 x pipeline 1)"),
+        ("--world-size 3 --context-parallel-size 3", "into 6 chunks, two a rank: choose from 1, 2, 4, 8, 16, 32"),
+        (
+            "--world-size 2 --tensor-model-parallel-size 2",
+            "must divide the 5 query groups of phi-4-tiny: choose from 1, 5",
+        ),
+        ("--world-size 2 --pipeline-model-parallel-size 2 --num-layers 3", "must divide the 3 layers of phi-4-tiny"),
+        (
+            "--world-size 2 --virtual-pipeline-model-parallel-size 2",
+            "must be 1 where pipeline_model_parallel_size is 1",
+        ),
+        (
+            "--world-size 2 --pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2 --num-layers 4",
+            "num_microbatches is 1, must be a multiple of the 2 stages where they are interleaved: choose from 2, 4, 6",
+        ),
+        ("--world-size 2 --expert-model-parallel-size 2", "must be 1, since phi-4-tiny is dense: choose from 1"),
+        ("--world-size 2 --expert-tensor-parallel-size 2", "and phi-4-tiny is dense: leave it out"),
+        ("--world-size 0", "the job has 0 ranks, must be a multiple of 1"),
+        ("--world-size 2 --rank 2", "rank is 2, must be from 0 to 1, of 2 ranks (DP2): choose another rank or layout"),
+        ("--tensor-model-parallel-size 0", "tensor_model_parallel_size is 0, must be a whole number of at least 1"),
         ("--rank first", "'first' is not a whole number"),
         ("--world-size 3 --pipeline-model-parallel-size 2", "the job has 3 ranks, must be a multiple of 2"),
         ("--gpu-memory 80Gi", "'80Gi' is no size of memory: write a number and a unit, such as 80GiB"),
@@ -58,6 +81,40 @@ def test_bad_input_exits_with_2_and_one_line(flags: str, refusal: str, capfd: py
     assert refusal in complaint and complaint.count("\n") == 1
 
 
+def test_an_architecture_that_nobody_knows_is_refused_with_the_known(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "qwen3-30b"]) == 2
+    complaint = capfd.readouterr().err
+    assert "'qwen3-30b'" in complaint and "choose from qwen3-30b-a3b, " in complaint and complaint.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("shares", "refusal"),
+    [
+        ([0.1] * 8, "a sum of 0.8, must be from 0 to 1 with a sum of 1"),
+        ([0.25] * 4, "routing has 4 shares, must be 8, one an expert"),
+        ([1.0, *[0.0] * 7], "gives an expert 8 times the mean, must be at most 4"),
+        ({"first": 1}, "which holds no list of shares"),
+        ([True, "all"], "shares with 'all', must be from 0 to 1"),
+    ],
+)
+def test_a_routing_file_that_cannot_be_is_refused(
+    shares: object, refusal: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "shares.json"
+    path.write_text(json.dumps(shares))
+    assert main(["predict", "qwen3-moe-tiny", "--routing", str(path)]) == 2
+    complaint = capfd.readouterr().err
+    assert refusal in complaint and complaint.count("\n") == 1
+    assert "choose balanced, random:SEED" in complaint or "give a smaller factor or share" in complaint
+
+
+def test_what_is_outside_torch_stands_apart_as_an_estimate(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", *TINY, "--world-size", "2"]) == 0
+    last = capfd.readouterr().out.splitlines()[-1]
+    assert last == str(estimate_outside_torch(Layout(data_parallel_size=2)))
+    assert "outside torch, estimated and not counted above: 2.000 GiB for CUDA's context" in last
+
+
 def test_a_step_that_does_not_fit_names_what_does() -> None:
     with Lab("phi-4-tiny", num_layers=4, seq_length=2048, backend="simulated") as lab:
         tried: list[MemorySettings] = []
@@ -68,11 +125,11 @@ def test_a_step_that_does_not_fit_names_what_does() -> None:
             return lab.step(settings)
 
         plain = step(MemorySettings(), None)
-        roomy = judge_fit(plain, step, GIB + USUAL_OUTSIDE_BYTES)
+        roomy = judge_fit(plain, step, GIB + OUTSIDE_BYTES)
         assert roomy.fits and roomy.alternatives == () and len(tried) == 1
         assert roomy.margin_bytes == GIB - plain.peak_allocated_bytes
 
-        tight = judge_fit(plain, step, plain.peak_allocated_bytes - 8 * MIB + USUAL_OUTSIDE_BYTES)
+        tight = judge_fit(plain, step, plain.peak_allocated_bytes - 8 * MIB + OUTSIDE_BYTES)
         assert not tight.fits and tight.margin_bytes == -8 * MIB
         assert tight.alternatives
         costs = [(choice.recomputed_operations, choice.moved_bytes) for choice in tight.alternatives]
@@ -83,7 +140,7 @@ def test_a_step_that_does_not_fit_names_what_does() -> None:
             assert choice.peak_allocated_bytes <= plain.peak_allocated_bytes - 8 * MIB
 
         tried.clear()
-        hopeless = judge_fit(plain, step, plain.static_bytes - MIB + USUAL_OUTSIDE_BYTES)
+        hopeless = judge_fit(plain, step, plain.static_bytes - MIB + OUTSIDE_BYTES)
         assert not hopeless.fits and hopeless.alternatives == () and tried == []
 
 

@@ -17,10 +17,10 @@ from memlab.fitting.bounds import num_layers_here, recomputed_operations
 from memlab.fitting.candidates import candidates
 from memlab.fitting.fit import moved_bytes
 from memlab.fitting.front import Point, Search
-from memlab.fitting.verdict import USUAL_OUTSIDE_BYTES
 from memlab.fitting.walk import search
 from memlab.lab import Lab
 from memlab.layout import Layout
+from memlab.outside_torch import estimate_outside_torch
 from memlab.record import StepRecord
 from memlab.scenario import Scenario
 from memlab.search import SearchProcess, stepping
@@ -30,6 +30,7 @@ from tests.unit.live import FULL, offload, recompute
 
 from .builders import record_of
 
+OUTSIDE_BYTES = estimate_outside_torch(Layout()).total_bytes
 PLAIN = MemorySettings()
 TINY = ["phi-4-tiny", "--num-layers", "2", "--seq-length", "64"]
 Figures = tuple[int, float, int]
@@ -227,7 +228,7 @@ def test_the_two_kinds_of_work_are_not_mixed() -> None:
 
 def test_the_command_prints_what_single_steps_give(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page = tmp_path / "front.html"
-    room = [f"--gpu-memory={USUAL_OUTSIDE_BYTES + GIB}B", "--max-steps", "4"]
+    room = [f"--gpu-memory={OUTSIDE_BYTES + GIB}B", "--max-steps", "4"]
     assert main(["search", *TINY, *room, "--json", "--out", str(page)]) == 0
     printed, told = capfd.readouterr()
     found = json.loads(printed)
@@ -243,7 +244,7 @@ def test_the_command_prints_what_single_steps_give(capfd: pytest.CaptureFixture[
 
 
 def test_where_nothing_fits_it_says_what_is_lacking_and_exits_with_1(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["search", *TINY, f"--gpu-memory={USUAL_OUTSIDE_BYTES + MIB}B", "--max-steps", "2"]) == 1
+    assert main(["search", *TINY, f"--gpu-memory={OUTSIDE_BYTES + MIB}B", "--max-steps", "2"]) == 1
     assert "nothing fits: " in capfd.readouterr().out
 
 

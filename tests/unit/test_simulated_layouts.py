@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.testing._internal.distributed.multi_threaded_pg import (
-    ProcessLocalGroup,
-    _install_threaded_pg,
-    _uninstall_threaded_pg,
-)
 
-from memlab.backends.cpu import stand_in
 from memlab.lab import Lab
 from memlab.layout import Layout
 from memlab.model.tensor_parallel import Split
@@ -24,6 +16,7 @@ from memlab.model.torch_functions import Linear, NormLinear
 from memlab.record import StepRecord
 from memlab.routing import Routing, find_routing
 from memlab.timeline import POOLS
+from tests.unit.ranks import on_ranks
 
 SMALL: dict[str, Any] = {"num_layers": 4, "seq_length": 64, "backend": "simulated"}
 
@@ -45,6 +38,7 @@ def requested(record: StepRecord, category: str) -> int:
         ("phi-4-mini", {"tensor_model_parallel_size": 2}),
         ("phi-4-tiny", {"pipeline_model_parallel_size": 2}),
         ("phi-4-tiny", {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}),
+        ("phi-4-tiny", {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
         ("phi-4-tiny", {"data_parallel_size": 2}),
         ("qwen3-moe-tiny", {"tensor_model_parallel_size": 2}),
         ("qwen3-moe-tiny", {"expert_model_parallel_size": 2, "data_parallel_size": 2}),
@@ -69,6 +63,53 @@ def test_the_ranks_have_the_whole_model_together(architecture: str, sizes: dict[
         assert parameters == pytest.approx(copies * requested(whole, "parameters"), rel=0.01 + norms)
     else:
         assert requested(whole, "parameters") < parameters < copies * requested(whole, "parameters")
+
+
+def weights_of_experts(record: StepRecord) -> int:
+    """Returns the bytes of a rank's parts of all experts' weights, by the architecture's shapes."""
+    layout, architecture = record.scenario.layout, record.scenario.architecture
+    assert architecture.num_moe_experts is not None
+    local = architecture.num_moe_experts // layout.expert_model_parallel_size
+    columns = architecture.moe_ffn_hidden_size // layout.expert_tensor_size
+    return record.scenario.num_layers * local * 3 * architecture.hidden_size * columns * 2
+
+
+@pytest.mark.parametrize(
+    ("tensor", "experts", "expert_tensor"), [(2, 1, None), (2, 1, 1), (2, 2, 1), (2, 2, 2), (1, 2, 2), (2, 1, 4)]
+)
+def test_experts_are_split_by_sizes_of_their_own(tensor: int, experts: int, expert_tensor: int | None) -> None:
+    """Beside them every rank of a layout has the same; with experts apart, each rank has one part of their state."""
+    sizes = {"tensor_model_parallel_size": tensor, "data_parallel_size": 4 // tensor}
+    plain = step("qwen3-moe-tiny", **sizes)
+    split = {"expert_model_parallel_size": experts, "expert_tensor_parallel_size": expert_tensor}
+    record = step("qwen3-moe-tiny", **sizes, **{name: size for name, size in split.items() if size is not None})
+    others = requested(plain, "parameters") - weights_of_experts(plain)
+    assert requested(record, "parameters") == pytest.approx(others + weights_of_experts(record), abs=16384)
+    assert requested(record, "gradients") == pytest.approx(2 * (others + weights_of_experts(record)), abs=32768)
+    if experts > 1:
+        copies = 4 // (experts * record.scenario.layout.expert_tensor_size)
+        of_others = others / record.scenario.layout.data_parallel_size
+        state = 6 * (of_others + weights_of_experts(record) / copies)
+        assert requested(record, "optimizer state") == pytest.approx(state, rel=0.02)
+
+
+def test_rows_are_gathered_over_the_ranks_that_share_an_expert() -> None:
+    alone = step("qwen3-moe-tiny", data_parallel_size=2)
+    shared = step("qwen3-moe-tiny", data_parallel_size=2, expert_tensor_parallel_size=2)
+    # Twice the rows, half of each row's features.
+    assert expert_rows(shared) == expert_rows(alone)
+    rows = 64 * shared.scenario.architecture.moe_router_topk
+    gathered = 2 * rows * shared.scenario.architecture.hidden_size * 2
+    assert made_by_dispatcher(shared) - made_by_dispatcher(alone) >= gathered
+
+
+def made_by_dispatcher(record: StepRecord) -> int:
+    """Bytes that the first MoE layer made outside its inner modules, in forward."""
+    assert record.timeline is not None
+    timeline = record.timeline
+    code = timeline.modules.index("decoder.layers.0.mlp")
+    made = (timeline.module == code) & (timeline.phase == 1) & (timeline.delta_bytes > 0)
+    return int(timeline.delta_bytes[made & (timeline.pool == POOLS.index("device"))].sum())
 
 
 def expert_rows(record: StepRecord) -> int:
@@ -134,35 +175,6 @@ def test_only_the_simulated_backend_takes_a_routing() -> None:
         Lab("qwen3-moe-tiny", routing="skewed:2", backend="cpu")
 
 
-def on_two_ranks(job: Callable[[int, Any], None]) -> None:
-    """Runs a job on two threads with a process group between them, and with real values."""
-    world = _install_threaded_pg()
-    store, problems = torch.distributed.HashStore(), []  # type: ignore[attr-defined]
-
-    def run(rank: int) -> None:
-        try:
-            torch.distributed.init_process_group("threaded", rank=rank, world_size=2, store=store)
-            job(rank, torch.distributed.group.WORLD)
-            torch.distributed.destroy_process_group()
-        except BaseException as error:  # noqa: BLE001  # it is raised again on the test's own thread
-            problems.append(error)
-            ProcessLocalGroup.exception_handle(error)
-
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    with stand_in():
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    torch._C._distributed_c10d._set_thread_isolation_mode(False)
-    ProcessLocalGroup.reset()
-    _uninstall_threaded_pg()
-    assert world is not None
-    if problems:
-        raise problems[0]
-
-
 def test_split_linears_compute_what_whole_ones_do() -> None:
     generator = torch.Generator().manual_seed(0)
     inputs, first, second, grad = (
@@ -184,7 +196,7 @@ def test_split_linears_compute_what_whole_ones_do() -> None:
         rows, features = slice(4 * rank, 4 * rank + 4), slice(3 * rank, 3 * rank + 3)
         parts[rank] = gradients(inputs[rows], first[features], second[:, features], grad[rows], group)
 
-    on_two_ranks(job)
+    on_ranks(2, job)
     for index, dim in ((0, 0), (1, 0), (2, 0), (3, 1)):
         together = torch.cat([parts[rank][index] for rank in range(2)], dim)
         torch.testing.assert_close(together, whole[index], rtol=1e-4, atol=1e-5)

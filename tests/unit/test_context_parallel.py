@@ -1,0 +1,158 @@
+"""Context parallelism: what the ranks compute together, what each keeps, and how the loss adds up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from megatron.core import parallel_state, utils
+from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
+
+import memlab.lab
+from memlab.backends import find_backend
+from memlab.lab import Lab
+from memlab.layout import Layout
+from memlab.meter.storages import StorageMeter
+from memlab.model import context_parallel, training_step
+from memlab.model.context_parallel import RingAttention
+from memlab.model.torch_functions import CausalAttention
+from memlab.record import StepRecord
+from memlab.settings import MemorySettings
+from memlab.timeline import POOLS
+from tests.unit.ranks import on_ranks
+
+Tensors = dict[int, tuple[torch.Tensor, ...]]
+
+
+def by_gathering(send: torch.Tensor, receive: torch.Tensor, group: Any, *, step: int) -> list[Any]:
+    """Stands for `exchange`, which needs a process group that sends from rank to rank."""
+    everyone = [torch.empty_like(send) for _ in range(group.size())]
+    torch.distributed.all_gather(everyone, send.contiguous(), group=group)
+    receive.copy_(everyone[(group.rank() - step) % group.size()])
+    return []
+
+
+def chunks(ranks: int, rank: int, num_tokens: int) -> list[int]:
+    """Returns the tokens of a rank."""
+    size = num_tokens // (2 * ranks)
+    return [*range(rank * size, (rank + 1) * size), *range((2 * ranks - 1 - rank) * size, (2 * ranks - rank) * size)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_ring_computes_and_keeps_what_one_rank_does(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context_parallel, "exchange", by_gathering)
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = 12
+    query, key, value = (torch.randn(num_tokens, 2, heads, 8, generator=generator) for heads in (4, 2, 2))
+    grad = torch.randn(num_tokens, 2, 4 * 8, generator=generator)
+
+    def gradients(rows: list[int], attention: Any, *group: Any) -> tuple[torch.Tensor, ...]:
+        leaves = [tensor[rows].clone().requires_grad_() for tensor in (query, key, value)]
+        output = attention.apply(*leaves, 0.3, *group)
+        return output.detach(), *torch.autograd.grad(output, leaves, grad[rows])
+
+    whole = gradients(list(range(num_tokens)), CausalAttention)
+    parts: Tensors = {}
+    kept: dict[int, list[int]] = {rank: [] for rank in range(ranks)}
+
+    def job(rank: int, group: Any) -> None:
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            kept[rank].append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            parts[rank] = gradients(chunks(ranks, rank, num_tokens), RingAttention, group)
+
+    on_ranks(ranks, job)
+    for rank in range(ranks):
+        for part, all_of_it in zip(parts[rank], whole, strict=True):
+            torch.testing.assert_close(part, all_of_it[chunks(ranks, rank, num_tokens)], rtol=1e-4, atol=1e-5)
+        # Query, key and value together, output, and a row's log-sum-exp: a part of what one rank alone keeps.
+        rows = num_tokens // ranks * 2
+        assert kept[rank] == [rows * 4 * 8, rows * 2 * 8 * 2, rows * 4 * 8, rows * 4]
+
+
+def test_a_rank_takes_the_chunks_that_megatron_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = torch.arange(48).view(2, 24)
+    # 0.19 has it under a name of its own, beside other ways of cutting.
+    name = "_get_batch_on_this_cp_rank_per_sequence_balancing"
+    of_megatron = getattr(utils, name, None) or utils.get_batch_on_this_cp_rank
+    monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 3)
+    monkeypatch.setattr(parallel_state, "get_context_parallel_rank", torch.distributed.get_rank)
+
+    def job(rank: int, group: Any) -> None:
+        mine = training_step.chunks_of_this_rank(batch)
+        assert mine.equal(of_megatron({"tokens": batch}, cp_group=group)["tokens"])
+        assert mine.equal(batch[:, chunks(3, rank, 24)])
+
+    on_ranks(3, job)
+
+
+def test_the_ranks_losses_are_the_whole_sequence_s() -> None:
+    """Through Megatron's scaling of a micro-batch's loss and DDP's of the gradients."""
+    ranks, num_microbatches = 2, 3
+    values = torch.randn(1, 8, generator=torch.Generator().manual_seed(0))
+    whole = values.clone().requires_grad_()
+    (whole.mean() / num_microbatches).backward()
+    summed = torch.zeros_like(values)
+    reported = []
+    for rank in range(ranks):
+        part = values[:, chunks(ranks, rank, 8)].clone().requires_grad_()
+        with (
+            patch.object(parallel_state, "get_context_parallel_world_size", lambda: ranks),
+            patch.object(parallel_state, "get_context_parallel_group", lambda: None),
+            patch.object(torch.distributed, "all_reduce", lambda *_, **__: None),
+        ):
+            config = SimpleNamespace(timers=None, num_moe_experts=None, calculate_per_token_loss=False)
+            loss, _ = (
+                forward_step_calc_loss(
+                    None, part, training_step._mean_loss, config, None, False, num_microbatches, reported, ranks, True
+                ),
+                None,
+            )
+        loss[0].backward()
+        assert part.grad is not None
+        summed[:, chunks(ranks, rank, 8)] = part.grad / ranks  # DDP's gradient_scaling_factor: 1 / (data x context)
+    torch.testing.assert_close(summed, whole.grad)
+    assert sum(reported) == pytest.approx(float(values.mean()))
+
+
+def step(seq_length: int, settings: MemorySettings | None = None, **sizes: int) -> StepRecord:
+    with Lab("phi-4-mini", num_layers=4, seq_length=seq_length, layout=Layout(**sizes), backend="simulated") as lab:
+        return lab.step(settings or MemorySettings())
+
+
+def test_twice_the_sequence_on_two_ranks_is_the_sequence_on_one() -> None:
+    """All but the optimizer's state, which the two also share, and the angles of all positions, before they are cut."""
+    alone = step(1024)
+    for rank in range(2):
+        record = step(2048, context_parallel_size=2, rank=rank)
+        assert record.activation_peak_bytes == pytest.approx(alone.activation_peak_bytes, rel=0.002)
+        for category in ("parameters", "gradients", "activations"):
+            assert record.peak_by_category[category] == pytest.approx(alone.peak_by_category[category], rel=0.002)
+        state = record.peak_by_category["optimizer state"]
+        assert state == pytest.approx(alone.peak_by_category["optimizer state"] / 2, rel=0.001)
+
+
+@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1), (4, 1)])
+def test_the_ring_makes_transformer_engine_s_buffers(ranks: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In forward, counted in context_parallel.py of 2.12.0; outputs and log-sums of a late chunk alone are halves."""
+    exact = replace(find_backend("simulated"), meter=StorageMeter)  # without an allocator's rounding
+    monkeypatch.setattr(memlab.lab, "find_backend", lambda name: exact)
+    tokens, heads, groups, channels = 1024, 24, 8, 128
+    timeline = step(tokens * ranks, context_parallel_size=ranks, rank=rank).timeline
+    assert timeline is not None
+    attention = timeline.modules.index("decoder.layers.1.self_attention.core_attention")
+    made = (timeline.module == attention) & (timeline.phase == 1) & (timeline.delta_bytes > 0)
+    made &= timeline.pool == POOLS.index("device")
+    key = 2 * tokens * groups * channels
+    output, log_sum = 2 * tokens * heads * channels, 4 * tokens * heads
+    turns = [1.0] * (rank + 1) + [0.5] * (ranks - rank - 1)
+    expected = key + sum(turns) * (output + log_sum)
+    if ranks > 1:
+        expected += ranks * 2 * key + log_sum + output
+    assert int(timeline.delta_bytes[made].sum()) == expected

@@ -1,0 +1,80 @@
+"""What is remembered of operations on fake tensors: the same as without, and nothing where the next may differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from memlab.backends.known_results import KnownResults
+
+Form = tuple[torch.Size, tuple[int, ...], torch.dtype, int]
+
+
+def form(tensor: torch.Tensor) -> Form:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.untyped_storage().nbytes()
+
+
+def fake(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+OPERATIONS: dict[str, Callable[[], Any]] = {
+    "broadcast": lambda: fake(4, 1) + fake(3),
+    "promotion": lambda: fake(4, dtype=torch.bfloat16) * fake(4),
+    "whole number": lambda: fake(4, dtype=torch.int64) * 2,
+    "fraction": lambda: fake(4, dtype=torch.int64) * 2.0,
+    "truth": lambda: fake(4, dtype=torch.bool) * True,
+    "transposed": lambda: fake(4, 3).T * 2,
+    "sum": lambda: fake(4, 3).sum(0),
+    "sum of the other": lambda: fake(4, 3).sum(1),
+    "cat": lambda: torch.cat([fake(2, 3), fake(4, 3)]),
+    "several": lambda: fake(4, 6).topk(2),
+    "view": lambda: fake(4, 6).view(24),
+    "unsafe view": lambda: torch.ops.aten._unsafe_view(fake(4, 6), [24]),
+    "in place": lambda: fake(4, 6).add_(fake(6)),
+    "to": lambda: fake(4, 6).to(torch.bfloat16),
+    "matrices": lambda: fake(4, 6) @ fake(6, 5),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_second_time_is_the_first(name: str) -> None:
+    def forms() -> list[Form]:
+        result = OPERATIONS[name]()
+        return [form(part) for part in (result if isinstance(result, tuple) else (result,))]
+
+    truth = forms()
+    with KnownResults():
+        for each in OPERATIONS.values():  # what others left must not answer for it
+            each()
+            each()
+        assert forms() == truth
+
+
+def test_each_result_has_a_storage_of_its_own() -> None:
+    tensor = fake(4)
+    with KnownResults():
+        results = [tensor * 2 for _ in range(3)]
+        assert len({result.untyped_storage()._cdata for result in (tensor, *results)}) == 4
+        views = [torch.ops.aten._unsafe_view(tensor, [2, 2]) for _ in range(3)]
+        assert {view.untyped_storage()._cdata for view in views} == {tensor.untyped_storage()._cdata}
+        assert tensor.add_(1) is tensor
+        assert tensor.add_(1) is tensor
+
+
+def test_real_values_are_computed() -> None:
+    with KnownResults():
+        sums = [torch.full((2,), value, device="cpu") + 1 for value in (1.0, 2.0)]
+    assert [total.tolist() for total in sums] == [[2.0, 2.0], [3.0, 3.0]]
+
+
+def test_what_does_not_fit_is_refused_each_time() -> None:
+    with KnownResults():
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="broadcast"):
+                fake(4, 3) + fake(4, 2)
+            with pytest.raises(RuntimeError):
+                fake(3).add_(fake(4, 3))

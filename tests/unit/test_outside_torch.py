@@ -1,0 +1,41 @@
+"""The estimate of what a GPU holds beside torch: within what was measured, and larger with each kind of communication."""
+
+from __future__ import annotations
+
+import pytest
+
+from memlab.layout import Layout
+from memlab.outside_torch import estimate_outside_torch
+from memlab.units import GIB, MIB
+
+TWO_RANKS = [
+    {"tensor_model_parallel_size": 2},
+    {"data_parallel_size": 2},
+    {"pipeline_model_parallel_size": 2},
+    {"expert_model_parallel_size": 2, "data_parallel_size": 2},
+]
+
+
+def test_one_rank_talks_to_nobody() -> None:
+    assert estimate_outside_torch(Layout()).nccl_bytes == 0
+    assert "NCCL" not in str(estimate_outside_torch(Layout()))
+
+
+@pytest.mark.parametrize("sizes", TWO_RANKS)
+def test_two_ranks_are_within_what_h200s_held(sizes: dict[str, int]) -> None:
+    assert 2.4 * GIB <= estimate_outside_torch(Layout(**sizes)).total_bytes <= 3.9 * GIB
+
+
+def test_an_all_to_all_of_eight_ranks_is_what_an_h100_took_for_it() -> None:
+    """4.34 - 1.06 GB beside torch, before and after the first one (NVIDIA/nccl#1685)."""
+    sizes = {"data_parallel_size": 8}
+    apart = estimate_outside_torch(Layout(**sizes, expert_model_parallel_size=8)).nccl_bytes
+    counts = 24 * 12 * MIB
+    assert apart - counts - estimate_outside_torch(Layout(**sizes)).nccl_bytes == pytest.approx(3.28e9, rel=0.01)
+
+
+def test_a_larger_group_beyond_a_node_takes_no_more() -> None:
+    eight, many = (
+        estimate_outside_torch(Layout(data_parallel_size=64, expert_model_parallel_size=size)) for size in (8, 64)
+    )
+    assert eight == many
