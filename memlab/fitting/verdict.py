@@ -21,8 +21,8 @@ def judge(record: StepRecord, records: Sequence[StepRecord]) -> StepRecord:
 
     - ``outside torch``: CUDA had less left than was asked for, what torch may hold would have been enough, and what
       others hold beyond `USUAL_OUTSIDE_BYTES` is the difference.
-    - ``fragmentation``: reserved and unused bytes are at least what was asked for, and no free block is that large,
-      while the whole step would have found room in one piece.
+    - ``fragmentation``: what is not allocated is at least what was asked for, and no free block is that large, while
+      the whole step would have found room in one piece.
     - ``retention``: what was alive from before the step and is none of parameters, gradients, optimizer state and
       workspaces (in backward: up to what earlier steps under these settings left) would have made the room that the
       whole step lacks.
@@ -78,13 +78,15 @@ def _fragmentation(record: StepRecord, records: Sequence[StepRecord]) -> _Found:
     assert record.out_of_memory is not None
     refusal = record.out_of_memory.refusal
     largest, unused = refusal.largest_free_bytes, refusal.unused_reserved_bytes
-    if largest is None or not largest < refusal.requested_bytes <= unused:
+    not_allocated = refusal.step_room_bytes - refusal.allocated_bytes - refusal.pending_free_bytes
+    if largest is None or not largest < refusal.requested_bytes <= not_allocated:
         return None
     if expected_peak_bytes(record, records) > refusal.step_room_bytes:
         return None
+    more = f", and {format_bytes(not_allocated - unused)} are not reserved" if not_allocated > unused else ""
     return "fragmentation", (
         f"{format_bytes(unused)} of {format_bytes(refusal.reserved_bytes or 0)} reserved are unused, in pieces of at "
-        f"most {format_bytes(largest)}"
+        f"most {format_bytes(largest)}{more}"
     )
 
 

@@ -50,17 +50,18 @@ def caches() -> Iterator[tuple[str, Any, Callable[[], object]]]:
 def tensors() -> Iterator[torch.Tensor]:
     """Yields the tensors of all caches."""
     for _, container, _ in caches():
-        yield from _tensors_in(container)
+        yield from tensors_in(container)
 
 
-def _tensors_in(container: Any) -> Iterator[torch.Tensor]:
+def tensors_in(container: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors in a container, and in the containers in it."""
     if isinstance(container, torch.Tensor):
         yield container
     elif isinstance(container, dict):
-        yield from _tensors_in(list(container.values()))
+        yield from tensors_in(list(container.values()))
     elif isinstance(container, (list, tuple)):
         for value in container:
-            yield from _tensors_in(value)
+            yield from tensors_in(value)
 
 
 def fill_cublas_workspaces() -> None:

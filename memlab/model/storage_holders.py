@@ -1,4 +1,4 @@
-"""Who keeps a storage alive at this moment: autograd nodes, local variables of running functions, module attributes.
+"""Who keeps a storage alive at this moment: autograd nodes, local variables, module attributes, caches.
 
 Asked in the middle of a step, from inside it. Nothing is unpacked: what an offload hook holds in a saved tensor's place
 stays where it is.
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from memlab.model.build import LiveModel
+from memlab.model.engine_caches import caches, tensors_in
 
 
 def find_holders(live: LiveModel, modules: list[str], storages: Collection[int]) -> dict[int, tuple[str, ...]]:
@@ -28,7 +29,8 @@ def find_holders(live: LiveModel, modules: list[str], storages: Collection[int])
         Holders in words by storage, each once; empty where none was found.
     """
     found: dict[int, dict[str, None]] = {storage: {} for storage in storages}
-    for holder, tensor in (*_autograd_nodes(modules), *_module_attributes(live), *_local_variables()):
+    kept = ((name, tensor) for name, container, _ in caches() for tensor in tensors_in(container))
+    for holder, tensor in (*_autograd_nodes(modules), *_module_attributes(live), *kept, *_local_variables()):
         names = found.get(tensor.untyped_storage()._cdata)
         if names is not None:
             names[holder] = None

@@ -21,7 +21,7 @@ pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engi
 
 @pytest.fixture
 def lab() -> Iterator[Lab]:
-    with Lab("qwen3-30b-a3b", num_layers=2, seq_length=4096, backend="cuda") as lab:
+    with Lab("qwen3-30b-a3b", num_layers=2, seq_length=8192, backend="cuda") as lab:
         yield lab
 
 
@@ -50,7 +50,8 @@ def check_same_step(lab: Lab, plain: StepRecord) -> None:
 def test_a_cap_is_a_spike_that_a_measured_setting_mends(lab: Lab) -> None:
     full = lab.step(FULL)
     plain = lab.step(MemorySettings())
-    lab.device_memory_bytes = (full.peak_allocated_bytes + plain.peak_allocated_bytes) // 2
+    # Not nearer to the step that is to fit: the pieces between what is alive make no room for its logits.
+    lab.device_memory_bytes = plain.peak_allocated_bytes - 128 * MIB
     seen = refused_step(lab)
     assert seen.verdict == "spike"
     assert seen.suggestion is not None and seen.suggestion.source == "measured"

@@ -94,11 +94,16 @@ def test_unused_pieces_that_are_each_too_small_are_fragmentation() -> None:
     judged = verdict_of(refused(**pieces))
     assert judged.verdict == "fragmentation"
     assert "17.000 GiB of 77.000 GiB reserved are unused, in pieces of at most 512.00 MiB" in judged.evidence
+    # Both together would have been enough: seen on an H200, where logits of 2.3 GiB found no place in 2.7.
+    rest = {"reserved_bytes": 77 * GIB, "device_free_bytes": 2 * GIB, "allocated_bytes": 68 * GIB}
+    assert "9.000 GiB of 77.000 GiB reserved are unused, in pieces of at most 512.00 MiB, and 2.000 GiB are not" in (
+        verdict_of(refused({LAYER: 18 * GIB}, **rest)).evidence
+    )
     assert "expandable_segments" in judged.advice
     assert verdict_of(refused(**pieces, largest_free_bytes=None)).verdict != "fragmentation", (
         "pages can be put together"
     )
-    assert verdict_of(refused(**pieces, pending_free_bytes=8 * GIB)).verdict != "fragmentation", "they are in use"
+    assert verdict_of(refused(**pieces, pending_free_bytes=9 * GIB)).verdict != "fragmentation", "they are in use"
 
 
 def test_what_is_left_from_before_the_step_is_retention_if_it_would_have_made_the_room() -> None:
