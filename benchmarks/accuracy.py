@@ -85,6 +85,12 @@ JOBS: dict[str, tuple[Layout, int]] = {
     "PP2": (Layout(pipeline_model_parallel_size=2), 4),
     "EP2": (Layout(expert_model_parallel_size=2, data_parallel_size=2), 1),
     "DP2": (Layout(data_parallel_size=2), 2),
+    "CP2": (Layout(context_parallel_size=2), 1),
+    "PP2VP2": (Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2), 4),
+    "TP2EP2": (
+        Layout(tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1),
+        1,
+    ),
 }
 """Layouts of two ranks, and how many micro-batches a step has."""
 
