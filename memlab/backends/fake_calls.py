@@ -14,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from memlab.backends.cuda_calls import FACTORIES, LIKE, is_cuda, is_on_host, made_on_host, run_backward, split_place
+from memlab.backends.kernel_temporaries import embedding
 
 FAKE = torch.device("meta")
 
@@ -25,7 +26,7 @@ class FakeCuda(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in FACTORIES:
             return _make(func, args, kwargs)
-        handler = _TENSOR_METHODS.get(func)
+        handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(*args, **kwargs)
         if is_cuda(kwargs.get("device")):
@@ -75,7 +76,7 @@ def _type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 _WITHOUT_VALUES = {torch.empty, torch.empty_like, torch.empty_strided}
 
-_TENSOR_METHODS: dict[Any, Callable[..., Any]] = {
+_HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.to: _to,
     torch.Tensor.cuda: _to_device,
     torch.Tensor.cpu: _to_host,
@@ -83,5 +84,6 @@ _TENSOR_METHODS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.is_pinned: lambda tensor, *_: is_on_host(tensor),
     torch.Tensor.item: _item,
     torch.Tensor.type: _type,
+    torch.nn.functional.embedding: embedding,
     torch.autograd.backward: lambda *args, **kwargs: run_backward(FakeCuda(), *args, **kwargs),
 }
