@@ -1,9 +1,8 @@
 """How near predictions come to a real GPU: the same steps on both, and the errors between them as a table.
 
-    python benchmarks/accuracy.py step --backend cuda --out h200.jsonl          # on the GPU
-    torchrun --nproc-per-node 2 benchmarks/accuracy.py step --backend cuda --job phi-4:TP2 --out h200.jsonl
-    python benchmarks/accuracy.py step --backend simulated --out predicted.jsonl   # all cases, every rank of every job
-    python benchmarks/accuracy.py compare h200.jsonl predicted.jsonl
+    python benchmarks/accuracy.py measure --out h200.jsonl                                          # on a GPU
+    torchrun --nproc-per-node 2 benchmarks/accuracy.py measure --job phi-4:TP2 --out h200.jsonl     # on two
+    python benchmarks/accuracy.py predict labs/results/h200_steps.jsonl                             # anywhere
 
 A lab is opened for each architecture, number of layers and rank, and takes its cases one after the other. A line is
 written after each case: a run that was cut short is carried on by the same command. Ranks of a job write a file each.
@@ -13,19 +12,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from memlab.accuracy import pairs_of
 from memlab.architectures import find_architecture
 from memlab.commands.ranks import failing_together, rank
 from memlab.lab import Lab
 from memlab.layout import Layout
+from memlab.predictions import predict_again
 from memlab.record import StepRecord
 from memlab.settings import MOE_OFFLOAD_MODULES, MOE_RECOMPUTE_MODULES, MemorySettings
-from memlab.units import MIB, format_bytes
+from memlab.views.accuracy_table import accuracy_page
 
 Case = tuple[str, int, dict[str, int], MemorySettings]
 """Architecture, layers, workload, settings."""
@@ -39,8 +39,6 @@ WORKLOADS = (
 )
 USUAL = {"seq_length": 4096, "micro_batch_size": 1, "num_microbatches": 1}
 SHORT = {"seq_length": 2048, "micro_batch_size": 1, "num_microbatches": 1}
-WORTH_A_LOOK_BYTES = 64 * MIB
-"""Savings below this are not judged by their share."""
 
 
 def full(count: int, method: str = "uniform") -> MemorySettings:
@@ -110,18 +108,10 @@ def job_cases(architecture: str, job: str) -> Iterator[Case]:
         yield architecture, 4, workload, settings
 
 
-def all_jobs() -> Iterator[tuple[str, str]]:
-    """Yields architecture and job, for every job that the architecture can run."""
-    for architecture in ("qwen3-30b-a3b", "phi-4"):
-        for job, (layout, _) in JOBS.items():
-            if layout.expert_model_parallel_size == 1 or find_architecture(architecture).is_moe:
-                yield architecture, job
-
-
 def step(backend: str, wanted: Iterable[Case], out: Path, layout: Layout) -> None:
     """Takes the steps of one rank that the file does not have yet."""
     known = map(StepRecord.from_dict, map(json.loads, out.read_text().splitlines() if out.exists() else []))
-    done = {key(record) for record in known}
+    done = {_key(record) for record in known}
     lab: Lab | None = None
     with out.open("a") as lines, failing_together():
         for architecture, num_layers, workload, settings in wanted:
@@ -134,67 +124,14 @@ def step(backend: str, wanted: Iterable[Case], out: Path, layout: Layout) -> Non
             lab.set_workload(**workload)
             record = lab.step(settings)
             print(record.scenario, record, flush=True)
-            lines.write(json.dumps(record.to_dict()) + "\n")
+            values = record.to_dict() | {"peak_by_module": {}}  # most of the file
+            lines.write(json.dumps(values) + "\n")
             lines.flush()
     if lab is not None:
         lab.close()
 
 
-def compare(measured_file: Path, predicted_file: Path) -> None:
-    """Prints one row a case, and the worst and median errors."""
-    measured, predicted = (_records(path) for path in (measured_file, predicted_file))
-    shared = [key for key in measured if key in predicted and measured[key].status == predicted[key].status == "ok"]
-    rows, errors, activation_errors, saving_errors, exact = [], [], [], [], 0
-    for key in shared:
-        truth, guess = measured[key], predicted[key]
-        errors.append(_share(guess.peak_allocated_bytes, truth.peak_allocated_bytes))
-        activation_errors.append(_share(guess.activation_peak_bytes, truth.activation_peak_bytes))
-        plain = (*key[:-1], MemorySettings())
-        saved = measured[plain].activation_peak_bytes - truth.activation_peak_bytes
-        saving = ""
-        if saved > WORTH_A_LOOK_BYTES:
-            guessed = predicted[plain].activation_peak_bytes - guess.activation_peak_bytes
-            saving_errors.append(_share(guessed, saved))
-            saving = f"{saving_errors[-1]:+.2%}"
-        exact += guess.offloaded_bytes_by_module == truth.offloaded_bytes_by_module
-        rows.append(
-            f"| {truth.scenario} | {truth.settings} | {format_bytes(truth.peak_allocated_bytes)} | {errors[-1]:+.4%} | "
-            f"{format_bytes(truth.activation_peak_bytes)} | {activation_errors[-1]:+.3%} | {saving} |"
-        )
-    print("| step | settings | allocated peak | error | activation peak | error | error of what it saves |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    print("\n".join(rows))
-    print(f"\n{len(shared)} of {len(measured)} measured cases. {_summary('allocated peak', errors)}")
-    print(_summary("activation peak", activation_errors) + " " + _summary("savings over 64 MiB", saving_errors))
-    print(f"Offloaded bytes equal, module by module, in {exact} of {len(shared)}.")
-    for category in ("parameters", "gradients", "optimizer state"):
-        shares = [
-            _share(predicted[key].peak_by_category[category], measured[key].peak_by_category[category])
-            for key in shared
-            if category in measured[key].peak_by_category
-        ]
-        print(_summary(category, shares))
-
-
-def _summary(name: str, errors: list[float]) -> str:
-    if not errors:
-        return f"{name}: nothing to compare."
-    sizes = [abs(error) for error in errors]
-    under = sum(error < 0 for error in errors) / len(errors)
-    return f"{name}: median {statistics.median(sizes):.4%}, worst {max(sizes):.4%}, {under:.0%} under-estimated."
-
-
-def _share(guess: int, truth: int) -> float:
-    return guess / truth - 1 if truth else float(guess != truth)
-
-
-def _records(path: Path) -> dict[tuple[Any, ...], StepRecord]:
-    records = map(StepRecord.from_dict, map(json.loads, path.read_text().splitlines()))
-    return {key(record): record for record in records}
-
-
-def key(record: StepRecord) -> tuple[Any, ...]:
-    """Returns what makes a case: two records with the same key are compared."""
+def _key(record: StepRecord) -> tuple[Any, ...]:
     scenario = record.scenario
     workload = (scenario.seq_length, scenario.micro_batch_size, scenario.num_microbatches)
     return (scenario.architecture.name, scenario.num_layers, *workload, scenario.layout, record.settings)
@@ -205,31 +142,37 @@ def rank_file(path: Path, architecture: str, job: str) -> Path:
     return path.with_name(f"{path.stem}-{architecture}-{job}-{rank()}{path.suffix}")
 
 
+def measure(backend: str, job: str | None, out: Path) -> None:
+    """Measures the cases of one rank, or of a job under torchrun."""
+    if job is None:
+        step(backend, cases(), out, Layout())
+        return
+    architecture, _, name = job.partition(":")
+    step(
+        backend, job_cases(architecture, name), rank_file(out, architecture, name), replace(JOBS[name][0], rank=rank())
+    )
+
+
+def predict(measured: Path) -> None:
+    """Predicts what was measured, and prints the errors."""
+    steps = [StepRecord.from_dict(json.loads(line)) for line in measured.read_text().splitlines()]
+    print(accuracy_page(pairs_of(steps, predict_again(steps))))
+
+
 def main() -> None:
     """Runs one of the two."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     commands = parser.add_subparsers(dest="command", required=True)
-    stepping = commands.add_parser("step")
+    stepping = commands.add_parser("measure")
     stepping.add_argument("--backend", default="auto")
     stepping.add_argument("--job", metavar="ARCHITECTURE:JOB", help=f"under torchrun, with JOB of {', '.join(JOBS)}")
     stepping.add_argument("--out", type=Path, required=True)
-    comparing = commands.add_parser("compare")
-    comparing.add_argument("measured", type=Path)
-    comparing.add_argument("predicted", type=Path)
+    commands.add_parser("predict").add_argument("measured", type=Path)
     arguments = parser.parse_args()
-    if arguments.command == "compare":
-        compare(arguments.measured, arguments.predicted)
-    elif arguments.job:
-        architecture, _, job = arguments.job.partition(":")
-        layout = replace(JOBS[job][0], rank=rank())
-        step(arguments.backend, job_cases(architecture, job), rank_file(arguments.out, architecture, job), layout)
+    if arguments.command == "measure":
+        measure(arguments.backend, arguments.job, arguments.out)
     else:
-        step(arguments.backend, cases(), arguments.out, Layout())
-        if arguments.backend == "simulated":
-            for architecture, job in all_jobs():
-                for number in range(2):
-                    layout = replace(JOBS[job][0], rank=number)
-                    step(arguments.backend, job_cases(architecture, job), arguments.out, layout)
+        predict(arguments.measured)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from memlab.diagnosis import diagnose, probability_of_exceeding, worst
     from memlab.lab import Lab
     from memlab.layout import Layout
-    from memlab.ranks import predict_ranks
+    from memlab.predictions import predict_ranks
     from memlab.record import StepRecord
     from memlab.regression.metrics import finish
     from memlab.scenario import Scenario
@@ -62,7 +62,7 @@ _HOMES = {
     "finish": "memlab.regression.metrics",
     "panel": "memlab.views.panel",
     "peaks": "memlab.views.display",
-    "predict_ranks": "memlab.ranks",
+    "predict_ranks": "memlab.predictions",
     "probability_of_exceeding": "memlab.diagnosis",
     "show": "memlab.views.display",
     "worst": "memlab.diagnosis",

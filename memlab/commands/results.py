@@ -1,16 +1,26 @@
-"""Writes measured settings as a Markdown page, from the records that a benchmark kept."""
+"""Writes measured settings, and how near predictions of measured steps come, as a Markdown page from kept records."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memlab.accuracy import pairs_of
+from memlab.commands.output import result_alone_on_stdout
+
+if TYPE_CHECKING:
+    from memlab.record import StepRecord
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
-    parser.add_argument("records", type=Path, metavar="RECORDS", help="a file such as labs/results/h200.jsonl")
+    parser.add_argument("records", type=Path, metavar="RECORDS", help="a file such as labs/results/h200_settings.jsonl")
+    parser.add_argument(
+        "--steps", type=Path, metavar="FILE", help="records of measured steps; each is predicted again, in a second"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the page there (printed otherwise)")
 
 
@@ -20,21 +30,35 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     Raises:
         ValueError: If there is no such file, or a line is no result.
     """
+    from memlab.record import StepRecord
     from memlab.views.results import Result, results_page
 
-    if not arguments.records.is_file():
-        raise ValueError(f"records {arguments.records} do not exist: give a file such as labs/results/h200.jsonl")
-    results = []
-    for number, line in enumerate(arguments.records.read_text().splitlines(), start=1):
-        try:
-            results.append(Result.from_dict(json.loads(line)))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{arguments.records}, line {number}: {error}") from error
-    page = results_page(results)
-    return lambda: _write(page, arguments.out)
+    page = results_page([_read(Result.from_dict, *line) for line in _lines(arguments.records)])
+    steps = [_read(StepRecord.from_dict, *line) for line in _lines(arguments.steps)] if arguments.steps else []
+    return lambda: _write(page, steps, arguments.out)
 
 
-def _write(page: str, out: Path | None) -> int:
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    if not path.is_file():
+        raise ValueError(f"records {path} do not exist: give a file such as labs/results/h200_settings.jsonl")
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        yield f"{path}, line {number}", line
+
+
+def _read(read: Callable[[dict[str, Any]], Any], place: str, line: str) -> Any:
+    try:
+        return read(json.loads(line))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
+def _write(page: str, steps: list[StepRecord], out: Path | None) -> int:
+    if steps:
+        with result_alone_on_stdout():
+            from memlab.predictions import predict_again
+            from memlab.views.accuracy_table import accuracy_page
+
+            page = f"{page}\n{accuracy_page(pairs_of(steps, predict_again(steps)))}".rstrip()
     if out is None:
         print(page)
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -258,8 +259,7 @@ def join_process_group(distributed_backend: str, seed: int, layout: Layout) -> N
         # nothing for it, like NCCL; gloo would copy the whole gradient buffer.
         from torch.testing._internal.distributed import fake_pg  # noqa: F401
     if distributed_backend == "simulated":
-        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
-        torch.distributed.init_process_group("fake", store=store, rank=layout.rank, world_size=layout.world_size)
+        _join_alone("fake", layout)
         _initialize(seed, layout)
         return
     started = int(os.environ.get("WORLD_SIZE", "1"))
@@ -273,9 +273,17 @@ def join_process_group(distributed_backend: str, seed: int, layout: Layout) -> N
     if started > 1:
         torch.distributed.init_process_group(distributed_backend)
     else:
-        store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # missing from torch's stubs
-        torch.distributed.init_process_group(distributed_backend, store=store, rank=0, world_size=1)
+        _join_alone(distributed_backend, layout)
     _initialize(seed, layout)
+
+
+def _join_alone(distributed_backend: str, layout: Layout) -> None:
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # missing from torch's stubs
+    # torch marks each line of an error with the rank, once more for every group that was joined.
+    with patch.object(sys, "excepthook", sys.excepthook):
+        torch.distributed.init_process_group(
+            distributed_backend, store=store, rank=layout.rank, world_size=layout.world_size
+        )
 
 
 def _interleaved(layout: Layout) -> int | None:

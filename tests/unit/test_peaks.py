@@ -14,7 +14,7 @@ from memlab.diagnosis import worst
 from memlab.lab import Lab
 from memlab.layout import Layout
 from memlab.outside_torch import estimate_outside_torch
-from memlab.ranks import predict_ranks
+from memlab.predictions import predict_ranks
 from memlab.settings import MemorySettings
 from memlab.timeline import CATEGORIES
 from memlab.units import GIB

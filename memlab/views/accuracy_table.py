@@ -1,0 +1,67 @@
+"""Predictions beside measurements as Markdown: how far off they are over all, and step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memlab.accuracy import FIGURES, Errors, Pair
+from memlab.units import GIB
+
+_HEAD = """
+## How near predictions come
+Each step below was measured on the machine that is named, and predicted by Megatron's own code on fake tensors, on a
+CPU. Errors are shares of what was measured, below zero where too little was predicted; a saving is judged where it is
+over 64 MiB. Rests that torch's allocator leaves unsplit, up to 1 MiB a block, are in all figures.
+"""
+
+
+def accuracy_page(pairs: Sequence[Pair]) -> str:
+    """Writes the errors over all and of every step, ranks that are alone and ranks of jobs apart."""
+    alone = [pair for pair in pairs if pair.measured.scenario.layout.world_size == 1]
+    of_jobs = [pair for pair in pairs if pair.measured.scenario.layout.world_size > 1]
+    lines = [_HEAD.strip(), ""]
+    for title, group in (("One rank", alone), ("Every rank of jobs of several", of_jobs)):
+        if group:
+            lines += [f"### {title}", _versions(group), "", *_summary(group), "", *_steps(group), ""]
+    return "\n".join(lines)
+
+
+def _versions(pairs: Sequence[Pair]) -> str:
+    seen = {
+        f"{record.backend} ({', '.join(f'{package} {version}' for package, version in record.versions.items())})"
+        for pair in pairs
+        for record in (pair.measured,)
+    }
+    predicted = pairs[0].predicted.versions
+    here = ", ".join(f"{package} {version}" for package, version in predicted.items())
+    return f"Measured on {'; '.join(sorted(seen))}. Predicted with {here}."
+
+
+def _summary(pairs: Sequence[Pair]) -> list[str]:
+    rows = ["| error of | steps | median | worst | under-estimated |", "| --- | ---: | ---: | ---: | ---: |"]
+    for name, error_of in FIGURES.items():
+        errors = Errors.of(error_of(pair) for pair in pairs)
+        if errors is not None:
+            under = f"{errors.under_estimated:.0%}"
+            rows.append(f"| {name} | {errors.count} | {errors.median:.4%} | {errors.worst:.4%} | {under} |")
+    return rows
+
+
+def _steps(pairs: Sequence[Pair]) -> list[str]:
+    rows = [
+        "| step | setting | peak GiB | error | activations GiB | error | saving's error |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for pair in pairs:
+        measured, saving = pair.measured, pair.saving_error
+        cells = (
+            str(measured.scenario),
+            str(measured.settings),
+            f"{measured.peak_allocated_bytes / GIB:.3f}",
+            f"{pair.peak_error:+.4%}",
+            f"{measured.activation_peak_bytes / GIB:.3f}",
+            f"{pair.activation_peak_error:+.3%}",
+            "" if saving is None else f"{saving:+.2%}",
+        )
+        rows.append("| " + " | ".join(cells) + " |")
+    return rows

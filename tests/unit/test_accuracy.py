@@ -1,0 +1,74 @@
+"""Predictions against steps that were measured on H200s, and the errors that are told of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from memlab.accuracy import FIGURES, STATE, Errors, pairs_of
+from memlab.predictions import predict_again
+from memlab.record import StepRecord
+from memlab.settings import MemorySettings
+from memlab.views.accuracy_table import accuracy_page
+from tests.unit.builders import record_of
+
+STEPS = Path(__file__).parents[2] / "labs" / "results" / "h200_steps.jsonl"
+GIB = 2**30
+
+
+def model_of(record: StepRecord) -> str:
+    scenario = record.scenario
+    rank = f"rank {scenario.layout.rank}"
+    return f"{scenario.architecture.name}, {scenario.num_layers} layers, {scenario.layout}, {rank}"
+
+
+MEASURED = [StepRecord.from_dict(json.loads(line)) for line in STEPS.read_text().splitlines()]
+GROUPS = {name: list(group) for name, group in groupby(MEASURED, model_of)}
+
+
+def sample(records: list[StepRecord]) -> list[StepRecord]:
+    """Plain, and two more: labs take no longer to open than to step thrice. All cases: `benchmarks/accuracy.py`."""
+    return [records[0], records[len(records) // 2], records[-1]]
+
+
+@pytest.mark.parametrize("name", [name for name in GROUPS if not name.endswith("rank 0") or "one rank" in name])
+def test_a_predicted_step_is_near_the_measured_one(name: str) -> None:
+    # The last rank of each kind of job: the first has no logits.
+    measured = sample(GROUPS[name])
+    for pair in pairs_of(measured, predict_again(measured)):
+        routed = pair.measured.scenario.layout.expert_model_parallel_size > 1  # by a router that the prediction lacks
+        assert abs(pair.peak_error) < (0.005 if routed else 0.001), pair.measured
+        assert abs(pair.activation_peak_error) < 0.02, pair.measured
+        for category in STATE[:2]:
+            assert pair.state_error(category) in (0.0, None), pair.measured
+        assert abs(pair.state_error("optimizer state") or 0) < 0.001, pair.measured
+
+
+def test_errors_are_shares_of_what_was_measured() -> None:
+    plain = record_of(None, peak_allocated_bytes=10 * GIB, activation_peak_bytes=8 * GIB)
+    lighter = replace(
+        plain,
+        settings=MemorySettings(offload_modules=["core_attn"]),
+        peak_allocated_bytes=9 * GIB,
+        activation_peak_bytes=7 * GIB,
+    )
+    guessed = replace(lighter, peak_allocated_bytes=9 * GIB + GIB // 4, activation_peak_bytes=7 * GIB + GIB // 4)
+    pairs = pairs_of([plain, lighter], [plain, guessed])
+    assert (pairs[0].peak_error, pairs[0].saving_error) == (0.0, None)
+    assert pairs[1].peak_error == pytest.approx(0.25 / 9)
+    assert pairs[1].activation_peak_error == pytest.approx(0.25 / 7)
+    assert pairs[1].saving_error == pytest.approx(-0.25)
+    assert Errors.of(FIGURES["what a setting saves"](pair) for pair in pairs) == Errors(1, 0.25, 0.25, 1.0)
+    assert Errors.of([None]) is None
+    page = accuracy_page(pairs)
+    assert "| allocated peak | 2 | 1.3889% | 2.7778% | 0% |" in page
+    assert "+2.7778% | 7.000 | +3.571% | -25.00% |" in page
+
+
+def test_a_step_that_did_not_end_is_not_predicted_again() -> None:
+    with pytest.raises(ValueError, match="is no whole step"):
+        predict_again([replace(record_of(None), status="out_of_memory")])
