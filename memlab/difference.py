@@ -115,7 +115,8 @@ def difference_of(records: Sequence[StepRecord]) -> Difference | None:
         {(name, None): size for name, size in record.peak_by_category.items()} for record in pair
     ]
     if told:
-        parts = [_parts(timeline, apart=rounding_is_known) for timeline in told]
+        common = set(told[0].modules) & set(told[1].modules)
+        parts = [_folded(_parts(timeline, apart=rounding_is_known), common) for timeline in told]
     predicted, measured = parts
     terms = [
         Term(name=key[0], module=key[1], predicted_bytes=predicted.get(key, 0), measured_bytes=measured.get(key, 0))
@@ -180,6 +181,21 @@ def _parts(timeline: Timeline, *, apart: bool) -> dict[tuple[str, str | None], i
         for category, module in np.argwhere(sums)
     }
     return parts | ({(ROUNDING, None): int(rounding)} if apart else {})
+
+
+def _folded(parts: dict[tuple[str, str | None], int], common: set[str]) -> dict[tuple[str, str | None], int]:
+    """Gives what a module has that only one side knows to the one around it that both do.
+
+    Transformer Engine's attention has modules inside that no other has. Workspaces are no module's: they are born
+    where the first one needs them.
+    """
+    folded: dict[tuple[str, str | None], int] = {}
+    for (name, module), size in parts.items():
+        place = None if name == "workspace" else module
+        while place and place not in common:
+            place = place.rpartition(".")[0]
+        folded[name, place] = folded.get((name, place), 0) + size
+    return folded
 
 
 def _most_at(predicted: Timeline, measured: Timeline) -> int | None:

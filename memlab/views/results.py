@@ -21,9 +21,12 @@ _COLUMNS = (
     "left GiB",
     "reserved GiB",
     "step ms",
+    "spread",
     "x",
     "tokens/s",
 )
+
+_FEWEST_FOR_SPREAD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,8 @@ What each recompute and offload module saves and costs, measured on the machine 
 - **R** = saved / moved, or saved / made again where nothing moved: 1 if each byte touched was a byte off the peak.
 - **left**: alive after the step beyond parameters, gradients and optimizer state.
 - **reserved**: the most that torch's allocator held of the device.
-- **step**: forward, backward and optimizer, metered. **x**: against plain.
+- **step**: forward, backward and optimizer, metered. **spread**: from the first to the third quarter of the steps, as a
+  share of the median; where it is wide, the host was slower than the GPU, and times tell little. **x**: against plain.
 """
 
 
@@ -109,9 +113,17 @@ def _row(result: Result, plain: Result) -> tuple[str, ...]:
         _gib(record.residual_bytes) if record.residual_bytes else "0",
         "" if record.peak_reserved_bytes is None else _gib(record.peak_reserved_bytes),
         f"{step * 1e3:.0f}",
+        _spread(result.seconds),
         f"{step / plain_step:.2f}",
         f"{record.scenario.tokens_per_step / step:,.0f}",
     )
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    if len(seconds) < _FEWEST_FOR_SPREAD:
+        return ""
+    first, median, third = statistics.quantiles(seconds, n=4)
+    return f"{(third - first) / median:.0%}"
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:

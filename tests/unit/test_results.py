@@ -33,7 +33,12 @@ def test_a_setting_is_held_against_plain_with_the_median_of_its_steps() -> None:
     plain, offloaded = rows_of(Result(PLAIN, (0.2, 0.1, 0.9)), Result(OFFLOADED, (0.3, 0.25, 0.2)))
     assert plain[:3] == ["none", "10.000", ""]
     assert offloaded[:6] == ["offload core_attn", "9.000", "1.000", "2.000", "", "0.50"]
-    assert offloaded[8:] == ["250", "1.25", f"{PLAIN.scenario.tokens_per_step / 0.25:,.0f}"]
+    assert offloaded[8:] == ["250", "", "1.25", f"{PLAIN.scenario.tokens_per_step / 0.25:,.0f}"]
+
+
+def test_the_spread_is_the_middle_half_of_the_steps() -> None:
+    steps = tuple(0.1 + 0.01 * number for number in range(11))  # 100 to 200 ms: the middle half is 120 to 180
+    assert rows_of(Result(PLAIN, steps))[0][8:11] == ["150", "40%", "1.00"]
 
 
 def test_a_step_that_ran_out_of_memory_says_so_and_no_more() -> None:
