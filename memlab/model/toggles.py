@@ -14,7 +14,8 @@ from typing import Any
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.transformer.identity_op import IdentityOp
 
-from memlab.model.build import LiveModel, settings_fields, transformer_config
+from memlab.model.build import LiveModel
+from memlab.model.config import settings_fields, transformer_config
 from memlab.model.remedies import set_detach
 from memlab.settings import MemorySettings
 

@@ -30,17 +30,18 @@ def megatron() -> object:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from memlab.backends import cpu
-        from memlab.model import build
+        from memlab.model import process_group
     with cpu.stand_in():
-        build.join_process_group("fake", seed=1, layout=Layout())
+        process_group.join_process_group("fake", seed=1, layout=Layout())
     yield cpu.stand_in
-    build.parallel_state.destroy_model_parallel()
+    process_group.parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
 def test_the_live_model_has_the_published_number_of_parameters(name: str, megatron: object) -> None:
-    from memlab.model.build import gpt_model, transformer_config
+    from memlab.model.build import gpt_model
+    from memlab.model.config import transformer_config
     from memlab.model.torch_layers import TorchProvider
 
     scenario = Scenario(architecture=name)  # type: ignore[arg-type]
