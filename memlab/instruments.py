@@ -18,6 +18,7 @@ from memlab.residency_audit import ResidencyAudit
 from memlab.settings import MemorySettings
 from memlab.stepper import Stepper
 from memlab.units import parse_bytes
+from memlab.unrecorded_steps import account_for_offload, groups_used, saved_in_regions, unmetered_step_seconds
 from memlab.worker import Worker
 
 _Result = TypeVar("_Result")
@@ -74,9 +75,9 @@ class Instruments(ABC):
             )
         default = MemorySettings().min_offloaded_tensor_size
         plain = self.step(replace(settings, offload_modules=None, min_offloaded_tensor_size=default))
-        saved = self._alone(lambda: self._stepper.saved_in_regions(plain.settings))
+        saved = self._alone(lambda: saved_in_regions(self._stepper, plain.settings))
         offloaded = self.step(settings)
-        return self._alone(lambda: self._stepper.audit_offload(saved, plain, offloaded))
+        return self._alone(lambda: account_for_offload(self._stepper, saved, plain, offloaded))
 
     def fit(self, record: StepRecord, gpu_memory: str | int) -> Fit:
         """Holds a step against a GPU's memory; where it does not fit, takes a step under each setting that may.
@@ -107,7 +108,7 @@ class Instruments(ABC):
 
     def audit_residency(self) -> ResidencyAudit:
         """Finds where parameters, gradients and optimizer state are, and holds it against what was asked for."""
-        return self._alone(self._stepper.audit_residency)
+        return self._alone(lambda: self._stepper.moves.audit())  # noqa: PLW0108  # a closed lab has no moves
 
     def groups_used(self) -> dict[str, tuple[str, ...]]:
         """Takes a step and a weight sync that are not recorded, and sees which groups each phase touches.
@@ -115,7 +116,7 @@ class Instruments(ABC):
         Returns:
             ``zeroing``, ``forward``, ``backward``, ``optimizer`` and ``hand over``, each with some of `GROUPS`.
         """
-        return self._alone(self._stepper.groups_used, unsettles=True)
+        return self._alone(lambda: groups_used(self._stepper), unsettles=True)
 
     @contextmanager
     def residency_fault(self, name: str) -> Iterator[None]:
@@ -130,14 +131,12 @@ class Instruments(ABC):
         """
         if name not in FAULTS:
             raise ValueError(f"residency fault is {name!r}, must be one of {', '.join(FAULTS)}: choose one of them")
-        self._alone(lambda: self._stepper.set_residency_fault(name), unsettles=True)
+        self._alone(lambda: self._stepper.moves.set_fault(name), unsettles=True)
         try:
             yield
         finally:
             if not self.closed:
-                self._worker.submit(
-                    lambda: self._stepper.set_residency_fault(None)
-                ).result()  # after a step, if one runs
+                self._worker.submit(lambda: self._stepper.moves.set_fault(None)).result()  # after a step, if one runs
                 self._settled = False
 
     @contextmanager
@@ -172,4 +171,4 @@ class Instruments(ABC):
         """
         if not self._settled:
             raise ValueError("an unmetered step is held against a metered one: take a step under these settings first")
-        return self._alone(lambda: self._stepper.unmetered_step_seconds(self.settings), unsettles=True)
+        return self._alone(lambda: unmetered_step_seconds(self._stepper, self.settings), unsettles=True)

@@ -18,13 +18,13 @@ from memlab.fitting.verdict import judge
 from memlab.instruments import Instruments
 from memlab.layout import Layout
 from memlab.model import holders
-from memlab.movement import Movement, check_groups
+from memlab.movement import Action, Movement, check_groups
 from memlab.progress import Follower, Progress
 from memlab.record import StepRecord
 from memlab.routing import Routing
 from memlab.scenario import Dtype, Scenario
 from memlab.settings import MemorySettings
-from memlab.stepper import Action, Stepper
+from memlab.stepper import Stepper
 from memlab.worker import Worker
 
 __all__ = ["Lab", "Progress"]
@@ -137,11 +137,11 @@ class Lab(Instruments):
 
         It holds for buffers that are allocated from now on: set it before they first go down.
         """
-        return self._stepper.residency.pinned
+        return self._stepper.moves.residency.pinned
 
     @pinned_host_memory.setter
     def pinned_host_memory(self, pinned: bool) -> None:
-        self._stepper.residency.pinned = pinned
+        self._stepper.moves.residency.pinned = pinned
 
     def apply(self, settings: MemorySettings) -> None:
         """Changes the memory settings of the live model, in place; Megatron's offload manager starts over.
@@ -318,7 +318,7 @@ class Lab(Instruments):
 
     def _move(self, action: Action, groups: tuple[str, ...]) -> Movement:
         check_groups(groups)
-        return self._alone(lambda: self._stepper.move(action, groups), unsettles=True)
+        return self._alone(lambda: self._stepper.moves.move(action, groups), unsettles=True)
 
     def _leave(self) -> None:
         Lab._open = None if Lab._open is self else Lab._open

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from memlab.units import format_bytes
 
 GROUPS = ("parameters", "gradients", "optimizer state")
 """What can wait on the host between steps."""
 
+Action = Literal["load", "offload", "hand over"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Movement:
     """What moved, how long it took, and what is where afterwards."""
 
-    action: str
-    """``load``, ``offload`` or ``hand over``."""
+    action: Action
     moved_bytes: dict[str, int]
     """Bytes by group that arrived on the device, or left it; empty if nothing had to move."""
     seconds: float
