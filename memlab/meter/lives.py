@@ -64,7 +64,7 @@ class Event(NamedTuple):
     rounding_bytes: int
     """Of `delta_bytes`, and of its sign."""
     stamp: int = 0
-    """Changes of the labels since the step's start, where the meter counts them."""
+    """The number of the stamp that stood, where the meter has such."""
 
     @classmethod
     def opening(cls, life: Life, pool: int | None = None) -> Event:

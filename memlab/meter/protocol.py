@@ -17,8 +17,10 @@ class Meter(Protocol):
 
     device_memory_bytes: int | None
     """The most that the device may hold; more raises `torch.OutOfMemoryError`. None: what there is."""
-    out_of_memory: Refusal | None
-    """The last request that was refused in this timeline; complete once `finish` has returned."""
+
+    @property
+    def out_of_memory(self) -> Refusal | None:
+        """The last request that was refused in this timeline; complete once `finish` has returned."""
 
     def watching(self) -> AbstractContextManager[None]:
         """Meters what the block does."""
