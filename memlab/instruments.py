@@ -1,42 +1,27 @@
-"""What a lab can be asked about its live model beyond a step's record: audits, taps, and errors made on purpose."""
+"""What a lab can be asked about its live model besides steps: what offload freed, what fits, who keeps memory."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar
 
+from memlab.between_steps import BetweenSteps
 from memlab.fitting.fit import Fit, judge_fit
 from memlab.model.remedies import Tap
-from memlab.model.residency_faults import FAULTS
 from memlab.model.retention import Retained, find_retained
 from memlab.offload_account import OffloadAccount
 from memlab.record import StepRecord
-from memlab.residency_audit import ResidencyAudit
 from memlab.settings import MemorySettings
-from memlab.stepper import Stepper
 from memlab.units import parse_bytes
-from memlab.unrecorded_steps import account_for_offload, groups_used, saved_in_regions, unmetered_step_seconds
-from memlab.worker import Worker
-
-_Result = TypeVar("_Result")
+from memlab.unrecorded_steps import account_for_offload, saved_in_regions, unmetered_step_seconds
 
 
-class Instruments(ABC):
+class Instruments(BetweenSteps, ABC):
     """The half of a `Lab` that looks; the other half steps."""
 
     settings: MemorySettings
-    _stepper: Stepper
-    _worker: Worker
-    _settled: bool
-    """Whether a step has been taken under the settings that stand: the next one is then steady."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether the model has been given back."""
-        return self._worker.closed
 
     @abstractmethod
     def step(self, settings: MemorySettings | None = None) -> StepRecord:
@@ -46,14 +31,20 @@ class Instruments(ABC):
     def _check(self, settings: MemorySettings) -> None:
         """Refuses settings that the model cannot take."""
 
-    def _alone(self, job: Callable[[], _Result], *, unsettles: bool = False) -> _Result:
-        """Does a job on the worker; one that unsettles has the next step preceded by a warm-up."""
+    @property
+    def device_memory_bytes(self) -> int | None:
+        """Where the device is pretended, its size: a step that needs more ends in a record that says so. None: endless.
 
-        def run() -> _Result:
-            self._settled = self._settled and not unsettles
-            return job()
+        Raises:
+            ValueError: When it is set to something else than a positive number of bytes or None.
+        """
+        return self._stepper.meter.device_memory_bytes
 
-        return self._worker.alone(run)
+    @device_memory_bytes.setter
+    def device_memory_bytes(self, num_bytes: int | None) -> None:
+        if num_bytes is not None and (not isinstance(num_bytes, int) or num_bytes < 1):
+            raise ValueError(f"device_memory_bytes is {num_bytes!r}, must be a positive number of bytes, or None")
+        self._stepper.meter.device_memory_bytes = num_bytes
 
     def audit_offload(self, settings: MemorySettings) -> OffloadAccount:
         """Holds what activation offload was expected to free against what it saves, to the byte.
@@ -105,39 +96,6 @@ class Instruments(ABC):
     def retained(self) -> list[Retained]:
         """Finds what module attributes keep alive between steps through their autograd graphs, and by which path."""
         return self._alone(lambda: find_retained(self._stepper.live))
-
-    def audit_residency(self) -> ResidencyAudit:
-        """Finds where parameters, gradients and optimizer state are, and holds it against what was asked for."""
-        return self._alone(lambda: self._stepper.moves.audit())  # noqa: PLW0108  # a closed lab has no moves
-
-    def groups_used(self) -> dict[str, tuple[str, ...]]:
-        """Takes a step and a weight sync that are not recorded, and sees which groups each phase touches.
-
-        Returns:
-            ``zeroing``, ``forward``, ``backward``, ``optimizer`` and ``hand over``, each with some of `GROUPS`.
-        """
-        return self._alone(lambda: groups_used(self._stepper), unsettles=True)
-
-    @contextmanager
-    def residency_fault(self, name: str) -> Iterator[None]:
-        """Within the block, groups move with an error that was once made; before and after it all are on the device.
-
-        Args:
-            name: One of `memlab.model.residency_faults.FAULTS`, where each stands with its source.
-
-        Raises:
-            ValueError: If there is no such fault, another one is on, the model does not have what it is about, or the
-                lab is busy or closed.
-        """
-        if name not in FAULTS:
-            raise ValueError(f"residency fault is {name!r}, must be one of {', '.join(FAULTS)}: choose one of them")
-        self._alone(lambda: self._stepper.moves.set_fault(name), unsettles=True)
-        try:
-            yield
-        finally:
-            if not self.closed:
-                self._worker.submit(lambda: self._stepper.moves.set_fault(None)).result()  # after a step, if one runs
-                self._settled = False
 
     @contextmanager
     def tap(self, layer: int, *, guarded: bool = True) -> Iterator[Tap]:

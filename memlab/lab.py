@@ -18,7 +18,6 @@ from memlab.fitting.verdict import judge
 from memlab.instruments import Instruments
 from memlab.layout import Layout
 from memlab.model import holders
-from memlab.movement import Action, Movement, check_groups
 from memlab.progress import Follower, Progress
 from memlab.record import StepRecord
 from memlab.routing import Routing
@@ -116,33 +115,6 @@ class Lab(Instruments):
         """Whether a step is running."""
         return self._worker.busy
 
-    @property
-    def device_memory_bytes(self) -> int | None:
-        """Where the device is pretended, its size: a step that needs more ends in a record that says so. None: endless.
-
-        Raises:
-            ValueError: When it is set to something else than a positive number of bytes or None.
-        """
-        return self._stepper.meter.device_memory_bytes
-
-    @device_memory_bytes.setter
-    def device_memory_bytes(self, num_bytes: int | None) -> None:
-        if num_bytes is not None and (not isinstance(num_bytes, int) or num_bytes < 1):
-            raise ValueError(f"device_memory_bytes is {num_bytes!r}, must be a positive number of bytes, or None")
-        self._stepper.meter.device_memory_bytes = num_bytes
-
-    @property
-    def pinned_host_memory(self) -> bool:
-        """Whether parameters, gradients and optimizer state wait in page-locked host memory, which copies faster.
-
-        It holds for buffers that are allocated from now on: set it before they first go down.
-        """
-        return self._stepper.moves.residency.pinned
-
-    @pinned_host_memory.setter
-    def pinned_host_memory(self, pinned: bool) -> None:
-        self._stepper.moves.residency.pinned = pinned
-
     def apply(self, settings: MemorySettings) -> None:
         """Changes the memory settings of the live model, in place; Megatron's offload manager starts over.
 
@@ -221,36 +193,6 @@ class Lab(Instruments):
         self._check(wanted)
         return self._alone(lambda: self._forward_only(wanted, suspend_offload))
 
-    def offload(self, *groups: str) -> Movement:
-        """Takes groups off the device between two steps; the next step brings them back.
-
-        Args:
-            *groups: Some of ``parameters``, ``gradients``, ``optimizer state``. Gradients are dropped, others copied.
-
-        Raises:
-            ValueError: If a name is unknown, or the lab is busy or closed.
-        """
-        return self._move("offload", groups)
-
-    def load(self, *groups: str) -> Movement:
-        """Brings groups back to the device between two steps.
-
-        Args:
-            *groups: Some of ``parameters``, ``gradients``, ``optimizer state``.
-
-        Raises:
-            ValueError: If a name is unknown, or the lab is busy or closed.
-        """
-        return self._move("load", groups)
-
-    def hand_over(self) -> Movement:
-        """Copies the parameters to the host for a rollout engine, as a weight sync does.
-
-        Raises:
-            ValueError: If the parameters are not on the device, or the lab is busy or closed.
-        """
-        return self._move("hand over", ("parameters",))
-
     def submit(
         self,
         settings: MemorySettings | None = None,
@@ -315,10 +257,6 @@ class Lab(Instruments):
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self._stepper.num_steps} steps"
         return f"Lab({self.scenario}, {self.backend.name}, {self.settings}, {state})"
-
-    def _move(self, action: Action, groups: tuple[str, ...]) -> Movement:
-        check_groups(groups)
-        return self._alone(lambda: self._stepper.moves.move(action, groups), unsettles=True)
 
     def _leave(self) -> None:
         Lab._open = None if Lab._open is self else Lab._open
