@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memlab.meter.labels import Labels
 from memlab.meter.lives import Event, Life, timeline_of
+from memlab.meter.observers import ObserveResults, observe_resizes, tensors_in
 from memlab.out_of_memory import Refusal
 from memlab.timeline import CATEGORIES, PHASES, POOLS, Timeline
 from memlab.units import format_bytes
@@ -60,7 +61,7 @@ class StorageMeter:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Meters what the block does on this thread."""
-        with _ObserveResults(self), _observe_resizes(self):
+        with ObserveResults(self), observe_resizes(self):
             yield
 
     @contextmanager
@@ -170,7 +171,7 @@ class StorageMeter:
             return _HOST
         if self._labels.fused_depth:
             return _ON_CHIP
-        lives = [self.life_of(tensor) for tensor in _tensors_in(arguments)]
+        lives = [self.life_of(tensor) for tensor in tensors_in(arguments)]
         if lives and all(life is not None and life.pool == _HOST for life in lives):
             return _HOST
         return _DEVICE
@@ -275,39 +276,3 @@ class StorageMeter:
                 self._num_device_events += 1
                 if self._on_device_event is not None:
                     self._on_device_event(self._num_device_events)
-
-
-def _tensors_in(arguments: Any) -> Iterator[torch.Tensor]:
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            yield argument
-        elif isinstance(argument, (tuple, list)):
-            yield from _tensors_in(argument)
-
-
-class _ObserveResults(TorchDispatchMode):
-    def __init__(self, meter: StorageMeter) -> None:
-        super().__init__()
-        self._meter = meter
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **(kwargs or {}))
-        self._meter.observe(results, args)
-        return results
-
-
-@contextmanager
-def _observe_resizes(meter: StorageMeter) -> Iterator[None]:
-    original = torch.UntypedStorage.resize_
-
-    def resize_(storage: Any, num_bytes: int) -> Any:
-        meter.resizes(storage, num_bytes)
-        result = original(storage, num_bytes)
-        meter.resized(storage)
-        return result
-
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
