@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memlab.accuracy import pairs_of
+from memlab.analysis.accuracy import pairs_of
 from memlab.architectures import find_architecture
 from memlab.commands.ranks import failing_together, rank
 from memlab.lab import Lab

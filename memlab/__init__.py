@@ -9,9 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from memlab.analysis.checks import check, failure
+    from memlab.analysis.diagnosis import diagnose, probability_of_exceeding, worst
     from memlab.architectures import ARCHITECTURES, Architecture
-    from memlab.checks import check, failure
-    from memlab.diagnosis import diagnose, probability_of_exceeding, worst
     from memlab.lab import Lab
     from memlab.layout import Layout
     from memlab.predictions import predict_ranks
@@ -55,17 +55,17 @@ _HOMES = {
     "Scenario": "memlab.scenario",
     "StepRecord": "memlab.record",
     "Timeline": "memlab.timeline",
-    "check": "memlab.checks",
+    "check": "memlab.analysis.checks",
     "compare": "memlab.views.display",
-    "diagnose": "memlab.diagnosis",
-    "failure": "memlab.checks",
+    "diagnose": "memlab.analysis.diagnosis",
+    "failure": "memlab.analysis.checks",
     "finish": "memlab.regression.metrics",
     "panel": "memlab.views.panel",
     "peaks": "memlab.views.display",
     "predict_ranks": "memlab.predictions",
-    "probability_of_exceeding": "memlab.diagnosis",
+    "probability_of_exceeding": "memlab.analysis.diagnosis",
     "show": "memlab.views.display",
-    "worst": "memlab.diagnosis",
+    "worst": "memlab.analysis.diagnosis",
 }
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from memlab.analysis.offload_account import OffloadAccount
 from memlab.between_steps import BetweenSteps
 from memlab.fitting.fit import Fit, judge_fit
 from memlab.model.remedies import Tap
 from memlab.model.retention import Retained, find_retained
-from memlab.offload_account import OffloadAccount
 from memlab.record import StepRecord
 from memlab.settings import MemorySettings
 from memlab.units import parse_bytes

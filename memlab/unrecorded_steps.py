@@ -8,11 +8,11 @@ from contextlib import ExitStack
 
 import torch
 
+from memlab.analysis.offload_account import OffloadAccount
 from memlab.model.group_use import GroupUse
 from memlab.model.offload_audit import SavedInRegions, audit_offload
 from memlab.model.residency_walk import require_resident
 from memlab.model.training_step import train_step
-from memlab.offload_account import OffloadAccount
 from memlab.record import StepRecord
 from memlab.settings import MemorySettings
 from memlab.stepper import Stepper

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from memlab.difference import difference_of, obstacles
+from memlab.analysis.difference import difference_of, obstacles
 from memlab.record import StepRecord
 
 

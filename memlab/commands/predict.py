@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from memlab.analysis.diagnosis import worst
 from memlab.commands.measure import (
     add_output_arguments,
     add_step_arguments,
@@ -19,7 +20,6 @@ from memlab.commands.measure import (
 )
 from memlab.commands.output import result_alone_on_stdout
 from memlab.commands.ranks import layout_of_the_job, ranks_json, ranks_table
-from memlab.diagnosis import worst
 from memlab.fitting.fit import Fit, judge_fit
 from memlab.layout import Layout
 from memlab.outside_torch import estimate_outside_torch

@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from memlab.diagnosis import worst
+from memlab.analysis.diagnosis import worst
 from memlab.layout import Layout
 from memlab.record import StepRecord
 from memlab.units import format_bytes

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memlab.accuracy import pairs_of
+from memlab.analysis.accuracy import pairs_of
 from memlab.commands.output import result_alone_on_stdout
 
 if TYPE_CHECKING:

@@ -18,9 +18,7 @@ from unittest.mock import patch
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as upstream
 
-from memlab.model.build import LiveModel
-from memlab.model.storage_holders import find_holders
-from memlab.offload_account import (
+from memlab.analysis.offload_account import (
     Held,
     ModuleAccount,
     OffloadAccount,
@@ -31,6 +29,8 @@ from memlab.offload_account import (
     roughness_bytes,
     same_moment,
 )
+from memlab.model.build import LiveModel
+from memlab.model.storage_holders import find_holders
 from memlab.record import StepRecord
 
 State = Literal["away", "held", "back", "copied twice", "not due"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memlab.accuracy import FIGURES, Errors, Pair
+from memlab.analysis.accuracy import FIGURES, Errors, Pair
 from memlab.units import GIB
 
 _HEAD = """

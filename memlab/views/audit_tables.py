@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from memlab.analysis.offload_account import OffloadAccount
 from memlab.movement import GROUPS
-from memlab.offload_account import OffloadAccount
 from memlab.residency_audit import ResidencyAudit
 from memlab.units import binary_unit, format_bytes
 from memlab.views.text_layout import NAME_WIDTH, SETTING_WIDTH, aligned, ending, in_unit, wrapped

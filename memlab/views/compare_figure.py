@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from memlab.difference import difference_of, obstacles, predicted_and_measured
+from memlab.analysis.difference import difference_of, obstacles, predicted_and_measured
 from memlab.record import StepRecord
 from memlab.units import binary_unit
 from memlab.views.difference_table import difference_lines

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from memlab.difference import TERM_NAMES, Difference, Term, difference_of, obstacles
+from memlab.analysis.difference import TERM_NAMES, Difference, Term, difference_of, obstacles
 from memlab.record import StepRecord
 from memlab.units import binary_unit, format_bytes
 from memlab.views.tables import compare_table, module_name

@@ -80,7 +80,7 @@ def compare(*records: StepRecord, axis: Axis | None = None) -> View:
     """Shows several steps: their device totals on one axis, and a table with a row a step.
 
     A step on the simulated backend beside the same step on another is a prediction held against a measurement: then the
-    difference of the allocated peaks is split into terms that add up to it, as `memlab.difference` tells.
+    difference of the allocated peaks is split into terms that add up to it, as `memlab.analysis.difference` tells.
 
     Args:
         *records: Two steps or more, each with its timeline.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from memlab.difference import Difference
+from memlab.analysis.difference import Difference
 from memlab.units import binary_unit, format_bytes
 from memlab.views.difference_table import Row, difference_rows
 from memlab.views.figure_frame import PLOT_HEIGHT

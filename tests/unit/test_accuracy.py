@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from memlab.accuracy import FIGURES, STATE, Errors, pairs_of
+from memlab.analysis.accuracy import FIGURES, STATE, Errors, pairs_of
 from memlab.predictions import predict_again
 from memlab.record import StepRecord
 from memlab.settings import MemorySettings

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from memlab.checks import CheckFailed, check, failure
+from memlab.analysis.checks import CheckFailed, check, failure
 from memlab.settings import MemorySettings
 from tests.unit.live import FULL, offload
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from memlab.diagnosis import diagnose, probability_of_exceeding
+from memlab.analysis.diagnosis import diagnose, probability_of_exceeding
 from memlab.record import StepRecord
 from memlab.settings import MemorySettings
 from tests.unit.live import FULL

@@ -15,9 +15,9 @@ import plotly.graph_objects as go
 import pytest
 
 import memlab.lab
+from memlab.analysis.difference import ROUNDING, Difference, difference_of, obstacles
 from memlab.backends import find_backend
 from memlab.cli import main
-from memlab.difference import ROUNDING, Difference, difference_of, obstacles
 from memlab.lab import Lab
 from memlab.meter import caching_allocator
 from memlab.meter.storages import StorageMeter

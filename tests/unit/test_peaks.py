@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from memlab.analysis.diagnosis import worst
 from memlab.cli import main
-from memlab.diagnosis import worst
 from memlab.lab import Lab
 from memlab.layout import Layout
 from memlab.outside_torch import estimate_outside_torch

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from memlab.checks import CheckFailed, check
+from memlab.analysis.checks import CheckFailed, check
 from memlab.model.residency import Residency
 from memlab.model.residency_faults import FAULTS
 from memlab.movement import GROUPS

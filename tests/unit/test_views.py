@@ -14,7 +14,7 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from memlab.offload_account import Held, ModuleAccount, OffloadAccount
+from memlab.analysis.offload_account import Held, ModuleAccount, OffloadAccount
 from memlab.record import StepRecord
 from memlab.settings import OFFLOAD_MODULES, MemorySettings
 from memlab.timeline import CATEGORIES, PHASES, POOLS, Timeline

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from memlab.offload_account import place_of
+from memlab.analysis.offload_account import place_of
 from memlab.record import StepRecord
 from memlab.timeline import CATEGORIES, POOLS, Timeline
 
