@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -48,16 +49,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Returns:
-        0, or 1 if the command's work failed, or 2 if the input was bad: then one line on stderr says what and why.
+        0, or 1 if the command's work failed, or 2 if the input was bad: then one line on stderr says what and why. As a
+        shell counts signals, 130 after Ctrl-C, and 141 where nobody reads stdout any more, as behind ``| head``.
     """
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # here, not at the interpreter's exit, where a broken pipe could no longer be caught
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The interpreter flushes once more as it exits: what is left goes nowhere.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        return 141
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
         arguments = build_parser().parse_args(argv)
         job = arguments.prepare(arguments)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    try:
-        exit_code: int = job()
-    except KeyboardInterrupt:
-        return 130
+    exit_code: int = job()
     return exit_code

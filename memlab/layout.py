@@ -57,7 +57,8 @@ class Layout:
             choices = ", ".join(str(size) for size in sizes) or "none, and change expert_tensor_parallel_size"
             raise ValueError(
                 f"expert_model_parallel_size {experts} x expert_tensor_parallel_size {tensor} is {experts * tensor}, "
-                f"must divide the {self.ranks_of_a_stage} ranks of a stage: for the first choose from {choices}"
+                f"must divide the {self.ranks_of_a_stage} ranks of a stage: for the first choose from {choices}, or "
+                "take more ranks"
             )
         if not isinstance(self.rank, int) or isinstance(self.rank, bool) or not 0 <= self.rank < self.world_size:
             raise ValueError(

@@ -158,7 +158,9 @@ class StepRecord:
         """
         path = Path(folder) / "record.json"
         if not path.is_file():
-            raise ValueError(f"{folder} holds no record.json: give a folder that StepRecord.save wrote")
+            raise ValueError(
+                f"{folder} holds no record.json: give a folder that `memlab measure --out` or StepRecord.save wrote"
+            )
         timeline_path = Path(folder) / "timeline.npz"
         timeline = Timeline.load(timeline_path) if timeline_path.is_file() else None
         try:

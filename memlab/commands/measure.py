@@ -49,13 +49,13 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
         "architecture", metavar="ARCH", help=f"{', '.join(ARCHITECTURES)}, or a Hugging Face config.json"
     )
     workload = parser.add_argument_group("workload")
-    workload.add_argument("--num-layers", type=whole_number, metavar="N", help="build only so many layers")
+    workload.add_argument("--num-layers", type=whole_number, metavar="N", help="build only so many layers (all)")
     workload.add_argument("--seq-length", type=whole_number, metavar="N", help="tokens in a sequence")
     workload.add_argument("--micro-batch-size", type=whole_number, metavar="N", help="sequences in a pass (1)")
     workload.add_argument("--num-microbatches", type=whole_number, metavar="N", help="passes in a step (1)")
     workload.add_argument("--seed", type=whole_number, metavar="N", help="of weights and data (1234)")
     workload.add_argument("--dtype", metavar=_choices(DTYPES), help="of parameters and activations (bf16)")
-    layout = parser.add_argument_group("layout, of a job that torchrun starts: what is left over is data parallel")
+    layout = parser.add_argument_group("parallel layout, named as in Megatron: ranks beyond it are data parallel")
     for name in (
         "tensor-model",
         "context",
@@ -67,10 +67,16 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
         layout.add_argument(f"--{name}-parallel-size", type=whole_number, metavar="N")
     for place in ("first", "last"):
         layout.add_argument(
-            f"--num-layers-in-{place}-pipeline-stage", type=whole_number, metavar="N", help="if not as in the others"
+            f"--num-layers-in-{place}-pipeline-stage",
+            type=whole_number,
+            metavar="N",
+            help="if not as many as in the others",
         )
     workload.add_argument(
-        "--expert-buffers", action="store_true", default=None, help="of the experts' own, as under expert parallelism"
+        "--expert-buffers",
+        action="store_true",
+        default=None,
+        help="gradient buffers of the experts' own, as under expert parallelism",
     )
     settings = parser.add_argument_group("memory settings, named as in Megatron")
     settings.add_argument("--recompute-granularity", metavar=_choices(RECOMPUTE_GRANULARITIES))

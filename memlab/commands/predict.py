@@ -27,7 +27,7 @@ from memlab.record import StepRecord
 from memlab.scenario import Scenario
 from memlab.search import stepping
 from memlab.settings import MemorySettings
-from memlab.units import parse_bytes
+from memlab.units import format_bytes, parse_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +60,8 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     """
     layout = layout_of_the_job(arguments, arguments.world_size, arguments.rank or 0)
     workload, settings = checked_step(arguments, layout)
+    if arguments.gpu_memory is not None:
+        room_of(arguments.gpu_memory, layout)
     layouts = [layout]
     if arguments.rank is None:
         uneven = arguments.routing not in (None, "balanced")
@@ -103,6 +105,10 @@ def _written(records: list[StepRecord], fit: Fit | None, *, as_json: bool) -> st
     from memlab.views.tables import record_table
 
     table = record_table(records[0]) if len(records) == 1 else ranks_table(records)
+    if 1 < len(records) < records[0].scenario.layout.world_size:
+        table += (
+            f"\none rank of every kind: each other of the {records[0].scenario.layout.world_size} is like one of these"
+        )
     outside = estimate_outside_torch(records[0].scenario.layout)
     return "\n".join([table, "", str(outside), *([] if fit is None else ["", str(fit), *_alternatives(fit)])])
 
@@ -111,7 +117,11 @@ def _alternatives(fit: Fit) -> list[str]:
     if fit.fits:
         return []
     if not fit.alternatives:
-        return ["no single setting makes it fit: combine some, take a smaller micro-batch or more devices"]
+        room_bytes = fit.gpu_memory_bytes - fit.outside_torch_bytes
+        if fit.start_bytes > room_bytes:
+            start, room = format_bytes(fit.start_bytes), format_bytes(room_bytes)
+            return [f"the step starts with {start}, more than {room}, whatever is set: spread it over more GPUs"]
+        return ["no single setting makes it fit: let memlab search combine them, or take a smaller batch or more GPUs"]
     return ["would fit, the cheapest first:", *(f"  {choice}" for choice in fit.alternatives)]
 
 
@@ -121,6 +131,22 @@ def _folder_of(layout: Layout, layouts: list[Layout]) -> Callable[[Path], Path]:
 
 def _rank(text: str) -> int | None:
     return None if text == "all" else whole_number(text)
+
+
+def room_of(gpu_memory_bytes: int, layout: Layout) -> int:
+    """Returns how many bytes of a GPU are torch's.
+
+    Raises:
+        ValueError: If there are none.
+    """
+    outside_torch_bytes = estimate_outside_torch(layout).total_bytes
+    if gpu_memory_bytes <= outside_torch_bytes:
+        raise ValueError(
+            f"--gpu-memory is {format_bytes(gpu_memory_bytes)}, must be above about "
+            f"{format_bytes(outside_torch_bytes)} that are held outside torch: give a larger GPU, with its unit, such "
+            "as 80GiB"
+        )
+    return gpu_memory_bytes - outside_torch_bytes
 
 
 def memory_size(text: str) -> int:

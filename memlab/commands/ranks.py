@@ -92,7 +92,7 @@ def ranks_json(records: list[StepRecord]) -> dict[str, Any]:
 
 
 def ranks_table(records: list[StepRecord]) -> str:
-    """Writes one row a rank, the worst marked."""
+    """Writes one row a rank, the worst marked; a predicted step has no time."""
     rows = [("rank", "peak allocated", "reserved", "at the start", "activations", "step", "")]
     rows += [
         (
@@ -101,7 +101,7 @@ def ranks_table(records: list[StepRecord]) -> str:
             "-" if record.peak_reserved_bytes is None else format_bytes(record.peak_reserved_bytes),
             format_bytes(record.static_bytes),
             format_bytes(record.activation_peak_bytes),
-            f"{record.step_seconds * 1e3:.0f} ms",
+            f"{record.step_seconds * 1e3:.0f} ms" if record.tokens_per_second else "-",
             "<- worst" if record is worst(records) else "",
         )
         for record in records

@@ -9,13 +9,11 @@ from pathlib import Path
 
 from memlab.commands.measure import add_step_arguments, checked_step, whole_number
 from memlab.commands.output import result_alone_on_stdout
-from memlab.commands.predict import add_job_arguments, memory_size
+from memlab.commands.predict import add_job_arguments, memory_size, room_of
 from memlab.commands.ranks import layout_of_the_job
 from memlab.fitting.front import Search, default_resolution_bytes
-from memlab.outside_torch import estimate_outside_torch
 from memlab.scenario import Scenario
 from memlab.search import search_simulated
-from memlab.units import format_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,13 +39,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     layout = layout_of_the_job(arguments, arguments.world_size, arguments.rank)
     workload, base = checked_step(arguments, layout)
     scenario = Scenario(**workload)
-    outside_torch_bytes = estimate_outside_torch(layout).total_bytes
-    room_bytes = arguments.gpu_memory - outside_torch_bytes
-    if room_bytes < 1:
-        raise ValueError(
-            f"--gpu-memory is {format_bytes(arguments.gpu_memory)}, must be above "
-            f"about {format_bytes(outside_torch_bytes)} that are held outside torch: give a larger GPU"
-        )
+    room_bytes = room_of(arguments.gpu_memory, layout)
     if arguments.max_steps is not None and arguments.max_steps < 1:
         raise ValueError(f"--max-steps is {arguments.max_steps}, must be at least 1: give a larger number")
     _check_page(arguments.out)
@@ -59,7 +51,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
                 scenario,
                 base,
                 room_bytes,
-                outside_torch_bytes=outside_torch_bytes,
+                outside_torch_bytes=arguments.gpu_memory - room_bytes,
                 resolution_bytes=resolution_bytes,
                 max_steps=arguments.max_steps,
             )

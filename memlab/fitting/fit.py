@@ -29,9 +29,12 @@ class Alternative:
     """To the host in a step, and back."""
 
     def __str__(self) -> str:
-        cost = f"{self.recomputed_operations / 1e9:.2f} GFLOP a token again"
-        moved = f"{format_bytes(self.moved_bytes)} to the host and back"
-        return f"{self.settings}: peak {format_bytes(self.peak_allocated_bytes)}, {cost}, {moved}"
+        costs = []
+        if self.recomputed_operations:
+            costs.append(f"{self.recomputed_operations / 1e9:.2f} GFLOP a token made twice")
+        if self.moved_bytes:
+            costs.append(f"{format_bytes(self.moved_bytes)} moved to the host and back")
+        return ", ".join([f"{self.settings}: peak {format_bytes(self.peak_allocated_bytes)}", *costs])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +45,8 @@ class Fit:
     outside_torch_bytes: int
     """Estimated, for the CUDA context, libraries and NCCL (`memlab.outside_torch`)."""
     peak_allocated_bytes: int
+    start_bytes: int
+    """Of the peak, what a step under these settings starts with: no recompute or activation offload changes it."""
     fits: bool
     """Whether torch's allocator gets through the step with what is left, giving back what it caches where it must."""
     alternatives: tuple[Alternative, ...] = ()
@@ -80,10 +85,10 @@ def judge_fit(record: StepRecord, step: Step, gpu_memory_bytes: int) -> Fit:
     outside_torch_bytes = estimate_outside_torch(record.scenario.layout).total_bytes
     room = gpu_memory_bytes - outside_torch_bytes
     fits_now = fits(record, step, room)
-    is_hopeless = record.static_bytes - record.residual_bytes > room  # no setting frees what every step needs
+    start_bytes = record.static_bytes - record.residual_bytes
     alternatives = (
         []
-        if fits_now or is_hopeless
+        if fits_now or start_bytes > room
         else [
             Alternative(
                 settings=other.settings,
@@ -99,6 +104,7 @@ def judge_fit(record: StepRecord, step: Step, gpu_memory_bytes: int) -> Fit:
         gpu_memory_bytes=gpu_memory_bytes,
         outside_torch_bytes=outside_torch_bytes,
         peak_allocated_bytes=record.peak_allocated_bytes,
+        start_bytes=start_bytes,
         fits=fits_now,
         alternatives=tuple(sorted(alternatives, key=lambda one: (one.recomputed_operations, one.moved_bytes))),
     )

@@ -85,15 +85,18 @@ def _row(run: Run, base: StepRecord | None) -> dict[str, str]:
     cells |= {
         "message": "",
         "peak": format_bytes(record.peak_allocated_bytes),
-        "step_time": f"{record.step_seconds * 1e3:,.1f} ms",
-        "tokens_per_second": f"{record.tokens_per_second:,.0f}",
         "loss": "" if record.loss is None else f"{record.loss:.6f}",
     }
+    is_timed = record.tokens_per_second > 0  # a prediction has no rate, and its seconds tell nothing of a GPU
+    if is_timed:
+        cells["step_time"] = f"{record.step_seconds * 1e3:,.1f} ms"
+        cells["tokens_per_second"] = f"{record.tokens_per_second:,.0f}"
     if base is None:
         return cells
     cells["saved"] = format_bytes(base.peak_allocated_bytes - record.peak_allocated_bytes).replace("-", _MINUS)
-    cells["step_time"] += _percent(record.step_seconds, base.step_seconds)
-    cells["tokens_per_second"] += _percent(record.tokens_per_second, base.tokens_per_second)
+    if is_timed:
+        cells["step_time"] += _percent(record.step_seconds, base.step_seconds)
+        cells["tokens_per_second"] += _percent(record.tokens_per_second, base.tokens_per_second)
     if record.loss is not None and base.loss is not None:
         difference = record.loss - base.loss
         cells["loss"] += f" ({difference:+.6f})".replace("-", _MINUS) if difference else " (same)"

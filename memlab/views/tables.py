@@ -114,6 +114,8 @@ def compare_table(*records: StepRecord) -> str:
     names = record_names(records)
     first = records[0]
     saved = [first.peak_allocated_bytes - record.peak_allocated_bytes for record in records]
+    timed = [_ended(record) and record.tokens_per_second > 0 for record in records]  # a prediction has no rate
+    times = [(f"{record.step_seconds * 1e3:.1f}", f"{record.tokens_per_second:,.0f}") for record in records]
     columns = [
         ["", "setting", "", *names],
         _byte_column("", "peak", [record.peak_allocated_bytes for record in records]),
@@ -123,8 +125,8 @@ def compare_table(*records: StepRecord) -> str:
         _byte_column("", "residual", [record.residual_bytes for record in records]),
         _byte_column("", "host", [record.host_bytes for record in records]),
         _byte_column("", "recomputed", [record.recomputed_bytes for record in records]),
-        ["step", "time", "ms", *(f"{record.step_seconds * 1e3:.1f}" if _ended(record) else "-" for record in records)],
-        ["", "tokens/s", "", *(f"{record.tokens_per_second:,.0f}" if _ended(record) else "-" for record in records)],
+        ["step", "time", "ms", *(time if known else "-" for (time, _), known in zip(times, timed, strict=True))],
+        ["", "tokens/s", "", *(rate if known else "-" for (_, rate), known in zip(times, timed, strict=True))],
         ["", "loss", "", *("-" if record.loss is None else f"{record.loss:.6f}" for record in records)],
     ]
     scenario = str(first.scenario) if len({str(record.scenario) for record in records}) == 1 else "different scenarios"

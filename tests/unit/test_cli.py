@@ -203,6 +203,35 @@ def test_every_memory_setting_has_a_flag(capsys: pytest.CaptureFixture[str]) -> 
         assert "--" + field.name.replace("_", "-") in printed
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_leaves_early_is_no_error(unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "memlab", "doctor", "--json"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("step", ["prepare", "job"])
+def test_ctrl_c_ends_with_130_and_no_traceback(
+    step: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    prepare = interrupt if step == "prepare" else lambda _: interrupt
+    monkeypatch.setattr("memlab.commands.doctor.prepare", prepare)
+    assert main(["doctor"]) == 130
+    assert capfd.readouterr() == ("", "")
+
+
 def test_measure_saves_a_record_once(
     fake_lab: type[FakeLab], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

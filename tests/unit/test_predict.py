@@ -41,7 +41,18 @@ def test_every_kind_of_rank_and_the_worst(capfd: pytest.CaptureFixture[str]) -> 
     peaks = {rank["scenario"]["layout"]["rank"]: rank["peak_allocated_bytes"] for rank in found["ranks"]}
     assert found["worst_rank"] == max(peaks, key=lambda rank: peaks[rank])
     assert main(["predict", *TINY, *job]) == 0
-    assert "<- worst" in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    assert "<- worst" in printed and " ms" not in printed, "a prediction tells no time"
+    assert "each other of the 4 is like one of these" in printed
+
+
+def test_what_cannot_fit_is_told_from_what_may_fit_under_several_settings(capfd: pytest.CaptureFixture[str]) -> None:
+    with Lab("phi-4-tiny", num_layers=2, seq_length=64, backend="simulated") as lab:
+        plain = lab.step()
+    assert main(["predict", *TINY, "--gpu-memory", f"{OUTSIDE_BYTES + plain.static_bytes - 1}B"]) == 1
+    assert capfd.readouterr().out.endswith("whatever is set: spread it over more GPUs\n")
+    assert main(["predict", *TINY, "--gpu-memory", f"{OUTSIDE_BYTES + plain.static_bytes + 1}B"]) == 1
+    assert "let memlab search combine them" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -71,6 +82,7 @@ def test_every_kind_of_rank_and_the_worst(capfd: pytest.CaptureFixture[str]) -> 
         ("--rank first", "'first' is not a whole number"),
         ("--world-size 3 --pipeline-model-parallel-size 2", "the job has 3 ranks, must be a multiple of 2"),
         ("--gpu-memory 80Gi", "'80Gi' is no size of memory: write a number and a unit, such as 80GiB"),
+        ("--gpu-memory 80", "--gpu-memory is 80 B, must be above about 2.000 GiB that are held outside torch"),
         ("--routing skewed:2", "phi-4-tiny has no experts: leave it out"),
     ],
 )

@@ -477,6 +477,13 @@ def test_compare_table_holds_every_step_against_the_first() -> None:
     assert rows["none"][-3:] == ["105.1", "38,972", "12.333740"]
 
 
+def test_a_prediction_has_no_time_in_a_table() -> None:
+    predicted = replace(RECOMPUTED, backend="simulated", loss=None, tokens_per_second=0.0)
+    rows = {line.split()[0]: line.split() for line in compare_table(PLAIN, predicted).splitlines() if line}
+    assert rows["full"][-3:] == ["-", "-", "-"]
+    assert rows["none"][-3:] == ["105.1", "38,972", "12.333740"]
+
+
 def test_compare_table_keeps_quiet_about_what_a_failed_step_did_not_measure() -> None:
     table = compare_table(PLAIN, replace(out_of_memory(RECOMPUTED), settings=MemorySettings()))
     row = next(line.split() for line in table.splitlines() if line.startswith("none (out of memory)"))
