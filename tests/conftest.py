@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _collections_pass_libraries_over() -> None:
+    """A lab collects garbage after each change, and would look through all of torch and Megatron in every test."""
+    import memlab.lab  # noqa: F401  # with all that it imports
+
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
