@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from memlab.layout import Layout
 from memlab.regression.measured import Measured, MetricValue, RecordMeasured
 from memlab.units import format_bytes
 
@@ -133,12 +134,18 @@ def _changes(baseline: Measured, now: Measured, before: RecordMeasured, after: R
     if before.metrics and after.metrics:
         # What a parameter says is not said again.
         scenarios = [
-            {name: value for name, value in side.scenario.items() if name not in now.parameters}
+            {name: value for name, value in _flat(side.scenario).items() if name not in now.parameters}
             for side in (before, after)
         ]
         yield from _changed("scenario", *scenarios)
         yield from _changed("setting", before.settings, after.settings)
     yield from _changed("version of", baseline.versions, now.versions)
+
+
+def _flat(scenario: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a scenario with its layout's sizes beside the rest; those that an older memlab did not have are usual."""
+    sizes: dict[str, Any] = asdict(Layout()) | scenario.get("layout", {})
+    return {name: value for name, value in scenario.items() if name != "layout"} | sizes
 
 
 def _changed(kind: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:

@@ -51,7 +51,7 @@ class CaseSections:
         """
         tone, mark = ("green", "✓") if result.is_green else ("red", "✕")
         lines = list(_why(result))
-        if what_changed(result) != common_changes:
+        if what_changed(result) not in ("", common_changes):
             lines.append(f"changed: {arrows(what_changed(result))}")
         why = "".join(f'<span class="why">{line}</span>' for line in lines)
         return (

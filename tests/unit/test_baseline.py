@@ -105,6 +105,16 @@ def test_a_difference_names_module_parameter_setting_and_version() -> None:
     assert changes(result_of(differences=(unexplained,)))[0].startswith("no parameter, setting or version")
 
 
+def test_of_a_layout_the_sizes_that_changed_are_named_and_new_ones_are_usual() -> None:
+    before, after = measured(), measured(**{PEAK: 1})
+    old = {"tensor_model_parallel_size": 1, "data_parallel_size": 4}
+    new = {"tensor_model_parallel_size": 2, "data_parallel_size": 4, "context_parallel_size": 1}
+    for side, layout in ((before, old), (after, new)):
+        side.records["plain"].scenario["layout"] = layout
+    (difference,) = compare(before, after, "cpu")
+    assert difference.changed == "scenario tensor_model_parallel_size: 1 -> 2"
+
+
 def test_the_module_is_one_that_went_the_way_of_the_peak() -> None:
     after = measured(**{PEAK: 2**20 + 2**10})
     modules = {"decoder.layers.0.mlp": 0, "decoder.layers.1.mlp": 2**20 + 2**10}

@@ -106,6 +106,7 @@ def test_what_changed_alike_in_several_cases_is_said_once(tmp_path: Path) -> Non
     alike, apart = ("".join(Checker(page).text).partition("All cases")[0] for page in pages)
     assert alike.count("setting offload_modules: a+b → a") == 1
     assert "changed in 2 of them: setting offload_modules: a+b → a" in alike
+    assert "changed:" not in "".join(Checker(pages[0]).text), "a case where nothing changed says nothing of it"
     assert apart.count("changed: setting offload_modules: a+b → a") == 1
     assert apart.count("changed: parameter seq_length: 64 → 32") == 1
 
