@@ -24,15 +24,22 @@ RUNS = 10
 
 def metering() -> None:
     """Prints steps with and without the meter and its hooks, interleaved."""
-    print(f"{'metering, sequence 4096':40}{'metered ms':>12}{'plain ms':>12}{'ratio':>8}   (at most 1.05)")
+    print(
+        f"{'metering, sequence 4096':40}{'metered ms':>12}{'plain ms':>12}{'ratio':>8}   (at most 1.05), least to most"
+    )
     for name, num_layers in (("qwen3-30b-a3b", 4), ("phi-4", 4), ("phi-4", 12), ("qwen3-30b-a3b", 10)):
         with Lab(name, num_layers=num_layers, seq_length=4096) as lab:
-            pairs = []
+            seconds: tuple[list[float], list[float]] = ([], [])
             for _ in range(RUNS):
                 lab.step()  # after an unmetered step the allocator's cache is empty, and fills again in these two
-                pairs.append((lab.step().step_seconds, lab.unmetered_step_seconds()))
-            metered, plain = (statistics.median(column) * 1e3 for column in zip(*pairs, strict=True))
-            print(f"{f'{name}, {num_layers} layers':40}{metered:12.1f}{plain:12.1f}{metered / plain:8.3f}", flush=True)
+                for _ in range(2):
+                    seconds[0].append(lab.step().step_seconds)
+                for _ in range(2):
+                    seconds[1].append(lab.unmetered_step_seconds())
+            metered, plain = (statistics.median(values) * 1e3 for values in seconds)
+            spread = " / ".join(f"{min(values) * 1e3:.0f} to {max(values) * 1e3:.0f}" for values in seconds)
+            row = f"{f'{name}, {num_layers} layers':40}{metered:12.1f}{plain:12.1f}{metered / plain:8.3f}"
+            print(f"{row}   {spread}", flush=True)
 
 
 def offload() -> None:

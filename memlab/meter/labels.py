@@ -1,18 +1,18 @@
 """Where a step stands: its phase, the module at work, and whether it recomputes or is inside one fused kernel.
 
-The meter stamps every event with it. Phases come from Megatron's own timers, modules from forward hooks and, in
-backward, from the autograd nodes that a module's forward made: no stack is ever read.
+The meter stamps every event with it. Phases come from Megatron's own timers, modules from `ModuleFollower`: no stack
+is ever read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from memlab.meter.module_follower import ModuleFollower
 from memlab.timeline import CATEGORIES, PHASES
 
 
@@ -43,6 +43,7 @@ class Labels:
         self._codes: dict[str, int] = {"": 0}
         self._followed: list[tuple[str, torch.nn.Module]] = []
         self._hooks: list[RemovableHandle] = []
+        self._follower = ModuleFollower(lambda: self.module, self.enter_module, self._back_to_module)
 
     @property
     def place(self) -> str:
@@ -63,6 +64,10 @@ class Labels:
         self.changed()
         if self.on_move is not None:
             self.on_move()
+
+    def _back_to_module(self, code: int) -> None:
+        self.module = code
+        self.changed()
 
     def changed(self) -> None:
         """Tells the meter that something here is different from before."""
@@ -113,10 +118,7 @@ class Labels:
     def attach(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
         """Follows a model's modules by hooks, under their names; the model itself, without one, is ``gpt_model``."""
         self._followed = list(modules)
-        for name, module in self._followed:
-            follower = _ModuleFollower(self, self.code(name or "gpt_model"))
-            self._hooks.append(module.register_forward_pre_hook(follower.enter))
-            self._hooks.append(module.register_forward_hook(follower.leave, always_call=True))
+        self._hooks = self._follower.follow((self.code(name or "gpt_model"), module) for name, module in self._followed)
 
     @contextmanager
     def detached(self) -> Iterator[None]:
@@ -133,40 +135,6 @@ class Labels:
         """Lets go of the model."""
         self._hooks.clear()
         self._followed.clear()
-
-
-class _ModuleFollower:
-    """Sets the module while its forward runs, and marks its autograd nodes so that backward names it again."""
-
-    def __init__(self, labels: Labels, code: int) -> None:
-        self._labels = labels
-        self._code = code
-        self._outer: list[int] = []
-
-    def enter(self, module: torch.nn.Module, args: Any) -> None:
-        self._outer.append(self._labels.module)
-        self._labels.enter_module(self._code)
-
-    def leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        self._labels.module = self._outer.pop() if self._outer else 0
-        self._labels.changed()
-        for tensor in output if isinstance(output, (tuple, list)) else (output,):
-            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                self._mark(tensor.grad_fn)
-
-    def _mark(self, node: Any) -> None:
-        """Walks back to nodes that an inner or earlier module has marked, so each node is visited once."""
-        waiting = [node]
-        while waiting:
-            node = waiting.pop()
-            if node is None or "memlab_module" in node.metadata or type(node).__name__ == "AccumulateGrad":
-                continue
-            node.metadata["memlab_module"] = self._code
-            node.register_prehook(self._in_backward)
-            waiting.extend(next_node for next_node, _ in node.next_functions)
-
-    def _in_backward(self, grad_outputs: Any) -> None:
-        self._labels.enter_module(self._code)
 
 
 _active: Labels | None = None

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from memlab.meter.module_follower import module_of
 from memlab.model.build import LiveModel
 from memlab.model.engine_caches import caches, tensors_in
 
@@ -48,9 +49,8 @@ def _autograd_nodes(modules: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
             continue
         seen.add(node)
         waiting.extend(next_node for next_node, _ in node.next_functions)
-        code = node.metadata.get("memlab_module", 0)
         for tensor in _saved_tensors(node):
-            yield f"{type(node).__name__} of {modules[code] or 'no module'}", tensor
+            yield f"{type(node).__name__} of {modules[module_of(node)] or 'no module'}", tensor
 
 
 def _saved_tensors(node: Any) -> Iterator[torch.Tensor]:

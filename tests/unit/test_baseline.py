@@ -55,6 +55,18 @@ def test_bytes_on_a_gpu_may_be_off_by_a_thousandth(now: float, is_red: bool) -> 
     assert bool(compare(before, after, "cuda")) == is_red
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "is_red"),
+    [(252, 253, False), (252, 248, False), (252, 257, True), (0, 1, False), (1, 0, False), (0, 5, True), (5, 0, True)],
+)
+def test_a_part_of_a_gpu_s_peak_may_be_off_by_the_allocator_s_rests(before: int, after: int, is_red: bool) -> None:
+    metric = "peak_by_category/workspace"
+    # A category of which nothing was alive is no metric at all.
+    sides = [measured(**({metric: mebibytes * 2**20} if mebibytes else {})) for mebibytes in (before, after)]
+    assert [d.metric for d in compare(*sides, "cuda")] == ([metric] if is_red else [])
+    assert [d.metric for d in compare(*sides, "cpu")] == [metric]
+
+
 def test_a_loss_is_only_gated_where_it_is_rounded_alike() -> None:
     now = measured(loss=1.6)
     assert compare(measured(), now, "cpu")
