@@ -60,15 +60,15 @@ def _run(suite: Suite, cases: tuple[Case, ...], options: Options) -> int:
         f"running {len(cases)} of {len(suite.cases)} cases of {suite.name} on {suite.backend}, {options.jobs} at a time"
     )
     try:
-        with ended_by_signals():
+        with ended_by_signals() as signals:
             summary, folder = run_suite(suite, cases, options, lambda line: print(line, flush=True))
     except DiskFullError as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted: nothing of this run was kept, earlier runs and baselines are as they were", file=sys.stderr)
+        print("interrupted: no case had ended, so nothing of this run was kept; all else is as it was", file=sys.stderr)
         return 130
     print(
         f"\n{summary_table(summary)}\n\n{summary.headline} in {summary.seconds:.0f} s\nreport: {folder / 'index.html'}"
     )
-    return 1 if summary.red else 0
+    return 128 + signals[0] if summary.not_run else 1 if summary.red else 0

@@ -10,10 +10,16 @@ from types import FrameType
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Lets Ctrl-C and a request to terminate end the block's work; a second one cannot cut the ending short."""
+def ended_by_signals() -> Iterator[list[int]]:
+    """Lets Ctrl-C and a request to terminate end the block's work; a second one cannot cut the ending short.
+
+    Yields:
+        A list that takes the number of the signal that came.
+    """
+    came: list[int] = []
 
     def end(number: int, _: FrameType | None) -> None:
+        came.append(number)
         for other in previous:
             signal.signal(other, signal.SIG_IGN)
         if number == signal.SIGINT:
@@ -26,7 +32,7 @@ def ended_by_signals() -> Iterator[None]:
     for number in previous:
         signal.signal(number, end)
     try:
-        yield
+        yield came
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

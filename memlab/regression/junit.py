@@ -16,8 +16,8 @@ def junit_xml(summary: Summary) -> str:
     """Returns a document with one test case a case: a lab that did not end is an error, any other red a failure."""
     counts = {
         "tests": str(len(summary.results)),
-        "failures": str(sum(result.status != "failed" for result in summary.red)),
-        "errors": str(sum(result.status == "failed" for result in summary.red)),
+        "failures": str(sum(result.measured is not None for result in summary.red)),
+        "errors": str(sum(result.measured is None for result in summary.red)),
         "skipped": "0",
         "time": f"{sum(result.seconds for result in summary.results):.1f}",
     }
@@ -42,7 +42,7 @@ def _add(suite: ET.Element, summary: Summary, result: CaseResult) -> None:
     case = ET.SubElement(suite, "testcase", attributes)
     message = _NOT_XML.sub("?", result.message)
     if not result.is_green:
-        kind = "error" if result.status == "failed" else "failure"
+        kind = "error" if result.measured is None else "failure"
         problem = ET.SubElement(case, kind, {"type": result.status, "message": message})
         problem.text = _NOT_XML.sub("?", "\n".join([result.message, *difference_table(result, most=None)]))
     elif message:

@@ -56,6 +56,9 @@ def run_suite(
 ) -> tuple[Summary, Path]:
     """Runs cases of a suite, holds each against its baseline, and keeps the run.
 
+    A run that Ctrl-C or a request to terminate ends early is kept too, with the cases that had ended by then; the
+    others are ``not run``.
+
     Args:
         suite: What `read_suite` returned.
         cases: Those of its cases that run.
@@ -67,6 +70,7 @@ def run_suite(
 
     Raises:
         DiskFullError: If the folder of runs has no room. Earlier runs and baselines are as they were.
+        KeyboardInterrupt: If it is ended before its first case has; nothing is kept then. `SystemExit` likewise.
     """
     started, clock = datetime.now(UTC), time.monotonic()
     runs_folder = (options.runs_folder or suite.runs_folder).resolve()
@@ -74,8 +78,7 @@ def run_suite(
     name = run_name(started, commit, suite.backend)
     with full_disk_is_told(runs_folder, _DISK_FULL), staged(runs_folder, name, on_progress) as staging:
         _write_plotly(staging)
-        results = _Cases(suite, staging, on_progress).run(cases, options.jobs)
-        results = [_judge(result, suite, allow_missing=options.allow_missing) for result in results]
+        results = _Cases(suite, staging, options, on_progress).run(cases)
         with locked(runs_folder, on_progress):
             target = runs_folder / free_name(runs_folder, name)
             summary = Summary(
@@ -102,34 +105,39 @@ def _write_plotly(staging: Path) -> None:
 class _Cases:
     """The cases of one run while they run."""
 
-    def __init__(self, suite: Suite, staging: Path, on_progress: Callable[[str], object]) -> None:
+    def __init__(self, suite: Suite, staging: Path, options: Options, on_progress: Callable[[str], object]) -> None:
         self._suite = suite
         self._staging = staging
+        self._options = options
         self._on_progress = on_progress
         self._telling = threading.Lock()
 
-    def run(self, cases: Sequence[Case], jobs: int) -> list[CaseResult]:
+    def run(self, cases: Sequence[Case]) -> list[CaseResult]:
         """Runs all cases; whatever ends this early ends the processes of all."""
         labs = [prepare_lab(c.notebook, c.parameters, self._staging / c.name, c.timeout_seconds) for c in cases]
         futures: list[Future[CaseResult]] = []
-        with ThreadPoolExecutor(jobs) as pool:
+        ended: list[Future[CaseResult]] = []
+        with ThreadPoolExecutor(self._options.jobs) as pool:
             try:
                 futures += [pool.submit(self._run, case, lab) for case, lab in zip(cases, labs, strict=True)]
-                for number, future in enumerate(as_completed(futures), start=1):
+                for future in as_completed(futures):
+                    ended.append(future)
                     result = future.result()
-                    outcome = f"FAILED: {result.message}" if result.status == "failed" else "done"
-                    self._tell(
-                        f"[{number:>{len(str(len(cases)))}}/{len(cases)}] {result.name}: {outcome} "
-                        f"({result.seconds:.0f} s)"
-                    )
-            except BaseException:  # Ctrl-C comes here too
+                    outcome = result.status if result.is_green else f"{result.status.upper()}: {result.message}"
+                    count = f"{len(ended):>{len(str(len(cases)))}}/{len(cases)}"
+                    self._tell(f"[{count}] {result.name}: {outcome} ({result.seconds:.0f} s)")
+            except BaseException as error:
+                ended = [future for future in futures if future.done()]
                 pool.shutdown(wait=False, cancel_futures=True)
                 # A thread that was about to start its process starts it still, so this asks until all have ended.
                 while not all(future.done() for future in futures):
                     end_processes(self._staging)
                     wait(futures, timeout=0.2)
-                raise
-        return [future.result() for future in futures]
+                if not ended or not isinstance(error, (KeyboardInterrupt, SystemExit)):
+                    raise
+        return [
+            future.result() if future in ended else _not_run(case) for case, future in zip(cases, futures, strict=True)
+        ]
 
     def _run(self, case: Case, lab: PreparedLab) -> CaseResult:
         self._tell(f"{case.name}: started")
@@ -152,7 +160,7 @@ class _Cases:
             message, folder = str(failure), failure.folder
         except ValueError as error:
             message = str(error)
-        return CaseResult(
+        result = CaseResult(
             name=case.name,
             lab=case.notebook.stem,
             status="passed" if measured else "failed",
@@ -161,10 +169,22 @@ class _Cases:
             message=message,
             measured=measured,
         )
+        return _judge(result, self._suite, allow_missing=self._options.allow_missing)
 
     def _tell(self, line: str) -> None:
         with self._telling:
             self._on_progress(line)
+
+
+def _not_run(case: Case) -> CaseResult:
+    return CaseResult(
+        name=case.name,
+        lab=case.notebook.stem,
+        status="not run",
+        seconds=0.0,
+        folder=case.name,
+        message="the nightly was ended before this case was: run it with --only",
+    )
 
 
 def _judge(result: CaseResult, suite: Suite, *, allow_missing: bool) -> CaseResult:

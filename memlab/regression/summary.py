@@ -11,7 +11,7 @@ from typing import Any, Literal
 from memlab.regression.compare import Difference
 from memlab.regression.measured import Measured
 
-Status = Literal["passed", "new", "changed", "no baseline", "bad baseline", "failed"]
+Status = Literal["passed", "new", "changed", "no baseline", "bad baseline", "failed", "not run"]
 GREEN: tuple[Status, ...] = ("passed", "new")
 """``new`` has no baseline, which was allowed."""
 
@@ -70,7 +70,15 @@ class Summary:
     def headline(self) -> str:
         """The outcome in one line."""
         num_cases = f"{len(self.results)} case{'' if len(self.results) == 1 else 's'}"
-        return f"{len(self.red)} of {num_cases} failed" if self.red else f"{num_cases} passed"
+        num_failed = len(self.red) - len(self.not_run)
+        if not self.not_run:
+            return f"{num_failed} of {num_cases} failed" if self.red else f"{num_cases} passed"
+        return f"ended early: of {num_cases} {len(self.not_run)} not run, {num_failed} failed"
+
+    @property
+    def not_run(self) -> tuple[CaseResult, ...]:
+        """The cases that had not ended when the run was ended."""
+        return tuple(result for result in self.results if result.status == "not run")
 
     def write(self, folder: Path) -> None:
         """Writes ``summary.json``."""

@@ -40,6 +40,11 @@ def runs_of(root: Path) -> list[Path]:
     return kept_runs(root / "papermill_runs" / "runs")
 
 
+def is_running(pid_file: Path) -> bool:
+    pid = int(pid_file.read_text())
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
 @dataclass(frozen=True)
 class Night:
     """A green run, baselines taken from it and two of them spoiled, and a run in which everything goes wrong."""
@@ -138,6 +143,8 @@ def test_a_run_is_whole_and_its_pages_share_one_plotly(night: Night) -> None:
 def test_progress_says_when_a_case_begins_and_how_it_ended(night: Night) -> None:
     assert "small-name=good: started" in night.output
     assert "/7] small-name=killed: FAILED: small.ipynb failed in cell 3" in night.output
+    assert "/7] small-name=good: passed (" in night.output
+    assert "/7] small-name=planted: CHANGED: 1 metric differs from the baseline of" in night.output
 
 
 def test_a_run_with_a_failed_case_makes_no_baseline(night: Night) -> None:
@@ -158,7 +165,7 @@ def test_two_nightlies_at_once_keep_both_runs(tmp_path: Path) -> None:
     assert [read_summary(run).name for run in runs] == [run.name for run in runs]
 
 
-def test_ctrl_c_ends_every_process_and_keeps_nothing(tmp_path: Path) -> None:
+def test_ctrl_c_before_the_first_case_has_ended_ends_every_process_and_keeps_nothing(tmp_path: Path) -> None:
     pids = [tmp_path / "one", tmp_path / "two"]
     blocks = "".join(f"  - {{lab: small, name: {path.name}, parameters: {{name: 'slow{path}'}}}}\n" for path in pids)
     suite = write_suite(tmp_path, f"backend: cpu\ncases:\n{blocks}  - {{lab: small, name: waiting}}\n")
@@ -174,11 +181,38 @@ def test_ctrl_c_ends_every_process_and_keeps_nothing(tmp_path: Path) -> None:
         _, complaint = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "Traceback" not in complaint
-    assert "interrupted: nothing of this run was kept" in complaint
-    for path in pids:
-        pid = int(path.read_text())
-        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert "interrupted: no case had ended, so nothing of this run was kept" in complaint
+    assert not any(map(is_running, pids))
     assert files_below(tmp_path / "papermill_runs") == before
+
+
+def test_a_nightly_that_is_ended_keeps_the_cases_that_had_ended(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    suite = write_suite(
+        tmp_path,
+        "backend: cpu\ncases:\n  - {lab: small, name: one}\n"
+        f"  - {{lab: small, name: two, parameters: {{name: 'slow{pid}'}}}}\n  - {{lab: small, name: three}}\n",
+    )
+    command = memlab("nightly", suite, "--jobs", "1", "--allow-missing")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        while not (pid.is_file() and pid.read_text()):
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert "ended early: of 3 cases 2 not run, 0 failed" in output
+    assert "Traceback" not in output
+    (run,) = runs_of(tmp_path)
+    summary = read_summary(run)
+    assert [result.status for result in summary.results] == ["new", "not run", "not run"]
+    assert (run / "one" / "page.html").is_file()
+    assert "ended early" in (run / "index.html").read_text()
+    assert ET.parse(run / "junit.xml").getroot().get("errors") == "2"
+    assert not is_running(pid)
+    # What was measured is measured: a baseline may be taken from it, and from it alone.
+    assert main(["baseline", "update", str(suite)]) == 0
+    assert [path.stem for path in (tmp_path / "papermill_runs" / "baselines" / "cpu").iterdir()] == ["one"]
 
 
 def test_a_disk_that_fills_up_at_the_end_keeps_nothing_of_the_run(
