@@ -101,7 +101,10 @@ def find_routing(text: str) -> Routing:
         return Routing(kind="random", seed=int(number)) if name == "random" else Routing(kind="skewed", factor=number)
     try:
         shares = json.loads(Path(text).read_text())
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        reason = (error.strerror or type(error).__name__).lower()
+        raise ValueError(f"routing is {text!r}, and no file of that name can be read ({reason}): {_CHOICES}") from error
+    except ValueError as error:
         raise ValueError(f"routing is {text!r}, which is no JSON file ({error}): {_CHOICES}") from error
     if not isinstance(shares, list):
         raise ValueError(f"routing is {text!r}, which holds no list of shares: {_CHOICES}")

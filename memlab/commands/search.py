@@ -12,6 +12,7 @@ from memlab.commands.output import result_alone_on_stdout
 from memlab.commands.predict import add_job_arguments, memory_size, room_of
 from memlab.commands.ranks import layout_of_the_job
 from memlab.fitting.front import Search, default_resolution_bytes
+from memlab.fitting.walk import SearchInterrupted
 from memlab.scenario import Scenario
 from memlab.search import search_simulated
 
@@ -46,16 +47,21 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     resolution_bytes = arguments.resolution or default_resolution_bytes(arguments.gpu_memory)
 
     def job() -> int:
-        with result_alone_on_stdout():
-            found = search_simulated(
-                scenario,
-                base,
-                room_bytes,
-                outside_torch_bytes=arguments.gpu_memory - room_bytes,
-                resolution_bytes=resolution_bytes,
-                max_steps=arguments.max_steps,
-            )
-        return _show(found, arguments)
+        try:
+            with result_alone_on_stdout():
+                found = search_simulated(
+                    scenario,
+                    base,
+                    room_bytes,
+                    outside_torch_bytes=arguments.gpu_memory - room_bytes,
+                    resolution_bytes=resolution_bytes,
+                    max_steps=arguments.max_steps,
+                )
+        except SearchInterrupted as interrupted:
+            _show(interrupted.found, arguments)
+            return 130
+        _show(found, arguments)
+        return 0 if found.cheapest else 1
 
     return job
 
@@ -69,7 +75,7 @@ def _check_page(path: Path | None) -> None:
         raise ValueError(f"{path} is there, and is not overwritten: give another file")
 
 
-def _show(found: Search, arguments: argparse.Namespace) -> int:
+def _show(found: Search, arguments: argparse.Namespace) -> None:
     from memlab.views.search_table import search_table
 
     if arguments.out is not None:
@@ -78,4 +84,3 @@ def _show(found: Search, arguments: argparse.Namespace) -> int:
 
         View(search_figure(found), search_table(found)).save(arguments.out)
     print(json.dumps(found.to_dict(), indent=2) if arguments.json else search_table(found))
-    return 0 if found.cheapest else 1

@@ -23,6 +23,18 @@ _OPTIMISM = 1.05
 """By how much more a module may save beside others than it did alone."""
 
 
+class SearchInterrupted(KeyboardInterrupt):
+    """Ctrl-C in a search that had predicted something.
+
+    Args:
+        found: What it had found, cut short.
+    """
+
+    def __init__(self, found: Search) -> None:
+        super().__init__()
+        self.found = found
+
+
 def search(
     base: MemorySettings,
     scenario: Scenario,
@@ -45,35 +57,47 @@ def search(
         resolution_bytes: As in `Search`.
         max_steps: Settings that are predicted at most; None is as many as it takes.
         on_point: Called with each point, and how many settings may still follow.
+
+    Raises:
+        SearchInterrupted: At Ctrl-C, with what was found until then.
     """
     walk = _Walk(base, scenario, room_bytes, resolution_bytes)
-    for settings in walk:
-        if max_steps is not None and len(walk.points) >= max_steps:
-            break
-        record = step(settings, None)
-        if walk.is_idle(record):
-            continue
-        point = Point(
-            settings=settings,
-            peak_allocated_bytes=record.peak_allocated_bytes,
-            recomputed_operations=recomputed_operations(settings, scenario),
-            moved_bytes=moved_bytes(record),
-            host_bytes=record.host_bytes,
-            fits=fits(record, step, room_bytes),
+
+    def found() -> Search:
+        return Search(
+            scenario=scenario,
+            base=base,
+            room_bytes=room_bytes,
+            outside_torch_bytes=outside_torch_bytes,
+            resolution_bytes=resolution_bytes,
+            points=tuple(walk.points.values()),
+            num_candidates=walk.num_candidates,
+            num_reckoned=walk.num_candidates - len(walk.points) - len(walk.pending),
+            num_left=len(walk.pending),
         )
-        walk.take(point)
-        on_point(point, len(walk.pending))
-    return Search(
-        scenario=scenario,
-        base=base,
-        room_bytes=room_bytes,
-        outside_torch_bytes=outside_torch_bytes,
-        resolution_bytes=resolution_bytes,
-        points=tuple(walk.points.values()),
-        num_candidates=walk.num_candidates,
-        num_reckoned=walk.num_candidates - len(walk.points) - len(walk.pending),
-        num_left=len(walk.pending),
-    )
+
+    try:
+        for settings in walk:
+            if max_steps is not None and len(walk.points) >= max_steps:
+                break
+            record = step(settings, None)
+            if walk.is_idle(record):
+                continue
+            point = Point(
+                settings=settings,
+                peak_allocated_bytes=record.peak_allocated_bytes,
+                recomputed_operations=recomputed_operations(settings, scenario),
+                moved_bytes=moved_bytes(record),
+                host_bytes=record.host_bytes,
+                fits=fits(record, step, room_bytes),
+            )
+            walk.take(point)
+            on_point(point, len(walk.pending))
+    except KeyboardInterrupt as interrupt:
+        if not walk.points:
+            raise
+        raise SearchInterrupted(found()) from interrupt
+    return found()
 
 
 class _Walk:

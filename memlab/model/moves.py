@@ -94,9 +94,9 @@ class Moves:
         self.residency.load()
         mend(self._live)
         self._asked, self._host_bytes = Asked(), (0, 0)
-        self.residency = Residency(self._live)
-        if name is not None:
-            self.residency = FAULTS[name](self._live)
+        pinned = self.residency.pinned
+        self.residency = Residency(self._live) if name is None else FAULTS[name](self._live)
+        self.residency.pinned = pinned
 
     def _timed(self, move: Callable[[], dict[str, int]]) -> tuple[dict[str, int], float]:
         before = self._meter.live_bytes("host")

@@ -39,15 +39,16 @@ class _Page:
         summary = self._summary
         tone = "red" if summary.red else "green"
         body = [f'<header class="{tone}"><h1>{escape(summary.headline)}</h1>', self._facts(), "</header>"]
-        if summary.red:
+        failed = [result for result in summary.red if result not in summary.not_run]
+        if failed:
             body.append("<h2>What failed, and why</h2>")
             if self._common_changes:
-                num_cases = sum(what_changed(result) == self._common_changes for result in summary.red)
+                num_cases = sum(what_changed(result) == self._common_changes for result in failed)
                 body.append(f'<p class="soft">changed in {num_cases} of them: {arrows(self._common_changes)}</p>')
             # Of several, each says its reason in its own line, so that all are seen before one is opened.
-            body += [self._case(result, is_open=len(summary.red) == 1) for result in summary.red]
-        body.append(f"<h2>{'All cases' if summary.red else 'Cases'}</h2>")
-        body += [self._link(result) if not result.is_green else self._case(result) for result in summary.results]
+            body += [self._case(result, is_open=len(failed) == 1) for result in failed]
+        body.append(f"<h2>{'All cases' if failed else 'Cases'}</h2>")
+        body += [self._link(result) if result in failed else self._case(result) for result in summary.results]
         return (
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'

@@ -49,7 +49,7 @@ def counts_line(found: Search) -> str:
             f"; {found.num_reckoned} not, since what their parts save leaves them no lighter than another in anything"
         )
     if found.num_left:
-        text += f"; CUT SHORT: {found.num_left} that may be on the front were not tried, so give more steps"
+        text += f"; CUT SHORT: {found.num_left} that may be on the front were not tried, so let it take more steps"
     return text
 
 

@@ -321,3 +321,11 @@ def test_the_checks_of_an_audit_pass_and_help(capsys: pytest.CaptureFixture[str]
         check(twice).only_on_device("parameters")
     with pytest.raises(CheckFailed, match="must be: parameters: 2 B"):
         check(fine).complains_like(twice)
+
+
+def test_a_fault_comes_and_goes_and_the_kind_of_host_memory_stays(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("phi-4-tiny")
+    lab.pinned_host_memory = False
+    with lab.residency_fault("size_not_saved"):
+        assert not lab.pinned_host_memory
+    assert not lab.pinned_host_memory

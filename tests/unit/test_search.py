@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -17,7 +20,7 @@ from memlab.fitting.bounds import num_layers_here, recomputed_operations
 from memlab.fitting.candidates import candidates
 from memlab.fitting.fit import moved_bytes
 from memlab.fitting.front import Point, Search
-from memlab.fitting.walk import search
+from memlab.fitting.walk import SearchInterrupted, search
 from memlab.lab import Lab
 from memlab.layout import Layout
 from memlab.outside_torch import estimate_outside_torch
@@ -283,3 +286,26 @@ def test_a_search_in_a_process_of_its_own_ends_in_what_it_found_or_in_words() ->
     object.__setattr__(broken, "seq_length", 0)
     _, words = run(broken)
     assert isinstance(words, str) and "seq_length is 0" in words
+
+
+def test_ctrl_c_shows_what_was_found_until_then() -> None:
+    command = [sys.executable, "-m", "memlab", "search", "qwen3-moe-tiny", "--num-layers", "4", "--seq-length", "64"]
+    command += ["--gpu-memory", "8GiB", "--resolution", "1B"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while not process.stderr.readline().startswith("3 predicted"):
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        table, complaint = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "the least work that fits" in table and "CUT SHORT" in table
+    assert "Traceback" not in complaint
+
+
+def test_ctrl_c_before_anything_was_found_is_no_search() -> None:
+    def interrupted(settings: MemorySettings, room_bytes: int | None) -> StepRecord:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as error:
+        search(PLAIN, Scenario(architecture="phi-4-tiny", num_layers=2, seq_length=64), interrupted, GIB)
+    assert not isinstance(error.value, SearchInterrupted)
