@@ -29,7 +29,7 @@ from memlab.views.figure_frame import (
 )
 from memlab.views.palette import series_look
 from memlab.views.resample import AXES, Axis, resample
-from memlab.views.tables import record_names
+from memlab.views.tables import common_scenario, record_names
 from memlab.views.text_layout import in_unit
 from memlab.views.waterfall import add_waterfall
 
@@ -61,9 +61,8 @@ def compare_figure(*records: StepRecord, axis: Axis | None = None) -> go.Figure:
     check_choice("axis", axis, AXES)
     named = [(name, timeline_of(record)) for name, record in zip(record_names(records), records, strict=True)]
     drawn = [(name, timeline, resample(timeline, "device", axis)) for name, timeline in named if timeline]
-    scenarios = {str(record.scenario) for record in records}
     title = "Memory allocated on the device, steps compared"
-    lines = [scenarios.pop() if len(scenarios) == 1 else "different scenarios", *messages(records), *obstacles(records)]
+    lines = [common_scenario(records), *messages(records), *obstacles(records)]
     difference = difference_of(records)
     lines += [] if difference is None else difference_lines(difference)
     peaks = [int(points.total_bytes[points.peak]) for _, _, points in drawn]

@@ -37,6 +37,13 @@ def record_names(records: Sequence[StepRecord]) -> list[str]:
     return [f"{name}, step {record.step_index}" if names.count(name) > 1 else name for name, record in pairs]
 
 
+def common_scenario(records: Sequence[StepRecord]) -> str:
+    """Returns what the scenarios of records have in common; their names (`record_names`) tell the rest."""
+    columns = zip(*(str(record.scenario).split(", ") for record in records), strict=False)
+    architecture, *others = [words[0] if len(set(words)) == 1 else "" for words in columns]
+    return ", ".join(filter(None, [architecture, *others])) if architecture else "different scenarios"
+
+
 def record_table(record: StepRecord) -> str:
     """Writes one step: its peak and what made it up, what stayed, what moved, how long it took.
 
@@ -129,10 +136,10 @@ def compare_table(*records: StepRecord) -> str:
         ["", "tokens/s", "", *(rate if known else "-" for (_, rate), known in zip(times, timed, strict=True))],
         ["", "loss", "", *("-" if record.loss is None else f"{record.loss:.6f}" for record in records)],
     ]
-    scenario = str(first.scenario) if len({str(record.scenario) for record in records}) == 1 else "different scenarios"
+    meaning = "allocated bytes, on the device unless it says host; saved: against the first row"
     return "\n".join(
         [
-            *wrapped(f"{scenario}; allocated bytes, on the device unless it says host; saved: against the first row"),
+            *wrapped(f"{common_scenario(records)}; {meaning}"),
             "",
             *aligned([list(row) for row in zip(*columns, strict=True)], first_width=SETTING_WIDTH),
             *_message_lines(records, names),

@@ -15,7 +15,9 @@ import plotly.graph_objects as go
 import pytest
 
 from memlab.analysis.offload_account import Held, ModuleAccount, OffloadAccount
+from memlab.layout import Layout
 from memlab.record import StepRecord
+from memlab.scenario import Scenario
 from memlab.settings import OFFLOAD_MODULES, MemorySettings
 from memlab.timeline import CATEGORIES, PHASES, POOLS, Timeline
 from memlab.units import GIB, KIB, MIB
@@ -398,9 +400,20 @@ def test_compared_scenarios_are_named_where_they_differ() -> None:
     assert record_names([PLAIN, other]) == ["none (4 layers, simulated)", "none (2 layers, cuda)"]
     assert record_names([PLAIN, RECOMPUTED]) == ["none", "full uniform 1"]
     assert record_names([PLAIN, replace(PLAIN, step_index=4)]) == ["none, step 3", "none, step 4"]
-    assert "different scenarios" in texts(compare_figure(PLAIN, other))
+    assert "qwen3-30b-a3b, 1 x 4096 tokens, bf16 " in texts(compare_figure(PLAIN, other))
     assert str(scenario()) in texts(compare_figure(PLAIN, RECOMPUTED))
-    assert compare_table(PLAIN, other).startswith("different scenarios")
+    assert compare_table(PLAIN, other).startswith("qwen3-30b-a3b, 1 x 4096 tokens, bf16;")
+    stranger = replace(PLAIN, scenario=Scenario(architecture="phi-4"))
+    assert compare_table(PLAIN, stranger).startswith("different scenarios")
+
+
+def test_ranks_of_one_job_are_told_apart_under_what_they_share() -> None:
+    ranks = [
+        replace(PLAIN, scenario=replace(PLAIN.scenario, layout=Layout(tensor_model_parallel_size=2, rank=rank)))
+        for rank in (0, 1)
+    ]
+    assert record_names(ranks) == ["none (TP2)", "none (TP2 rank 1)"]
+    assert compare_table(*ranks).startswith("qwen3-30b-a3b, 4 layers, 1 x 4096 tokens, bf16;")
 
 
 def test_the_compared_axis_says_where_it_starts() -> None:
