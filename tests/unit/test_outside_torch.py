@@ -21,6 +21,10 @@ def test_one_rank_talks_to_nobody() -> None:
     assert "NCCL" not in str(estimate_outside_torch(Layout()))
 
 
+def test_one_rank_is_what_an_h200_held() -> None:
+    assert estimate_outside_torch(Layout()).total_bytes == pytest.approx(2503 * MIB, rel=0.01)
+
+
 @pytest.mark.parametrize("sizes", TWO_RANKS)
 def test_two_ranks_are_within_what_h200s_held(sizes: dict[str, int]) -> None:
     assert 2.4 * GIB <= estimate_outside_torch(Layout(**sizes)).total_bytes <= 3.9 * GIB

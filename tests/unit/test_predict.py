@@ -82,7 +82,7 @@ def test_what_cannot_fit_is_told_from_what_may_fit_under_several_settings(capfd:
         ("--rank first", "'first' is not a whole number"),
         ("--world-size 3 --pipeline-model-parallel-size 2", "the job has 3 ranks, must be a multiple of 2"),
         ("--gpu-memory 80Gi", "'80Gi' is no size of memory: write a number and a unit, such as 80GiB"),
-        ("--gpu-memory 80", "--gpu-memory is 80 B, must be above about 2.000 GiB that are held outside torch"),
+        ("--gpu-memory 80", "--gpu-memory is 80 B, must be above about 2.449 GiB that are held outside torch"),
         ("--routing skewed:2", "phi-4-tiny has no experts: leave it out"),
     ],
 )
@@ -124,7 +124,7 @@ def test_what_is_outside_torch_stands_apart_as_an_estimate(capfd: pytest.Capture
     assert main(["predict", *TINY, "--world-size", "2"]) == 0
     last = capfd.readouterr().out.splitlines()[-1]
     assert last == str(estimate_outside_torch(Layout(data_parallel_size=2)))
-    assert "outside torch, estimated and not counted above: 2.000 GiB for CUDA's context" in last
+    assert "outside torch, estimated and not counted above: 2.449 GiB for CUDA's context" in last
 
 
 def test_a_step_that_does_not_fit_names_what_does() -> None:

@@ -255,7 +255,7 @@ def test_where_nothing_fits_it_says_what_is_lacking_and_exits_with_1(capfd: pyte
     ("flags", "refusal"),
     [
         ("", "the following arguments are required: --gpu-memory"),
-        ("--gpu-memory 2GiB", "--gpu-memory is 2.000 GiB, must be above about 2.000 GiB that are held outside torch"),
+        ("--gpu-memory 2GiB", "--gpu-memory is 2.000 GiB, must be above about 2.449 GiB that are held outside torch"),
         ("--gpu-memory 80GiB --max-steps 0", "--max-steps is 0, must be at least 1"),
         ("--gpu-memory 80GiB --rank all", "'all' is not a whole number"),
         ("--gpu-memory 80GiB --out front.png", "--out is front.png, must be a file that ends in .html"),
