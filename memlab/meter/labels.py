@@ -56,6 +56,7 @@ class Labels:
         self.phase = PHASES.index(name)
         self.span += 1
         self.num_passes += name in ("forward", "backward")
+        self._follower.restart()
         self.enter_module(0)
 
     def enter_module(self, code: int) -> None:

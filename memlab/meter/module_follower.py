@@ -60,6 +60,10 @@ class ModuleFollower:
             hooks.append(module.register_forward_hook(self._leave, always_call=True))
         return hooks
 
+    def restart(self) -> None:
+        """Forgets modules that never ended: torch leaves their hooks out where what ends them is no `Exception`."""
+        self._outer.clear()
+
     def _enter(self, code: int, module: torch.nn.Module, args: Any) -> None:
         standing = self._standing()
         if not self._outer:
