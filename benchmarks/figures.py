@@ -22,8 +22,8 @@ from memlab.scenario import Scenario
 from memlab.settings import MemorySettings
 from memlab.timeline import CATEGORIES, PHASES, Timeline
 from memlab.views.display import View
+from memlab.views.record_table import record_table
 from memlab.views.resample import resample
-from memlab.views.tables import record_table
 from memlab.views.timeline_figure import timeline_figure
 
 EVENT_COUNTS = (1_000, 10_000, 100_000, 1_000_000)

@@ -157,7 +157,7 @@ def _written(record: StepRecord, records: list[StepRecord], *, as_json: bool) ->
         return json.dumps(ranks_json(records), indent=2) if as_json else ranks_table(records)
     if as_json:
         return json.dumps(record.to_dict(), indent=2)
-    from memlab.views.tables import record_table
+    from memlab.views.record_table import record_table
 
     return record_table(record)
 

@@ -102,7 +102,7 @@ def _written(records: list[StepRecord], fit: Fit | None, *, as_json: bool) -> st
     if as_json:
         values = records[0].to_dict() if len(records) == 1 else ranks_json(records)
         return json.dumps(values | ({} if fit is None else {"fit": fit.to_dict()}), indent=2)
-    from memlab.views.tables import record_table
+    from memlab.views.record_table import record_table
 
     table = record_table(records[0]) if len(records) == 1 else ranks_table(records)
     if 1 < len(records) < records[0].scenario.layout.world_size:

@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 from memlab.analysis.difference import difference_of, obstacles, predicted_and_measured
 from memlab.record import StepRecord
 from memlab.units import binary_unit
+from memlab.views.compare_tables import common_scenario, record_names
 from memlab.views.difference_table import difference_lines
 from memlab.views.figure_frame import (
     AXIS_TITLES,
@@ -29,7 +30,6 @@ from memlab.views.figure_frame import (
 )
 from memlab.views.palette import series_look
 from memlab.views.resample import AXES, Axis, resample
-from memlab.views.tables import common_scenario, record_names
 from memlab.views.text_layout import in_unit
 from memlab.views.waterfall import add_waterfall
 

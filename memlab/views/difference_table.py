@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from memlab.analysis.difference import TERM_NAMES, Difference, Term, difference_of, obstacles
 from memlab.record import StepRecord
 from memlab.units import binary_unit, format_bytes
-from memlab.views.tables import compare_table, module_name
+from memlab.views.compare_tables import compare_table
+from memlab.views.record_table import module_name
 from memlab.views.text_layout import NAME_WIDTH, aligned, ending, in_unit, wrapped
 
 _NUM_GROUPS = 8

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from memlab.outside_torch import estimate_outside_torch
 from memlab.record import StepRecord
 from memlab.units import parse_bytes
+from memlab.views.compare_tables import peak_table
 from memlab.views.difference_table import comparison_text
-from memlab.views.tables import peak_table, record_table
+from memlab.views.record_table import record_table
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -10,9 +10,9 @@ import plotly.graph_objects as go
 
 from memlab.record import StepRecord
 from memlab.units import binary_unit, format_bytes
+from memlab.views.compare_tables import peak_phase
 from memlab.views.figure_frame import LINE_HEIGHT, PLOT_HEIGHT, figure_frame, messages
 from memlab.views.palette import CATEGORY_LOOKS, INK, PATTERN_INK
-from memlab.views.tables import peak_phase
 from memlab.views.text_layout import in_unit
 
 _LETTERS_OF_NAMES = 96

@@ -11,6 +11,7 @@ from typing import Any
 import ipywidgets
 
 from memlab.views.chart import chart_figure, mark_moment
+from memlab.views.compare_tables import compare_table
 from memlab.views.exports import (
     free_path,
     measure_command,
@@ -21,10 +22,10 @@ from memlab.views.exports import (
     settings_line,
     table_csv,
 )
+from memlab.views.record_table import record_table
 from memlab.views.run import COLUMNS, Run, rows
 from memlab.views.runs_table import RunsTable
 from memlab.views.state import LabState
-from memlab.views.tables import compare_table, record_table
 
 _logger = logging.getLogger(__name__)
 

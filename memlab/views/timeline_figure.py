@@ -31,8 +31,8 @@ from memlab.views.figure_frame import (
     timeline_of,
 )
 from memlab.views.palette import CATEGORY_LOOKS, INK, PATTERN_INK, PHASE_LOOKS, TRANSPARENT
+from memlab.views.record_table import module_name
 from memlab.views.resample import AXES, Axis, DrawnPoints, PhaseSpan, largest_modules, phase_spans, resample
-from memlab.views.tables import module_name
 from memlab.views.text_layout import in_unit
 
 _POOL_TITLES = {

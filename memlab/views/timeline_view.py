@@ -12,10 +12,10 @@ from memlab.units import format_bytes
 from memlab.views.chart import chart_figure, event_at, first_event, mark_moment
 from memlab.views.chart_widget import ChartWidget
 from memlab.views.palette import CATEGORY_LOOKS
+from memlab.views.record_table import module_name
 from memlab.views.resample import AXES
 from memlab.views.slider import Slider
 from memlab.views.state import POOLS_SHOWN, LabState
-from memlab.views.tables import module_name
 
 _NUM_MODULES = 8
 

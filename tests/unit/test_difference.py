@@ -27,10 +27,10 @@ from memlab.settings import MemorySettings
 from memlab.timeline import CATEGORIES, PHASES, POOLS, Timeline
 from memlab.units import KIB, MIB
 from memlab.views.compare_figure import compare_figure
+from memlab.views.compare_tables import compare_table
 from memlab.views.difference_table import comparison_text, difference_lines, difference_rows, difference_table
 from memlab.views.display import compare
 from memlab.views.palette import CATEGORY_LOOKS
-from memlab.views.tables import compare_table
 from memlab.views.text_layout import LINE_WIDTH
 from tests.unit.builders import out_of_memory, random_timeline, record_of, scenario, training_step
 from tests.unit.test_simulated_backend import measured_on_an_h200

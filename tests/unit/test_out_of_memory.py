@@ -18,7 +18,7 @@ from memlab.record import StepRecord
 from memlab.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
 from memlab.timeline import CATEGORIES
 from memlab.units import GIB
-from memlab.views.tables import record_table
+from memlab.views.record_table import record_table
 from tests.unit.live import FULL, offload, recompute
 
 from .builders import TimelineBuilder, record_of, scenario

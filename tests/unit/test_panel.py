@@ -21,8 +21,8 @@ from memlab.record import StepRecord
 from memlab.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
 from memlab.views import exports
 from memlab.views.panel import Panel, panel
+from memlab.views.record_table import record_table
 from memlab.views.runs import text_twin
-from memlab.views.tables import record_table
 
 from .builders import random_timeline, training_step
 from .fake_lab import FakeLab

@@ -23,10 +23,11 @@ from memlab.timeline import CATEGORIES, PHASES, POOLS, Timeline
 from memlab.units import GIB, KIB, MIB
 from memlab.views.audit_tables import audit_table
 from memlab.views.compare_figure import compare_figure
+from memlab.views.compare_tables import compare_table, record_names
 from memlab.views.display import View, compare, show
 from memlab.views.palette import CATEGORY_LOOKS, INK, PHASE_LOOKS, series_look
+from memlab.views.record_table import record_table
 from memlab.views.resample import AXES, Axis
-from memlab.views.tables import compare_table, record_names, record_table
 from memlab.views.text_layout import LINE_WIDTH, in_unit
 from memlab.views.timeline_figure import timeline_figure
 
