@@ -1,7 +1,7 @@
 """Follows a model's modules: in forward by their hooks, in backward by the autograd nodes that were made in them.
 
 A node carries the number that autograd had reached when it was made (``Node.sequence_nr``), so the module at work at
-that number is its own. Backward runs nodes from the highest number down (``torch/csrc/autograd/engine.cpp``,
+that number is its own. Backward runs nodes from the highest number down (``torch/csrc/autograd/engine.h``,
 ``CompareNodeTaskTime``): of nodes made one after another in one module only the first that runs needs a hook.
 """
 
