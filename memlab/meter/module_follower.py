@@ -85,20 +85,21 @@ class ModuleFollower:
 
     def _mark(self, waiting: list[Any]) -> None:
         """Walks back to nodes that are marked already, so each node is visited once."""
-        new: dict[int, Any] = {}
+        new: dict[int, tuple[Any, int]] = {}
         while waiting:
             node = waiting.pop()
-            if node is None or type(node) is _AccumulateGrad or _OWN_MODULE in node.metadata:
+            if node is None or _OWN_MODULE in node.metadata:
                 continue
             number = node._sequence_nr()
-            node.metadata[_OWN_MODULE] = self._codes[bisect_right(self._numbers, number) - 1]
-            new[number] = node
-            waiting.extend([next_node for next_node, _ in node.next_functions])
-        for number, node in new.items():
-            code = module_of(node)
-            before = new.get(number + 1)
+            code = self._codes[bisect_right(self._numbers, number) - 1]
+            node.metadata[_OWN_MODULE] = code
+            new[number] = node, code
+            # Of 128 experts' weights these are most of what a layer's nodes lead to.
+            waiting.extend([made for made, _ in node.next_functions if type(made) is not _AccumulateGrad])
+        for number, (node, code) in new.items():
+            before, code_before = new.get(number + 1, (None, None))
             # A function in Python may run a backward of its own, as checkpoints do, and leave another module behind.
-            if before is None or isinstance(before, BackwardCFunction) or module_of(before) != code:
+            if code_before != code or isinstance(before, BackwardCFunction):
                 node.register_prehook(partial(self._in_backward, code))
 
     def _in_backward(self, code: int, grad_outputs: Any) -> None:
