@@ -70,6 +70,7 @@ async function render({ model, el }) {
   plot.textContent = "";
   let isStale = false;
   let isDrawing = false;
+  let drawnView;
   async function draw() {
     isStale = true;
     if (isDrawing) return;
@@ -77,15 +78,25 @@ async function render({ model, el }) {
     while (isStale) {
       isStale = false;
       const { data, layout, config } = picture(model);
-      await Plotly.react(plot, data, { ...layout, width: el.clientWidth }, config);
+      const view = layout.uirevision ?? JSON.stringify([layout.xaxis?.range, layout.yaxis?.range]);
+      const sized = { ...layout, width: el.clientWidth };
+      if (view === drawnView) {
+        await Plotly.react(plot, data, sized, config);
+      } else {
+        // A double click goes back to the axes of the first picture since newPlot, whatever react has drawn since.
+        await Plotly.newPlot(plot, data, sized, config);
+        plot.removeAllListeners("plotly_click");
+        plot.on("plotly_click", clicked);
+        drawnView = view;
+      }
     }
     isDrawing = false;
   }
-  await draw();
-  plot.on("plotly_click", ({ points }) => {
+  function clicked({ points }) {
     const point = points.find(({ data }) => /^(total|choice)/.test(data.uid));
     if (point) model.send({ point: point.customdata ?? point.pointNumber });
-  });
+  }
+  await draw();
   model.on("change:picture", draw);
   // Plotly's own resizing would also forget the height, which the picture sets.
   const resized = new ResizeObserver(() => {

@@ -100,6 +100,21 @@ def test_a_click_on_the_chart_looks_at_that_moment(panel: PanelPage) -> None:
     assert 0 < int(moments[1]) < int(moments[2]), "further right is later"
 
 
+def test_a_double_click_goes_back_to_the_picture_s_own_axes(panel: PanelPage) -> None:
+    panel.run()
+    plot = panel.root.locator(".js-plotly-plot").first
+    ranges = "plot => JSON.stringify([plot._fullLayout.xaxis.range, plot._fullLayout.yaxis.range])"
+    drawn = plot.evaluate(ranges)
+    plot.evaluate("plot => memlabPlotly.relayout(plot, {'xaxis.range': [1, 2]})")
+    assert plot.evaluate(ranges) != drawn
+    plot.scroll_into_view_if_needed()
+    box = plot.locator(".nsewdrag").first.bounding_box()
+    assert box is not None
+    panel.notebook.page.mouse.dblclick(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    panel.notebook.page.wait_for_timeout(1500)
+    assert plot.evaluate(ranges) == drawn
+
+
 def test_an_impossible_combination_is_refused_in_the_rules_words(panel: PanelPage) -> None:
     panel.tick("offload-modules-attn-proj")
     expect(panel.refusals).to_have_count(1)
