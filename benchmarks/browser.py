@@ -62,14 +62,15 @@ _CONTROL_MS = """async ([pressed, parts, attribute]) => {
     }
     return performance.now() - started;
 }"""
-# Plotly says when it has drawn; the last of its drawings, and the table's new row, count.
+# The chart says when it has drawn; the last of its drawings, and the table's new row, count.
 _CHART_MS = """async () => {
     const frame = () => new Promise(requestAnimationFrame);
-    const plot = document.querySelector('.memlab-panel .js-plotly-plot');
+    const panel = document.querySelector('.memlab-panel');
     const rows = () => document.querySelectorAll('.memlab-runs tbody tr[data-run]').length;
     const before = rows();
     let drawn = 0;
-    plot.on('plotly_afterplot', () => { drawn = performance.now(); });
+    const note = () => { drawn = performance.now(); };
+    panel.addEventListener('memlab-drawn', note);
     const started = performance.now();
     document.querySelector('button.memlab-run, .memlab-run button').click();
     while (rows() === before || drawn === 0) {
@@ -77,7 +78,7 @@ _CHART_MS = """async () => {
         await frame();
     }
     while (performance.now() - drawn < 1000) await frame();
-    plot.removeAllListeners('plotly_afterplot');
+    panel.removeEventListener('memlab-drawn', note);
     return drawn - started;
 }"""
 

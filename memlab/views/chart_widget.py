@@ -89,6 +89,7 @@ async function render({ model, el }) {
         plot.on("plotly_click", clicked);
         drawnView = view;
       }
+      plot.dispatchEvent(new CustomEvent("memlab-drawn", { bubbles: true }));
     }
     isDrawing = false;
   }
