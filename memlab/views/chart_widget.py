@@ -60,7 +60,9 @@ function picture(model) {
   const numbers = arrays.map(
     ({ buffer, byteOffset, byteLength }) => new Float64Array(buffer.slice(byteOffset, byteOffset + byteLength)),
   );
-  return { data: unpack(traces, numbers), layout, config: { displaylogo: false } };
+  // Axes fitted to the data would start elsewhere than the picture's title says.
+  const config = { displaylogo: false, doubleClick: "reset", modeBarButtonsToRemove: ["autoScale2d"] };
+  return { data: unpack(traces, numbers), layout, config };
 }
 
 async function render({ model, el }) {

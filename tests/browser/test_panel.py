@@ -110,9 +110,10 @@ def test_a_double_click_goes_back_to_the_picture_s_own_axes(panel: PanelPage) ->
     plot.scroll_into_view_if_needed()
     box = plot.locator(".nsewdrag").first.bounding_box()
     assert box is not None
-    panel.notebook.page.mouse.dblclick(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    panel.notebook.page.wait_for_timeout(1500)
-    assert plot.evaluate(ranges) == drawn
+    for _ in ("back", "and there it stays"):
+        panel.notebook.page.mouse.dblclick(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        panel.notebook.page.wait_for_timeout(1500)
+        assert plot.evaluate(ranges) == drawn
 
 
 def test_an_impossible_combination_is_refused_in_the_rules_words(panel: PanelPage) -> None:
