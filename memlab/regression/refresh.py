@@ -114,9 +114,9 @@ def _changes(path: Path, measured: Measured, backend: str) -> Iterator[str]:
     for d in differences:
         yield f"{d.record} {d.metric}: {value_text(d.baseline)} -> {value_text(d.now)} ({d.difference})"
     if not differences and not has_same_rounding(old.measured, measured):
-        yield "the same metrics, loss taken anew on other packages or another processor"
+        yield "no metric beyond its tolerance, loss taken anew on other packages or another processor"
     elif not differences and _modules(old.measured) != _modules(measured):
-        yield "the same metrics, the modules behind them anew"
+        yield "no metric beyond its tolerance, the modules behind them anew"
 
 
 def _modules(measured: Measured) -> list[tuple[Mapping[str, int], ...]]:
