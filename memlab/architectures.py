@@ -228,7 +228,10 @@ def _from_hugging_face(config: dict[str, Any], path: Path) -> Architecture:
     try:
         heads = config["num_attention_heads"]
         if not isinstance(heads, int) or heads < 1 or not isinstance(config["hidden_size"], int):
-            raise ValueError(f"{path}: num_attention_heads and hidden_size must be whole numbers: correct them")
+            raise ValueError(
+                f"{path}: num_attention_heads is {heads!r} and hidden_size {config['hidden_size']!r}, must be whole "
+                "numbers: correct them"
+            )
         common: dict[str, Any] = {
             "name": (path.parent.name if path.name == "config.json" else path.stem) or family,
             "family": family,
@@ -236,10 +239,14 @@ def _from_hugging_face(config: dict[str, Any], path: Path) -> Architecture:
             "hidden_size": config["hidden_size"],
             "ffn_hidden_size": config["intermediate_size"],
             "num_attention_heads": config["num_attention_heads"],
-            "num_query_groups": config.get("num_key_value_heads") or config["num_attention_heads"],
+            # transformers' own default is 4 for Qwen3-MoE, and as many as heads for phi-3.
+            "num_query_groups": config.get("num_key_value_heads") or (heads if family == "phi3" else 4),
             "kv_channels": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
             "vocab_size": config["vocab_size"],
-            "rotary_base": float(config.get("rope_theta", 10000.0)),
+            # Newer files of transformers keep it among the rope's parameters.
+            "rotary_base": float(
+                config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta") or 10000.0
+            ),
             "layernorm_epsilon": config["rms_norm_eps"],
             "share_embeddings_and_output_weights": bool(config.get("tie_word_embeddings", False)),
         }
@@ -263,3 +270,5 @@ def _from_hugging_face(config: dict[str, Any], path: Path) -> Architecture:
         )
     except KeyError as error:
         raise ValueError(f"{path}: field {error} is missing: give the whole Hugging Face config.json") from error
+    except TypeError as error:
+        raise ValueError(f"{path}: a field is of another kind than memlab reads ({error}): correct it") from error

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from memlab.model.moves import Moves
 from memlab.model.residency_faults import FAULTS
 from memlab.movement import Action, Movement, check_groups
 from memlab.residency_audit import ResidencyAudit
+from memlab.settings import MemorySettings
 from memlab.stepper import Stepper
 from memlab.unrecorded_steps import groups_used
 from memlab.worker import Worker
@@ -21,6 +23,8 @@ class BetweenSteps:
 
     _stepper: Stepper
     _worker: Worker
+    settings: MemorySettings
+    """Those that stand."""
     _settled: bool
     """Whether a step has been taken under the settings that stand: the next one is then steady."""
 
@@ -35,11 +39,17 @@ class BetweenSteps:
 
         It holds for buffers that are allocated from now on: set it before they first go down.
         """
-        return self._stepper.moves.residency.pinned
+        return self._moves.residency.pinned
 
     @pinned_host_memory.setter
     def pinned_host_memory(self, pinned: bool) -> None:
-        self._stepper.moves.residency.pinned = pinned
+        self._moves.residency.pinned = pinned
+
+    @property
+    def _moves(self) -> Moves:
+        if self.closed:
+            raise ValueError("this lab is closed, and its groups with it: open another with Lab(...)")
+        return self._stepper.moves
 
     def offload(self, *groups: str) -> Movement:
         """Takes groups off the device between two steps; the next step brings them back.
@@ -81,7 +91,7 @@ class BetweenSteps:
         Returns:
             ``zeroing``, ``forward``, ``backward``, ``optimizer`` and ``hand over``, each with some of `GROUPS`.
         """
-        return self._alone(lambda: groups_used(self._stepper), unsettles=True)
+        return self._alone(lambda: groups_used(self._stepper, self.settings), unsettles=True)
 
     @contextmanager
     def residency_fault(self, name: str) -> Iterator[None]:

@@ -28,6 +28,10 @@ class Instruments(BetweenSteps, ABC):
         """Takes a training step and measures it."""
 
     @abstractmethod
+    def apply(self, settings: MemorySettings) -> None:
+        """Changes the settings of the live model."""
+
+    @abstractmethod
     def _check(self, settings: MemorySettings) -> None:
         """Refuses settings that the model cannot take."""
 
@@ -42,9 +46,14 @@ class Instruments(BetweenSteps, ABC):
 
     @device_memory_bytes.setter
     def device_memory_bytes(self, num_bytes: int | None) -> None:
-        if num_bytes is not None and (not isinstance(num_bytes, int) or num_bytes < 1):
-            raise ValueError(f"device_memory_bytes is {num_bytes!r}, must be a positive number of bytes, or None")
-        self._stepper.meter.device_memory_bytes = num_bytes
+        if num_bytes is not None and (not isinstance(num_bytes, int) or isinstance(num_bytes, bool) or num_bytes < 1):
+            raise ValueError(
+                f"device_memory_bytes is {num_bytes!r}, must be a whole number of at least 1, or None: give the "
+                "device's size in bytes, or None for an endless one"
+            )
+        if num_bytes != self._stepper.meter.device_memory_bytes:
+            self._stepper.meter.device_memory_bytes = num_bytes
+            self._settled = False  # a job of that size would have made its state within it
 
     def audit_offload(self, settings: MemorySettings) -> OffloadAccount:
         """Holds what activation offload was expected to free against what it saves, to the byte.
@@ -73,25 +82,32 @@ class Instruments(BetweenSteps, ABC):
     def fit(self, record: StepRecord, gpu_memory: str | int) -> Fit:
         """Holds a step against a GPU's memory; where it does not fit, takes a step under each setting that may.
 
+        Those steps are in `records` afterwards, and the settings are again what they were.
+
         Args:
             record: Of a step of this lab that ran to its end.
             gpu_memory: Of the whole GPU, in bytes or such as ``"80GiB"``.
 
         Raises:
-            ValueError: If the size is none, or the lab is busy or closed.
+            ValueError: If the size is none, the record is of no whole step, or the lab is busy or closed.
         """
         num_bytes = parse_bytes(gpu_memory) if isinstance(gpu_memory, str) else gpu_memory
-        meter = self._stepper.meter
-        before = meter.device_memory_bytes
+        if not isinstance(num_bytes, int) or isinstance(num_bytes, bool) or num_bytes < 1:
+            raise ValueError(f"gpu_memory is {gpu_memory!r}, must be at least 1 byte: give a size such as '80GiB'")
+        if record.status != "ok":
+            raise ValueError(f"{record} is no whole step, and only such are held against a GPU: take one that fits")
+        before, settings = self.device_memory_bytes, self.settings
 
         def step(settings: MemorySettings, room_bytes: int | None) -> StepRecord:
-            meter.device_memory_bytes = room_bytes
+            self.device_memory_bytes = room_bytes
             return self.step(settings)
 
         try:
             return judge_fit(record, step, num_bytes)
         finally:
-            meter.device_memory_bytes = before
+            self.device_memory_bytes = before
+            if self.settings != settings:
+                self.apply(settings)
 
     def retained(self) -> list[Retained]:
         """Finds what module attributes keep alive between steps through their autograd graphs, and by which path."""
@@ -109,15 +125,15 @@ class Instruments(BetweenSteps, ABC):
         Raises:
             ValueError: If there is no such layer, or the lab is busy or closed.
         """
-        if not 0 <= layer < self._stepper.scenario.num_layers:
-            raise ValueError(
-                f"layer is {layer!r}, must be from 0 to {self._stepper.scenario.num_layers - 1}: tap another layer"
-            )
+        last = self._stepper.scenario.num_layers_of_stage - 1
+        if not 0 <= layer <= last:
+            raise ValueError(f"layer is {layer!r}, must be from 0 to {last}: tap another layer")
         tap = self._alone(lambda: self._stepper.tap(layer, guarded=guarded))
         try:
             yield tap
         finally:
-            self._stepper.untap(tap)
+            if not self.closed:
+                self._worker.submit(lambda: self._stepper.untap(tap)).result()  # after a step, if one runs
 
     def unmetered_step_seconds(self) -> float:
         """Takes a step without metering it, and returns its duration: what the meter costs is told by comparison.

@@ -12,12 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from memlab.applicability import check_on_model
 from memlab.architectures import Architecture
 from memlab.backends import find_backend
 from memlab.fitting.verdict import judge
 from memlab.instruments import Instruments
 from memlab.layout import Layout
 from memlab.model import holders
+from memlab.model.process_group import require_ranks
 from memlab.progress import Follower, Progress
 from memlab.record import StepRecord
 from memlab.routing import Routing
@@ -90,6 +92,7 @@ class Lab(Instruments):
                 f"routing is {scenario.routing}, and on the {self.backend.name} backend the router decides: "
                 "leave it out, or choose backend 'simulated'"
             )
+        require_ranks(self.backend.distributed_backend, scenario.layout)
         self.settings = MemorySettings()
         self.records: list[StepRecord] = []
         _close_open_lab()
@@ -101,8 +104,8 @@ class Lab(Instruments):
         try:
             self._on_worker(self._stepper.build).result()
         except BaseException:
+            self._worker.end()  # a build that Ctrl-C left alone comes to its end first
             holders.forget()
-            self._worker.end()
             raise
 
     @property
@@ -112,7 +115,7 @@ class Lab(Instruments):
 
     @property
     def busy(self) -> bool:
-        """Whether a step is running."""
+        """Whether a step that `submit` or `step` started is running."""
         return self._worker.busy
 
     def apply(self, settings: MemorySettings) -> None:
@@ -149,7 +152,7 @@ class Lab(Instruments):
             "num_microbatches": num_microbatches,
         }
         scenario = replace(self.scenario, **{name: value for name, value in given.items() if value is not None})
-        self._alone(lambda: self._stepper.set_workload(scenario), unsettles=scenario != self.scenario)
+        self._alone(lambda: self._set_workload(scenario), unsettles=scenario != self.scenario)
 
     def step(
         self,
@@ -231,8 +234,10 @@ class Lab(Instruments):
         """Gives back everything: model, optimizer, process group, thread. Records stay readable. Twice is harmless."""
         self._worker.refuse_on_own_thread()
         self.stop()
-        self._worker.finish(self._stepper.release)
-        self._leave()
+        try:
+            self._worker.finish(self._stepper.release)
+        finally:
+            self._leave()
 
     def drop(self) -> dict[str, int]:
         """Closes the lab the careless way: drops its names alone, and says who kept how much of the model alive.
@@ -264,14 +269,21 @@ class Lab(Instruments):
     def _check(self, settings: MemorySettings) -> None:
         if not isinstance(settings, MemorySettings):
             raise ValueError(f"settings are {settings!r}, must be MemorySettings(...): name its fields")
-        settings.check(self.scenario.architecture, *self.scenario.layers_of_chunks)
+        check_on_model(settings, self.scenario.architecture, *self.scenario.layers_of_chunks)
 
     def _on_worker(self, job: Callable[[], _Result]) -> Future[_Result]:
         return self._worker.submit(job)
 
+    def _set_workload(self, scenario: Scenario) -> None:
+        passes_differ = scenario.num_microbatches != self.scenario.num_microbatches
+        self._stepper.set_workload(scenario)
+        if passes_differ:
+            self._stepper.apply(self.settings)  # Megatron's offload manager has learned its groups pass by pass
+
     def _forward_only(self, settings: MemorySettings, suspend_offload: bool) -> StepRecord:
         self._apply(settings)
         record = self._stepper.step(settings, forward_only=True, suspend_offload=suspend_offload)
+        self._settled = self._settled and record.status == "ok"
         self.records.append(record)
         return record
 

@@ -77,6 +77,11 @@ class Layout:
         return self.tensor_model_parallel_size * self.context_parallel_size * self.data_parallel_size
 
     @property
+    def pipeline_stage(self) -> int:
+        """The stage that `rank` is of."""
+        return self.rank // self.ranks_of_a_stage
+
+    @property
     def expert_tensor_size(self) -> int:
         """Ranks that share each expert's matrices."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
@@ -95,6 +100,17 @@ class Layout:
             return last
         rest, stages = self._even(num_layers)
         return rest // stages
+
+    def most_passes_in_flight(self, num_microbatches: int) -> int:
+        """Returns how many forward passes, each of one chunk, wait for their backward at most, the last one counted.
+
+        As ``get_pp_rank_microbatches`` has it (megatron/core/pipeline_parallel/schedules.py, 0.16.1), which makes all
+        of them but one before the first backward.
+        """
+        stages, chunks = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
+        after = stages - self.pipeline_stage - 1
+        before_the_first_backward = after if chunks == 1 else 2 * after + (chunks - 1) * stages
+        return min(before_the_first_backward + 1, num_microbatches * chunks)
 
     def _even(self, num_layers: int) -> tuple[int, int]:
         """Returns the layers, and the stages, that are shared out evenly."""

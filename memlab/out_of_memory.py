@@ -62,15 +62,16 @@ class Refusal:
     @property
     def room_bytes(self) -> int:
         """The most that could have been allocated then: what was, and what torch could still have got."""
-        held = self.allocated_bytes + self.pending_free_bytes
-        if self.reserved_bytes is None or self.device_free_bytes is None:
+        if self.reserved_bytes is None:
             return self.limit_bytes
-        return held + max(0, min(self.device_free_bytes, self.limit_bytes - self.reserved_bytes))
+        within_limit = self.limit_bytes - self.reserved_bytes
+        more = within_limit if self.device_free_bytes is None else min(self.device_free_bytes, within_limit)
+        return self.allocated_bytes + self.pending_free_bytes + max(0, more)
 
     @property
     def step_room_bytes(self) -> int:
         """The most that another step could allocate: what is in pieces now, it may lay out otherwise."""
-        return self.room_bytes + self.unused_reserved_bytes
+        return min(self.limit_bytes, self.room_bytes + self.unused_reserved_bytes)
 
     @property
     def missing_bytes(self) -> int:
@@ -103,6 +104,8 @@ class OutOfMemory:
     """The same bytes by the module where they were born."""
     activations_by_module: dict[str, int]
     """Of them, what the step itself had made: activations, recomputed, temporary."""
+    passes_in_flight: int = 1
+    """Forward passes whose backward had not ended, the one at work counted."""
     retained_by_module: dict[str, int] = field(default_factory=dict)
     """Of those, what was alive before the step began: parts of earlier steps, and (without a module) what something
     else in the process holds."""
@@ -115,7 +118,7 @@ class OutOfMemory:
     """None where none of the known settings fits."""
 
     @classmethod
-    def at(cls, refusal: Refusal, timeline: Timeline) -> OutOfMemory:
+    def at(cls, refusal: Refusal, timeline: Timeline, *, passes_in_flight: int = 1) -> OutOfMemory:
         """Looks up in a step's timeline what was alive when a request was refused."""
         index = int(np.searchsorted(timeline.nanoseconds, refusal.nanoseconds, side="right")) - 1
         index = max(index, timeline.num_opening_events - 1)
@@ -128,6 +131,7 @@ class OutOfMemory:
             alive_by_category=timeline.breakdown(index),
             alive_by_module=timeline.breakdown(index, by="module"),
             activations_by_module=_by_module(timeline, within_step),
+            passes_in_flight=passes_in_flight,
             retained_by_module=_by_module(timeline, retained),
         )
 

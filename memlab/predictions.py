@@ -33,8 +33,9 @@ def predict_ranks(
         architecture: As a `Lab` takes it.
         layout: How the job is spread; its own `rank` is not looked at.
         settings: Of all ranks; None is plain Megatron.
-        ranks: Which to look at; None takes one of every kind (`Layout.distinct_ranks`).
-        routing: Which experts tokens go to; where it is not balanced, ranks with other experts are of another kind.
+        ranks: Which to look at; None takes one of every kind (`Scenario.ranks_of_every_kind`).
+        routing: Which experts tokens go to; where it is not balanced, ranks with other experts are of another kind, and
+            at random every rank is.
         **workload: Further arguments of a `Lab`.
 
     Returns:
@@ -44,7 +45,8 @@ def predict_ranks(
         ValueError: If a value breaks its rule.
     """
     if ranks is None:
-        ranks = layout.distinct_ranks(by_expert=routing not in ("balanced", Routing()))
+        job = Scenario(architecture=architecture, layout=layout, routing=routing, **workload)  # type: ignore[arg-type]  # it finds names and words
+        ranks = job.ranks_of_every_kind
     records = {}
     for rank in ranks:
         spread = replace(layout, rank=rank)
@@ -82,7 +84,8 @@ def _predictions(measured: Sequence[StepRecord]) -> Iterator[StepRecord]:
                     lab.close()
                 lab = Lab(**model, **workload, backend="simulated")
             lab.set_workload(**workload)
-            yield replace(lab.step(record.settings), timeline=None)
+            step = lab.forward_only if record.forward_only else lab.step
+            yield replace(step(record.settings), timeline=None)
             lab.records.clear()
     finally:
         if lab is not None:

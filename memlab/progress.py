@@ -46,7 +46,7 @@ class Follower:
         self._labels = labels
         self._stop = stop
         self._on_progress = on_progress
-        self._total = 2 * scenario.num_layers * scenario.num_microbatches * num_steps
+        self._total = 2 * scenario.num_layers_of_stage * scenario.num_microbatches * num_steps
         self._seen: set[tuple[int, int, str]] = set()
         self._place = (-1, "")
         self._layers: dict[int, str] = {}

@@ -129,6 +129,7 @@ class StepRecord:
         """Writes ``record.json`` and ``timeline.npz`` into a folder, which is made if it is missing."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "timeline.npz").unlink(missing_ok=True)  # of another record that was saved here
         if self.timeline is not None:
             self.timeline.save(folder / "timeline.npz")
         (folder / "record.json").write_text(json.dumps(self.to_dict(), indent=2) + "\n")
@@ -154,7 +155,7 @@ class StepRecord:
         """Reads what `save` wrote.
 
         Raises:
-            ValueError: If the folder holds no record, or one with unknown fields.
+            ValueError: If the folder holds no record, or one with other fields.
         """
         path = Path(folder) / "record.json"
         if not path.is_file():
@@ -165,7 +166,9 @@ class StepRecord:
         timeline = Timeline.load(timeline_path) if timeline_path.is_file() else None
         try:
             return cls.from_dict(json.loads(path.read_text()), timeline)
-        except ValueError as error:
+        except KeyError as error:
+            raise ValueError(f"{path} lacks {error}: another version of memlab wrote it, run the step anew") from error
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
 
     @classmethod
@@ -196,6 +199,6 @@ class StepRecord:
         name = f"{self.settings}, forward only" if self.forward_only else f"{self.settings}"
         return (
             f"{name}: peak {format_bytes(self.peak_allocated_bytes)} "
-            f"(activations {format_bytes(self.activation_peak_bytes)} above the start), "
+            f"({format_bytes(self.activation_peak_bytes)} above the start), "
             f"{self.step_seconds * 1e3:.0f} ms{loss}"
         )

@@ -85,6 +85,35 @@ class Scenario:
         counts = [self.layout.layers_of_stage(stage, self.num_layers) // chunks for stage in range(stages)]
         return tuple(count for count in counts for _ in range(chunks))
 
+    @property
+    def num_layers_of_stage(self) -> int:
+        """Layers of the pipeline stage that the rank is of."""
+        return self.layout.layers_of_stage(self.layout.pipeline_stage, self.num_layers)
+
+    @property
+    def num_layers_of_chunk(self) -> int:
+        """Layers of each model chunk of that stage."""
+        return self.num_layers_of_stage // self.layout.virtual_pipeline_model_parallel_size
+
+    @property
+    def most_passes_in_flight(self) -> int:
+        """Forward passes, each of one chunk, that wait for their backward at most."""
+        return self.layout.most_passes_in_flight(self.num_microbatches)
+
+    @property
+    def tokens_of_rank(self) -> int:
+        """Tokens of one micro-batch that the rank holds between matrices, where sequences are shared."""
+        layout = self.layout
+        ranks_of_a_sequence = layout.context_parallel_size * layout.tensor_model_parallel_size
+        return self.seq_length * self.micro_batch_size // ranks_of_a_sequence
+
+    @property
+    def ranks_of_every_kind(self) -> tuple[int, ...]:
+        """One rank of each kind that the layout and the routing make; at random each rank draws for itself."""
+        if self.routing.kind == "random":
+            return tuple(range(self.layout.world_size))
+        return self.layout.distinct_ranks(by_expert=self.routing != Routing())
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the scenario as JSON-ready values; architecture, layout and routing as their own objects."""
         values = asdict(self)

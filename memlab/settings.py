@@ -1,19 +1,16 @@
-"""The memory settings of one training step, and every rule that they obey.
+"""The memory settings of one training step, and the rules that they obey on any model.
 
 Names and defaults are Megatron-Core's (``megatron/core/transformer/transformer_config.py``, 0.16.1). A
 setting that Megatron refuses, and one that it would take and then fail or ignore by mistake, is refused
-here, in one line; a setting that Megatron takes and that does nothing on a model is reported by
-`MemorySettings.without_effect` instead. Widget, notebook, command and nightly all meet the same texts.
+here, in one line; what one model refuses or ignores stands in `memlab.applicability`. Widget, notebook,
+command and nightly all meet the same texts.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
-
-from memlab.architectures import Architecture
 
 RecomputeGranularity = Literal["full", "selective"]
 RecomputeMethod = Literal["uniform", "block"]
@@ -137,84 +134,6 @@ class MemorySettings:
                 "of 'moe'"
             )
 
-    def checkpoints_moe_layers(self, architecture: Architecture) -> bool:
-        """Whether an MoE layer is recomputed as a whole: then its checkpoint keeps its input and gradient alive."""
-        whole = self.recompute_granularity == "full" or "moe" in (self.recompute_modules or ())
-        return architecture.is_moe and whole
-
-    def check(self, architecture: Architecture, *layers: int) -> None:
-        """Holds the settings against a model.
-
-        Args:
-            architecture: The model's architecture.
-            layers: Transformer layers of each model chunk of the job; of a model in one piece, all that it really has.
-
-        Raises:
-            ValueError: If a module exists only in MoE layers and the model is dense, or if more layers are to be
-                recomputed than the model has.
-        """
-        num_layers = max(layers)
-        if self.recompute_num_layers is not None and self.recompute_num_layers > num_layers:
-            raise ValueError(
-                f"recompute_num_layers is {self.recompute_num_layers}, but {_whole(layers)} has {num_layers} layers: "
-                f"give a number from 1 to {num_layers}"
-            )
-        # transformer_block.py walks uniform groups of this size and reads past the last layer (0.16.1).
-        num_layers, counts = math.gcd(*layers), " or ".join(str(count) for count in sorted(set(layers)))
-        if self.recompute_method == "uniform" and num_layers % (self.recompute_num_layers or 1):
-            divisors = [str(count) for count in range(1, num_layers + 1) if num_layers % count == 0]
-            raise ValueError(
-                f"recompute_num_layers is {self.recompute_num_layers}, but {_whole(layers)}'s {counts} layers do not "
-                f"divide into groups of that size: choose from {', '.join(divisors)}"
-            )
-        if architecture.is_moe:
-            return
-        for field_name, moe_only in (
-            ("recompute_modules", MOE_RECOMPUTE_MODULES),
-            ("offload_modules", MOE_OFFLOAD_MODULES),
-        ):
-            wrong = [name for name in getattr(self, field_name) or () if name in moe_only]
-            if wrong:
-                choices = RECOMPUTE_MODULES if field_name == "recompute_modules" else OFFLOAD_MODULES
-                dense = [name for name in choices if name not in moe_only]
-                raise ValueError(
-                    f"{field_name} has {wrong}, which only MoE layers have, and {architecture.name} is dense: "
-                    f"choose from {', '.join(dense)}"
-                )
-
-    def without_effect(self, architecture: Architecture) -> dict[str, str]:
-        """Names what Megatron accepts here and then ignores, as far as the model's structure decides it.
-
-        Returns:
-            Setting (``field:module``) to the reason, for each setting that changes nothing on this architecture. What
-            only a run can tell (tensors under the minimum size, the last group of a name) is added by the step record.
-        """
-        reasons: dict[str, str] = {}
-        fused_attention_norm = "the norm before attention is fused into linear_qkv: there is no norm module to offload"
-        fused_mlp_norm = "the norm before the dense MLP is fused into linear_fc1: there is no norm module"
-        if (
-            self.offload_modules is None
-            and self.min_offloaded_tensor_size != MemorySettings().min_offloaded_tensor_size
-        ):
-            reasons["min_offloaded_tensor_size"] = "no offload_modules are named, so no tensor is held against it"
-        if "attn_norm" in (self.offload_modules or ()):
-            reasons["offload_modules:attn_norm"] = fused_attention_norm
-        if "mlp_norm" in (self.offload_modules or ()) and not architecture.is_moe:
-            reasons["offload_modules:mlp_norm"] = f"{fused_mlp_norm} to offload"
-        if self.checkpoint_input_remedy is not None and not self.checkpoints_moe_layers(architecture):
-            reasons["checkpoint_input_remedy"] = "only a checkpoint around an MoE layer keeps its input: " + (
-                "recompute 'full', or 'moe'" if architecture.is_moe else f"{architecture.name} is dense"
-            )
-        if {"core_attn"} <= set(self.offload_modules or ()) & set(self.recompute_modules or ()):
-            reasons["offload_modules:core_attn"] = (
-                "core_attn is recomputed, and Megatron opens no offload group around an attention that it checkpoints"
-            )
-        if "layernorm" in (self.recompute_modules or ()) and not architecture.is_moe:
-            reasons["recompute_modules:layernorm"] = "both norms of a dense layer are fused into the linear after them"
-        if "mlp" in (self.recompute_modules or ()) and architecture.is_moe:
-            reasons["recompute_modules:mlp"] = "it recomputes dense MLPs, and every layer of this model is MoE"
-        return reasons
-
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings as JSON-ready values, every field named."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
@@ -233,12 +152,13 @@ class MemorySettings:
         return cls(**values)
 
     def changed(self) -> dict[str, Any]:
-        """Returns the fields that differ from the default, in the order of the class."""
-        default = MemorySettings()
+        """Returns the fields that have to be named to make equal settings, in the order of the class."""
+        default = MemorySettings(offload_optimizer=self.offload_optimizer)
         return {
             field.name: getattr(self, field.name)
             for field in fields(self)
             if getattr(self, field.name) != getattr(default, field.name)
+            or (field.name == "offload_optimizer" and self.offload_optimizer)
         }
 
     def __str__(self) -> str:
@@ -291,7 +211,3 @@ def _modules(name: str, value: object, choices: tuple[str, ...]) -> tuple[str, .
     if unknown:
         raise ValueError(f"{name} has {unknown}, which Megatron does not know: choose from {', '.join(choices)}")
     return tuple(module for module in choices if module in given)
-
-
-def _whole(layers: tuple[int, ...]) -> str:
-    return "the model" if len(layers) == 1 else "a model chunk"

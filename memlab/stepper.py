@@ -8,12 +8,13 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
 
+from memlab.applicability import checkpoints_moe_layers
 from memlab.backends import Backend
 from memlab.meter.labels import Labels, labelled_by
 from memlab.meter.protocol import Meter
@@ -154,10 +155,10 @@ class Stepper:
             with self._offload_watch.watching(on_host=self.meter.hold_on_host):
                 measured |= self._phases(settings, forward_only=forward_only, suspend_offload=suspend_offload)
         except (torch.OutOfMemoryError, StepStopped) as error:
-            measured |= self._ended_early(error) | self._offload_seen(settings)
-            self._recover(settings, error)
+            measured |= self._ended_early(error, forward_only=forward_only) | self._offload_seen(settings)
+            self.recover(settings, error)
         except BaseException as error:
-            self._recover(settings, error)
+            self.recover(settings, error)
             raise
         finally:
             labels.on_move = None
@@ -166,7 +167,8 @@ class Stepper:
         self.num_steps += 1
         return self._record(settings, measured | {"forward_only": forward_only})
 
-    def _recover(self, settings: MemorySettings, error: BaseException) -> None:
+    def recover(self, settings: MemorySettings, error: BaseException) -> None:
+        """Makes the model usable again after a step that did not reach its end."""
         self.labels.on_move = None
         recover(self.live, settings, error)
         self._offload_watch.misled = False
@@ -178,7 +180,7 @@ class Stepper:
             load_seconds = self.moves.load(needed)
         with self._off_the_clock():
             require_resident(self.live, needed)
-        with self.labels.phase_of("forward"), self._remedy.during_step(self._remedy_of(settings)):
+        with self.labels.phase_of("forward"), self.remedied(settings):
             if forward_only:
                 self._offload_watch.misled |= not suspend_offload
                 loss = forward_only_step(self.live, self.labels, suspend_offload=suspend_offload)
@@ -215,17 +217,19 @@ class Stepper:
             },
         }
 
-    def _remedy_of(self, settings: MemorySettings) -> str | None:
-        needed = settings.checkpoints_moe_layers(self.scenario.architecture)
-        return settings.checkpoint_input_remedy if needed else None
+    def remedied(self, settings: MemorySettings) -> AbstractContextManager[None]:
+        """Returns a context in which a step has the settings' remedy for checkpoints' inputs, where one is needed."""
+        needed = checkpoints_moe_layers(settings, self.scenario.architecture)
+        return self._remedy.during_step(settings.checkpoint_input_remedy if needed else None)
 
     @staticmethod
-    def _ended_early(error: Exception) -> dict[str, Any]:
+    def _ended_early(error: Exception, *, forward_only: bool) -> dict[str, Any]:
         status: Status = "interrupted"
         message = f"stopped in {error}: run the step again"
         if isinstance(error, torch.OutOfMemoryError):
             status = "out_of_memory"
-            message = f"{error}: recompute or offload more, or shorten the sequence"
+            mend = "shorten" if forward_only else "recompute or offload more, or shorten"
+            message = f"{error}: {mend} the sequence"
         return {"status": status, "message": message}
 
     def _record(self, settings: MemorySettings, measured: dict[str, Any]) -> StepRecord:
@@ -233,7 +237,9 @@ class Stepper:
         timeline = self.meter.finish()
         residual_bytes = self.meter.uncategorised_bytes()
         if measured.get("status") == "out_of_memory" and self.meter.out_of_memory is not None:
-            measured["out_of_memory"] = OutOfMemory.at(self.meter.out_of_memory, timeline)
+            measured["out_of_memory"] = OutOfMemory.at(
+                self.meter.out_of_memory, timeline, passes_in_flight=self.labels.passes_in_flight
+            )
         return StepRecord.from_timeline(
             timeline,
             scenario=self.scenario,

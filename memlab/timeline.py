@@ -6,6 +6,7 @@ with a million events is five arrays. What was alive before the step stands at i
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,9 +180,13 @@ class Timeline:
         """Reads what `save` wrote. Nothing in the file is executed: pickled arrays are refused.
 
         Raises:
-            ValueError: If another version of memlab wrote it.
+            ValueError: If another version of memlab wrote it, or it is not whole.
         """
-        with np.load(path, allow_pickle=False) as data:
+        try:
+            opened = np.load(path, allow_pickle=False)
+        except (zipfile.BadZipFile, EOFError) as error:
+            raise ValueError(f"{path} is no whole timeline ({error}): run the step anew") from error
+        with opened as data:
             missing = [name for name in (*_COLUMNS, "modules") if name not in data]
             if missing:
                 raise ValueError(f"{path} lacks the columns {missing}: another version of memlab wrote it, run it anew")

@@ -38,8 +38,12 @@ def account_for_offload(
     return audit_offload(stepper.live, stepper.labels.modules, saved, plain, offloaded, repeat)
 
 
-def groups_used(stepper: Stepper) -> dict[str, tuple[str, ...]]:
-    """Takes a step and hands the parameters over; returns by phase which groups an operation touched."""
+def groups_used(stepper: Stepper, settings: MemorySettings) -> dict[str, tuple[str, ...]]:
+    """Takes a step and hands the parameters over; returns by phase which groups an operation touched.
+
+    Raises:
+        torch.OutOfMemoryError: If the step runs out of memory; the model is usable afterwards.
+    """
     labels, moves = stepper.labels, stepper.moves
     moves.load()
     require_resident(stepper.live)
@@ -50,7 +54,12 @@ def groups_used(stepper: Stepper) -> dict[str, tuple[str, ...]]:
         step = GroupUse(labels, moves.residency.tensors())
         stack.enter_context(step.watching())
         stack.enter_context(labels.phase_of("idle"))
-        train_step(stepper.live, labels)
+        stack.enter_context(stepper.remedied(settings))
+        try:
+            train_step(stepper.live, labels)
+        except BaseException as error:
+            stepper.recover(settings, error)
+            raise
     sync = GroupUse(labels, moves.residency.tensors())
     with sync.watching():
         moves.move("hand over", ("parameters",))
@@ -65,10 +74,14 @@ def unmetered_step_seconds(stepper: Stepper, settings: MemorySettings) -> float:
     Loading and offloading are metered as always: storages that they resize would be lost to the account.
     """
     load_seconds = stepper.moves.load()
-    with stepper.labels.detached(), stepper.meter.looking_away():
+    with stepper.labels.detached(), stepper.meter.looking_away(), stepper.remedied(settings):
         torch.cuda.synchronize()
         started = time.perf_counter()
-        train_step(stepper.live, stepper.labels)
+        try:
+            train_step(stepper.live, stepper.labels)
+        except BaseException as error:
+            stepper.recover(settings, error)
+            raise
         torch.cuda.synchronize()
         seconds = time.perf_counter() - started
     _, offload_seconds = stepper.moves.end_step(settings)

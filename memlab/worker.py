@@ -43,6 +43,7 @@ class Worker:
         Raises:
             ValueError: If a step is running, the worker is closed, or this is its own thread.
         """
+        self.refuse_on_own_thread()  # before the lock, which `finish` holds while this thread ends
         with self._starting:
             self._refuse_if_busy()
             return self.submit(job).result()
@@ -57,6 +58,7 @@ class Worker:
         Raises:
             ValueError: As `alone`; nothing has then run.
         """
+        self.refuse_on_own_thread()
         with self._starting:
             self._refuse_if_busy()
             before()
@@ -69,9 +71,10 @@ class Worker:
         with self._starting:
             if self._thread is None:
                 return None
-            result = self.submit(last_job).result()
-            self.end()
-        return result
+            try:
+                return self.submit(last_job).result()
+            finally:
+                self.end()
 
     def end(self) -> None:
         """Ends the thread without a last job."""
@@ -104,6 +107,5 @@ class Worker:
             raise ValueError("a progress or done callback runs on the lab's own thread: call the lab from another one")
 
     def _refuse_if_busy(self) -> None:
-        self.refuse_on_own_thread()
         if self.busy:
             raise ValueError(f"this lab is busy with a step ({self._describe()}): wait for it, or stop it")

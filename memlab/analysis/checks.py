@@ -61,6 +61,9 @@ class Check:
 
         Says so where neither step computed one.
         """
+        for record in (self._record, other):
+            if record.status != "ok":
+                raise CheckFailed(f"a step has no loss to compare: {record}")
         if self._record.loss is None and other.loss is None:
             print(f"not checked: backend {self._record.backend!r} computed no loss")  # noqa: T201
             return self

@@ -86,8 +86,10 @@ def _static_growth(records: Sequence[StepRecord]) -> list[Finding]:
     recent = growth[len(growth) // 2 :]
     # Less than that is what caches take, such as rotary angles for a length that was not met before.
     noise = _STATIC_NOISE * starts[0]
-    if all(step > 0 for step in recent) and sum(recent) > noise and len(recent) > 1:
-        per_step = sum(recent) // len(recent)
+    # Two steps that grow are the least that tell a leak from state that is made once.
+    last_growth = growth[min(len(growth) // 2, len(growth) - 2) :]
+    if all(step > 0 for step in last_growth) and sum(last_growth) > noise and len(growth) > 1:
+        per_step = sum(last_growth) // len(last_growth)
         return [
             Finding(
                 kind="leak",

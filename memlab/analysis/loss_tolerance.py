@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memlab.applicability import checkpoints_moe_layers
 from memlab.record import StepRecord
 
 _SORTS_ALWAYS = "0.16."
@@ -21,7 +22,7 @@ def loss_tolerance(*records: StepRecord) -> float:
     """
     unsorted = any(
         not record.versions.get("megatron-core", _SORTS_ALWAYS).startswith(_SORTS_ALWAYS)
-        and record.settings.checkpoints_moe_layers(record.scenario.architecture)
+        and checkpoints_moe_layers(record.settings, record.scenario.architecture)
         for record in records
     )
     return _UNSORTED if unsorted else 0.0

@@ -43,6 +43,8 @@ def backend(reason: str) -> Backend:
 def stand_in(calls: type[TorchFunctionMode] = CudaOnCpu) -> Iterator[None]:
     """Lets Megatron run on this thread as if the CPU were a CUDA device, for the block.
 
+    The functions that are replaced are so on every thread meanwhile: torch has them once a process.
+
     Args:
         calls: The mode that serves calls which name a device.
     """

@@ -1,8 +1,8 @@
 """What an operation makes of fake tensors, remembered by their forms: layers and micro-batches repeat themselves.
 
 torch works out shape, strides and dtype of an elementwise result in Python (``torch/_refs``), in half a millisecond.
-They depend on nothing but the arguments' own, so from the second time on the tensor is made at once. Every operation is
-still called, and each makes a tensor of its own.
+They depend on nothing but the arguments' own, so from the second time on the tensor is made at once. Each call
+still makes a tensor of its own.
 """
 
 from __future__ import annotations

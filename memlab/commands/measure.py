@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from memlab.applicability import check_on_model
 from memlab.architectures import ARCHITECTURES
 from memlab.commands.output import result_alone_on_stdout
 from memlab.commands.ranks import (
@@ -131,7 +132,7 @@ def checked_step(arguments: argparse.Namespace, layout: Layout) -> tuple[dict[st
     workload = _given(arguments, Scenario) | {"layout": layout}
     scenario = Scenario(**workload)
     settings = MemorySettings(**_given(arguments, MemorySettings))
-    settings.check(scenario.architecture, *scenario.layers_of_chunks)
+    check_on_model(settings, scenario.architecture, *scenario.layers_of_chunks)
     return workload, settings
 
 

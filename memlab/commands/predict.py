@@ -20,7 +20,7 @@ from memlab.commands.measure import (
 )
 from memlab.commands.output import result_alone_on_stdout
 from memlab.commands.ranks import layout_of_the_job, ranks_json, ranks_table
-from memlab.fitting.fit import Fit, judge_fit
+from memlab.fitting.fit import Fit, fits, judge_fit
 from memlab.layout import Layout
 from memlab.outside_torch import estimate_outside_torch
 from memlab.record import StepRecord
@@ -64,8 +64,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         room_of(arguments.gpu_memory, layout)
     layouts = [layout]
     if arguments.rank is None:
-        uneven = arguments.routing not in (None, "balanced")
-        layouts = [replace(layout, rank=number) for number in layout.distinct_ranks(by_expert=uneven)]
+        layouts = [replace(layout, rank=number) for number in Scenario(**workload).ranks_of_every_kind]
     for each in layouts:
         make_folder(arguments, _folder_of(each, layouts))
     return lambda: _predict(workload, layouts, settings, arguments)
@@ -75,20 +74,38 @@ def _predict(
     workload: dict[str, Any], layouts: list[Layout], settings: MemorySettings, arguments: argparse.Namespace
 ) -> int:
     with result_alone_on_stdout():
-        records = []
+        records, too_large = [], []
         for layout in layouts:
             with stepping(Scenario(**workload | {"layout": layout})) as step:
-                records.append(step(settings, None))
-                save(records[-1], arguments, _folder_of(layout, layouts))
+                record = step(settings, None)
+                save(record, arguments, _folder_of(layout, layouts))
+                if arguments.gpu_memory is not None and not fits(record, step, room_of(arguments.gpu_memory, layout)):
+                    too_large.append(record)
+                records.append(record)
         if arguments.out is not None and len(records) > 1:
             _save_page(records, arguments.out)
+        judged = worst(too_large or records)
         fit = None
         if arguments.gpu_memory is not None:
-            needs_most = worst(records)
-            with stepping(needs_most.scenario) as step:
-                fit = judge_fit(needs_most, step, arguments.gpu_memory)
-    print(_written(records, fit, as_json=arguments.json))
+            with stepping(judged.scenario) as step:
+                fit = judge_fit(judged, step, arguments.gpu_memory)
+            fit = _on_all_ranks(fit, [record.scenario for record in records if record is not judged])
+    print(_written(records, judged, fit, as_json=arguments.json))
     return 0 if fit is None or fit.fits else 1
+
+
+def _on_all_ranks(fit: Fit, others: list[Scenario]) -> Fit:
+    """Keeps the alternatives that fit on the other ranks too, each with the largest of their peaks."""
+    left = list(fit.alternatives)
+    for scenario in others if left else []:
+        tried, left = left, []
+        with stepping(scenario) as step:
+            for choice in tried:
+                record = step(choice.settings, None)
+                if fits(record, step, fit.gpu_memory_bytes - fit.outside_torch_bytes):
+                    peak = max(choice.peak_allocated_bytes, record.peak_allocated_bytes)
+                    left.append(replace(choice, peak_allocated_bytes=peak))
+    return replace(fit, alternatives=tuple(left))
 
 
 def _save_page(records: list[StepRecord], folder: Path) -> None:
@@ -98,19 +115,31 @@ def _save_page(records: list[StepRecord], folder: Path) -> None:
     peaks({f"rank {record.scenario.layout.rank}": record for record in records}).save(folder / "ranks.html")
 
 
-def _written(records: list[StepRecord], fit: Fit | None, *, as_json: bool) -> str:
+def _written(records: list[StepRecord], judged: StepRecord, fit: Fit | None, *, as_json: bool) -> str:
+    layout = judged.scenario.layout
     if as_json:
         values = records[0].to_dict() if len(records) == 1 else ranks_json(records)
-        return json.dumps(values | ({} if fit is None else {"fit": fit.to_dict()}), indent=2)
+        told = {} if fit is None else {"fit": fit.to_dict() | {"rank": layout.rank}}
+        return json.dumps(values | told, indent=2)
     from memlab.views.record_table import record_table
 
     table = record_table(records[0]) if len(records) == 1 else ranks_table(records)
-    if 1 < len(records) < records[0].scenario.layout.world_size:
-        table += (
-            f"\none rank of every kind: each other of the {records[0].scenario.layout.world_size} is like one of these"
-        )
-    outside = estimate_outside_torch(records[0].scenario.layout)
-    return "\n".join([table, "", str(outside), *([] if fit is None else ["", str(fit), *_alternatives(fit)])])
+    if 1 < len(records) < layout.world_size:
+        table += f"\none rank of every kind: each other of the {layout.world_size} is like one of these"
+    elif len(records) == 1 and len(judged.scenario.ranks_of_every_kind) > 1:
+        table += f"\n{other_ranks_line(layout)}"
+    lines = [table, "", str(estimate_outside_torch(layout))]
+    if fit is not None:
+        name = f"rank {layout.rank} " if layout.world_size > 1 else ""
+        if len(records) > 1 and fit.fits:
+            name = "each rank "
+        lines += ["", f"{name}{fit}", *_alternatives(fit)]
+    return "\n".join(lines)
+
+
+def other_ranks_line(layout: Layout) -> str:
+    """Says that a rank stands for itself alone."""
+    return f"rank {layout.rank} of {layout.world_size}: others hold more or less, as memlab predict --rank all tells"
 
 
 def _alternatives(fit: Fit) -> list[str]:
@@ -120,7 +149,7 @@ def _alternatives(fit: Fit) -> list[str]:
         room_bytes = fit.gpu_memory_bytes - fit.outside_torch_bytes
         if fit.start_bytes > room_bytes:
             start, room = format_bytes(fit.start_bytes), format_bytes(room_bytes)
-            return [f"the step starts with {start}, more than {room}, whatever is set: spread it over more GPUs"]
+            return [f"a step starts with {start}, more than {room}, whatever is set: take another layout or more GPUs"]
         return ["no single setting makes it fit: let memlab search combine them, or take a smaller batch or more GPUs"]
     return ["would fit, the cheapest first:", *(f"  {choice}" for choice in fit.alternatives)]
 

@@ -93,7 +93,7 @@ def ranks_json(records: list[StepRecord]) -> dict[str, Any]:
 
 def ranks_table(records: list[StepRecord]) -> str:
     """Writes one row a rank, the worst marked; a predicted step has no time."""
-    rows = [("rank", "peak allocated", "reserved", "at the start", "activations", "step", "")]
+    rows = [("rank", "peak allocated", "reserved", "at the start", "above it", "step", "")]
     rows += [
         (
             str(record.scenario.layout.rank),

@@ -33,6 +33,10 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     from memlab.record import StepRecord
     from memlab.views.results import Result, results_page
 
+    if arguments.out is not None and not arguments.out.parent.is_dir():
+        raise ValueError(
+            f"--out is {arguments.out}, and {arguments.out.parent} is no folder: make it, or write elsewhere"
+        )
     page = results_page([_read(Result.from_dict, *line) for line in _lines(arguments.records)])
     steps = [_read(StepRecord.from_dict, *line) for line in _lines(arguments.steps)] if arguments.steps else []
     return lambda: _write(page, steps, arguments.out)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from memlab.commands.measure import add_step_arguments, checked_step, whole_number
 from memlab.commands.output import result_alone_on_stdout
-from memlab.commands.predict import add_job_arguments, memory_size, room_of
+from memlab.commands.predict import add_job_arguments, memory_size, other_ranks_line, room_of
 from memlab.commands.ranks import layout_of_the_job
 from memlab.fitting.front import Search, default_resolution_bytes
 from memlab.fitting.walk import SearchInterrupted
@@ -83,4 +83,9 @@ def _show(found: Search, arguments: argparse.Namespace) -> None:
         from memlab.views.search_figure import search_figure
 
         View(search_figure(found), search_table(found)).save(arguments.out)
-    print(json.dumps(found.to_dict(), indent=2) if arguments.json else search_table(found))
+    if arguments.json:
+        print(json.dumps(found.to_dict(), indent=2))
+        return
+    print(search_table(found))
+    if len(found.scenario.ranks_of_every_kind) > 1:
+        print(f"\n{other_ranks_line(found.scenario.layout)}")

@@ -34,40 +34,45 @@ OFFLOADED = {
 _LAYER = re.compile(r"decoder\.layers\.(\d+)(?:\.(.*))?$")
 
 Born = dict[tuple[int, str], int]
-"""Layer and module in it, to the bytes that it had made and that were alive."""
+"""Layer of a chunk and module in it, to the bytes that it had made and that were alive."""
 
 
-def born_in_layers(by_module: Mapping[str, int]) -> Born:
-    """Keeps what the transformer's layers made."""
+def born_in_layers(by_module: Mapping[str, int], scenario: Scenario) -> Born:
+    """Keeps what the transformer's layers made, with those of several chunks as if they were one's."""
     born: Born = {}
     for name, num_bytes in by_module.items():
         found = _LAYER.match(name)
         if found is not None:
-            born[int(found[1]), found[2] or ""] = num_bytes
+            place = int(found[1]) % scenario.num_layers_of_chunk, found[2] or ""
+            born[place] = born.get(place, 0) + num_bytes
     return born
 
 
 def born_in_whole_step(refused: OutOfMemory, scenario: Scenario) -> Born:
-    """Returns what the layers would have held at forward's end: those that were not reached, like those finished.
+    """Returns what the layers would have held with the most passes in flight: what was not reached, like what was.
 
-    Where none was finished, the first counts with as much as it had come to.
+    Where no layer was finished, the first counts with as much as it had come to.
     """
-    born = born_in_layers(refused.activations_by_module)
+    born = born_in_layers(refused.activations_by_module, scenario)
     at = _LAYER.match(refused.refusal.module)
     if refused.refusal.phase != "forward" or at is None:
         return born
-    finished = int(at[1]) or 1
-    names = {module for layer, module in born if layer < finished}
-    mean = {name: sum(born.get((layer, name), 0) for layer in range(finished)) // finished for name in names}
-    later = {(layer, name): size for layer in range(finished, scenario.num_layers) for name, size in mean.items()}
-    return {place: size for place, size in born.items() if place[0] < finished} | later
+    num_layers, most = scenario.num_layers_of_chunk, scenario.most_passes_in_flight
+    here, earlier = int(at[1]) % num_layers, min(refused.passes_in_flight, most) - 1
+    passes = {layer: earlier + (layer < here) for layer in range(num_layers) if layer != here}
+    finished = {layer: count for layer, count in passes.items() if count} or {here: earlier + 1}
+    names = {module for layer, module in born if layer in finished}
+    bytes_of_all = {name: sum(born.get((layer, name), 0) for layer in finished) for name in names}
+    mean = {name: num_bytes / sum(finished.values()) for name, num_bytes in bytes_of_all.items()}
+    whole = {(layer, name): int(most * size) for layer in range(num_layers) for name, size in mean.items()}
+    return whole | {place: size for place, size in born.items() if finished.get(place[0]) == most}
 
 
 def recomputed_bytes(settings: MemorySettings, born: Born, scenario: Scenario) -> int:
     """Returns the most bytes, of those that were born, that backward would make a second time."""
     if settings.recompute_granularity == "full":
         block = settings.recompute_method == "block"
-        layers = range((settings.recompute_num_layers or 0) if block else scenario.num_layers)
+        layers = range((settings.recompute_num_layers or 0) if block else scenario.num_layers_of_chunk)
         return sum(size for (layer, _), size in born.items() if layer in layers)
     places = [place for name in settings.recompute_modules or () for place in RECOMPUTED.get(name, ())]
     return sum(size for (_, module), size in born.items() if _is_at(module, places))
@@ -76,28 +81,29 @@ def recomputed_bytes(settings: MemorySettings, born: Born, scenario: Scenario) -
 def offloaded_bytes(settings: MemorySettings, born: Born, scenario: Scenario) -> int:
     """Returns the most bytes, of those that were born, that would wait on the host."""
     places = [place for name in settings.offload_modules or () for place in OFFLOADED.get(name, ())]
-    last = scenario.num_layers - 1
+    # With several passes in flight it is the last layer of one of them alone.
+    last = scenario.num_layers_of_chunk - 1 if scenario.most_passes_in_flight == 1 else None
     return sum(size for (layer, module), size in born.items() if layer != last and _is_at(module, places))
 
 
 def checkpoint_bytes(settings: MemorySettings, born: Born, scenario: Scenario) -> int:
-    """Returns the bytes of the inputs [sequence, batch, hidden] that checkpoints of whole layers keep."""
+    """Returns the bytes of the inputs [sequence, batch, hidden] that one pass's checkpoints of whole layers keep."""
     if settings.recompute_granularity != "full":
         return 0
     item_bytes = 2 if scenario.dtype == "bf16" else 4
     reached = len({layer for layer, _ in born})
     return (
         min(num_checkpoints(settings, scenario), reached)
-        * tokens(scenario)
+        * scenario.tokens_of_rank
         * (scenario.architecture.hidden_size * item_bytes)
     )
 
 
 def num_checkpoints(settings: MemorySettings, scenario: Scenario) -> int:
-    """Returns in how many parts backward makes the recomputed bytes again, one at a time."""
+    """Returns in how many parts the backward of one pass makes the recomputed bytes again, one at a time."""
     if settings.recompute_method == "uniform":
-        return scenario.num_layers // (settings.recompute_num_layers or 1)
-    return settings.recompute_num_layers or scenario.num_layers
+        return scenario.num_layers_of_chunk // (settings.recompute_num_layers or 1)
+    return settings.recompute_num_layers or scenario.num_layers_of_chunk
 
 
 def recomputed_operations(settings: MemorySettings, scenario: Scenario) -> float:
@@ -115,21 +121,10 @@ def recomputed_operations(settings: MemorySettings, scenario: Scenario) -> float
     }
     if settings.recompute_granularity == "full":
         block = settings.recompute_method == "block"
-        layers = (settings.recompute_num_layers or 0) if block else num_layers_here(scenario)
+        chunks = scenario.layout.virtual_pipeline_model_parallel_size
+        layers = (settings.recompute_num_layers or 0) * chunks if block else scenario.num_layers_of_stage
         return layers * sum(of[part] for part in ("attention", "core_attn", "moe" if model.is_moe else "mlp"))
-    return num_layers_here(scenario) * sum(of[name] for name in settings.recompute_modules or ())
-
-
-def num_layers_here(scenario: Scenario) -> int:
-    """Returns the layers of the pipeline stage that the scenario's rank is of."""
-    layout = scenario.layout
-    ranks_of_a_stage = layout.world_size // layout.pipeline_model_parallel_size
-    return layout.layers_of_stage(layout.rank // ranks_of_a_stage, scenario.num_layers)
-
-
-def tokens(scenario: Scenario) -> int:
-    """Returns the tokens of one micro-batch."""
-    return scenario.seq_length * scenario.micro_batch_size
+    return scenario.num_layers_of_stage * sum(of[name] for name in settings.recompute_modules or ())
 
 
 def _is_at(module: str, places: Sequence[str]) -> bool:

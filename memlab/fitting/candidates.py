@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from memlab.fitting.bounds import num_layers_here, tokens
+from memlab.applicability import check_on_model, checkpoints_moe_layers, without_effect
 from memlab.scenario import Scenario
 from memlab.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
 
@@ -54,13 +54,13 @@ def without_added_offload(settings: MemorySettings, base: MemorySettings) -> Mem
 
 def _recompute_choices(base: MemorySettings, scenario: Scenario) -> Iterator[dict[str, Any]]:
     if base.recompute_granularity != "full":
-        for modules in _supersets(base.recompute_modules, RECOMPUTE_MODULES):
+        for modules in supersets(base.recompute_modules, RECOMPUTE_MODULES):
             if not {"moe", "moe_act"} <= set(modules):
                 yield {"recompute_granularity": "selective", "recompute_modules": modules}
     if base.recompute_method == "uniform":
         return
     full = {"recompute_granularity": "full", "recompute_modules": None}
-    num_layers, least = num_layers_here(scenario), base.recompute_num_layers or 0
+    num_layers, least = scenario.num_layers_of_chunk, base.recompute_num_layers or 0
     for count in sorted({round(num_layers * share / _NUM_BLOCKS) for share in range(1, _NUM_BLOCKS)}):
         if least < count < num_layers:
             yield full | {"recompute_method": "block", "recompute_num_layers": count}
@@ -70,13 +70,14 @@ def _recompute_choices(base: MemorySettings, scenario: Scenario) -> Iterator[dic
 
 def _offload_choices(base: MemorySettings, scenario: Scenario) -> Iterator[dict[str, Any]]:
     # Megatron's default size is meant for large models; of a small one it would leave everything on the device.
-    is_small = tokens(scenario) * scenario.architecture.hidden_size < base.min_offloaded_tensor_size
+    is_small = scenario.tokens_of_rank * scenario.architecture.hidden_size < base.min_offloaded_tensor_size
     size = 0 if is_small and base.offload_modules is None else base.min_offloaded_tensor_size
-    for modules in _supersets(base.offload_modules, OFFLOAD_MODULES):
+    for modules in supersets(base.offload_modules, OFFLOAD_MODULES):
         yield {"offload_modules": modules, "min_offloaded_tensor_size": size}
 
 
-def _supersets(modules: Iterable[str] | None, choices: Iterable[str]) -> Iterator[list[str]]:
+def supersets(modules: Iterable[str] | None, choices: Iterable[str]) -> Iterator[list[str]]:
+    """Yields the modules with one or more of the choices besides, fewer before more."""
     have = list(modules or ())
     further = [name for name in choices if name not in have]
     for count in range(1, len(further) + 1):
@@ -89,9 +90,9 @@ def _allowed(base: MemorySettings, values: dict[str, Any], scenario: Scenario) -
     model = scenario.architecture
     try:
         settings = replace(base, **values)
-        settings.check(model, scenario.num_layers)
+        check_on_model(settings, model, *scenario.layers_of_chunks)
     except ValueError:
         return None
-    if not settings.checkpoints_moe_layers(model):
+    if not checkpoints_moe_layers(settings, model):
         settings = replace(settings, checkpoint_input_remedy=None)
-    return None if settings.without_effect(model).keys() - base.without_effect(model).keys() else settings
+    return None if without_effect(settings, model).keys() - without_effect(base, model).keys() else settings

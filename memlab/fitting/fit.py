@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from memlab.applicability import check_on_model, without_effect
 from memlab.fitting.bounds import recomputed_operations
 from memlab.outside_torch import estimate_outside_torch
 from memlab.record import StepRecord
-from memlab.scenario import Scenario
 from memlab.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
 from memlab.units import format_bytes
 
@@ -96,7 +96,7 @@ def judge_fit(record: StepRecord, step: Step, gpu_memory_bytes: int) -> Fit:
                 recomputed_operations=recomputed_operations(other.settings, other.scenario),
                 moved_bytes=moved_bytes(other),
             )
-            for other in (step(settings, None) for settings in _one_thing_more(record.settings, record.scenario))
+            for other in (step(settings, None) for settings in _one_thing_more(record))
             if fits(other, step, room)
         ]
     )
@@ -125,12 +125,15 @@ def moved_bytes(record: StepRecord) -> int:
     return sum(record.offloaded_bytes_by_module.values()) + between_steps
 
 
-def _one_thing_more(settings: MemorySettings, scenario: Scenario) -> Iterator[MemorySettings]:
-    """Yields settings that recompute or offload one module more, or all layers."""
+def _one_thing_more(record: StepRecord) -> Iterator[MemorySettings]:
+    """Yields settings that recompute or offload one module more, or all layers, or mend what checkpoints keep."""
+    settings, scenario = record.settings, record.scenario
     recomputed, offloaded = settings.recompute_modules or (), settings.offload_modules or ()
-    wanted: list[dict[str, Any]] = [
-        {"offload_modules": (*offloaded, name)} for name in OFFLOAD_MODULES if name not in offloaded
-    ]
+    wanted: list[dict[str, Any]] = []
+    if record.residual_bytes and settings.checkpoint_input_remedy is None:
+        wanted.append({"checkpoint_input_remedy": "detach"})
+    if settings.recompute_method != "uniform":  # where every layer is recomputed, offload happens inside backward
+        wanted += [{"offload_modules": (*offloaded, name)} for name in OFFLOAD_MODULES if name not in offloaded]
     if settings.recompute_granularity != "full":
         wanted += [
             {"recompute_granularity": "selective", "recompute_modules": (*recomputed, name)}
@@ -139,12 +142,12 @@ def _one_thing_more(settings: MemorySettings, scenario: Scenario) -> Iterator[Me
         ]
         whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         wanted.append(whole | {"recompute_modules": None})
-    before = settings.without_effect(scenario.architecture).keys()
+    before = without_effect(settings, scenario.architecture).keys()
     for values in wanted:
         try:
             choice = replace(settings, **values)
-            choice.check(scenario.architecture, *scenario.layers_of_chunks)
+            check_on_model(choice, scenario.architecture, *scenario.layers_of_chunks)
         except ValueError:
             continue  # a rule of the settings: this is no choice
-        if not choice.without_effect(scenario.architecture).keys() - before:
+        if not without_effect(choice, scenario.architecture).keys() - before:
             yield choice

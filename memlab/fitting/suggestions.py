@@ -7,11 +7,11 @@ out not to fit; its own record then says so, and the next proposal is another.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations
 from typing import Any
 
+from memlab.applicability import check_on_model, checkpoints_moe_layers, without_effect
 from memlab.fitting.bounds import (
     OFFLOADED,
     RECOMPUTED,
@@ -23,8 +23,8 @@ from memlab.fitting.bounds import (
     offloaded_bytes,
     recomputed_bytes,
     recomputed_operations,
-    tokens,
 )
+from memlab.fitting.candidates import supersets
 from memlab.out_of_memory import OutOfMemory, Suggestion
 from memlab.record import StepRecord
 from memlab.scenario import Scenario
@@ -94,12 +94,14 @@ def _reckoned(record: StepRecord, records: Sequence[StepRecord]) -> Iterator[tup
     refused, scenario = _evidence(record), record.scenario
     if refused.refusal.phase not in ("forward", "backward"):
         return  # what does not fit there are the static bytes and what the optimizer adds
-    at_refusal = born_in_layers(refused.activations_by_module)
+    at_refusal = born_in_layers(refused.activations_by_module, scenario)
     whole = born_in_whole_step(refused, scenario)
     needs = _needs(record, records, whole)
     for settings in _candidates(record, records):
         frees = _freed(settings, whole, record, records)
         again = recomputed_bytes(settings, whole, scenario) // num_checkpoints(settings, scenario)
+        # The first layers are recomputed last, when the others' backward has freed what they held.
+        again = 0 if settings.recompute_method == "block" else again // scenario.most_passes_in_flight
         peak = max(
             _refused_bytes(refused) - _freed(settings, at_refusal, record, records),
             *(need - frees for need in needs),
@@ -133,9 +135,11 @@ def _needs(record: StepRecord, records: Sequence[StepRecord], whole: Born) -> li
     """
     refused, scenario = _evidence(record), record.scenario
     made = refused.activations_by_module
-    others = sum(made.values()) - sum(born_in_layers(made).values())
-    if refused.refusal.phase == "forward" and refused.refusal.module.startswith(("decoder.layers", "embedding")):
-        others += tokens(scenario) * scenario.architecture.vocab_size * _LOGITS_BYTES
+    others = sum(made.values()) - sum(born_in_layers(made, scenario).values())
+    sees_loss = scenario.layout.pipeline_stage == scenario.layout.pipeline_model_parallel_size - 1
+    before_loss = refused.refusal.module.startswith(("decoder.layers", "embedding"))
+    if sees_loss and refused.refusal.phase == "forward" and before_loss:
+        others += scenario.tokens_of_rank * scenario.architecture.vocab_size * _LOGITS_BYTES
     peaks = [_peak_at(scenario, known) for known in records if known.settings == record.settings]
     at_loss = refused.static_bytes + sum(whole.values()) + others
     return [at_loss, *(peak + _foreign_bytes(refused) for peak in peaks if peak)]
@@ -147,7 +151,7 @@ def _peak_at(scenario: Scenario, known: StepRecord) -> int:
     moved = replace(known.scenario, **{name: getattr(scenario, name) for name in workload})
     if known.status != "ok" or moved != scenario or known.offloaded_bytes_by_group:
         return 0
-    longer = tokens(scenario) / tokens(known.scenario)
+    longer = scenario.tokens_of_rank / known.scenario.tokens_of_rank
     return max(known.peak_allocated_bytes, known.static_bytes + int(known.activation_peak_bytes * longer))
 
 
@@ -158,21 +162,21 @@ def _candidates(record: StepRecord, records: Sequence[StepRecord]) -> Iterator[M
     """
     settings, scenario = record.settings, record.scenario
     model, is_full = scenario.architecture, settings.recompute_granularity == "full"
-    too_small = tokens(scenario) * model.hidden_size < settings.min_offloaded_tensor_size
+    too_small = scenario.tokens_of_rank * model.hidden_size < settings.min_offloaded_tensor_size
     smallest = 0 if too_small else settings.min_offloaded_tensor_size
     offloads = [
         {"offload_modules": modules, "min_offloaded_tensor_size": smallest}
-        for modules in _supersets(settings.offload_modules, OFFLOADED)
+        for modules in supersets(settings.offload_modules, OFFLOADED)
         if not is_full
     ]
     selective = [
         {"recompute_granularity": "selective", "recompute_modules": modules}
-        for modules in _supersets(settings.recompute_modules, RECOMPUTED)
+        for modules in supersets(settings.recompute_modules, RECOMPUTED)
         if not is_full
     ]
     wanted: list[dict[str, Any]] = [*offloads, *selective, *_whole_layers(settings, scenario)]
     wanted += [one | other for one in selective for other in offloads]
-    if settings.checkpoints_moe_layers(model) and settings.checkpoint_input_remedy is None:
+    if checkpoints_moe_layers(settings, model) and settings.checkpoint_input_remedy is None:
         wanted.append({"checkpoint_input_remedy": "detach"})
     seen = (known for known in records if known.scenario == scenario)
     idle = {
@@ -184,24 +188,16 @@ def _candidates(record: StepRecord, records: Sequence[StepRecord]) -> Iterator[M
         if candidate is None:
             continue
         modules = {f"offload_modules:{name}" for name in candidate.offload_modules or ()}
-        adds_nothing = candidate.without_effect(model).keys() - settings.without_effect(model).keys()
+        adds_nothing = without_effect(candidate, model).keys() - without_effect(settings, model).keys()
         if not adds_nothing and not (modules - before) & idle:
             yield candidate
-
-
-def _supersets(modules: Sequence[str] | None, choices: Iterable[str]) -> Iterator[list[str]]:
-    have = set(modules or ())
-    further = [name for name in choices if name not in have]
-    for count in range(1, len(further) + 1):
-        for names in combinations(further, count):
-            yield sorted(have.union(names))
 
 
 def _whole_layers(settings: MemorySettings, scenario: Scenario) -> Iterator[dict[str, Any]]:
     if settings.recompute_method == "uniform":
         return
     full = {"recompute_granularity": "full", "recompute_modules": None}
-    for count in range((settings.recompute_num_layers or 0) + 1, scenario.num_layers):
+    for count in range((settings.recompute_num_layers or 0) + 1, scenario.num_layers_of_chunk):
         yield full | {"recompute_method": "block", "recompute_num_layers": count}
     yield full | {"recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -209,7 +205,7 @@ def _whole_layers(settings: MemorySettings, scenario: Scenario) -> Iterator[dict
 def _allowed(settings: MemorySettings, values: dict[str, Any], scenario: Scenario) -> MemorySettings | None:
     try:
         candidate = replace(settings, **values)
-        candidate.check(scenario.architecture, scenario.num_layers)
+        check_on_model(candidate, scenario.architecture, *scenario.layers_of_chunks)
     except ValueError:
         return None  # a rule of the settings: this is no choice
     return candidate

@@ -40,6 +40,7 @@ def judge(record: StepRecord, records: Sequence[StepRecord]) -> StepRecord:
     refused = record.out_of_memory
     if refused is None:
         return record
+    records = [known for known in records if known.forward_only == record.forward_only]
     known = choices(record, records)
     room = refused.refusal.step_room_bytes
     suggestion = next((choice for choice in known if choice.peak_bytes <= room), None)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from memlab.fitting.bounds import num_layers_here, recomputed_operations
+from memlab.fitting.bounds import recomputed_operations
 from memlab.fitting.candidates import added_offload, candidates, without_added_offload
 from memlab.fitting.fit import Step, fits, moved_bytes
 from memlab.fitting.front import Point, Search, criteria, is_covered
@@ -110,7 +110,7 @@ class _Walk:
         """With what they are reckoned to be; None before that can be told."""
         self.num_candidates = len(wanted)
         self._base, self._room_bytes, self._resolution = base, room_bytes, resolution
-        self._num_layers = num_layers_here(scenario)
+        self._num_layers = scenario.num_layers_of_chunk
         self._without_effect: set[str] | None = None
 
     def __iter__(self) -> Iterator[MemorySettings]:

@@ -28,6 +28,8 @@ class Labels:
         same span never waited for backward."""
         self.num_passes = 0
         """Forward and backward passes that have begun in this lab's life."""
+        self.passes_in_flight = 0
+        """Forward passes of this step whose backward has not ended; of a step that ended early, when it did."""
         self.recomputing = False
         self.fused_depth = 0
         """How many fused kernels enclose the current operation (a kernel may be built from others)."""
@@ -78,8 +80,8 @@ class Labels:
     @contextmanager
     def phase_of(self, name: str) -> Iterator[None]:
         """Runs the block as one phase, then goes back to idle, whatever happens."""
-        self.enter_phase(name)
         try:
+            self.enter_phase(name)
             yield
         finally:
             self.enter_phase("idle")

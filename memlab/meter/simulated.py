@@ -22,10 +22,21 @@ class SimulatedMeter(StorageMeter):
     """Accounts for fake tensors as if they were on a GPU."""
 
     def __init__(self, labels: Labels) -> None:
-        super().__init__(labels)
+        self._limit_bytes: int | None = None
         self._allocator = CachingAllocator()
         self._blocks: dict[int, Block] = {}
         self._reserved = self._reserved_life()
+        super().__init__(labels)
+
+    @property
+    def device_memory_bytes(self) -> int | None:
+        """The most that the allocator may reserve; None: endless."""
+        return self._limit_bytes
+
+    @device_memory_bytes.setter
+    def device_memory_bytes(self, num_bytes: int | None) -> None:
+        self._allocator.empty_cache()  # what it has cached already is under no limit
+        self._limit_bytes = num_bytes
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -261,6 +261,7 @@ class StorageMeter:
         for life in survivors:
             self._event(-life.num_bytes, life)
             life.pool, life.num_bytes = _DEVICE, 0
+        for life in survivors:
             life.num_bytes = self._take(life, life.requested_bytes)
             self._event(life.num_bytes, life)
 

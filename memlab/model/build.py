@@ -151,12 +151,10 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
             moe_grouped_gemm=architecture.is_moe,
             qk_layernorm=architecture.qk_layernorm,
         )
-    layout, stage = scenario.layout, parallel_state.get_pipeline_model_parallel_rank()
-    num_layers = layout.layers_of_stage(stage, scenario.num_layers) // layout.virtual_pipeline_model_parallel_size
     # Stages have numbers of chunks only where they are interleaved.
     place: dict[str, Any] = {"vp_stage": chunk if config.virtual_pipeline_model_parallel_size else None}
     block = gpt_layer_specs.TransformerBlockSubmodules(
-        layer_specs=[spec] * num_layers, layer_norm=provider().layer_norm(rms_norm=True)
+        layer_specs=[spec] * scenario.num_layers_of_chunk, layer_norm=provider().layer_norm(rms_norm=True)
     )
     return GPTModel(
         config=config,

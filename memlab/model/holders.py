@@ -54,16 +54,18 @@ def _tensors_in(attributes: dict[Any, Any]) -> Iterator[torch.Tensor]:
 
 def release(live: LiveModel) -> None:
     """Takes the model apart and makes megatron-core forget it, so that its memory can be freed."""
-    for part in getattr(live.optimizer, "chained_optimizers", [live.optimizer]):
-        part.optimizer.state.clear()
-        part.optimizer.param_groups.clear()
-        vars(part).clear()
-    vars(live.optimizer).clear()
-    for module in list(live.modules()):
-        vars(module).clear()
-    live.chunks.clear()
-    live.optimizer = live.config = None
-    forget()
+    try:
+        for part in getattr(live.optimizer, "chained_optimizers", [live.optimizer]):
+            part.optimizer.state.clear()
+            part.optimizer.param_groups.clear()
+            vars(part).clear()
+        vars(live.optimizer).clear()
+        for module in list(live.modules()):
+            vars(module).clear()
+        live.chunks.clear()
+        live.optimizer = live.config = None
+    finally:
+        forget()  # whatever failed, another model can be built
 
 
 def forget() -> None:

@@ -93,10 +93,10 @@ class Moves:
             )
         self.residency.load()
         mend(self._live)
-        self._asked, self._host_bytes = Asked(), (0, 0)
         pinned = self.residency.pinned
         self.residency = Residency(self._live) if name is None else FAULTS[name](self._live)
         self.residency.pinned = pinned
+        self._asked, self._host_bytes = Asked(), (0, 0)
 
     def _timed(self, move: Callable[[], dict[str, int]]) -> tuple[dict[str, int], float]:
         before = self._meter.live_bytes("host")

@@ -32,6 +32,7 @@ from memlab.analysis.offload_account import (
 from memlab.model.build import LiveModel
 from memlab.model.storage_holders import find_holders
 from memlab.record import StepRecord
+from memlab.scenario import Scenario
 
 State = Literal["away", "held", "back", "copied twice", "not due"]
 
@@ -70,19 +71,34 @@ class SavedInRegions:
         with patch.object(interface, "__enter__", enter_region), patch.object(interface, "__exit__", leave_region):
             yield
 
-    def account(self, name: str, num_layers: int, min_offloaded_tensor_size: int) -> dict[str, int]:
+    def account(self, name: str, scenario: Scenario, min_offloaded_tensor_size: int) -> dict[str, int]:
         """Splits a module's saved bytes by Megatron's rules.
+
+        Its manager keeps the last group of a pass whose backward follows at once: on the last stage each of the last
+        chunk, on others the step's last (``PipelineOffloadManager``; seen with 0.16.1 for 1F1B and interleaved stages).
 
         Returns:
             ``saved_bytes``, ``too_small_bytes`` and ``last_group_bytes`` of `ModuleAccount`.
         """
         saved = too_small = last_group = 0
-        for index, region in enumerate(self._regions.get(name, [])):
+        regions = self._regions.get(name, [])
+        stages, chunks = (
+            scenario.layout.pipeline_model_parallel_size,
+            scenario.layout.virtual_pipeline_model_parallel_size,
+        )
+        is_last_stage = scenario.layout.pipeline_stage == stages - 1
+
+        def stays(index: int) -> bool:
+            number, layer = divmod(index, scenario.num_layers_of_chunk)
+            is_followed = number // stages % chunks == chunks - 1 if is_last_stage else index == len(regions) - 1
+            return is_followed and layer == scenario.num_layers_of_chunk - 1
+
+        for index, region in enumerate(regions):
             for tensor in region.values():
                 saved += tensor.num_bytes
                 if tensor.num_elements < min_offloaded_tensor_size:
                     too_small += tensor.num_bytes
-                elif index % num_layers == num_layers - 1:
+                elif stays(index):
                     last_group += tensor.num_bytes
         return {"saved_bytes": saved, "too_small_bytes": too_small, "last_group_bytes": last_group}
 
@@ -229,7 +245,7 @@ def audit_offload(
     off_by = bytes_then // 1000 if roughness_bytes(again.timeline) else 0
     assert abs(bytes_again - bytes_then) <= off_by, "a steady step repeats itself"
     expected = {
-        name: saved.account(name, live.scenario.num_layers, settings.min_offloaded_tensor_size)
+        name: saved.account(name, live.scenario, settings.min_offloaded_tensor_size)
         for name in settings.offload_modules or ()
     }
     return OffloadAccount(

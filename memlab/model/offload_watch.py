@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as upstream
 
+from memlab.applicability import without_effect
 from memlab.meter.labels import reloading
 from memlab.scenario import Scenario
 from memlab.settings import MemorySettings
@@ -71,7 +72,7 @@ class OffloadWatch:
 
         Reasons that the model's structure decides come from the settings; these are the ones that only a run tells.
         """
-        reasons = settings.without_effect(scenario.architecture)
+        reasons = without_effect(settings, scenario.architecture)
         for name in settings.offload_modules or ():
             key = f"offload_modules:{name}"
             if self.moved_bytes.get(name) or key in reasons:
@@ -84,8 +85,8 @@ class OffloadWatch:
                 )
             elif largest is None:
                 reasons[key] = (
-                    f"Megatron keeps the last group of each name on the device, and {scenario.num_layers} layer x "
-                    f"{scenario.num_microbatches} micro-batch make no other"
+                    "Megatron keeps the last group of each name on the device, and "
+                    f"{scenario.num_layers_of_chunk} layer x {scenario.num_microbatches} micro-batch make no other"
                 )
             else:
                 reasons[key] = (

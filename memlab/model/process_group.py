@@ -28,19 +28,33 @@ def join_process_group(distributed_backend: str, seed: int, layout: Layout) -> N
         _join_alone("fake", layout)
         _initialize(seed, layout)
         return
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if started != layout.world_size:
-        raise ValueError(
-            f"the layout ({layout}) has {layout.world_size} ranks, and {started} were started: start them with "
-            f"torchrun --nproc-per-node {layout.world_size} -m memlab measure ..., or change the layout"
-        )
-    if started > 1 and distributed_backend == "fake":
-        raise ValueError(f"the cpu backend steps one rank alone, and {started} were started: use backend 'cuda'")
-    if started > 1:
+    if layout.world_size > 1:
         torch.distributed.init_process_group(distributed_backend)
     else:
         _join_alone(distributed_backend, layout)
     _initialize(seed, layout)
+
+
+def require_ranks(distributed_backend: str, layout: Layout) -> None:
+    """Holds a layout against the ranks that were started.
+
+    Raises:
+        ValueError: If it has others.
+    """
+    if distributed_backend == "simulated":
+        return
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if distributed_backend == "fake" and max(started, layout.world_size) > 1:
+        raise ValueError(
+            f"the layout ({layout}) has {layout.world_size} ranks, {started} were started, and the cpu backend steps "
+            "one alone: choose backend 'simulated' for one rank of any layout, or 'cuda'"
+        )
+    if started != layout.world_size:
+        raise ValueError(
+            f"the layout ({layout}) has {layout.world_size} ranks, and {started} were started: start them with "
+            f"torchrun --nproc-per-node {layout.world_size} -m memlab measure ..., or choose backend 'simulated', "
+            "which predicts one rank of any layout"
+        )
 
 
 def _join_alone(distributed_backend: str, layout: Layout) -> None:

@@ -46,11 +46,8 @@ def _empty_offload_groups(live: LiveModel) -> None:
 
     Megatron opens ``mlp_norm``'s group before the MLP and closes it after it (``transformer_layer.py``). A tensor in it
     leads through its graph to autograd nodes that hold the group: a cycle that no collection sees, and that keeps the
-    failed step's activations for good (0.16.1). 0.19.2 keeps the opened group as the layer's ``mlp_norm_manager`` too.
+    failed step's activations for good (0.16.1).
     """
     for chunk in PipelineOffloadManager.get_instance()._cached_chunks_forward:
         for group in chunk.offload_groups:
             group._tensors.clear()
-    for module in live.modules():
-        if "mlp_norm_manager" in vars(module):
-            module.mlp_norm_manager = None

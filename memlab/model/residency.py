@@ -66,10 +66,11 @@ class Residency:
         for group in wanted:
             tensors = own_tensors[group]
             sizes = [(tensor, tensor.untyped_storage().nbytes()) for tensor in tensors]
+            copied = [] if group == "gradients" else self._copy_down(group, tensors)
             self._away[group] = sizes
             freed[group] = sum(num_bytes for _, num_bytes in sizes)
             num_freed = 0
-            for num_copied, is_copied in [] if group == "gradients" else self._copy_down(group, tensors):
+            for num_copied, is_copied in copied:
                 is_copied.synchronize()
                 _empty(tensors[num_freed:num_copied])  # while the rest is on its way
                 num_freed = num_copied

@@ -14,6 +14,7 @@ from typing import Any
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.transformer.identity_op import IdentityOp
 
+from memlab.applicability import check_on_model
 from memlab.model.build import LiveModel
 from memlab.model.config import settings_fields, transformer_config
 from memlab.model.remedies import set_detach
@@ -30,7 +31,7 @@ def apply(live: LiveModel, settings: MemorySettings) -> None:
     Raises:
         ValueError: If the settings break a rule on this model.
     """
-    settings.check(live.scenario.architecture, *live.scenario.layers_of_chunks)
+    check_on_model(settings, live.scenario.architecture, *live.scenario.layers_of_chunks)
     # Megatron's own checks and defaults, on a config that nothing uses.
     reference = transformer_config(live.scenario, settings)
     for name in settings_fields(settings):

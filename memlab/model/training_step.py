@@ -168,6 +168,7 @@ def _phases(live: LiveModel, labels: Labels) -> Iterator[None]:
         with labels.recompute(), fork_rng():
             yield
 
+    labels.passes_in_flight = 0
     with patch.object(live.config, "timers", timers), patch.object(random, "_fork_rng", fork_rng_to_recompute):
         yield
 
@@ -180,6 +181,7 @@ class _PhaseTimer:
     def start(self, barrier: bool = False) -> None:
         if self._phase is not None:
             self._labels.enter_phase(self._phase)
+            self._labels.passes_in_flight += self._phase == "forward"
 
     def stop(self, barrier: bool = False) -> None:
-        pass
+        self._labels.passes_in_flight -= self._phase == "backward"

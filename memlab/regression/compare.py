@@ -114,7 +114,8 @@ def compare(baseline: Measured, now: Measured, backend: str) -> list[Difference]
         for rank, metric in enumerate(after.metrics | before.metrics):
             share = tolerance(metric, backend, same_rounding=same_rounding)
             old, new = before.metrics.get(metric), after.metrics.get(metric)
-            slack = _CUDA_SLACK_BYTES if backend == "cuda" and _counts_bytes(metric) else 0
+            is_whole = isinstance(old, int) or isinstance(new, int)  # a share of bytes is none
+            slack = _CUDA_SLACK_BYTES if backend == "cuda" and is_whole and _counts_bytes(metric) else 0
             if share is None or _agree(old, new, share, slack):
                 continue
             module = _module(metric, before, after)

@@ -120,15 +120,21 @@ def read_measured(folder: Path, lab: str, parameters: Mapping[str, ParameterValu
             residual_by_module=record.residual_by_module,
             recomputed_by_module=record.recomputed_by_module,
             scenario=scenario,
-            settings={
-                key: value for key, value in values["settings"].items() if value is not None and value is not False
-            },
+            settings=_on(values["settings"]),
         )
     if handed_over["extra"]:
         records[LAB] = RecordMeasured(metrics=handed_over["extra"])
     return Measured(
         lab=lab, parameters=dict(parameters), versions=handed_over["versions"], machine=_machine(), records=records
     )
+
+
+def _on(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings that are on, and gradients that stay while the optimizer goes."""
+    stay = {"offload_gradients"} if settings["offload_optimizer"] else set()
+    return {
+        name: value for name, value in settings.items() if value is not None and (value is not False or name in stay)
+    }
 
 
 def _machine() -> str:

@@ -67,7 +67,7 @@ def plan_refresh(suite: Suite, cases: Sequence[Case], run: Path | None = None) -
     failed = [result.name for result in summary.results if result.status == "failed"]
     if failed:
         raise ValueError(
-            f"run {summary.name} has failed cases, and baselines are taken from whole runs only: mend "
+            f"run {summary.name} has failed cases, must have none for baselines to be taken from it: mend "
             f"{', '.join(failed)}, run the suite again, or give another run with --run"
         )
     measured = {result.name: result.measured for result in summary.results if result.measured is not None}

@@ -8,6 +8,7 @@ from typing import Any
 
 import ipywidgets
 
+from memlab.applicability import without_effect
 from memlab.settings import CHECKPOINT_INPUT_REMEDIES, OFFLOAD_MODULES, RECOMPUTE_METHODS, RECOMPUTE_MODULES
 from memlab.units import format_bytes
 from memlab.views.draft import Draft
@@ -50,7 +51,7 @@ class SettingsControls:
         state.observe(lambda _: self._follow_reasons(), names=["runs"])
 
     def _recompute(self) -> Any:
-        num_layers = self._state.scenario.num_layers
+        num_layers = max(self._state.scenario.layers_of_chunks)
         slider = Slider(name="recompute_num_layers", min=1, max=num_layers, value=1)
         return self._group(
             "Recompute",
@@ -138,7 +139,7 @@ class SettingsControls:
         reasons = self._state.draft.not_applicable(self._state.scenario.architecture)
         moved = self._state.moved_bytes()
         settings = self._state.settings
-        idle = settings.without_effect(self._state.scenario.architecture) if settings is not None else {}
+        idle = without_effect(settings, self._state.scenario.architecture) if settings is not None else {}
         for name, control in self.by_name.items():
             reason = reasons.get(name.removesuffix(":slider"))
             control.disabled = reason is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from memlab.applicability import check_on_model, without_effect
 from memlab.architectures import Architecture
 from memlab.scenario import Scenario
 from memlab.settings import (
@@ -79,7 +80,7 @@ class Draft:
             values[name] = None
         values["offload_modules"] = self.offload_modules or None
         settings = MemorySettings(**values)
-        settings.check(scenario.architecture, *scenario.layers_of_chunks)
+        check_on_model(settings, scenario.architecture, *scenario.layers_of_chunks)
         return settings
 
     def scenario(self, scenario: Scenario) -> Scenario:
@@ -105,7 +106,7 @@ class Draft:
             if field not in MODULE_FIELDS:
                 reasons[field] = _refusal(**asked, **{field: getattr(self, field) or _ANY[field]})
         if not architecture.is_moe:
-            remedy = MemorySettings(checkpoint_input_remedy="detach").without_effect(architecture)
+            remedy = without_effect(MemorySettings(checkpoint_input_remedy="detach"), architecture)
             reasons["checkpoint_input_remedy"] = remedy["checkpoint_input_remedy"]
         for field, modules in MODULE_FIELDS.items():
             for module in modules:
@@ -140,7 +141,7 @@ def _reason_against(field: str, module: str, architecture: Architecture) -> str:
         values["recompute_granularity"] = "selective"
     settings = MemorySettings(**values)
     try:
-        settings.check(architecture, architecture.num_layers)
+        check_on_model(settings, architecture, architecture.num_layers)
     except ValueError as error:
         return str(error)
-    return settings.without_effect(architecture).get(f"{field}:{module}", "")
+    return without_effect(settings, architecture).get(f"{field}:{module}", "")

@@ -14,6 +14,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from memlab.architectures import ARCHITECTURES
+from memlab.layout import Layout
 from memlab.scenario import Scenario
 from memlab.settings import MemorySettings
 from memlab.views.display import View
@@ -22,28 +23,37 @@ from memlab.views.run import COLUMNS, Run, rows
 
 def settings_line(settings: MemorySettings) -> str:
     """Returns the Python that makes equal settings, for example ``MemorySettings(offload_optimizer=True)``."""
-    values = {name: list(value) if isinstance(value, tuple) else value for name, value in _given(settings).items()}
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.changed().items()}
     return f"MemorySettings({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
 
 def measure_command(run: Run) -> str:
-    """Returns the command line that repeats a run in a process of its own."""
-    scenario = run.scenario
+    """Returns the command line that repeats a run in a process of its own, or in as many as its job has ranks."""
+    scenario, layout = run.scenario, run.scenario.layout
     architecture = scenario.architecture
     is_known = ARCHITECTURES.get(architecture.name) == architecture
     # A scenario does not say which file a model that memlab does not know was read from.
-    words = ["memlab", "measure", architecture.name if is_known else f"path/to/{architecture.name}/config.json"]
-    default = Scenario(architecture=architecture)
-    for field in fields(Scenario):
-        value = getattr(scenario, field.name)
-        if value != getattr(default, field.name):
-            words += [_flag(field.name)] if value is True else [_flag(field.name), str(value)]
-    for name, value in _given(run.settings).items():
+    words = [architecture.name if is_known else f"path/to/{architecture.name}/config.json"]
+    of_layout = [field.name for field in fields(Layout) if field.name not in ("data_parallel_size", "rank")]
+    plain = Scenario(architecture=architecture)
+    of_scenario = [field.name for field in fields(Scenario) if field.name != "layout"]
+    for values, usual, names in ((scenario, plain, of_scenario), (layout, Layout(), of_layout)):
+        for name in names:
+            value = getattr(values, name)
+            if value != getattr(usual, name):
+                words += [_flag(name)] if value is True else [_flag(name), str(value)]
+    for name, value in run.settings.changed().items():
         if isinstance(value, bool):
             words.append(_flag(name) if value else _flag(f"no_{name}"))
         else:
             words += [_flag(name), ",".join(value) if isinstance(value, tuple) else str(value)]
-    return shlex.join([*words, "--backend", run.backend])
+    if run.backend == "simulated":  # a rank of a job that is not there, with a routing that is chosen
+        job = [] if layout == Layout() else ["--world-size", str(layout.world_size), "--rank", str(layout.rank)]
+        return shlex.join(["memlab", "predict", *words, *job])
+    if layout.world_size > 1:
+        job = ["torchrun", "--nproc-per-node", str(layout.world_size), "-m"]
+        return shlex.join([*job, "memlab", "measure", *words, "--backend", run.backend])
+    return shlex.join(["memlab", "measure", *words, "--backend", run.backend])
 
 
 def table_csv(runs: Sequence[Run], pinned: Run | None) -> str:
@@ -122,15 +132,6 @@ def free_path(path: Path) -> Path:
     while candidate.exists():
         candidate, number = path.with_name(f"{path.stem}-{number}{path.suffix}"), number + 1
     return candidate
-
-
-def _given(settings: MemorySettings) -> dict[str, Any]:
-    """The fields that have to be named to make equal settings."""
-    values = settings.changed()
-    values.pop("offload_gradients", None)
-    if settings.offload_gradients != settings.offload_optimizer:
-        values["offload_gradients"] = settings.offload_gradients
-    return values
 
 
 def _flag(name: str) -> str:

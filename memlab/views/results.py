@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memlab.record import StepRecord
+from memlab.scenario import Scenario
 from memlab.settings import MemorySettings
 from memlab.units import GIB
 
@@ -61,13 +62,14 @@ def results_page(results: Iterable[Result]) -> str:
     Raises:
         ValueError: If a scenario has no result without settings, or there is no result.
     """
-    groups: dict[str, list[Result]] = {}
+    groups: dict[Scenario, list[Result]] = {}
     for result in results:
-        groups.setdefault(f"{result.record.scenario}", []).append(result)
+        groups.setdefault(result.record.scenario, []).append(result)
     if not groups:
         raise ValueError("the results are empty, must be at least one: measure some settings first")
     lines = [_HEAD.strip(), ""]
-    for name, group in groups.items():
+    for scenario, group in groups.items():
+        name = f"{scenario}"
         plain = next((result for result in group if result.record.settings == MemorySettings()), None)
         if plain is None:
             raise ValueError(f"{name} has no result without settings, must have one to hold others against: measure it")

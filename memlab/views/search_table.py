@@ -66,9 +66,11 @@ def nothing_fits_line(found: Search) -> str:
     least = min(found.points, key=lambda point: point.peak_allocated_bytes)
     lacking = least.peak_allocated_bytes - found.room_bytes
     why = f"{format_bytes(lacking)} are lacking" if lacking > 0 else "the room is left in pieces that are too small"
+    what = "nothing that was tried fits" if found.num_left else "nothing fits"
+    more = "let it take more steps, or " if found.num_left else ""
     return (
-        f"nothing fits: '{least.settings}' has the lowest peak, {format_bytes(least.peak_allocated_bytes)}, and {why}: "
-        "take more devices or a shorter batch"
+        f"{what}: '{least.settings}' has the lowest peak, {format_bytes(least.peak_allocated_bytes)}, and {why}: "
+        f"{more}take more devices, another layout or a shorter batch"
     )
 
 

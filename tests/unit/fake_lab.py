@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+from memlab.applicability import check_on_model
 from memlab.record import StepRecord
 from memlab.scenario import Scenario
 from memlab.settings import MemorySettings
@@ -52,7 +53,7 @@ class FakeLab:
     def submit(
         self, settings: MemorySettings, *, on_progress: Callable[[Any], None] | None = None
     ) -> Future[StepRecord]:
-        settings.check(self.scenario.architecture, self.scenario.num_layers)
+        check_on_model(settings, self.scenario.architecture, self.scenario.num_layers)
         self._refuse_if_busy()
         self.settings, self._on_progress = settings, on_progress
         self.submitted.append(settings)

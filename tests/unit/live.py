@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from memlab.applicability import check_on_model
 from memlab.lab import Lab
 from memlab.settings import (
     MOE_OFFLOAD_MODULES,
@@ -47,7 +48,7 @@ def random_settings(lab: Lab, rng: random.Random) -> MemorySettings:
             values[name] = rng.random() < 0.3
         try:
             settings = MemorySettings(**values)
-            settings.check(lab.scenario.architecture, lab.scenario.num_layers)
+            check_on_model(settings, lab.scenario.architecture, lab.scenario.num_layers)
         except ValueError:
             continue
         return settings

@@ -130,3 +130,36 @@ def test_a_config_that_memlab_cannot_model_is_refused(change: dict[str, object],
 def test_an_unknown_name_is_refused_with_the_choices() -> None:
     with pytest.raises(ValueError, match=r"'qwen4' is neither.*qwen3-30b-a3b, .*phi-4-tiny"):
         find_architecture("qwen4")
+
+
+@pytest.mark.parametrize(("field", "value", "words"), [("rope_theta", None, ""), ("hidden_size", [1], "whole numbers")])
+def test_a_field_of_another_kind_is_taken_as_left_out_or_refused(
+    field: str, value: object, words: str, tmp_path: Path
+) -> None:
+    config = {"model_type": "phi3", "num_attention_heads": 4, "hidden_size": 128, "num_hidden_layers": 2}
+    config |= {"intermediate_size": 256, "vocab_size": 256, "rms_norm_eps": 1e-5, field: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if words:
+        with pytest.raises(ValueError, match=words):
+            find_architecture(tmp_path / "config.json")
+    else:
+        assert find_architecture(tmp_path / "config.json").rotary_base == 10000
+
+
+def test_what_a_config_of_another_age_leaves_out_is_transformers_default(tmp_path: Path) -> None:
+    config = {
+        "model_type": "qwen3_moe",
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "intermediate_size": 256,
+        "vocab_size": 256,
+        "rms_norm_eps": 1e-6,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "rope_parameters": {"rope_theta": 1e6},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = find_architecture(tmp_path / "config.json")
+    assert (found.num_query_groups, found.rotary_base) == (4, 1e6)

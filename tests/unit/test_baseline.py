@@ -39,6 +39,7 @@ def baseline_of(values: Measured, case: str = "one") -> Baseline:
         ("loss", 1.5000001, "cuda", False),
         ("status", "out_of_memory", "cuda", True),
         ("ratio", 0.5, "cpu", True),
+        ("peak_ratio", 0.5, "cuda", True),
     ],
 )
 def test_bytes_are_exact_on_the_cpu_and_times_are_never_gated(
@@ -262,7 +263,7 @@ def test_an_update_refuses_what_is_no_whole_run(suite_with_a_run: Path, capfd: p
     failed = write_run(root, replace(measured(), parameters={"count": 1}), None, date="2026-01-04")
     other = write_run(root, replace(measured(), parameters={"count": 2}), None, date="2026-01-05")
     refusals = {
-        "": "has failed cases, and baselines are taken from whole runs only: mend two",
+        "": "has failed cases, must have none for baselines to be taken from it: mend two",
         f"--run {failed}": "has failed cases",
         f"--run {root}": "holds no summary.json",
     }

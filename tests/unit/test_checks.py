@@ -52,3 +52,12 @@ def test_a_failure_of_megatron_s_is_a_text_without_addresses() -> None:
     assert failure(lambda: None) == ""
     with pytest.raises(ValueError, match="is a user's mistake"):
         failure(lambda: (_ for _ in ()).throw(ValueError("is a user's mistake")))
+
+
+def test_steps_that_failed_have_no_same_loss(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("phi-4-tiny")
+    plain = lab.step()
+    failed = replace(plain, status="out_of_memory", loss=None)
+    for one, other in ((failed, failed), (failed, plain), (plain, failed)):
+        with pytest.raises(CheckFailed, match="no loss to compare"):
+            check(one).same_loss_as(other)

@@ -83,3 +83,8 @@ def test_too_little_to_tell_is_refused(plain: StepRecord) -> None:
         diagnose([plain, plain])
     with pytest.raises(ValueError, match="different settings"):
         diagnose([plain, plain, replace(plain, settings=MemorySettings(offload_parameters=True))])
+
+
+def test_three_records_are_enough_to_tell_a_leak(plain: StepRecord) -> None:
+    assert [finding.kind for finding in diagnose(series(plain, [10**9, 2 * 10**9, 3 * 10**9], [5] * 3))] == ["leak"]
+    assert [finding.kind for finding in diagnose(series(plain, [10**9, 2 * 10**9, 2 * 10**9], [5] * 3))] != ["leak"]

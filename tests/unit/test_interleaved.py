@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from memlab.applicability import check_on_model
 from memlab.lab import Lab
 from memlab.layout import Layout
 from memlab.record import StepRecord
@@ -123,10 +124,10 @@ def test_layers_are_grouped_within_a_chunk() -> None:
     scenario = Scenario(architecture="phi-4-tiny", num_layers=12, num_microbatches=2, layout=layout)
     pairs = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
     with pytest.raises(ValueError, match=r"but a model chunk's 3 layers do not divide .* choose from 1, 3"):
-        pairs.check(scenario.architecture, *scenario.layers_of_chunks)
+        check_on_model(pairs, scenario.architecture, *scenario.layers_of_chunks)
     many = MemorySettings(recompute_granularity="full", recompute_method="block", recompute_num_layers=4)
     with pytest.raises(ValueError, match="but a model chunk has 3 layers: give a number from 1 to 3"):
-        many.check(scenario.architecture, *scenario.layers_of_chunks)
+        check_on_model(many, scenario.architecture, *scenario.layers_of_chunks)
 
 
 def test_uneven_stages_are_interleaved_where_each_divides() -> None:

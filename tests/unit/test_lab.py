@@ -5,11 +5,15 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from memlab.lab import Lab
+from memlab.layout import Layout
+from memlab.progress import Progress
 from memlab.record import StepRecord
 from memlab.settings import MemorySettings
 from tests.unit.live import FULL, offload
@@ -339,3 +343,98 @@ def test_what_is_no_setting_or_no_workload_is_refused_in_words(open_lab: Callabl
             lab.step(wrong)
     with pytest.raises(ValueError, match="seq_length is 0, must be a whole number of at least 1"):
         lab.set_workload(seq_length=0)
+
+
+def test_another_number_of_micro_batches_offloads_like_a_lab_that_began_with_it(open_lab: Callable[..., Any]) -> None:
+    settings = offload("moe_act", "expert_fc1")
+    changed = open_lab("qwen3-moe-tiny")
+    changed.step(settings)
+    for num_microbatches in (2, 1, 3):
+        changed.set_workload(num_microbatches=num_microbatches)
+        seen = changed.step()
+        changed.apply(settings)
+        anew = changed.step()
+        assert seen.offloaded_bytes_by_module == anew.offloaded_bytes_by_module
+        assert seen.peak_allocated_bytes == anew.peak_allocated_bytes
+
+
+def test_a_progress_callback_that_asks_a_closing_lab_is_refused_and_the_lab_closes(
+    open_lab: Callable[..., Any],
+) -> None:
+    lab = open_lab("phi-4-tiny")
+    inside, go_on, answers = threading.Event(), threading.Event(), []
+
+    def ask(progress: Progress) -> None:
+        if not answers:
+            answers.append("")
+            inside.set()
+            go_on.wait(20)
+            with pytest.raises(ValueError, match="own thread") as refusal:
+                lab.audit_residency()
+            answers.append(str(refusal.value))
+
+    lab.submit(on_progress=ask)
+    assert inside.wait(20)
+    closing = threading.Thread(target=lab.close, daemon=True)
+    closing.start()
+    while not lab._worker._starting.locked():
+        pass
+    go_on.set()
+    closing.join(20)
+    assert lab.closed and len(answers) == 2
+
+
+def test_a_lab_that_fails_to_close_leaves_room_for_the_next(
+    open_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = open_lab("phi-4-tiny")
+    monkeypatch.setattr(type(lab._stepper.live), "modules", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        lab.close()
+    assert lab.closed
+    lab.close()
+    monkeypatch.undo()
+    assert open_lab("phi-4-tiny").step().status == "ok"
+
+
+def test_a_layout_that_cannot_be_opened_leaves_the_open_lab_alone(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("phi-4-tiny")
+    with pytest.raises(ValueError, match="choose backend 'simulated' for one rank of any layout"):
+        open_lab("phi-4-tiny", layout=Layout(pipeline_model_parallel_size=2))
+    assert not lab.closed and lab.step().status == "ok"
+
+
+def test_a_closed_lab_says_so_of_its_groups(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("phi-4-tiny")
+    lab.close()
+    with pytest.raises(ValueError, match=r"closed.*open another"):
+        _ = lab.pinned_host_memory
+
+
+def test_a_record_saved_over_another_has_no_timeline_of_the_other(open_lab: Callable[..., Any], tmp_path: Path) -> None:
+    lab = open_lab("phi-4-tiny")
+    lab.step().save(tmp_path)
+    replace(lab.step(), timeline=None).save(tmp_path)
+    assert StepRecord.load(tmp_path).timeline is None
+
+
+def test_a_record_that_is_not_whole_is_refused_in_a_line(open_lab: Callable[..., Any], tmp_path: Path) -> None:
+    folder = open_lab("phi-4-tiny").step().save(tmp_path)
+    timeline = folder / "timeline.npz"
+    timeline.write_bytes(timeline.read_bytes()[:600])
+    with pytest.raises(ValueError, match="no whole timeline"):
+        StepRecord.load(folder)
+    timeline.unlink()
+    (folder / "record.json").write_text('{"scenario": {}}')
+    with pytest.raises(ValueError, match="lacks"):
+        StepRecord.load(folder)
+
+
+def test_progress_of_a_pipeline_stage_ends_at_its_total() -> None:
+    seen: list[Progress] = []
+    layout = Layout(pipeline_model_parallel_size=2)
+    with Lab("phi-4-tiny", num_layers=4, seq_length=64, layout=layout, backend="simulated") as lab:
+        lab.step(on_progress=seen.append)
+        with pytest.raises(ValueError, match="must be from 0 to 1"), lab.tap(2):
+            pass
+    assert (seen[-1].done, seen[-1].total) == (2 * 2 * 2, 2 * 2 * 2)

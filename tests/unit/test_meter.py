@@ -219,3 +219,16 @@ def test_bytes_are_named_by_module_and_phase_in_forward_and_backward(open_lab: A
         assert timeline.delta_bytes[named].sum() > 0.9 * timeline.delta_bytes[of_phase].sum()
         layers = {timeline.modules[code] for code in timeline.module[of_phase]}
         assert "decoder.layers.3.mlp.experts.linear_fc1" in layers
+
+
+def test_a_phase_that_is_stopped_as_it_begins_ends_in_idle() -> None:
+    labels = Labels()
+
+    def stop() -> None:
+        if labels.phase != PHASES.index("idle"):
+            raise RuntimeError("stopped")
+
+    labels.on_move = stop
+    with pytest.raises(RuntimeError, match="stopped"), labels.phase_of("forward"):
+        pass
+    assert PHASES[labels.phase] == "idle"

@@ -11,6 +11,7 @@ import torch
 
 from memlab.architectures import find_architecture
 from memlab.lab import Lab
+from memlab.layout import Layout
 from memlab.settings import MemorySettings
 from tests.unit.live import FULL, offload
 
@@ -143,3 +144,17 @@ def test_what_cannot_be_audited_is_refused(open_lab: Callable[..., Lab]) -> None
         with pytest.raises(ValueError, match="must have offload_modules and no full recompute"):
             lab.audit_offload(settings)
     assert lab.records == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("chunks", "num_microbatches"), [(1, 1), (1, 4), (2, 4)])
+def test_on_a_pipeline_stage_what_is_expected_moves_to_the_byte(rank: int, chunks: int, num_microbatches: int) -> None:
+    layout = Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=chunks, rank=rank)
+    workload: dict[str, Any] = {"num_layers": 8, "seq_length": 128, "num_microbatches": num_microbatches}
+    with Lab("qwen3-moe-tiny", layout=layout, backend="simulated", **workload) as lab:
+        account = lab.audit_offload(offload("moe_act", "expert_fc1"))
+    for module in account.modules:
+        assert module.moved_bytes == module.expected_bytes > 0
+        assert module.last_group_bytes * (4 * num_microbatches) == module.saved_bytes * (
+            num_microbatches if rank else 1
+        )

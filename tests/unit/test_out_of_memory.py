@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from memlab.applicability import check_on_model, without_effect
 from memlab.fitting.bounds import offloaded_bytes, recomputed_bytes
 from memlab.fitting.suggestions import choices
 from memlab.fitting.verdict import judge
+from memlab.lab import Lab
+from memlab.layout import Layout
 from memlab.out_of_memory import OutOfMemory, Refusal
 from memlab.record import StepRecord
 from memlab.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
@@ -173,8 +177,8 @@ def test_nothing_is_proposed_that_is_refused_or_without_effect(family: str, stan
     proposed = [choice.settings for choice in choices(record, [])]
     model = record.scenario.architecture
     for settings in proposed:
-        settings.check(model, 4)
-        assert settings.without_effect(model).keys() <= standing.without_effect(model).keys()
+        check_on_model(settings, model, 4)
+        assert without_effect(settings, model).keys() <= without_effect(standing, model).keys()
         assert (settings.offload_parameters, settings.offload_optimizer) == (False, False)
     assert len(set(proposed)) == len(proposed)
     assert standing == FULL or proposed, "there is something to propose"
@@ -303,3 +307,72 @@ def test_the_record_s_table_shows_what_was_seen() -> None:
         assert words in " ".join(table.split()), words
     on_cpu = refused(reserved_bytes=None, device_free_bytes=None, device_total_bytes=None, largest_free_bytes=None)
     assert "reserved" not in record_table(judge(on_cpu, []))
+
+
+def test_a_step_without_backward_is_no_proposal_for_one_with(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("qwen3-moe-tiny", seq_length=512)
+    plain, other = lab.step(), recompute("layernorm")
+    needed = lab.step(other).peak_allocated_bytes
+    lab.records.clear()
+    assert lab.forward_only(other).peak_allocated_bytes < needed < plain.peak_allocated_bytes
+    lab.apply(MemorySettings())
+    lab.device_memory_bytes = needed - 200_000
+    suggestion = lab.step().out_of_memory.suggestion
+    assert suggestion is None or (suggestion.source, suggestion.settings) != ("measured", other)
+
+
+PIPELINES = [
+    Layout(pipeline_model_parallel_size=2),
+    Layout(pipeline_model_parallel_size=2, rank=1),
+    Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
+    Layout(tensor_model_parallel_size=2),
+]
+
+
+@pytest.mark.parametrize("layout", PIPELINES, ids=lambda layout: f"{layout} {layout.rank}")
+def test_what_is_proposed_to_a_rank_of_a_job_can_be_set_and_frees_no_more_than_that(layout: Layout) -> None:
+    workload: dict[str, Any] = {"num_layers": 8, "seq_length": 2048, "num_microbatches": 4}
+    with Lab("qwen3-moe-tiny", layout=layout, backend="simulated", **workload) as lab:
+        plain = lab.step()
+        lab.device_memory_bytes = plain.peak_allocated_bytes - plain.peak_by_category["activations"] // 3
+        refused = lab.step()
+        assert refused.status == "out_of_memory"
+        evidence = refused.out_of_memory
+        assert evidence is not None and evidence.refusal.step_room_bytes <= lab.device_memory_bytes
+        assert 1 <= evidence.passes_in_flight <= lab.scenario.most_passes_in_flight
+        proposed = choices(refused, [])
+        for choice in proposed:
+            check_on_model(choice.settings, lab.scenario.architecture, *lab.scenario.layers_of_chunks)
+        lab.device_memory_bytes = None
+        whole_layers = [choice for choice in proposed if choice.settings.recompute_granularity == "full"]
+        assert whole_layers
+        for choice in [*whole_layers, *proposed[::40]]:
+            # A third of the activations is several times this.
+            assert lab.step(choice.settings).peak_allocated_bytes >= choice.peak_bytes - 2**20, choice.settings
+
+
+def test_the_most_passes_in_flight_are_seen_in_a_step_that_ends_at_its_peak() -> None:
+    for layout in PIPELINES:
+        with Lab(
+            "qwen3-moe-tiny", num_layers=8, seq_length=64, num_microbatches=8, layout=layout, backend="simulated"
+        ) as lab:
+            labels, most = lab._stepper.labels, 0
+
+            def look(_: object, labels: Any = labels) -> None:
+                nonlocal most
+                most = max(most, labels.passes_in_flight)
+
+            lab.step(on_progress=look)
+            assert most == lab.scenario.most_passes_in_flight, layout
+
+
+def test_a_step_that_sees_who_uses_what_and_runs_out_of_memory_leaves_nothing_behind(
+    open_lab: Callable[..., Any],
+) -> None:
+    lab = open_lab("qwen3-moe-tiny", seq_length=512)
+    plain = lab.step(offload("mlp_norm"))
+    lab.device_memory_bytes = plain.static_bytes + plain.activation_peak_bytes // 3
+    with pytest.raises(torch.OutOfMemoryError):
+        lab.groups_used()
+    lab.device_memory_bytes = None
+    assert same_step(lab.step(), plain)

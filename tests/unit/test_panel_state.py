@@ -15,8 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from memlab.applicability import check_on_model, without_effect
 from memlab.architectures import ARCHITECTURES
 from memlab.cli import build_parser
+from memlab.commands.ranks import layout_of_the_job
+from memlab.layout import Layout
 from memlab.record import StepRecord
 from memlab.scenario import Scenario
 from memlab.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
@@ -81,7 +84,7 @@ def test_draft_keeps_what_does_not_apply_and_leaves_it_out() -> None:
         ),
         (
             {"recompute_granularity": "full", "recompute_num_layers": 3},
-            lambda: replace(FULL, recompute_num_layers=3).check(ARCHITECTURES["qwen3-moe-tiny"], 4),
+            lambda: check_on_model(replace(FULL, recompute_num_layers=3), ARCHITECTURES["qwen3-moe-tiny"], 4),
         ),
         (
             {"recompute_granularity": "selective", "recompute_modules": ()},
@@ -124,8 +127,8 @@ def test_what_does_not_apply_is_what_is_refused_or_without_effect_by_itself(arch
         values: dict[str, Any] = {field: [module, "core_attn"] if module == "attn_proj" else [module]}
         settings = MemorySettings(**(values | ({"recompute_granularity": "selective"} if "recompute" in field else {})))
         try:
-            settings.check(model, model.num_layers)
-            reason = settings.without_effect(model).get(f"{field}:{module}")
+            check_on_model(settings, model, model.num_layers)
+            reason = without_effect(settings, model).get(f"{field}:{module}")
         except ValueError as error:
             reason = str(error)
         assert reasons.get(f"{field}:{module}") == reason
@@ -506,3 +509,22 @@ def test_csv_has_a_row_a_run_with_plain_numbers() -> None:
     assert int(table[0]["peak_allocated_bytes"]) == lab.records[0].peak_allocated_bytes
     assert table[0]["repeat"].startswith("memlab measure qwen3-moe-tiny --seq-length 64")
     assert table[1]["message"].startswith('RuntimeError: no, "never"\nagain')
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [
+        ("simulated", "memlab predict qwen3-moe-tiny --num-microbatches 2"),
+        ("cuda", "torchrun --nproc-per-node 4 -m memlab measure qwen3-moe-tiny --num-microbatches 2"),
+    ],
+)
+def test_the_command_of_a_rank_of_a_job_repeats_its_layout(backend: str, words: str) -> None:
+    layout = Layout(pipeline_model_parallel_size=2, data_parallel_size=2, rank=3 if backend == "simulated" else 0)
+    scenario = Scenario(architecture="qwen3-moe-tiny", num_microbatches=2, layout=layout, routing="skewed:2")
+    scenario = scenario if backend == "simulated" else replace(scenario, routing="balanced")
+    command = exports.measure_command(Run(number=1, scenario=scenario, settings=MemorySettings(), backend=backend))
+    assert command.startswith(words)
+    arguments = build_parser().parse_args(shlex.split(command.partition("memlab ")[2]))
+    again = layout_of_the_job(arguments, 4, getattr(arguments, "rank", 0))
+    assert again == layout
+    assert getattr(arguments, "routing", None) == ("skewed:2" if backend == "simulated" else None)

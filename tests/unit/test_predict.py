@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from memlab.cli import main
-from memlab.fitting.fit import judge_fit
+from memlab.fitting.fit import _one_thing_more, judge_fit
 from memlab.lab import Lab
 from memlab.layout import Layout
 from memlab.outside_torch import estimate_outside_torch
+from memlab.predictions import predict_again, predict_ranks
 from memlab.record import StepRecord
+from memlab.scenario import Scenario
 from memlab.settings import MemorySettings
 from memlab.units import GIB, MIB, parse_bytes
+from tests.unit.live import FULL
 
 OUTSIDE_BYTES = estimate_outside_torch(Layout()).total_bytes
 
@@ -50,7 +55,7 @@ def test_what_cannot_fit_is_told_from_what_may_fit_under_several_settings(capfd:
     with Lab("phi-4-tiny", num_layers=2, seq_length=64, backend="simulated") as lab:
         plain = lab.step()
     assert main(["predict", *TINY, "--gpu-memory", f"{OUTSIDE_BYTES + plain.static_bytes - 1}B"]) == 1
-    assert capfd.readouterr().out.endswith("whatever is set: spread it over more GPUs\n")
+    assert capfd.readouterr().out.endswith("whatever is set: take another layout or more GPUs\n")
     assert main(["predict", *TINY, "--gpu-memory", f"{OUTSIDE_BYTES + plain.static_bytes + 1}B"]) == 1
     assert "let memlab search combine them" in capfd.readouterr().out
 
@@ -168,3 +173,92 @@ def test_a_size_is_read_with_its_unit(text: str, num_bytes: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no size of memory"):
         parse_bytes(text)
+
+
+def test_a_pass_without_backward_is_predicted_as_one() -> None:
+    with Lab("phi-4-tiny", num_layers=2, seq_length=64, backend="cpu") as lab:
+        measured = [lab.forward_only(), lab.step()]
+    again = predict_again(measured)
+    assert [record.forward_only for record in again] == [True, False]
+    assert again[0].peak_allocated_bytes < again[1].peak_allocated_bytes
+
+
+def test_every_rank_is_of_its_own_kind_where_each_draws_its_experts() -> None:
+    job: dict[str, Any] = {"layout": Layout(data_parallel_size=4, expert_model_parallel_size=2)}
+    assert Scenario(architecture="qwen3-moe-tiny", routing="random:0", **job).ranks_of_every_kind == (0, 1, 2, 3)
+    assert Scenario(architecture="qwen3-moe-tiny", routing="skewed:2", **job).ranks_of_every_kind == (0, 1)
+    assert Scenario(architecture="qwen3-moe-tiny", **job).ranks_of_every_kind == (0,)
+
+
+def test_fitting_refuses_what_is_no_step_or_no_size_and_leaves_the_settings() -> None:
+    with Lab("phi-4-tiny", num_layers=4, seq_length=2048, backend="simulated") as lab:
+        record = lab.step()
+        for size in (-5, 1.5, True):
+            with pytest.raises(ValueError, match="give a size such as"):
+                lab.fit(record, size)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="no whole step"):
+            lab.fit(replace(record, status="out_of_memory"), "80GiB")
+        assert lab.fit(record, record.peak_allocated_bytes - 8 * MIB + OUTSIDE_BYTES).alternatives != ()
+        assert lab.settings == MemorySettings() and lab.device_memory_bytes is None
+
+
+def test_what_fits_in_a_warm_lab_fits_in_a_fresh_one() -> None:
+    said = set()
+    for name in ("phi-4-tiny", "qwen3-moe-tiny"):
+        with Lab(name, seq_length=4096, backend="simulated") as warm:
+            plain = warm.step()
+            least, cached = plain.peak_allocated_bytes, plain.peak_reserved_bytes
+            assert cached is not None and cached > least
+            rooms = [least + share * (cached - least) // 4 for share in (0, 1, 2, 3, 6)]
+            answers = []
+            for room in rooms:
+                warm.device_memory_bytes = room
+                answers.append(warm.step().status)
+        for room, answer in zip(rooms, answers, strict=True):
+            if answer == "ok":
+                with Lab(name, seq_length=4096, backend="simulated") as fresh:
+                    fresh.device_memory_bytes = room
+                    assert fresh.step().status == "ok", (name, room)
+        said |= set(answers)
+    assert said == {"ok", "out_of_memory"}
+
+
+UNEVEN = [
+    *("phi-4-tiny", "--num-layers", "8", "--seq-length", "8192", "--num-microbatches", "2", "--world-size", "2"),
+    *("--pipeline-model-parallel-size", "2"),
+]
+
+
+def test_a_job_fits_where_each_rank_does_and_what_would_fit_does_on_all(capfd: pytest.CaptureFixture[str]) -> None:
+    layout = Layout(pipeline_model_parallel_size=2)
+    workload: dict[str, Any] = {"num_layers": 8, "seq_length": 8192, "num_microbatches": 2}
+    first, last = predict_ranks("phi-4-tiny", layout, **workload).values()
+    assert last.peak_reserved_bytes is not None and last.peak_reserved_bytes < first.peak_allocated_bytes
+    room = (last.peak_reserved_bytes + first.peak_allocated_bytes) // 2
+    budget = f"{estimate_outside_torch(layout).total_bytes + room}B"
+    codes = [main(["predict", *UNEVEN, "--gpu-memory", budget, "--rank", rank]) for rank in ("0", "1", "all")]
+    assert codes == [1, 0, 1]
+    capfd.readouterr()
+    assert main(["predict", *UNEVEN, "--gpu-memory", budget, "--rank", "all", "--json"]) == 1
+    fit = json.loads(capfd.readouterr().out)["fit"]
+    assert fit["rank"] == 0 and fit["alternatives"]
+    for choice in fit["alternatives"]:
+        again = predict_ranks("phi-4-tiny", layout, MemorySettings.from_dict(choice["settings"]), **workload)
+        peak = max(record.peak_allocated_bytes for record in again.values())
+        assert peak == pytest.approx(choice["peak_allocated_bytes"], rel=1e-2)
+        assert peak <= room
+
+
+def test_a_rank_that_was_taken_by_default_says_that_others_differ(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", *UNEVEN]) == 0
+    assert "rank 0 of 2: others hold more or less" in capfd.readouterr().out
+    assert main(["predict", *TINY, "--world-size", "2"]) == 0
+    assert "others hold" not in capfd.readouterr().out, "data parallel ranks are alike"
+
+
+def test_what_checkpoints_keep_is_offered_as_room_and_no_offload_beside_full_recompute() -> None:
+    with Lab("qwen3-moe-tiny", seq_length=2048, backend="simulated") as lab:
+        record = lab.step(FULL)
+        settings = list(_one_thing_more(record))
+    assert replace(FULL, checkpoint_input_remedy="detach") in settings
+    assert not [choice for choice in settings if choice.offload_modules]

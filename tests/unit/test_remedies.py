@@ -96,3 +96,12 @@ def test_a_remedy_without_a_checkpointed_moe_layer_says_so_and_does_nothing(open
             record = lab.step(remedied(remedy, settings))
             assert record.peak_allocated_bytes == plain.peak_allocated_bytes
             assert "MoE layer" in record.without_effect["checkpoint_input_remedy"]
+
+
+def test_the_step_that_the_meter_is_held_against_has_the_remedy_too(
+    open_lab: Callable[..., Lab], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    lab.step(remedied("detach"))
+    lab.unmetered_step_seconds()
+    assert lab.retained() == []

@@ -137,3 +137,18 @@ def test_a_weight_sync_needs_the_parameters_alone(open_lab: Callable[..., Any]) 
     assert down.device_bytes == idle
     assert down.host_bytes == up.host_bytes, "the host copy is made once"
     assert lab.step().loss == away.loss
+
+
+def test_a_host_buffer_that_cannot_be_made_leaves_everything_on_the_device(
+    open_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = open_lab("phi-4-tiny")
+    plain = lab.step()
+    with monkeypatch.context() as patches:
+        patches.setattr("memlab.model.residency.HostBuffer", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            lab.offload("parameters")
+    assert not lab.audit_residency().complaints
+    again = lab.step()
+    assert (again.status, again.loss) == ("ok", plain.loss)
+    assert lab.offload("parameters").moved_bytes

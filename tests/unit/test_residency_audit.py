@@ -329,3 +329,12 @@ def test_a_fault_comes_and_goes_and_the_kind_of_host_memory_stays(open_lab: Call
     with lab.residency_fault("size_not_saved"):
         assert not lab.pinned_host_memory
     assert not lab.pinned_host_memory
+
+
+def test_a_fault_that_is_refused_leaves_the_audit_as_it_was(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    lab.step(NONE)
+    lab.hand_over()
+    with pytest.raises(ValueError, match="expert_buffers=True"), lab.residency_fault("expert_buffers_forgotten"):
+        pass
+    assert not lab.audit_residency().complaints

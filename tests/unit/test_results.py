@@ -70,3 +70,16 @@ def test_a_result_reads_back() -> None:
     again = Result.from_dict(json.loads(json.dumps(result.to_dict())))
     assert isinstance(again.record, StepRecord)
     assert again == result
+
+
+def test_scenarios_that_read_alike_have_tables_of_their_own() -> None:
+    other = replace(PLAIN, scenario=replace(PLAIN.scenario, seed=5), peak_allocated_bytes=20 * GIB)
+    rows = rows_of(
+        Result(PLAIN, (0.1,)), Result(other, (0.1,)), Result(replace(OFFLOADED, scenario=other.scenario), (0.1,))
+    )
+    assert [row[2] for row in rows if row[0] == "offload core_attn"] == ["11.000"]
+
+
+def test_a_page_in_no_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["results", "labs/results/h200_settings.jsonl", "--out", "/nowhere/page.md"]) == 2
+    assert "make it, or write elsewhere" in capsys.readouterr().err

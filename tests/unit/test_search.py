@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from memlab.applicability import check_on_model, checkpoints_moe_layers, without_effect
 from memlab.cli import main
-from memlab.fitting.bounds import num_layers_here, recomputed_operations
+from memlab.fitting.bounds import recomputed_operations
 from memlab.fitting.candidates import candidates
 from memlab.fitting.fit import moved_bytes
 from memlab.fitting.front import Point, Search
@@ -151,8 +152,8 @@ def test_candidates_are_allowed_have_an_effect_and_do_what_the_base_does() -> No
     wanted = candidates(PLAIN, scenario)
     assert wanted[0] == PLAIN and len(set(wanted)) == len(wanted)
     for settings in wanted:
-        settings.check(scenario.architecture, scenario.num_layers)
-        assert settings.without_effect(scenario.architecture) == {}
+        check_on_model(settings, scenario.architecture, scenario.num_layers)
+        assert without_effect(settings, scenario.architecture) == {}
     assert {PLAIN, FULL, recompute("moe"), recompute("layernorm", "moe_act")} <= set(wanted)
     assert replace(offload("expert_fc1", "moe_act"), min_offloaded_tensor_size=1024**2) in wanted
     assert MemorySettings(offload_parameters=True) in wanted
@@ -166,7 +167,7 @@ def test_candidates_are_allowed_have_an_effect_and_do_what_the_base_does() -> No
     assert {s.recompute_num_layers for s in more if s.recompute_method == "block"} == {24, 30, 36, 42}
     assert all("moe_act" in (s.offload_modules or ()) and s.checkpoint_input_remedy == "detach" for s in more)
     detached = candidates(MemorySettings(checkpoint_input_remedy="detach"), scenario)
-    by_remedy = {s.checkpoints_moe_layers(scenario.architecture): s.checkpoint_input_remedy for s in detached[1:]}
+    by_remedy = {checkpoints_moe_layers(s, scenario.architecture): s.checkpoint_input_remedy for s in detached[1:]}
     assert by_remedy == {True: "detach", False: None}
 
     small = Scenario(architecture="phi-4-tiny", seq_length=64)
@@ -177,7 +178,7 @@ def test_candidates_are_allowed_have_an_effect_and_do_what_the_base_does() -> No
 def test_a_stage_of_a_pipeline_counts_its_own_layers() -> None:
     scenario = Scenario(architecture="qwen3-30b-a3b", layout=Layout(pipeline_model_parallel_size=4, rank=3))
     whole = Scenario(architecture="qwen3-30b-a3b")
-    assert num_layers_here(scenario) == 12
+    assert scenario.num_layers_of_stage == 12
     assert recomputed_operations(FULL, scenario) * 4 == recomputed_operations(FULL, whole)
     assert {s.recompute_num_layers for s in candidates(PLAIN, scenario) if s.recompute_method == "uniform"} == {
         1, 2, 3, 4, 6, 12,
@@ -248,7 +249,8 @@ def test_the_command_prints_what_single_steps_give(capfd: pytest.CaptureFixture[
 
 def test_where_nothing_fits_it_says_what_is_lacking_and_exits_with_1(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["search", *TINY, f"--gpu-memory={OUTSIDE_BYTES + MIB}B", "--max-steps", "2"]) == 1
-    assert "nothing fits: " in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    assert "nothing that was tried fits: " in printed and "let it take more steps, or take more devices" in printed
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from memlab.applicability import check_on_model, without_effect
 from memlab.architectures import find_architecture
 from memlab.settings import OFFLOAD_MODULES, MemorySettings, refusal
 
@@ -90,7 +91,7 @@ def test_a_broken_rule_is_refused_in_one_line_with_value_and_remedy(
 def test_what_the_model_cannot_do_is_refused_on_that_model(values: dict[str, object], words: list[str]) -> None:
     settings = MemorySettings(**values)  # type: ignore[arg-type]
     with pytest.raises(ValueError) as refusal:
-        settings.check(DENSE, 4)
+        check_on_model(settings, DENSE, 4)
     assert [word for word in words if word not in str(refusal.value)] == []
 
 
@@ -136,17 +137,17 @@ def test_a_fused_norm_is_named_as_the_reason_that_a_setting_does_nothing() -> No
         recompute_granularity="selective",
         recompute_modules=["layernorm", "mlp"],
     )
-    assert set(settings.without_effect(MOE)) == {"offload_modules:attn_norm", "recompute_modules:mlp"}
-    assert set(settings.without_effect(DENSE)) == {
+    assert set(without_effect(settings, MOE)) == {"offload_modules:attn_norm", "recompute_modules:mlp"}
+    assert set(without_effect(settings, DENSE)) == {
         "offload_modules:attn_norm",
         "offload_modules:mlp_norm",
         "recompute_modules:layernorm",
     }
-    assert "fused into linear_qkv" in settings.without_effect(MOE)["offload_modules:attn_norm"]
+    assert "fused into linear_qkv" in without_effect(settings, MOE)["offload_modules:attn_norm"]
 
 
 def test_a_minimum_size_without_offload_modules_is_said_to_do_nothing() -> None:
-    reasons = MemorySettings(min_offloaded_tensor_size=0).without_effect(MOE)
+    reasons = without_effect(MemorySettings(min_offloaded_tensor_size=0), MOE)
     assert list(reasons) == ["min_offloaded_tensor_size"]
 
 
@@ -162,3 +163,23 @@ def test_the_short_name_tells_settings_apart() -> None:
 def test_a_refusal_is_the_rule_s_text_or_nothing() -> None:
     assert refusal(offload_modules=["core_attn"]) == ""
     assert refusal(offload_modules=["attn_proj"]).startswith("offload_modules has 'attn_proj' without 'core_attn'")
+
+
+@pytest.mark.parametrize("optimizer", [False, True])
+@pytest.mark.parametrize("gradients", [None, False, True])
+def test_the_fields_that_are_named_make_equal_settings(optimizer: bool, gradients: bool | None) -> None:
+    settings = MemorySettings(offload_optimizer=optimizer, offload_gradients=gradients, offload_modules=["core_attn"])
+    assert MemorySettings(**settings.changed()) == settings
+    assert MemorySettings().changed() == {}
+
+
+def test_offload_beside_full_recompute_is_refused_on_pipeline_stages_alone() -> None:
+    settings = MemorySettings(
+        recompute_granularity="full",
+        recompute_method="uniform",
+        recompute_num_layers=1,
+        offload_modules=["qkv_linear"],
+    )
+    check_on_model(settings, MOE, 4)
+    with pytest.raises(ValueError, match="must have none on pipeline stages"):
+        check_on_model(settings, MOE, 2, 2)

@@ -133,8 +133,9 @@ def test_a_limit_is_the_allocator_s() -> None:
         lab.device_memory_bytes = plain.peak_reserved_bytes
         assert lab.step().status == "ok"
         lab.device_memory_bytes = plain.static_bytes
-        refused = lab.step(MemorySettings(offload_modules=("core_attn",)))
-        assert refused.status == "out_of_memory"
+        for settings in (plain.settings, MemorySettings(offload_modules=("core_attn",))):
+            refused = lab.step(settings)
+            assert refused.status == "out_of_memory", settings
         assert refused.out_of_memory is not None
         assert refused.out_of_memory.refusal.reserved_bytes <= plain.static_bytes + 20 * 1024**2
         lab.device_memory_bytes = None
