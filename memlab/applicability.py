@@ -106,5 +106,12 @@ def without_effect(settings: MemorySettings, architecture: Architecture) -> dict
     return reasons
 
 
+def without_backward(settings: MemorySettings) -> dict[str, str]:
+    """Names what does nothing in a pass without backward, like `without_effect`: nothing is kept for one."""
+    names = [name for name in ("recompute_granularity", "checkpoint_input_remedy") if getattr(settings, name)]
+    names += [f"offload_modules:{name}" for name in settings.offload_modules or ()]
+    return dict.fromkeys(names, "a pass without backward keeps nothing that could be recomputed or offloaded")
+
+
 def _whole(layers: tuple[int, ...]) -> str:
     return "the model" if len(layers) == 1 else "a model chunk"

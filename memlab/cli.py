@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -41,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
         summary = (command.__doc__ or "").partition("\n")[0]
         subparser = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         command.add_arguments(subparser)
-        subparser.set_defaults(prepare=command.prepare)
+        subparser.set_defaults(prepare=command.prepare, prog=subparser.prog, page=subparser.format_help())
     return parser
 
 
@@ -67,9 +69,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    arguments, unknown = build_parser().parse_known_args(argv)
+    if unknown:
+        flags = set(re.findall(r"--[a-z][a-z-]*", arguments.page)) - {unknown[0]}
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], sorted(flags), 1)
+        mean = f"did you mean {near[0]}? All flags: " if near else ""
+        raise ValueError(f"unrecognized arguments: {' '.join(unknown)}: {mean}see {arguments.prog} --help")
+    return arguments
+
+
 def _run(argv: Sequence[str] | None) -> int:
     try:
-        arguments = build_parser().parse_args(argv)
+        arguments = _parsed(argv)
         job = arguments.prepare(arguments)
     except ValueError as error:
         print(error, file=sys.stderr)

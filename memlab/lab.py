@@ -93,6 +93,7 @@ class Lab(Instruments):
                 "leave it out, or choose backend 'simulated'"
             )
         require_ranks(self.backend.distributed_backend, scenario.layout)
+        self.backend.require_room(scenario)
         self.settings = MemorySettings()
         self.records: list[StepRecord] = []
         _close_open_lab()
@@ -179,6 +180,8 @@ class Lab(Instruments):
 
     def forward_only(self, settings: MemorySettings | None = None, *, suspend_offload: bool = True) -> StepRecord:
         """Takes a pass without gradients, backward and optimizer, as reinforcement learning does for log-probabilities.
+
+        Optimizer state is what earlier steps have made: on a lab that has taken none, Adam's moments are not there yet.
 
         Args:
             settings: Applied first; None keeps those that stand.

@@ -161,11 +161,12 @@ class Layout:
             ("expert_tensor_parallel_size", self.expert_tensor_size if experts else 1, "columns of an expert", columns),
         ):
             if amount % size:
-                divisors = [str(count) for count in range(1, min(amount, 64) + 1) if amount % count == 0]
+                divisors = [str(count) for count in range(1, min(amount, 128) + 1) if amount % count == 0]
                 rule = f"must divide the {amount} {what} of {architecture.name}"
                 if what == "experts" and not architecture.is_moe:
                     rule = f"must be 1, since {architecture.name} is dense"
-                raise ValueError(f"{name} is {size}, {rule}: choose from {', '.join(divisors)}")
+                uneven = ", or set num_layers_in_first_pipeline_stage and the last's" if what == "layers" else ""
+                raise ValueError(f"{name} is {size}, {rule}: choose from {', '.join(divisors)}{uneven}")
         self._check_chunks(num_layers, num_microbatches)
 
     def _check_chunks(self, num_layers: int, num_microbatches: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
 
-from memlab.applicability import checkpoints_moe_layers
+from memlab.applicability import checkpoints_moe_layers, without_backward
 from memlab.backends import Backend
 from memlab.meter.labels import Labels, labelled_by
 from memlab.meter.protocol import Meter
@@ -155,7 +155,8 @@ class Stepper:
             with self._offload_watch.watching(on_host=self.meter.hold_on_host):
                 measured |= self._phases(settings, forward_only=forward_only, suspend_offload=suspend_offload)
         except (torch.OutOfMemoryError, StepStopped) as error:
-            measured |= self._ended_early(error, forward_only=forward_only) | self._offload_seen(settings)
+            measured |= self._ended_early(error, forward_only=forward_only)
+            measured |= self._offload_seen(settings, forward_only=forward_only)
             self.recover(settings, error)
         except BaseException as error:
             self.recover(settings, error)
@@ -195,7 +196,7 @@ class Stepper:
             "load_seconds": load_seconds,
             "offload_seconds": offload_seconds,
             "offloaded_bytes_by_group": freed,
-            **self._offload_seen(settings),
+            **self._offload_seen(settings, forward_only=forward_only),
         }
 
     @contextmanager
@@ -208,13 +209,14 @@ class Stepper:
         finally:
             self._bookkeeping_seconds += time.perf_counter() - started
 
-    def _offload_seen(self, settings: MemorySettings) -> dict[str, Any]:
+    def _offload_seen(self, settings: MemorySettings, *, forward_only: bool) -> dict[str, Any]:
+        if forward_only:
+            without_effect = without_backward(settings)
+        else:
+            without_effect = self._offload_watch.without_effect(self.scenario, settings) | self._remedy.without_effect()
         return {
             "offloaded_bytes_by_module": dict(self._offload_watch.moved_bytes),
-            "without_effect": {
-                **self._offload_watch.without_effect(self.scenario, settings),
-                **self._remedy.without_effect(),
-            },
+            "without_effect": without_effect,
         }
 
     def remedied(self, settings: MemorySettings) -> AbstractContextManager[None]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from memlab.meter.labels import Labels
 from memlab.meter.protocol import Meter
+from memlab.scenario import Scenario
 
 BACKENDS = ("auto", "cpu", "cuda", "simulated")
 BACKEND_VARIABLE = "MEMLAB_BACKEND"
@@ -32,6 +33,8 @@ class Backend:
     meter: Callable[[Labels], Meter]
     fill_workspaces: Callable[[bool], None] = lambda is_moe: None
     """Takes, once a model stands, what kernels keep on the device and no tensor shows."""
+    require_room: Callable[[Scenario], None] = lambda scenario: None
+    """Raises `ValueError` for a model that has no room here before it takes a step."""
     computes: bool = True
     """Whether tensors have values: a loss is a loss then."""
     compiles: bool = False

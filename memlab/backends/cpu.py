@@ -9,9 +9,11 @@ offloading is seen although both pools are the same RAM.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +27,8 @@ from memlab.meter.labels import one_kernel
 from memlab.meter.storages import StorageMeter
 from memlab.model import torch_moe
 from memlab.model.torch_layers import TorchProvider
+from memlab.scenario import Scenario
+from memlab.units import format_bytes
 
 
 def backend(reason: str) -> Backend:
@@ -36,7 +40,24 @@ def backend(reason: str) -> Backend:
         distributed_backend="fake",
         active=stand_in,
         meter=StorageMeter,
+        require_room=require_host_memory,
     )
+
+
+def require_host_memory(scenario: Scenario) -> None:
+    """Holds a model's parameters, gradients and optimizer state against the memory of this host.
+
+    Raises:
+        ValueError: If they are more. The system would end the process in the middle of the build, without a word.
+    """
+    model = replace(scenario.architecture, num_layers=scenario.num_layers)
+    of_parameter = 2 + 4 + 4 + 8 if scenario.dtype == "bf16" else 4 + 4 + 8  # gradient, main parameter, Adam's moments
+    needed, there = model.num_parameters * of_parameter, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise ValueError(
+            f"{scenario} takes {format_bytes(needed)} before its first step, and this host has {format_bytes(there)}: "
+            "take fewer layers, or predict it (memlab predict, backend 'simulated')"
+        )
 
 
 @contextmanager

@@ -119,7 +119,11 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     from memlab.backends import find_backend
 
     with result_alone_on_stdout():
-        find_backend(arguments.backend)
+        from memlab.model.process_group import require_ranks
+
+        backend = find_backend(arguments.backend)
+        require_ranks(backend.distributed_backend, workload["layout"])
+        backend.require_room(Scenario(**workload))
     return lambda: _measure(workload, settings, arguments)
 
 

@@ -88,7 +88,8 @@ class Suite:
         """
         chosen = tuple(case for case in self.cases if pattern is None or fnmatchcase(case.name, f"*{pattern}*"))
         if not chosen:
-            names = ", ".join(case.name for case in self.cases)
+            names = ", ".join(case.name for case in self.cases[:5])
+            names += f" and {len(self.cases) - 5} more in {self.shown_path}" if len(self.cases) > 5 else ""
             raise ValueError(f"pattern {pattern!r} is in no case's name: choose a part of {names}")
         return chosen
 

@@ -45,6 +45,10 @@ class Result:
             ValueError: If a field is missing or unknown.
         """
         if set(values) != {"record", "seconds"}:
+            if "scenario" in values:
+                raise ValueError(
+                    "a measured step where a result must be, with record and seconds: give it with --steps"
+                )
             raise ValueError(f"fields are {sorted(values)}, must be record and seconds: write the file anew")
         return cls(StepRecord.from_dict(values["record"]), tuple(values["seconds"]))
 

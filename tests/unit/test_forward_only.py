@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import megatron.core
 import pytest
@@ -94,3 +95,12 @@ def test_after_a_change_a_pass_that_is_not_suspended_misleads_the_warm_up(open_l
     mended = lab.step()
     assert mended.offloaded_bytes_by_module == expected.offloaded_bytes_by_module
     assert (mended.peak_allocated_bytes, mended.residual_bytes) == (expected.peak_allocated_bytes, 0)
+
+
+def test_what_only_backward_would_use_is_said_to_do_nothing_without_one(open_lab: Callable[..., Lab]) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    settings = replace(offload("moe_act"), recompute_granularity="selective", recompute_modules=("layernorm",))
+    reasons = lab.forward_only(settings).without_effect
+    assert set(reasons) == {"recompute_granularity", "offload_modules:moe_act"}
+    assert all("without backward" in reason for reason in reasons.values())
+    assert lab.step().without_effect == {}

@@ -438,3 +438,10 @@ def test_progress_of_a_pipeline_stage_ends_at_its_total() -> None:
         with pytest.raises(ValueError, match="must be from 0 to 1"), lab.tap(2):
             pass
     assert (seen[-1].done, seen[-1].total) == (2 * 2 * 2, 2 * 2 * 2)
+
+
+def test_a_model_that_the_host_has_no_memory_for_is_refused_before_it_is_built(open_lab: Callable[..., Any]) -> None:
+    open_one = open_lab("phi-4-tiny")
+    with pytest.raises(ValueError, match=r"takes 245.7.* before its first step, and this host has .*memlab predict"):
+        open_lab("phi-4")
+    assert not open_one.closed
