@@ -70,7 +70,8 @@ class FakeLab:
 @pytest.fixture
 def fake_lab(monkeypatch: pytest.MonkeyPatch) -> type[FakeLab]:
     monkeypatch.setitem(sys.modules, "memlab.lab", types.SimpleNamespace(Lab=FakeLab))
-    monkeypatch.setattr("memlab.backends.find_backend", lambda _: None)
+    backend = types.SimpleNamespace(distributed_backend="simulated", require_room=lambda _: None)
+    monkeypatch.setattr("memlab.backends.find_backend", lambda _: backend)
     return FakeLab
 
 

@@ -159,7 +159,7 @@ class Lab:
     def step(self, _): raise RuntimeError("planted on this rank")
 sys.modules["memlab.lab"] = types.SimpleNamespace(Lab=Lab)
 from memlab.cli import main
-sys.exit(main("measure qwen3-moe-tiny --seq-length 64 --tensor-model-parallel-size 2 --backend cpu".split()))
+sys.exit(main("measure qwen3-moe-tiny --seq-length 64 --tensor-model-parallel-size 2 --backend simulated".split()))
 """
     done = subprocess.run(
         [sys.executable, "-c", program],
