@@ -32,8 +32,8 @@ def check_on_model(settings: MemorySettings, architecture: Architecture, *layers
         layers: Transformer layers of each model chunk of the job; of a model in one piece, all that it really has.
 
     Raises:
-        ValueError: If a module exists only in MoE layers and the model is dense, or if more layers are to be
-            recomputed than the model has.
+        ValueError: If a module exists only in MoE layers and the model is dense, if more layers are to be recomputed
+            than the model has, or if full recompute has offload modules beside it on pipeline stages.
     """
     num_layers = max(layers)
     if settings.recompute_num_layers is not None and settings.recompute_num_layers > num_layers:
