@@ -11,6 +11,7 @@ import pytest
 from memlab.analysis.loss_tolerance import loss_tolerance
 from memlab.lab import Lab
 from memlab.out_of_memory import OutOfMemory
+from memlab.outside_torch import estimate_outside_torch
 from memlab.record import StepRecord
 from memlab.settings import MemorySettings
 from memlab.units import GIB, MIB
@@ -114,6 +115,36 @@ def test_a_device_in_pieces_is_fragmentation(lab: Lab) -> None:
     lab.device_memory_bytes = None
     torch.cuda.empty_cache()
     check_same_step(lab, plain)
+
+
+def test_a_step_that_no_meter_watches_gives_its_memory_back_too(lab: Lab) -> None:
+    import torch
+
+    plain = lab.step()
+    lab.device_memory_bytes = plain.peak_allocated_bytes - GIB
+    with pytest.raises(torch.OutOfMemoryError):
+        lab.unmetered_step_seconds()
+    with pytest.raises(torch.OutOfMemoryError):
+        lab.groups_used()
+    lab.device_memory_bytes = None
+    check_same_step(lab, plain)
+
+
+def test_what_a_warm_lab_says_fits_does_so_in_a_fresh_one(lab: Lab) -> None:
+    plain = lab.step()
+    outside_bytes = estimate_outside_torch(plain.scenario.layout).total_bytes
+    fit = lab.fit(plain, plain.peak_allocated_bytes - 256 * MIB + outside_bytes)
+    assert not fit.fits
+    assert lab.device_memory_bytes is None
+    cheapest = fit.alternatives[0].settings
+    room_bytes = fit.gpu_memory_bytes - outside_bytes
+    lab.close()
+    with Lab("qwen3-30b-a3b", num_layers=2, seq_length=8192, backend="cuda") as fresh:
+        fresh.device_memory_bytes = room_bytes
+        record = fresh.step(cheapest)
+        assert record.status == "ok", (cheapest, record.message)
+        fresh.device_memory_bytes = None
+        assert fresh.step(plain.settings).loss == pytest.approx(plain.loss, rel=1e-5)
 
 
 def _free_bytes() -> int:
