@@ -23,26 +23,34 @@ RUNS = 10
 
 
 def metering() -> None:
-    """Prints steps with and without the meter and its hooks, interleaved."""
+    """Prints steps with and without the meter and its hooks, interleaved, and what two without differ by: the noise."""
     print(
-        f"{'metering, sequence 4096':40}{'metered ms':>12}{'plain ms':>12}{'ratio':>8}   (at most 1.05), least to most"
+        f"{'metering, sequence 4096':32}{'metered ms':>12}{'plain ms':>10}{'ratio':>8}{'quartiles':>16}"
+        f"{'plain / plain':>16}   (ratio at most 1.05)"
     )
     for name, num_layers in (("qwen3-30b-a3b", 4), ("qwen3-30b-a3b", 10), ("phi-4", 4), ("phi-4", 12)):
         with Lab(name, num_layers=num_layers, seq_length=4096) as lab:
-            pairs: list[tuple[float, float]] = []
-            for _ in range(2 * RUNS):
-                lab.step()  # after an unmetered step the allocator's cache is empty, and fills again in these two
-                metered_seconds = lab.step().step_seconds
-                assert metered_seconds is not None
-                pairs.append((metered_seconds, lab.unmetered_step_seconds()))
-            metered, plain = (statistics.median(column) * 1e3 for column in zip(*pairs, strict=True))
+            lab.step()
+            rounds = [_metered_plain_plain(lab) for _ in range(2 * RUNS)]
+            metered, plain, _ = (statistics.median(column) * 1e3 for column in zip(*rounds, strict=True))
             # Of pairs, as a shared host is slow for seconds at a time.
-            ratio = statistics.median(one / other for one, other in pairs)
-            spread = " / ".join(
-                f"{min(column) * 1e3:.0f} to {max(column) * 1e3:.0f}" for column in zip(*pairs, strict=True)
+            lower, ratio, upper = statistics.quantiles([one / other for one, other, _ in rounds], n=4)
+            least, _, most = statistics.quantiles([one / other for _, one, other in rounds], n=4)
+            print(
+                f"{f'{name}, {num_layers} layers':32}{metered:12.1f}{plain:10.1f}{ratio:8.3f}"
+                f"{f'{lower:.2f} to {upper:.2f}':>16}{f'{least:.2f} to {most:.2f}':>16}",
+                flush=True,
             )
-            row = f"{f'{name}, {num_layers} layers':40}{metered:12.1f}{plain:12.1f}{ratio:8.3f}"
-            print(f"{row}   {spread}", flush=True)
+
+
+def _metered_plain_plain(lab: Lab) -> tuple[float, float, float]:
+    """Returns three steps' seconds, each after a metered one: an unmetered one empties the allocator's cache."""
+    lab.step()
+    metered_seconds = lab.step().step_seconds
+    assert metered_seconds is not None
+    plain_seconds = lab.unmetered_step_seconds()
+    lab.step()
+    return metered_seconds, plain_seconds, lab.unmetered_step_seconds()
 
 
 def offload() -> None:
