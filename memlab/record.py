@@ -62,7 +62,7 @@ class StepRecord:
     offload_seconds: float = 0.0
     """Time to take them down again; exactly 0.0 where nothing moved."""
     step_seconds: float = 0.0
-    """Whole step, loading and offloading included."""
+    """Whole step, loading and offloading included. On the simulated backend what simulating took: no prediction."""
     tokens_per_second: float = 0.0
     loss: float | None = None
     forward_only: bool = False

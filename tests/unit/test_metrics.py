@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from memlab.record import StepRecord
+from memlab.regression.measured import read_measured
 from memlab.regression.metrics import METRICS_MIMETYPE, RUN_FOLDER_VARIABLE, finish
+from memlab.settings import MemorySettings
 from tests.unit.builders import record_of, training_step
 
 
@@ -60,3 +62,23 @@ def test_what_is_no_number_is_no_metric(record: StepRecord) -> None:
         finish({"plain": record}, speed="fast")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="finish got no records"):
         finish({})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        MemorySettings(),
+        MemorySettings(offload_parameters=True),
+        MemorySettings(offload_optimizer=True, offload_gradients=True),
+        MemorySettings(offload_optimizer=True, offload_gradients=False),
+    ],
+    ids=str,
+)
+def test_a_report_names_the_settings_that_a_record_had(
+    settings: MemorySettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUN_FOLDER_VARIABLE, str(tmp_path))
+    finish({"a": record_of(training_step(), settings=settings)})
+    measured = read_measured(tmp_path, "lab", {}, "simulated").records["a"]
+    assert MemorySettings.from_dict(measured.settings) == settings
+    assert measured.settings_name == str(settings)
