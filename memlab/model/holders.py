@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from memlab.model import engine_caches
+from memlab.model import engine_caches, offload_manager
 from memlab.model.build import LiveModel
 from memlab.model.upstream_versions import auxiliary_losses, forget_auxiliary_losses
 
@@ -83,7 +82,7 @@ def process_wide_holders() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "RotaryEmbedding.forward's cache of angles", RotaryEmbedding.forward.cache_clear
     yield "the scale of the auxiliary loss", lambda: setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
     yield "the log of auxiliary losses", forget_auxiliary_losses
-    yield "the offload manager's buffers", lambda: setattr(PipelineOffloadManager, "OFFLOAD_MGR", None)
+    yield "the offload manager's buffers", offload_manager.forget
     yield "random states", _forget_random_states
     for name, _, empty in engine_caches.caches():
         yield name, empty

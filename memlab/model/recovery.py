@@ -5,10 +5,9 @@ from __future__ import annotations
 import gc
 import traceback
 
-from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.tensor_parallel import random
 
-from memlab.model import toggles
+from memlab.model import offload_manager, toggles
 from memlab.model.build import LiveModel
 from memlab.model.retention import drop_graphs
 from memlab.model.upstream_versions import forget_pending_offload
@@ -36,18 +35,6 @@ def recover(live: LiveModel, settings: MemorySettings, error: BaseException) -> 
     for module in live.modules():
         forget_pending_offload(module)
     drop_graphs(live)
-    _empty_offload_groups(live)
+    offload_manager.empty_groups()
     toggles.apply(live, settings)
     gc.collect()
-
-
-def _empty_offload_groups(live: LiveModel) -> None:
-    """Lets go of what offload groups still hold that forward opened and did not come to close.
-
-    Megatron opens ``mlp_norm``'s group before the MLP and closes it after it (``transformer_layer.py``). A tensor in it
-    leads through its graph to autograd nodes that hold the group: a cycle that no collection sees, and that keeps the
-    failed step's activations for good (0.16.1).
-    """
-    for chunk in PipelineOffloadManager.get_instance()._cached_chunks_forward:
-        for group in chunk.offload_groups:
-            group._tensors.clear()

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.transformer.identity_op import IdentityOp
 
 from memlab.applicability import check_on_model
+from memlab.model import offload_manager
 from memlab.model.build import LiveModel
 from memlab.model.config import settings_fields, transformer_config
 from memlab.model.remedies import set_detach
@@ -44,10 +44,7 @@ def apply(live: LiveModel, settings: MemorySettings) -> None:
             # experts.py keeps one tensor instead of one view an expert, so that the offload is one copy.
             module.linear_fc1.save_original_input = attributes["offload_expert_fc1"]
     set_detach(live, settings.checkpoint_input_remedy == "detach")
-    # The new manager learns the model's groups in its next step, which is then a warm-up. The old one's host buffers go
-    # now: in 0.19 it is part of a cycle, and would keep them until the next garbage collection.
-    PipelineOffloadManager.get_instance().cpu_tensor_pool.clear()
-    PipelineOffloadManager.reset_instance()
+    offload_manager.start_over()
 
 
 def _recomputes(name: str) -> Callable[[Any, MemorySettings], bool]:

@@ -9,10 +9,10 @@ from unittest.mock import patch
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.tensor_parallel import random
 
 from memlab.meter.labels import Labels
+from memlab.model import offload_manager
 from memlab.model.build import LiveModel
 from memlab.model.upstream_versions import zero_auxiliary_losses
 from memlab.scenario import Scenario
@@ -46,38 +46,20 @@ def forward_only_step(live: LiveModel, labels: Labels, *, suspend_offload: bool)
     Args:
         live: The model, its parameters on the device.
         labels: Follows the phases.
-        suspend_offload: Keep Megatron's activation offload out of it (`offload_suspended`).
+        suspend_offload: Keep Megatron's activation offload out of it (`offload_manager.suspended`).
 
     Returns:
         The mean loss over the micro-batches.
     """
+    without_offload = offload_manager.suspended(live) if suspend_offload else nullcontext()
     _set_training(live, False)
     try:
-        with _phases(live, labels), torch.no_grad(), offload_suspended(live) if suspend_offload else nullcontext():
+        with _phases(live, labels), torch.no_grad(), without_offload:
             loss = _run_schedule(live, forward_only=True)
             zero_auxiliary_losses()
     finally:
         _set_training(live, True)
     return loss
-
-
-@contextmanager
-def offload_suspended(live: LiveModel) -> Iterator[None]:
-    """Runs the block without activation offload, and leaves Megatron's offload manager as it was.
-
-    As NeMo-RL's ``suspend_activation_offload_for_forward_only`` does (NeMo-RL #2279): a pass without backward would
-    otherwise be the manager's warm-up, or use up the groups of the training step that follows.
-    """
-    manager = PipelineOffloadManager.get_instance()
-    active = manager.do_offload
-    with patch.object(live.config, "fine_grained_activation_offloading", False):
-        if active:
-            manager.disable_offload()
-        try:
-            yield
-        finally:
-            if active:
-                manager.enable_offload()
 
 
 def _set_training(live: LiveModel, mode: bool) -> None:
