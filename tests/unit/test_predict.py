@@ -236,8 +236,8 @@ def test_a_job_fits_where_each_rank_does_and_what_would_fit_does_on_all(capfd: p
     assert last.peak_reserved_bytes is not None and last.peak_reserved_bytes < first.peak_allocated_bytes
     room = (last.peak_reserved_bytes + first.peak_allocated_bytes) // 2
     budget = f"{estimate_outside_torch(layout).total_bytes + room}B"
-    codes = [main(["predict", *UNEVEN, "--gpu-memory", budget, "--rank", rank]) for rank in ("0", "1", "all")]
-    assert codes == [1, 0, 1]
+    codes = [main(["predict", *UNEVEN, "--gpu-memory", budget, "--rank", rank]) for rank in ("0", "1")]
+    assert codes == [1, 0]
     capfd.readouterr()
     assert main(["predict", *UNEVEN, "--gpu-memory", budget, "--rank", "all", "--json"]) == 1
     fit = json.loads(capfd.readouterr().out)["fit"]

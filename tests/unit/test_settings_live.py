@@ -56,7 +56,7 @@ def test_loss_and_every_gradient_are_bit_identical_under_every_setting(
 def test_200_random_settings_leave_flags_and_peak_as_a_fresh_model_has_them(
     family: str, open_lab: Callable[..., Any]
 ) -> None:
-    lab = open_lab(family, seq_length=16)
+    lab = open_lab(family, num_layers=2, seq_length=16)
     first = lab.step(NONE)
     rng = random.Random(20261120)
     for _ in range(200):
