@@ -72,8 +72,8 @@ class NotebookPage:
     def reload(self, awaited: Locator) -> None:
         """Saves the notebook and loads the page again; the kernel goes on.
 
-        Where JupyterLab has drawn the outputs before it had the kernel's widgets, which a slow machine brings about, it
-        says so and stays that way (jupyter-widgets/ipywidgets#3823): then the page is loaded once more, as by hand.
+        Now and then, on a busy machine, JupyterLab does not find the kernel's widgets, says so and stays that way
+        (jupyter-widgets/ipywidgets#3823): then the page is loaded once more, as by hand.
 
         Args:
             awaited: What is there when the widgets are.
