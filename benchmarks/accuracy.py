@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from memlab.analysis.accuracy import pairs_of
-from memlab.architectures import find_architecture
 from memlab.commands.ranks import failing_together, rank
-from memlab.lab import Lab
-from memlab.layout import Layout
-from memlab.predictions import predict_again
-from memlab.record import StepRecord
-from memlab.settings import MOE_OFFLOAD_MODULES, MOE_RECOMPUTE_MODULES, MemorySettings
-from memlab.views.accuracy_table import accuracy_page
+from memlab.config.architectures import find_architecture
+from memlab.config.layout import Layout
+from memlab.config.settings import MOE_OFFLOAD_MODULES, MOE_RECOMPUTE_MODULES, MemorySettings
+from memlab.lab.lab import Lab
+from memlab.lab.predictions import predict_again
+from memlab.record.step_record import StepRecord
+from memlab.views.text.accuracy import accuracy_page
 
 Case = tuple[str, int, dict[str, int], MemorySettings]
 """Architecture, layers, workload, settings."""

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from memlab import Lab, MemorySettings
-from memlab.settings import MOE_OFFLOAD_MODULES, OFFLOAD_MODULES
+from memlab.config.settings import MOE_OFFLOAD_MODULES, OFFLOAD_MODULES
 from tests.unit.live import random_settings
 
 RUNS = 10

@@ -16,15 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from memlab.architectures import ARCHITECTURES
-from memlab.record import StepRecord
-from memlab.scenario import Scenario
-from memlab.settings import MemorySettings
-from memlab.timeline import CATEGORIES, PHASES, Timeline
+from memlab.config.architectures import ARCHITECTURES
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.record.step_record import StepRecord
+from memlab.record.timeline import Timeline
 from memlab.views.display import View
-from memlab.views.record_table import record_table
-from memlab.views.resample import resample
-from memlab.views.timeline_figure import timeline_figure
+from memlab.views.figures.resample import resample
+from memlab.views.figures.timeline import timeline_figure
+from memlab.views.text.record import record_table
+from memlab.vocabulary import CATEGORIES, PHASES
 
 EVENT_COUNTS = (1_000, 10_000, 100_000, 1_000_000)
 MODULE_COUNTS = (500, 20_000)

@@ -25,9 +25,9 @@ from ipywidgets.widgets.widget import _instances, _remove_buffers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from memlab.settings import MemorySettings
+from memlab.config.settings import MemorySettings
 from memlab.units import format_bytes
-from memlab.views.panel import Panel, panel
+from memlab.views.panel.panel import Panel, panel
 from tests.unit.builders import random_timeline
 from tests.unit.fake_lab import FakeLab
 

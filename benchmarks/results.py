@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from memlab import Lab, MemorySettings
-from memlab.architectures import Architecture
-from memlab.record import StepRecord
-from memlab.settings import MOE_OFFLOAD_MODULES, MOE_RECOMPUTE_MODULES, OFFLOAD_MODULES, RECOMPUTE_MODULES
-from memlab.views.results import Result
+from memlab.config.architectures import Architecture
+from memlab.config.settings import MOE_OFFLOAD_MODULES, MOE_RECOMPUTE_MODULES, OFFLOAD_MODULES, RECOMPUTE_MODULES
+from memlab.record.step_record import StepRecord
+from memlab.views.text.results import Result
 
 ROUNDS, STEPS_A_ROUND = 3, 4
 """Each setting is measured several times over, with all others in between, so that a slow minute hits them all."""

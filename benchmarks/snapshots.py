@@ -22,7 +22,7 @@ NUM_FRAMES = 20
 MOST_SECONDS, MOST_BYTES = 10.0, 2 * 10**9
 _READ = """
 import resource, sys, time
-from memlab.timeline import Timeline
+from memlab.record.timeline import Timeline
 started, started_cpu = time.perf_counter(), time.process_time()
 timeline = Timeline.from_snapshot(sys.argv[1])
 print(time.perf_counter() - started, time.process_time() - started_cpu)

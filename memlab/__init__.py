@@ -8,22 +8,23 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from memlab.analysis.checks import check, failure
-    from memlab.analysis.diagnosis import diagnose, probability_of_exceeding, worst
-    from memlab.architectures import ARCHITECTURES, Architecture
-    from memlab.lab import Lab
-    from memlab.layout import Layout
-    from memlab.predictions import predict_ranks
-    from memlab.record import StepRecord
-    from memlab.regression.metrics import finish
-    from memlab.scenario import Scenario
-    from memlab.settings import MemorySettings
-    from memlab.timeline import Timeline
-    from memlab.views.display import compare, peaks, show
-    from memlab.views.panel import panel
+from memlab._version import __version__  # noqa: F401
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from memlab.analysis.diagnosis import diagnose, probability_of_exceeding, worst
+    from memlab.config.architectures import ARCHITECTURES, Architecture
+    from memlab.config.layout import Layout
+    from memlab.config.scenario import Scenario
+    from memlab.config.settings import MemorySettings
+    from memlab.exercises import check, failure
+    from memlab.lab.lab import Lab
+    from memlab.lab.predictions import predict_ranks
+    from memlab.record.metrics import finish
+    from memlab.record.step_record import StepRecord
+    from memlab.record.timeline import Timeline
+    from memlab.views.display import compare, peaks, show
+    from memlab.views.panel.panel import panel
+
 __all__ = [
     "ARCHITECTURES",
     "Architecture",
@@ -47,22 +48,22 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ARCHITECTURES": "memlab.architectures",
-    "Architecture": "memlab.architectures",
-    "Lab": "memlab.lab",
-    "Layout": "memlab.layout",
-    "MemorySettings": "memlab.settings",
-    "Scenario": "memlab.scenario",
-    "StepRecord": "memlab.record",
-    "Timeline": "memlab.timeline",
-    "check": "memlab.analysis.checks",
+    "ARCHITECTURES": "memlab.config.architectures",
+    "Architecture": "memlab.config.architectures",
+    "Lab": "memlab.lab.lab",
+    "Layout": "memlab.config.layout",
+    "MemorySettings": "memlab.config.settings",
+    "Scenario": "memlab.config.scenario",
+    "StepRecord": "memlab.record.step_record",
+    "Timeline": "memlab.record.timeline",
+    "check": "memlab.exercises",
     "compare": "memlab.views.display",
     "diagnose": "memlab.analysis.diagnosis",
-    "failure": "memlab.analysis.checks",
-    "finish": "memlab.regression.metrics",
-    "panel": "memlab.views.panel",
+    "failure": "memlab.exercises",
+    "finish": "memlab.record.metrics",
+    "panel": "memlab.views.panel.panel",
     "peaks": "memlab.views.display",
-    "predict_ranks": "memlab.predictions",
+    "predict_ranks": "memlab.lab.predictions",
     "probability_of_exceeding": "memlab.analysis.diagnosis",
     "show": "memlab.views.display",
     "worst": "memlab.analysis.diagnosis",

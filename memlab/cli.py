@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from memlab import __version__
+from memlab._version import __version__
 from memlab.commands import baseline, compare, doctor, lab, measure, nightly, predict, results, run, search
 
 _COMMANDS = {

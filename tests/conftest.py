@@ -13,7 +13,7 @@ import pytest
 @pytest.fixture(scope="session", autouse=True)
 def _collections_pass_libraries_over() -> None:
     """A lab collects garbage after each change, and would look through all of torch and Megatron in every test."""
-    import memlab.lab  # noqa: F401  # with all that it imports
+    import memlab.lab.lab  # noqa: F401  # with all that it imports
 
     gc.collect()
     gc.freeze()
@@ -29,7 +29,7 @@ def _ctrl_c_is_heard() -> None:
 @pytest.fixture
 def open_lab() -> Iterator[Callable[..., Any]]:
     """Opens small labs, and closes the last one after the test."""
-    from memlab.lab import Lab
+    from memlab.lab.lab import Lab
 
     labs: list[Lab] = []
 

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from memlab.record import StepRecord
-from memlab.settings import MemorySettings
+from memlab.config.settings import MemorySettings
+from memlab.record.step_record import StepRecord
 from memlab.units import MIB
 
 WORTH_A_LOOK_BYTES = 64 * MIB

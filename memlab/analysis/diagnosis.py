@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from memlab.record import StepRecord
+from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes
 
 Kind = Literal["leak", "retention", "growth by phase", "spike", "steady"]

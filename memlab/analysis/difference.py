@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from memlab.analysis.offload_account import place_of
-from memlab.record import StepRecord
-from memlab.timeline import CATEGORIES, POOLS, Timeline
+from memlab.record.offload_audit import place_of
+from memlab.record.step_record import StepRecord
+from memlab.record.timeline import Timeline
+from memlab.vocabulary import CATEGORIES, POOLS
 
 ROUNDING = "allocator rounding"
 """What the allocator gave beyond the requests: each rounded to 512 bytes, and rests of up to 1 MiB left unsplit."""

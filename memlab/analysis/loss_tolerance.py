@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from memlab.applicability import checkpoints_moe_layers
-from memlab.record import StepRecord
+from memlab.config.settings_on_model import checkpoints_moe_layers
+from memlab.record.step_record import StepRecord
 
 _SORTS_ALWAYS = "0.16."
 _UNSORTED = 1e-4

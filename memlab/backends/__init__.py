@@ -7,9 +7,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from memlab.config.scenario import Scenario
 from memlab.meter.labels import Labels
 from memlab.meter.protocol import Meter
-from memlab.scenario import Scenario
 
 BACKENDS = ("auto", "cpu", "cuda", "simulated")
 BACKEND_VARIABLE = "MEMLAB_BACKEND"

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memlab.routing import Routing
+from memlab.config.routing import Routing
 
 
 def chosen_routing() -> Iterator[tuple[Any, str, Any]]:

@@ -23,11 +23,11 @@ from torch.overrides import TorchFunctionMode
 
 from memlab.backends import Backend
 from memlab.backends.cuda_calls import CUDA_API, CudaOnCpu, is_on_host, random_state
+from memlab.config.scenario import Scenario
 from memlab.meter.labels import one_kernel
-from memlab.meter.storages import StorageMeter
-from memlab.model import torch_moe
-from memlab.model.torch_layers import TorchProvider
-from memlab.scenario import Scenario
+from memlab.meter.storage_meter import StorageMeter
+from memlab.model.layers import torch_moe
+from memlab.model.layers.torch_layers import TorchProvider
 from memlab.units import format_bytes
 
 

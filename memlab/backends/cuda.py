@@ -12,8 +12,8 @@ import torch
 
 from memlab.backends import Backend
 from memlab.backends.numa import stay_near
-from memlab.meter.allocator import AllocatorMeter
-from memlab.model.engine_caches import fill_cublas_workspaces
+from memlab.meter.cuda.meter import AllocatorMeter
+from memlab.model.retention.te_caches import fill_cublas_workspaces
 
 EARLY_VARIABLES = {"NVTE_FRAMEWORK": "pytorch", "NVTE_CPU_OFFLOAD_V1": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """What Transformer Engine and CUDA read once, and the value that Megatron needs: TE 2.10 and later copies weights to

@@ -18,9 +18,9 @@ from memlab.backends.chosen_routing import chosen_routing
 from memlab.backends.cpu import stand_in
 from memlab.backends.fake_calls import FAKE, FakeCuda
 from memlab.backends.known_results import KnownResults
-from memlab.meter.simulated import SimulatedMeter
-from memlab.model.engine_caches import hold_fake_workspaces
-from memlab.model.fake_layers import FakeProvider
+from memlab.meter.simulated_meter import SimulatedMeter
+from memlab.model.layers.fake_layers import FakeProvider
+from memlab.model.retention.te_caches import hold_fake_workspaces
 
 
 def backend(reason: str) -> Backend:

@@ -28,7 +28,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         ValueError: If it is not: no run, a failed case in it, or a case that was run with other parameters.
     """
     from memlab.regression.refresh import plan_refresh
-    from memlab.regression.suite import read_suite
+    from memlab.regression.suite.suite import read_suite
 
     suite = read_suite(arguments.suite)
     refresh = plan_refresh(suite, suite.select(arguments.only), arguments.run)
@@ -36,7 +36,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
 
 def _write(refresh: Refresh, folder: Path) -> int:
-    from memlab.regression.disk import DiskFullError, full_disk_is_told
+    from memlab.regression.run.disk import DiskFullError, full_disk_is_told
 
     try:
         with full_disk_is_told(folder, "what is not named above is as it was: free some space, and update again"):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from memlab.analysis.difference import difference_of, obstacles
-from memlab.record import StepRecord
+from memlab.record.step_record import StepRecord
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +29,8 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     records = [_load(folder) for folder in arguments.folders]
     if arguments.out is not None and not arguments.out.parent.is_dir():
         raise ValueError(f"the page {arguments.out} is in no folder that exists: make {arguments.out.parent} first")
-    from memlab.views.difference_table import comparison_text
     from memlab.views.display import compare
+    from memlab.views.text.difference import comparison_text
 
     view = None if arguments.out is None else compare(*records)
     text = _json(records) if arguments.json else comparison_text(*records)

@@ -11,7 +11,7 @@ from importlib import import_module, metadata
 
 from packaging.requirements import Requirement
 
-from memlab import __version__
+from memlab._version import __version__
 from memlab.commands.output import result_alone_on_stdout
 
 _CPU_EXTRA, _GPU_EXTRA = "pip install -e '.[cpu]'", "pip install --no-build-isolation -e '.[gpu]'"

@@ -10,8 +10,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from memlab.applicability import check_on_model
-from memlab.architectures import ARCHITECTURES
 from memlab.commands.output import result_alone_on_stdout
 from memlab.commands.ranks import (
     failing_together,
@@ -24,10 +22,10 @@ from memlab.commands.ranks import (
     ranks_table,
     world_size,
 )
-from memlab.layout import Layout
-from memlab.record import StepRecord
-from memlab.scenario import DTYPES, Scenario
-from memlab.settings import (
+from memlab.config.architectures import ARCHITECTURES
+from memlab.config.layout import Layout
+from memlab.config.scenario import DTYPES, Scenario
+from memlab.config.settings import (
     CHECKPOINT_INPUT_REMEDIES,
     OFFLOAD_MODULES,
     RECOMPUTE_GRANULARITIES,
@@ -35,6 +33,8 @@ from memlab.settings import (
     RECOMPUTE_MODULES,
     MemorySettings,
 )
+from memlab.config.settings_on_model import check_on_model
+from memlab.record.step_record import StepRecord
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -142,7 +142,7 @@ def checked_step(arguments: argparse.Namespace, layout: Layout) -> tuple[dict[st
 
 def _measure(workload: dict[str, Any], settings: MemorySettings, arguments: argparse.Namespace) -> int:
     with failing_together(), result_alone_on_stdout():
-        from memlab.lab import Lab
+        from memlab.lab.lab import Lab
 
         # Inside as well: closing the lab of a rank that failed would wait for the others.
         with Lab(**workload, backend=arguments.backend) as lab, failing_together():
@@ -162,7 +162,7 @@ def _written(record: StepRecord, records: list[StepRecord], *, as_json: bool) ->
         return json.dumps(ranks_json(records), indent=2) if as_json else ranks_table(records)
     if as_json:
         return json.dumps(record.to_dict(), indent=2)
-    from memlab.views.record_table import record_table
+    from memlab.views.text.record import record_table
 
     return record_table(record)
 

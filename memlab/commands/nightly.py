@@ -13,7 +13,7 @@ from memlab.commands.signals import ended_by_signals
 
 if TYPE_CHECKING:
     from memlab.regression.nightly import Options
-    from memlab.regression.suite import Case, Suite
+    from memlab.regression.suite.suite import Case, Suite
 
 _MOST_JOBS = 4
 
@@ -37,7 +37,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         ValueError: If one of them is wrong.
     """
     from memlab.regression.nightly import KEPT_RUNS, Options
-    from memlab.regression.suite import read_suite
+    from memlab.regression.suite.suite import read_suite
 
     suite = read_suite(arguments.suite)
     own_jobs = min(os.cpu_count() or 1, _MOST_JOBS) if suite.backend != "cuda" else 1
@@ -52,9 +52,9 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
 
 def _run(suite: Suite, cases: tuple[Case, ...], options: Options) -> int:
-    from memlab.regression.disk import DiskFullError
     from memlab.regression.nightly import run_suite
-    from memlab.regression.summary_text import summary_table
+    from memlab.regression.report.summary_text import summary_table
+    from memlab.regression.run.disk import DiskFullError
 
     print(
         f"running {len(cases)} of {len(suite.cases)} cases of {suite.name} on {suite.backend}, {options.jobs} at a time"

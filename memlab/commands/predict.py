@@ -20,13 +20,13 @@ from memlab.commands.measure import (
 )
 from memlab.commands.output import result_alone_on_stdout
 from memlab.commands.ranks import layout_of_the_job, ranks_json, ranks_table
+from memlab.config.layout import Layout
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
 from memlab.fitting.fit import Fit, fits, judge_fit
-from memlab.layout import Layout
-from memlab.outside_torch import estimate_outside_torch
-from memlab.record import StepRecord
-from memlab.scenario import Scenario
-from memlab.search import stepping
-from memlab.settings import MemorySettings
+from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.lab.search_process import stepping
+from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes, parse_bytes
 
 
@@ -121,7 +121,7 @@ def _written(records: list[StepRecord], judged: StepRecord, fit: Fit | None, *, 
         values = records[0].to_dict() if len(records) == 1 else ranks_json(records)
         told = {} if fit is None else {"fit": fit.to_dict() | {"rank": layout.rank}}
         return json.dumps(values | told, indent=2)
-    from memlab.views.record_table import record_table
+    from memlab.views.text.record import record_table
 
     table = record_table(records[0]) if len(records) == 1 else ranks_table(records)
     if 1 < len(records) < layout.world_size:

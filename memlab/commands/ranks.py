@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from memlab.analysis.diagnosis import worst
-from memlab.layout import Layout
-from memlab.record import StepRecord
+from memlab.config.layout import Layout
+from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes
 
 

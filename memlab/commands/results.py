@@ -12,7 +12,7 @@ from memlab.analysis.accuracy import pairs_of
 from memlab.commands.output import result_alone_on_stdout
 
 if TYPE_CHECKING:
-    from memlab.record import StepRecord
+    from memlab.record.step_record import StepRecord
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,8 +30,8 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     Raises:
         ValueError: If there is no such file, or a line is no result.
     """
-    from memlab.record import StepRecord
-    from memlab.views.results import Result, results_page
+    from memlab.record.step_record import StepRecord
+    from memlab.views.text.results import Result, results_page
 
     if arguments.out is not None and not arguments.out.parent.is_dir():
         raise ValueError(
@@ -59,8 +59,8 @@ def _read(read: Callable[[dict[str, Any]], Any], place: str, line: str) -> Any:
 def _write(page: str, steps: list[StepRecord], out: Path | None) -> int:
     if steps:
         with result_alone_on_stdout():
-            from memlab.predictions import predict_again
-            from memlab.views.accuracy_table import accuracy_page
+            from memlab.lab.predictions import predict_again
+            from memlab.views.text.accuracy import accuracy_page
 
             page = f"{page}\n{accuracy_page(pairs_of(steps, predict_again(steps)))}".rstrip()
     if out is None:

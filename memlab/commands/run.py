@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from memlab.commands.signals import ended_by_signals
 
 if TYPE_CHECKING:
-    from memlab.regression.runner import PreparedLab
+    from memlab.regression.run.runner import PreparedLab
 
 _RUNS_FOLDER = Path("papermill_runs") / "runs"
 
@@ -41,7 +41,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     Raises:
         ValueError: If one of them is wrong.
     """
-    from memlab.regression.runner import prepare_lab
+    from memlab.regression.run.runner import prepare_lab
 
     names = [name for name, _ in arguments.parameters]
     twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
@@ -53,7 +53,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
 
 def _run(lab: PreparedLab) -> int:
-    from memlab.regression.runner import LabFailedError
+    from memlab.regression.run.runner import LabFailedError
 
     print(f"running {_shown(lab.notebook)}", flush=True)
     try:

@@ -11,10 +11,10 @@ from memlab.commands.measure import add_step_arguments, checked_step, whole_numb
 from memlab.commands.output import result_alone_on_stdout
 from memlab.commands.predict import add_job_arguments, memory_size, other_ranks_line, room_of
 from memlab.commands.ranks import layout_of_the_job
+from memlab.config.scenario import Scenario
 from memlab.fitting.front import Search, default_resolution_bytes
-from memlab.fitting.walk import SearchInterrupted
-from memlab.scenario import Scenario
-from memlab.search import search_simulated
+from memlab.fitting.search import SearchInterrupted
+from memlab.lab.search_process import search_simulated
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,11 +76,11 @@ def _check_page(path: Path | None) -> None:
 
 
 def _show(found: Search, arguments: argparse.Namespace) -> None:
-    from memlab.views.search_table import search_table
+    from memlab.views.text.search import search_table
 
     if arguments.out is not None:
         from memlab.views.display import View
-        from memlab.views.search_figure import search_figure
+        from memlab.views.figures.search import search_figure
 
         View(search_figure(found), search_table(found)).save(arguments.out)
     if arguments.json:

@@ -1,7 +1,8 @@
 """What a setting can save at most, from what was alive and where it was born, and what it costs.
 
 Bytes are labelled with the module that made them; a setting acts on what a module keeps. The tables say which is
-which, for the layers of Transformer Engine and of `memlab.model.torch_layers`; tests hold them against measured steps.
+which, for the layers of Transformer Engine and of `memlab.model.layers.torch_layers`; tests compare them with measured
+steps.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from memlab.out_of_memory import OutOfMemory
-from memlab.scenario import Scenario
-from memlab.settings import MemorySettings
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.record.out_of_memory import OutOfMemory
 
 RECOMPUTED = {
     "layernorm": ("input_layernorm", "pre_mlp_layernorm"),

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from memlab.applicability import check_on_model, without_effect
+from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
+from memlab.config.settings_on_model import check_on_model, without_effect
 from memlab.fitting.bounds import recomputed_operations
-from memlab.outside_torch import estimate_outside_torch
-from memlab.record import StepRecord
-from memlab.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
+from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes
 
 Step = Callable[[MemorySettings, int | None], StepRecord]
@@ -43,7 +43,7 @@ class Fit:
 
     gpu_memory_bytes: int
     outside_torch_bytes: int
-    """Estimated, for the CUDA context, libraries and NCCL (`memlab.outside_torch`)."""
+    """Estimated, for the CUDA context, libraries and NCCL (`memlab.fitting.outside_torch`)."""
     peak_allocated_bytes: int
     start_bytes: int
     """Of the peak, what a step under these settings starts with: no recompute or activation offload changes it."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from memlab.scenario import Scenario
-from memlab.settings import MemorySettings
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from memlab.applicability import check_on_model, checkpoints_moe_layers, without_effect
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.config.settings_on_model import check_on_model, checkpoints_moe_layers, without_effect
 from memlab.fitting.bounds import (
     OFFLOADED,
     RECOMPUTED,
@@ -25,10 +27,8 @@ from memlab.fitting.bounds import (
     recomputed_operations,
 )
 from memlab.fitting.candidates import supersets
-from memlab.out_of_memory import OutOfMemory, Suggestion
-from memlab.record import StepRecord
-from memlab.scenario import Scenario
-from memlab.settings import MemorySettings
+from memlab.record.out_of_memory import OutOfMemory, Suggestion
+from memlab.record.step_record import StepRecord
 
 _LOGITS_BYTES = 6
 """A token and word of the vocabulary, at least: the logits in bf16, and in fp32 for the loss."""

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from memlab.meter.module_follower import ModuleFollower
-from memlab.timeline import CATEGORIES, PHASES
+from memlab.meter.module_tracker import ModuleFollower
+from memlab.vocabulary import CATEGORIES, PHASES
 
 
 class Labels:
@@ -101,7 +101,7 @@ class Labels:
 
     @contextmanager
     def category(self, name: str) -> Iterator[None]:
-        """Gives what the block makes, and leaves alive, a category of `memlab.timeline.CATEGORIES`."""
+        """Gives what the block makes, and leaves alive, a category of `memlab.record.timeline.CATEGORIES`."""
         outer, self.known_category = self.known_category, CATEGORIES.index(name)
         self.changed()
         try:

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from memlab.out_of_memory import Refusal
-from memlab.timeline import Timeline
+from memlab.record.out_of_memory import Refusal
+from memlab.record.timeline import Timeline
 
 
 class Meter(Protocol):

@@ -20,10 +20,10 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
 from memlab.model.config import transformer_config
 from memlab.model.process_group import join_process_group
-from memlab.scenario import Scenario
-from memlab.settings import MemorySettings
 
 # Weights stay as they are from step to step: a loss that differs between two settings is then a setting's fault. Adam
 # still allocates and updates everything that it does at any other rate.

@@ -11,9 +11,9 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from memlab.layout import Layout
-from memlab.scenario import Scenario
-from memlab.settings import MemorySettings
+from memlab.config.layout import Layout
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -10,7 +10,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from memlab.layout import Layout
+from memlab.config.layout import Layout
 from memlab.model.config import interleaved_chunks
 
 

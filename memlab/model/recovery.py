@@ -7,11 +7,12 @@ import traceback
 
 from megatron.core.tensor_parallel import random
 
-from memlab.model import offload_manager, toggles
+from memlab.config.settings import MemorySettings
+from memlab.model import toggles
 from memlab.model.build import LiveModel
-from memlab.model.retention import drop_graphs
-from memlab.model.upstream_versions import forget_pending_offload
-from memlab.settings import MemorySettings
+from memlab.model.compat import forget_pending_offload
+from memlab.model.offload import manager as offload_manager
+from memlab.model.retention.retained_leaves import drop_graphs
 
 
 def recover(live: LiveModel, settings: MemorySettings, error: BaseException) -> None:

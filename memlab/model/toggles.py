@@ -13,12 +13,12 @@ from typing import Any
 
 from megatron.core.transformer.identity_op import IdentityOp
 
-from memlab.applicability import check_on_model
-from memlab.model import offload_manager
+from memlab.config.settings import MemorySettings
+from memlab.config.settings_on_model import check_on_model
 from memlab.model.build import LiveModel
 from memlab.model.config import settings_fields, transformer_config
-from memlab.model.remedies import set_detach
-from memlab.settings import MemorySettings
+from memlab.model.offload import manager as offload_manager
+from memlab.model.retention.remedies import set_detach
 
 
 def apply(live: LiveModel, settings: MemorySettings) -> None:

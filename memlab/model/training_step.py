@@ -11,11 +11,11 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random
 
+from memlab.config.scenario import Scenario
 from memlab.meter.labels import Labels
-from memlab.model import offload_manager
 from memlab.model.build import LiveModel
-from memlab.model.upstream_versions import zero_auxiliary_losses
-from memlab.scenario import Scenario
+from memlab.model.compat import zero_auxiliary_losses
+from memlab.model.offload import manager as offload_manager
 
 
 def train_step(live: LiveModel, labels: Labels) -> float | None:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from memlab.layout import Layout
+from memlab.config.layout import Layout
 from memlab.regression.measured import Measured, MetricValue, RecordMeasured
 from memlab.units import format_bytes
 

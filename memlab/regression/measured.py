@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from memlab.architectures import Architecture
-from memlab.record import StepRecord
-from memlab.regression.parameters import ParameterValue
-from memlab.scenario import Scenario
-from memlab.settings import MemorySettings
+from memlab.config.architectures import Architecture
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.record.step_record import StepRecord
+from memlab.regression.suite.parameters import ParameterValue
 
 MetricValue: TypeAlias = int | float | str
 

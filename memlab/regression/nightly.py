@@ -13,13 +13,13 @@ from pathlib import Path
 from memlab.backends import BACKEND_VARIABLE
 from memlab.regression.baseline import baseline_path, read_baseline
 from memlab.regression.compare import compare, has_same_rounding
-from memlab.regression.disk import full_disk_is_told
 from memlab.regression.measured import Measured, read_measured
-from memlab.regression.process import end_processes
-from memlab.regression.report import write_reports
-from memlab.regression.runner import LabFailedError, PreparedLab, prepare_lab
-from memlab.regression.runs import current_commit, free_name, locked, publish, read_history, run_name, staged
-from memlab.regression.suite import Case, Suite
+from memlab.regression.report.report import write_reports
+from memlab.regression.run.disk import full_disk_is_told
+from memlab.regression.run.kept_runs import current_commit, free_name, locked, publish, read_history, run_name, staged
+from memlab.regression.run.process import end_processes
+from memlab.regression.run.runner import LabFailedError, PreparedLab, prepare_lab
+from memlab.regression.suite.suite import Case, Suite
 from memlab.regression.summary import CaseResult, Summary
 
 KEPT_RUNS = 14

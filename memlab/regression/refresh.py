@@ -9,10 +9,10 @@ from pathlib import Path
 from memlab.regression.baseline import Baseline, baseline_path, read_baseline, write_baseline
 from memlab.regression.compare import compare, has_same_rounding
 from memlab.regression.measured import Measured
-from memlab.regression.runs import read_history
-from memlab.regression.suite import Case, Suite
+from memlab.regression.report.summary_text import value_text
+from memlab.regression.run.kept_runs import read_history
+from memlab.regression.suite.suite import Case, Suite
 from memlab.regression.summary import Summary, read_summary
-from memlab.regression.summary_text import value_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memlab.outside_torch import estimate_outside_torch
-from memlab.record import StepRecord
+from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.record.step_record import StepRecord
 from memlab.units import parse_bytes
-from memlab.views.compare_tables import peak_table
-from memlab.views.difference_table import comparison_text
-from memlab.views.record_table import record_table
+from memlab.views.text.compare import peak_table
+from memlab.views.text.difference import comparison_text
+from memlab.views.text.record import record_table
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from memlab.views.resample import Axis
+    from memlab.views.figures.resample import Axis
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
@@ -67,12 +67,12 @@ def show(record: StepRecord, pool: str = "device", axis: Axis = "time", *, above
         record: A step with its timeline.
         pool: The figure's: one of ``"device"``, ``"host"``, ``"on_chip"``. The table names all.
         axis: ``"time"`` in milliseconds, or ``"event"``.
-        above_start: As in `memlab.views.timeline_figure.timeline_figure`.
+        above_start: As in `memlab.views.figures.timeline.timeline_figure`.
 
     Raises:
         ValueError: If the record has no timeline, or pool or axis is none of the choices.
     """
-    from memlab.views.timeline_figure import timeline_figure
+    from memlab.views.figures.timeline import timeline_figure
 
     return View(timeline_figure(record, pool, axis, above_start=above_start), record_table(record))
 
@@ -91,7 +91,7 @@ def compare(*records: StepRecord, axis: Axis | None = None) -> View:
     Raises:
         ValueError: If there are fewer than two records, one has no timeline, or axis is none of the choices.
     """
-    from memlab.views.compare_figure import compare_figure
+    from memlab.views.figures.compare import compare_figure
 
     return View(compare_figure(*records, axis=axis), comparison_text(*records))
 
@@ -102,12 +102,12 @@ def peaks(records: Mapping[str, StepRecord], gpu_memory: Sequence[str] = ("80GiB
     Args:
         records: By the name that each gets, as `memlab.predict_ranks` returns them; no scenario has to be another's.
         gpu_memory: Of GPUs to hold them against, less what the largest of the jobs holds beside torch
-            (`memlab.outside_torch`).
+            (`memlab.fitting.outside_torch`).
 
     Raises:
         ValueError: If there is no record, or a size is none.
     """
-    from memlab.views.peak_figure import peak_figure
+    from memlab.views.figures.peaks import peak_figure
 
     if not records:
         raise ValueError("peaks got 0 records, must be at least 1: pass {'a name': lab.step()}")

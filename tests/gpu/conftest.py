@@ -11,7 +11,7 @@ import pytest
 @pytest.fixture
 def open_gpu_lab() -> Iterator[Callable[..., Any]]:
     """Opens labs of two layers at full width, and closes the last one after the test."""
-    from memlab.lab import Lab
+    from memlab.lab.lab import Lab
 
     labs: list[Lab] = []
 

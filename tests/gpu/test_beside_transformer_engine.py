@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from memlab.settings import MemorySettings
+from memlab.config.settings import MemorySettings
 from tests.unit.live import FULL, offload, recompute
 
 pytestmark = pytest.mark.gpu

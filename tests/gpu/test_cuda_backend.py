@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from memlab.analysis.loss_tolerance import loss_tolerance
-from memlab.movement import GROUPS
-from memlab.settings import MemorySettings
+from memlab.config.settings import MemorySettings
+from memlab.record.transfer import GROUPS
 from tests.unit.live import FULL, offload, recompute
 
 pytestmark = pytest.mark.gpu

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 import pytest
 
 from memlab.analysis.loss_tolerance import loss_tolerance
-from memlab.lab import Lab
-from memlab.out_of_memory import OutOfMemory
-from memlab.outside_torch import estimate_outside_torch
-from memlab.record import StepRecord
-from memlab.settings import MemorySettings
+from memlab.config.settings import MemorySettings
+from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.lab.lab import Lab
+from memlab.record.out_of_memory import OutOfMemory
+from memlab.record.step_record import StepRecord
 from memlab.units import GIB, MIB
 from tests.unit.live import FULL
 

@@ -13,8 +13,8 @@ pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engi
 
 
 def test_controls_and_run_step_the_gpu(open_gpu_lab: Callable[..., Any]) -> None:
-    from memlab.settings import MemorySettings
-    from memlab.views.panel import panel
+    from memlab.config.settings import MemorySettings
+    from memlab.views.panel.panel import panel
     from tests.unit.test_panel import drive, press
 
     lab = open_gpu_lab()

@@ -8,7 +8,7 @@ from typing import Any
 import nbformat
 import pytest
 
-from memlab.analysis.checks import CheckFailed
+from memlab.exercises import CheckFailed
 
 LABS = Path(__file__).parents[2] / "labs"
 MARK = "  # change me"

@@ -8,9 +8,9 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from memlab.regression.notebooks import INTERACTIVE_TAG, PARAMETERS_TAG, RECORD_TAG, has_tag, read_notebook
-from memlab.regression.parameters import INTERACTIVE, read_parameters
-from memlab.regression.runner import run_lab
+from memlab.regression.run.runner import run_lab
+from memlab.regression.suite.notebooks import INTERACTIVE_TAG, PARAMETERS_TAG, RECORD_TAG, has_tag, read_notebook
+from memlab.regression.suite.parameters import INTERACTIVE, read_parameters
 
 LABS = sorted((Path(__file__).parents[2] / "labs").glob("*.ipynb"))
 TAGS = {PARAMETERS_TAG, INTERACTIVE_TAG, RECORD_TAG, "exercise", "hide-input"}

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from memlab.cli import main
-from memlab.regression.runs import free_name, kept_runs, publish, staged
+from memlab.regression.run.kept_runs import free_name, kept_runs, publish, staged
 from memlab.regression.summary import Summary, read_summary
 from tests.notebooks.small_labs import RECORD
 from tests.notebooks.small_suites import files_below, result_of, summary_of, write_suite

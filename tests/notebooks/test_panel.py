@@ -8,7 +8,7 @@ import nbformat
 import papermill
 import pytest
 
-from memlab.regression.runner import run_lab
+from memlab.regression.run.runner import run_lab
 
 from .small_labs import write_lab
 

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import pytest
 
-from memlab.regression.runs import kept_runs
+from memlab.regression.run.kept_runs import kept_runs
 from memlab.regression.summary import CaseResult, Summary, read_summary
 from tests.notebooks.small_labs import write_lab
 

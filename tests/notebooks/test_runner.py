@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from memlab.record import StepRecord
-from memlab.regression.runner import LabFailedError, run_lab
+from memlab.record.step_record import StepRecord
+from memlab.regression.run.runner import LabFailedError, run_lab
 from tests.notebooks.small_labs import RECORD, set_tag, write_lab
 
 WRITE_PIDS = """\

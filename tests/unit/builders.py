@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from memlab.architectures import ARCHITECTURES
-from memlab.record import StepRecord
-from memlab.scenario import Scenario
-from memlab.settings import MemorySettings
-from memlab.timeline import CATEGORIES, PHASES, POOLS, Timeline
+from memlab.config.architectures import ARCHITECTURES
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.record.step_record import StepRecord
+from memlab.record.timeline import Timeline
 from memlab.units import MIB
+from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
 
 @dataclass(slots=True)

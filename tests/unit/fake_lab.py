@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
-from memlab.applicability import check_on_model
-from memlab.record import StepRecord
-from memlab.scenario import Scenario
-from memlab.settings import MemorySettings
-from memlab.timeline import Timeline
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.config.settings_on_model import check_on_model
+from memlab.record.step_record import StepRecord
+from memlab.record.timeline import Timeline
 
 from .builders import record_of, training_step
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from memlab.applicability import check_on_model
-from memlab.lab import Lab
-from memlab.settings import (
+from memlab.config.settings import (
     MOE_OFFLOAD_MODULES,
     MOE_RECOMPUTE_MODULES,
     OFFLOAD_MODULES,
     RECOMPUTE_MODULES,
     MemorySettings,
 )
+from memlab.config.settings_on_model import check_on_model
+from memlab.lab.lab import Lab
 
 FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 

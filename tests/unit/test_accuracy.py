@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from memlab.analysis.accuracy import FIGURES, STATE, Errors, pairs_of
-from memlab.predictions import predict_again
-from memlab.record import StepRecord
-from memlab.settings import MemorySettings
-from memlab.views.accuracy_table import accuracy_page
+from memlab.config.settings import MemorySettings
+from memlab.lab.predictions import predict_again
+from memlab.record.step_record import StepRecord
+from memlab.views.text.accuracy import accuracy_page
 from tests.unit.builders import record_of
 
 STEPS = Path(__file__).parents[2] / "labs" / "results" / "h200_steps.jsonl"

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memlab.architectures import ARCHITECTURES, find_architecture
-from memlab.layout import Layout
-from memlab.scenario import Scenario
-from memlab.settings import MemorySettings
+from memlab.config.architectures import ARCHITECTURES, find_architecture
+from memlab.config.layout import Layout
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
 
 # "Model size" of the safetensors on each model's Hugging Face page.
 PUBLISHED_PARAMETERS = {
@@ -42,7 +42,7 @@ def megatron() -> object:
 def test_the_live_model_has_the_published_number_of_parameters(name: str, megatron: object) -> None:
     from memlab.model.build import gpt_model
     from memlab.model.config import transformer_config
-    from memlab.model.torch_layers import TorchProvider
+    from memlab.model.layers.torch_layers import TorchProvider
 
     scenario = Scenario(architecture=name)  # type: ignore[arg-type]
     with megatron(), FakeTensorMode():  # type: ignore[operator]

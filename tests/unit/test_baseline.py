@@ -12,8 +12,8 @@ from memlab.cli import main
 from memlab.regression.baseline import Baseline, baseline_path, read_baseline, write_baseline
 from memlab.regression.compare import compare
 from memlab.regression.measured import Measured, MetricValue
+from memlab.regression.report.summary_text import changes
 from memlab.regression.summary import read_summary
-from memlab.regression.summary_text import changes
 from tests.notebooks.small_suites import measured, result_of, summary_of, write_suite
 
 PEAK = "peak_allocated_bytes"

@@ -18,10 +18,10 @@ import pytest
 
 from memlab.cli import main
 from memlab.commands.output import result_alone_on_stdout
-from memlab.layout import Layout
-from memlab.record import StepRecord
-from memlab.settings import MemorySettings
-from memlab.timeline import Timeline
+from memlab.config.layout import Layout
+from memlab.config.settings import MemorySettings
+from memlab.record.step_record import StepRecord
+from memlab.record.timeline import Timeline
 from tests.unit.builders import record_of, training_step
 
 # What `measure` and `predict` promise to every reader of their JSON.
@@ -69,7 +69,7 @@ class FakeLab:
 
 @pytest.fixture
 def fake_lab(monkeypatch: pytest.MonkeyPatch) -> type[FakeLab]:
-    monkeypatch.setitem(sys.modules, "memlab.lab", types.SimpleNamespace(Lab=FakeLab))
+    monkeypatch.setitem(sys.modules, "memlab.lab.lab", types.SimpleNamespace(Lab=FakeLab))
     backend = types.SimpleNamespace(distributed_backend="simulated", require_room=lambda _: None)
     monkeypatch.setattr("memlab.backends.find_backend", lambda _: backend)
     return FakeLab

@@ -12,17 +12,18 @@ import torch
 from megatron.core import parallel_state, utils
 from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 
-import memlab.lab
+import memlab.lab.lab
 from memlab.backends import find_backend
-from memlab.lab import Lab
-from memlab.layout import Layout
-from memlab.meter.storages import StorageMeter
-from memlab.model import context_parallel, training_step
-from memlab.model.context_parallel import RingAttention
-from memlab.model.torch_functions import CausalAttention
-from memlab.record import StepRecord
-from memlab.settings import MemorySettings
-from memlab.timeline import POOLS
+from memlab.config.layout import Layout
+from memlab.config.settings import MemorySettings
+from memlab.lab.lab import Lab
+from memlab.meter.storage_meter import StorageMeter
+from memlab.model import training_step
+from memlab.model.layers import context_parallel
+from memlab.model.layers.context_parallel import RingAttention
+from memlab.model.layers.torch_functions import CausalAttention
+from memlab.record.step_record import StepRecord
+from memlab.vocabulary import POOLS
 from tests.unit.ranks import on_ranks
 
 Tensors = dict[int, tuple[torch.Tensor, ...]]
@@ -142,7 +143,7 @@ def test_twice_the_sequence_on_two_ranks_is_the_sequence_on_one() -> None:
 def test_the_ring_makes_transformer_engine_s_buffers(ranks: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In forward, counted in context_parallel.py of 2.12.0; outputs and log-sums of a late chunk alone are halves."""
     exact = replace(find_backend("simulated"), meter=StorageMeter)  # without an allocator's rounding
-    monkeypatch.setattr(memlab.lab, "find_backend", lambda name: exact)
+    monkeypatch.setattr(memlab.lab.lab, "find_backend", lambda name: exact)
     tokens, heads, groups, channels = 1024, 24, 8, 128
     timeline = step(tokens * ranks, context_parallel_size=ranks, rank=rank).timeline
     assert timeline is not None

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from memlab.analysis.diagnosis import diagnose, probability_of_exceeding
-from memlab.record import StepRecord
-from memlab.settings import MemorySettings
+from memlab.config.settings import MemorySettings
+from memlab.record.step_record import StepRecord
 from tests.unit.live import FULL
 
 

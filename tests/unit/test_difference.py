@@ -14,24 +14,25 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-import memlab.lab
+import memlab.lab.lab
+from memlab.allocator import simulator as caching_allocator
 from memlab.analysis.difference import ROUNDING, Difference, difference_of, obstacles
 from memlab.backends import find_backend
 from memlab.cli import main
-from memlab.lab import Lab
-from memlab.meter import caching_allocator
-from memlab.meter.storages import StorageMeter
-from memlab.record import StepRecord
-from memlab.scenario import Scenario
-from memlab.settings import MemorySettings
-from memlab.timeline import CATEGORIES, PHASES, POOLS, Timeline
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.lab.lab import Lab
+from memlab.meter.storage_meter import StorageMeter
+from memlab.record.step_record import StepRecord
+from memlab.record.timeline import Timeline
 from memlab.units import KIB, MIB
-from memlab.views.compare_figure import compare_figure
-from memlab.views.compare_tables import compare_table
-from memlab.views.difference_table import comparison_text, difference_lines, difference_rows, difference_table
 from memlab.views.display import compare
-from memlab.views.palette import CATEGORY_LOOKS
-from memlab.views.text_layout import LINE_WIDTH
+from memlab.views.figures.compare import compare_figure
+from memlab.views.figures.palette import CATEGORY_LOOKS
+from memlab.views.text.compare import compare_table
+from memlab.views.text.difference import comparison_text, difference_lines, difference_rows, difference_table
+from memlab.views.text.layout import LINE_WIDTH
+from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 from tests.unit.builders import out_of_memory, random_timeline, record_of, scenario, training_step
 from tests.unit.test_simulated_backend import measured_on_an_h200
 
@@ -221,7 +222,7 @@ def predict(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StepRecord]:
     def predict(settings: MemorySettings | None = None, **changes: Any) -> StepRecord:
         backend = replace(find_backend("simulated"), **changes)
         with monkeypatch.context() as patched:
-            patched.setattr(memlab.lab, "find_backend", lambda name: backend)
+            patched.setattr(memlab.lab.lab, "find_backend", lambda name: backend)
             with Lab("qwen3-moe-tiny", **SMALL) as lab:
                 lab.step(settings)
                 return lab.step(settings)

@@ -8,9 +8,9 @@ from dataclasses import replace
 import megatron.core
 import pytest
 
-from memlab.lab import Lab
-from memlab.settings import MemorySettings
-from memlab.timeline import PHASES
+from memlab.config.settings import MemorySettings
+from memlab.lab.lab import Lab
+from memlab.vocabulary import PHASES
 from tests.unit.live import FULL, offload
 
 THREE = offload("qkv_linear", "core_attn", "attn_proj")

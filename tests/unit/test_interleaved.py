@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from memlab.applicability import check_on_model
-from memlab.lab import Lab
-from memlab.layout import Layout
-from memlab.record import StepRecord
-from memlab.scenario import Scenario
-from memlab.settings import MemorySettings
-from memlab.timeline import PHASES, POOLS
+from memlab.config.layout import Layout
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.config.settings_on_model import check_on_model
+from memlab.lab.lab import Lab
+from memlab.record.step_record import StepRecord
+from memlab.vocabulary import PHASES, POOLS
 from tests.unit.live import FULL, offload
 
 LAYERS, MICROBATCHES = 8, 4

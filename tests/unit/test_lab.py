@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from memlab.lab import Lab
-from memlab.layout import Layout
-from memlab.progress import Progress
-from memlab.record import StepRecord
-from memlab.settings import MemorySettings
+from memlab.config.layout import Layout
+from memlab.config.settings import MemorySettings
+from memlab.lab.lab import Lab
+from memlab.lab.progress import Progress
+from memlab.record.step_record import StepRecord
 from tests.unit.live import FULL, offload
 
 
@@ -131,7 +131,7 @@ def test_a_record_survives_its_lab_and_the_disk(open_lab: Callable[..., Any], tm
     ],
 )
 def test_a_wrong_scenario_is_refused_before_anything_is_built(options: dict[str, Any], words: str) -> None:
-    from memlab.lab import Lab
+    from memlab.lab.lab import Lab
 
     with pytest.raises(ValueError, match=words):
         Lab("phi-4-tiny", **options)
@@ -276,7 +276,7 @@ def test_dropping_a_moe_model_s_names_frees_little_and_each_holder_is_named(open
 
 
 def test_a_lab_whose_last_name_is_gone_is_closed_by_the_next(open_lab: Callable[..., Any]) -> None:
-    from memlab.lab import Lab
+    from memlab.lab.lab import Lab
 
     def take_a_step() -> int:
         peak: int = Lab("phi-4-tiny", seq_length=32).step().peak_allocated_bytes

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from memlab.architectures import find_architecture
 from memlab.cli import build_parser
 from memlab.commands.ranks import layout_of_the_job, ranks_table, worst
-from memlab.layout import Layout
-from memlab.scenario import Scenario
+from memlab.config.architectures import find_architecture
+from memlab.config.layout import Layout
+from memlab.config.scenario import Scenario
 from tests.unit.builders import record_of
 
 QWEN, PHI = find_architecture("qwen3-30b-a3b"), find_architecture("phi-4")
@@ -157,7 +157,7 @@ class Lab:
     def __enter__(self): return self
     def __exit__(self, *_): time.sleep(600)
     def step(self, _): raise RuntimeError("planted on this rank")
-sys.modules["memlab.lab"] = types.SimpleNamespace(Lab=Lab)
+sys.modules["memlab.lab.lab"] = types.SimpleNamespace(Lab=Lab)
 from memlab.cli import main
 sys.exit(main("measure qwen3-moe-tiny --seq-length 64 --tensor-model-parallel-size 2 --backend simulated".split()))
 """

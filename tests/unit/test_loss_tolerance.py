@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from memlab import Lab, MemorySettings
-from memlab.analysis.checks import CheckFailed, check
 from memlab.analysis.loss_tolerance import loss_tolerance
-from memlab.architectures import ARCHITECTURES
-from memlab.record import StepRecord
+from memlab.config.architectures import ARCHITECTURES
+from memlab.exercises import CheckFailed, check
+from memlab.record.step_record import StepRecord
 from tests.unit.live import FULL, offload, recompute
 
 # So many experts a token that the order in which softmax adds them shows.

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import memlab.lab
+import memlab.lab.lab
+from memlab.config.settings import MemorySettings
+from memlab.lab.stepper import Stepper
 from memlab.meter.labels import Labels, labelled_by, on_host, one_kernel
-from memlab.meter.storages import StorageMeter
-from memlab.model.torch_functions import RmsNorm
-from memlab.settings import MemorySettings
-from memlab.stepper import Stepper
-from memlab.timeline import CATEGORIES, PHASES, POOLS, Timeline
+from memlab.meter.storage_meter import StorageMeter
+from memlab.model.layers.torch_functions import RmsNorm
+from memlab.record.timeline import Timeline
+from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 from tests.unit.live import FULL, offload, recompute
 
 MOVED = offload("expert_fc1", "qkv_linear")
@@ -74,7 +75,7 @@ def test_every_event_agrees_with_torch_s_allocation_profiler(
         offload_parameters=True,
         offload_optimizer=True,
     )
-    monkeypatch.setattr(memlab.lab, "Stepper", ProfiledStepper)
+    monkeypatch.setattr(memlab.lab.lab, "Stepper", ProfiledStepper)
     lab = open_lab(family, seq_length=32)
     stepper: ProfiledStepper = lab._stepper
     built = len(stepper.meter_totals)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from memlab.record import StepRecord
+from memlab.config.settings import MemorySettings
+from memlab.record.metrics import METRICS_MIMETYPE, RUN_FOLDER_VARIABLE, finish
+from memlab.record.step_record import StepRecord
 from memlab.regression.measured import read_measured
-from memlab.regression.metrics import METRICS_MIMETYPE, RUN_FOLDER_VARIABLE, finish
-from memlab.settings import MemorySettings
 from tests.unit.builders import record_of, training_step
 
 

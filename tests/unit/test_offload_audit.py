@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from memlab.architectures import find_architecture
-from memlab.lab import Lab
-from memlab.layout import Layout
-from memlab.settings import MemorySettings
+from memlab.config.architectures import find_architecture
+from memlab.config.layout import Layout
+from memlab.config.settings import MemorySettings
+from memlab.lab.lab import Lab
 from tests.unit.live import FULL, offload
 
 T, LAYERS = 128, 4

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from memlab.applicability import check_on_model, without_effect
+from memlab.config.layout import Layout
+from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
+from memlab.config.settings_on_model import check_on_model, without_effect
 from memlab.fitting.bounds import offloaded_bytes, recomputed_bytes
+from memlab.fitting.oom_verdict import judge
 from memlab.fitting.suggestions import choices
-from memlab.fitting.verdict import judge
-from memlab.lab import Lab
-from memlab.layout import Layout
-from memlab.out_of_memory import OutOfMemory, Refusal
-from memlab.record import StepRecord
-from memlab.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
-from memlab.timeline import CATEGORIES
+from memlab.lab.lab import Lab
+from memlab.record.out_of_memory import OutOfMemory, Refusal
+from memlab.record.step_record import StepRecord
 from memlab.units import GIB
-from memlab.views.record_table import record_table
+from memlab.views.text.record import record_table
+from memlab.vocabulary import CATEGORIES
 from tests.unit.live import FULL, offload, recompute
 
 from .builders import TimelineBuilder, record_of, scenario

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from memlab.layout import Layout
-from memlab.outside_torch import estimate_outside_torch
+from memlab.config.layout import Layout
+from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.units import GIB, MIB
 
 TWO_RANKS = [

@@ -16,13 +16,13 @@ from ipywidgets.widgets.widget import _instances as open_widgets
 from ipywidgets.widgets.widget import _remove_buffers
 
 import memlab
-from memlab.lab import Lab
-from memlab.record import StepRecord
-from memlab.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
-from memlab.views import exports
-from memlab.views.panel import Panel, panel
-from memlab.views.record_table import record_table
-from memlab.views.runs import text_twin
+from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
+from memlab.lab.lab import Lab
+from memlab.record.step_record import StepRecord
+from memlab.views.panel import exports
+from memlab.views.panel.panel import Panel, panel
+from memlab.views.panel.runs import text_twin
+from memlab.views.text.record import record_table
 
 from .builders import random_timeline, training_step
 from .fake_lab import FakeLab

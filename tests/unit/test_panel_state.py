@@ -15,20 +15,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memlab.applicability import check_on_model, without_effect
-from memlab.architectures import ARCHITECTURES
 from memlab.cli import build_parser
 from memlab.commands.ranks import layout_of_the_job
-from memlab.layout import Layout
-from memlab.record import StepRecord
-from memlab.scenario import Scenario
-from memlab.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
-from memlab.views import exports
-from memlab.views import state as state_module
-from memlab.views.chart import TRACES, chart_figure, event_at, mark_moment
-from memlab.views.draft import Draft
-from memlab.views.run import Run, rows
-from memlab.views.state import LabState
+from memlab.config.architectures import ARCHITECTURES
+from memlab.config.layout import Layout
+from memlab.config.scenario import Scenario
+from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
+from memlab.config.settings_on_model import check_on_model, without_effect
+from memlab.record.step_record import StepRecord
+from memlab.views.panel import exports
+from memlab.views.panel import state as state_module
+from memlab.views.panel.chart import TRACES, chart_figure, event_at, mark_moment
+from memlab.views.panel.run import Run, rows
+from memlab.views.panel.settings_form import Draft
+from memlab.views.panel.state import LabState
 
 from .builders import TimelineBuilder, training_step
 from .fake_lab import FakeLab
@@ -225,7 +225,7 @@ def test_out_of_memory_is_a_row_with_what_to_do() -> None:
 def test_error_in_the_step_is_a_row_and_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     lab, state = lab_state()
     lab.outcome = RuntimeError("mat1 and mat2 do not fit")
-    with caplog.at_level(logging.ERROR, "memlab.views.state"):
+    with caplog.at_level(logging.ERROR, "memlab.views.panel.state"):
         assert state.run() is not None
     run = state.shown
 

@@ -11,16 +11,16 @@ import pytest
 
 from memlab.analysis.diagnosis import worst
 from memlab.cli import main
-from memlab.lab import Lab
-from memlab.layout import Layout
-from memlab.outside_torch import estimate_outside_torch
-from memlab.predictions import predict_ranks
-from memlab.settings import MemorySettings
-from memlab.timeline import CATEGORIES
+from memlab.config.layout import Layout
+from memlab.config.settings import MemorySettings
+from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.lab.lab import Lab
+from memlab.lab.predictions import predict_ranks
 from memlab.units import GIB
 from memlab.views.display import View, peaks
-from memlab.views.palette import CATEGORY_LOOKS
-from memlab.views.text_layout import LINE_WIDTH
+from memlab.views.figures.palette import CATEGORY_LOOKS
+from memlab.views.text.layout import LINE_WIDTH
+from memlab.vocabulary import CATEGORIES
 from tests.unit.builders import out_of_memory, record_of, training_step
 
 OUTSIDE_BYTES = estimate_outside_torch(Layout()).total_bytes

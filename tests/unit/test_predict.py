@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from memlab.cli import main
+from memlab.config.layout import Layout
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
 from memlab.fitting.fit import _one_thing_more, judge_fit
-from memlab.lab import Lab
-from memlab.layout import Layout
-from memlab.outside_torch import estimate_outside_torch
-from memlab.predictions import predict_again, predict_ranks
-from memlab.record import StepRecord
-from memlab.scenario import Scenario
-from memlab.settings import MemorySettings
+from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.lab.lab import Lab
+from memlab.lab.predictions import predict_again, predict_ranks
+from memlab.record.step_record import StepRecord
 from memlab.units import GIB, MIB, parse_bytes
 from tests.unit.live import FULL
 

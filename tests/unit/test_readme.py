@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import memlab
-from memlab.architectures import ARCHITECTURES
 from memlab.cli import build_parser
-from memlab.record import StepRecord
+from memlab.config.architectures import ARCHITECTURES
+from memlab.record.step_record import StepRecord
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

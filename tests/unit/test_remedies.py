@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from memlab.lab import Lab
-from memlab.settings import CHECKPOINT_INPUT_REMEDIES, MemorySettings
+from memlab.config.settings import CHECKPOINT_INPUT_REMEDIES, MemorySettings
+from memlab.lab.lab import Lab
 from tests.unit.live import FULL, gradients_of_step, recompute
 
 KEPT_SHARE = {None: 1.0, "detach": 0.0, "clear_gradient": 0.5, "release_storage": 0.0}

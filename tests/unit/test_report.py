@@ -10,9 +10,9 @@ from xml.etree import ElementTree as ET
 
 import numpy as np
 
-from memlab.regression.report import write_reports
+from memlab.regression.report.report import write_reports
+from memlab.regression.report.summary_text import summary_table
 from memlab.regression.summary import Summary, read_summary
-from memlab.regression.summary_text import summary_table
 from tests.notebooks.small_suites import difference_of, measured, result_of, summary_of
 from tests.unit.builders import record_of, training_step
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from memlab.timeline import CATEGORIES, PHASES, POOLS, Timeline
-from memlab.views.compare_figure import compare_figure
-from memlab.views.resample import AXES, Axis, DrawnPoints, largest_modules, phase_spans, resample
-from memlab.views.timeline_figure import timeline_figure
+from memlab.record.timeline import Timeline
+from memlab.views.figures.compare import compare_figure
+from memlab.views.figures.resample import AXES, Axis, DrawnPoints, largest_modules, phase_spans, resample
+from memlab.views.figures.timeline import timeline_figure
+from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
 from .builders import TimelineBuilder, random_timeline, record_of, training_step
 

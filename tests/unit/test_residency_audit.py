@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from memlab.analysis.checks import CheckFailed, check
-from memlab.model.residency import Residency
-from memlab.model.residency_faults import FAULTS
-from memlab.movement import GROUPS
-from memlab.residency_audit import Asked, Holding, HostCopy, ResidencyAudit
-from memlab.settings import MemorySettings
+from memlab.config.settings import MemorySettings
+from memlab.exercises import CheckFailed, check
+from memlab.model.residency.faults import FAULTS
+from memlab.model.residency.residency import Residency
+from memlab.record.residency_audit import Asked, Holding, HostCopy, ResidencyAudit
+from memlab.record.transfer import GROUPS
 from memlab.units import format_bytes
-from memlab.views.audit_tables import groups_used_table, residency_table
-from memlab.views.text_layout import LINE_WIDTH
+from memlab.views.text.audits import groups_used_table, residency_table
+from memlab.views.text.layout import LINE_WIDTH
 from tests.unit.live import FULL
 
 NONE = MemorySettings()

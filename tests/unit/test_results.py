@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from memlab.cli import main
-from memlab.record import StepRecord
-from memlab.settings import MemorySettings
-from memlab.views.results import Result, results_page
+from memlab.config.settings import MemorySettings
+from memlab.record.step_record import StepRecord
+from memlab.views.text.results import Result, results_page
 from tests.unit.builders import record_of
 
 GIB = 2**30

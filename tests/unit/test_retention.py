@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from memlab.model.retention import find_retained
-from memlab.settings import MemorySettings
+from memlab.config.settings import MemorySettings
+from memlab.model.retention.retained_leaves import find_retained
 from tests.unit.live import FULL, recompute
 
 

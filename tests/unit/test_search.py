@@ -15,20 +15,20 @@ from typing import Any
 
 import pytest
 
-from memlab.applicability import check_on_model, checkpoints_moe_layers, without_effect
 from memlab.cli import main
+from memlab.config.layout import Layout
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.config.settings_on_model import check_on_model, checkpoints_moe_layers, without_effect
 from memlab.fitting.bounds import recomputed_operations
 from memlab.fitting.candidates import candidates
 from memlab.fitting.fit import moved_bytes
 from memlab.fitting.front import Point, Search
-from memlab.fitting.walk import SearchInterrupted, search
-from memlab.lab import Lab
-from memlab.layout import Layout
-from memlab.outside_torch import estimate_outside_torch
-from memlab.record import StepRecord
-from memlab.scenario import Scenario
-from memlab.search import SearchProcess, stepping
-from memlab.settings import MemorySettings
+from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.fitting.search import SearchInterrupted, search
+from memlab.lab.lab import Lab
+from memlab.lab.search_process import SearchProcess, stepping
+from memlab.record.step_record import StepRecord
 from memlab.units import GIB, MIB
 from tests.unit.live import FULL, offload, recompute
 

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
 from memlab.fitting.front import Search
-from memlab.fitting.walk import search
-from memlab.scenario import Scenario
-from memlab.settings import MemorySettings
+from memlab.fitting.search import search
 from memlab.units import GIB, MIB, parse_bytes
-from memlab.views.panel import panel
-from memlab.views.search_figure import CHOICE, search_figure
-from memlab.views.search_state import SearchState
-from memlab.views.search_table import search_table
-from memlab.views.search_view import SearchView
-from memlab.views.state import LabState
-from memlab.views.text_layout import LINE_WIDTH
+from memlab.views.figures.search import CHOICE, search_figure
+from memlab.views.panel.panel import panel
+from memlab.views.panel.search_state import SearchState
+from memlab.views.panel.search_view import SearchView
+from memlab.views.panel.state import LabState
+from memlab.views.text.layout import LINE_WIDTH
+from memlab.views.text.search import search_table
 from tests.unit.test_search import PLAIN, machine
 
 from .fake_lab import FakeLab

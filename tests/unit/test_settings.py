@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from memlab.applicability import check_on_model, without_effect
-from memlab.architectures import find_architecture
-from memlab.settings import OFFLOAD_MODULES, MemorySettings, refusal
+from memlab.config.architectures import find_architecture
+from memlab.config.settings import OFFLOAD_MODULES, MemorySettings, refusal
+from memlab.config.settings_on_model import check_on_model, without_effect
 
 MOE, DENSE = find_architecture("qwen3-moe-tiny"), find_architecture("phi-4-tiny")
 

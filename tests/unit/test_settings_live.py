@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from memlab.settings import MemorySettings
+from memlab.config.settings import MemorySettings
 from tests.unit.live import FULL, gradients_of_step, offload, random_settings, recompute
 
 NONE = MemorySettings()

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-import memlab.lab
+import memlab.lab.lab
+from memlab.allocator.simulator import CachingAllocator
 from memlab.backends import find_backend
-from memlab.lab import Lab
-from memlab.meter.caching_allocator import CachingAllocator
-from memlab.meter.storages import StorageMeter
-from memlab.record import StepRecord
-from memlab.settings import MemorySettings
+from memlab.config.settings import MemorySettings
+from memlab.lab.lab import Lab
+from memlab.meter.storage_meter import StorageMeter
+from memlab.record.step_record import StepRecord
 from tests.unit import caching_allocator as reference
 from tests.unit.live import FULL, offload, random_settings, recompute
 
@@ -35,7 +35,7 @@ def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any
             drawn = settings or tuple(random_settings(lab, random.Random(3)) for _ in range(8))
             real = [lab.step(each) for each in drawn]
             num_weights = sum(1 for _ in lab._stepper.live.chunk.parameters())
-        monkeypatch.setattr(memlab.lab, "find_backend", lambda name: exact)
+        monkeypatch.setattr(memlab.lab.lab, "find_backend", lambda name: exact)
         with Lab(request.param, **SMALL) as lab:
             fake = [lab.step(each) for each in drawn]
         # torch's AdamW counts its steps in a tensor of 4 bytes a weight, Transformer Engine's in a number.

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from memlab.lab import Lab
-from memlab.layout import Layout
-from memlab.model.tensor_parallel import Split
-from memlab.model.torch_functions import Linear, NormLinear
-from memlab.record import StepRecord
-from memlab.routing import Routing, find_routing
-from memlab.timeline import POOLS
+from memlab.config.layout import Layout
+from memlab.config.routing import Routing, find_routing
+from memlab.lab.lab import Lab
+from memlab.model.layers.tensor_parallel import Split
+from memlab.model.layers.torch_functions import Linear, NormLinear
+from memlab.record.step_record import StepRecord
+from memlab.vocabulary import POOLS
 from tests.unit.ranks import on_ranks
 
 SMALL: dict[str, Any] = {"num_layers": 4, "seq_length": 64, "backend": "simulated"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from memlab.cli import main
-from memlab.regression.suite import read_suite
+from memlab.regression.suite.suite import read_suite
 from tests.notebooks.small_labs import write_lab
 from tests.notebooks.small_suites import write_suite
 

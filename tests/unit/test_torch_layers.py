@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from memlab.model.torch_functions import CausalAttention, GroupedLinear, Linear, NormLinear, RmsNorm
-from memlab.model.torch_moe import permute_with_probs, sort_chunks_by_index_with_probs, unpermute
-from memlab.timeline import CATEGORIES, PHASES, POOLS, Timeline
+from memlab.model.layers.torch_functions import CausalAttention, GroupedLinear, Linear, NormLinear, RmsNorm
+from memlab.model.layers.torch_moe import permute_with_probs, sort_chunks_by_index_with_probs, unpermute
+from memlab.record.timeline import Timeline
+from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:

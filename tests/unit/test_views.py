@@ -14,22 +14,23 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from memlab.analysis.offload_account import Held, ModuleAccount, OffloadAccount
-from memlab.layout import Layout
-from memlab.record import StepRecord
-from memlab.scenario import Scenario
-from memlab.settings import OFFLOAD_MODULES, MemorySettings
-from memlab.timeline import CATEGORIES, PHASES, POOLS, Timeline
+from memlab.config.layout import Layout
+from memlab.config.scenario import Scenario
+from memlab.config.settings import OFFLOAD_MODULES, MemorySettings
+from memlab.record.offload_audit import Held, ModuleAccount, OffloadAccount
+from memlab.record.step_record import StepRecord
+from memlab.record.timeline import Timeline
 from memlab.units import GIB, KIB, MIB
-from memlab.views.audit_tables import audit_table
-from memlab.views.compare_figure import compare_figure
-from memlab.views.compare_tables import compare_table, record_names
 from memlab.views.display import View, compare, show
-from memlab.views.palette import CATEGORY_LOOKS, INK, PHASE_LOOKS, series_look
-from memlab.views.record_table import record_table
-from memlab.views.resample import AXES, Axis
-from memlab.views.text_layout import LINE_WIDTH, in_unit
-from memlab.views.timeline_figure import timeline_figure
+from memlab.views.figures.compare import compare_figure
+from memlab.views.figures.palette import CATEGORY_LOOKS, INK, PHASE_LOOKS, series_look
+from memlab.views.figures.resample import AXES, Axis
+from memlab.views.figures.timeline import timeline_figure
+from memlab.views.text.audits import audit_table
+from memlab.views.text.compare import compare_table, record_names
+from memlab.views.text.layout import LINE_WIDTH, in_unit
+from memlab.views.text.record import record_table
+from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
 from .builders import TimelineBuilder, out_of_memory, random_timeline, record_of, scenario, training_step
 
@@ -567,7 +568,7 @@ def test_show_passes_its_choices_on() -> None:
 def test_display_imports_plotly_only_when_it_draws_and_torch_never() -> None:
     code = (
         "import sys, memlab.views.display; late = 'plotly' not in sys.modules; "
-        "import memlab.views.timeline_figure; assert late and 'torch' not in sys.modules"
+        "import memlab.views.figures.timeline; assert late and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -1,0 +1,207 @@
+"""How a job is spread over ranks: the sizes of its parallel groups, and which rank is looked at."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from memlab.config.architectures import Architecture
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Sizes of Megatron's parallel groups; one rank alone by default.
+
+    Raises:
+        ValueError: If a size is no positive number, or the expert groups do not fit the other ranks.
+    """
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each layer's matrices; above 1 with sequence parallel, as MoE models need it."""
+    context_parallel_size: int = 1
+    """Ranks that share each sequence: two chunks of it each, one from its front and one from its back."""
+    pipeline_model_parallel_size: int = 1
+    """Stages of layers, one after the other (1F1B)."""
+    virtual_pipeline_model_parallel_size: int = 1
+    """Chunks of layers that each stage has, each some way behind the last (interleaved 1F1B); 1 is plain 1F1B."""
+    expert_model_parallel_size: int = 1
+    """Ranks that share a layer's experts, out of those of one pipeline stage."""
+    expert_tensor_parallel_size: int | None = None
+    """Ranks that share each expert's matrices; None is as many as share the other layers'."""
+    data_parallel_size: int = 1
+    """Copies of the model, each with its own batch; the optimizer's state is spread over them."""
+    num_layers_in_first_pipeline_stage: int | None = None
+    """Fewer or more than in the stages between, which share the rest evenly; None is alike."""
+    num_layers_in_last_pipeline_stage: int | None = None
+    """As of the first."""
+    rank: int = 0
+    """The one that is looked at, of `world_size`, in Megatron's order: tensor, context, data, pipeline."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "rank" or (value is None and field.default is None):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{field.name} is {value!r}, must be a whole number of at least 1: give another value")
+        if self.virtual_pipeline_model_parallel_size > 1 and self.pipeline_model_parallel_size == 1:
+            raise ValueError(
+                f"virtual_pipeline_model_parallel_size is {self.virtual_pipeline_model_parallel_size}, must be 1 where "
+                "pipeline_model_parallel_size is 1: there is nothing to interleave with"
+            )
+        tensor, experts = self.expert_tensor_size, self.expert_model_parallel_size
+        if self.ranks_of_a_stage % (tensor * experts):
+            sizes = [
+                size for size in range(1, self.ranks_of_a_stage + 1) if self.ranks_of_a_stage % (tensor * size) == 0
+            ]
+            choices = ", ".join(str(size) for size in sizes) or "none, and change expert_tensor_parallel_size"
+            raise ValueError(
+                f"expert_model_parallel_size {experts} x expert_tensor_parallel_size {tensor} is {experts * tensor}, "
+                f"must divide the {self.ranks_of_a_stage} ranks of a stage: for the first choose from {choices}, or "
+                "take more ranks"
+            )
+        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or not 0 <= self.rank < self.world_size:
+            raise ValueError(
+                f"rank is {self.rank!r}, must be from 0 to {self.world_size - 1}, of {self.world_size} ranks "
+                f"({self}): choose another rank or layout"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole job."""
+        return self.ranks_of_a_stage * self.pipeline_model_parallel_size
+
+    @property
+    def ranks_of_a_stage(self) -> int:
+        """Ranks that have the same layers, or parts of them."""
+        return self.tensor_model_parallel_size * self.context_parallel_size * self.data_parallel_size
+
+    @property
+    def pipeline_stage(self) -> int:
+        """The stage that `rank` is of."""
+        return self.rank // self.ranks_of_a_stage
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Ranks that share each expert's matrices."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether activations between matrices are split along the sequence."""
+        return self.tensor_model_parallel_size > 1
+
+    def layers_of_stage(self, stage: int, num_layers: int) -> int:
+        """Returns how many layers a pipeline stage has, as Megatron's ``get_num_layers_to_build`` does."""
+        first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
+        if stage == 0 and first is not None:
+            return first
+        if stage == self.pipeline_model_parallel_size - 1 and last is not None:
+            return last
+        rest, stages = self._even(num_layers)
+        return rest // stages
+
+    def most_passes_in_flight(self, num_microbatches: int) -> int:
+        """Returns how many forward passes, each of one chunk, wait for their backward at most, the last one counted.
+
+        As ``get_pp_rank_microbatches`` has it (megatron/core/pipeline_parallel/schedules.py, 0.16.1), which makes all
+        of them but one before the first backward.
+        """
+        stages, chunks = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
+        after = stages - self.pipeline_stage - 1
+        before_the_first_backward = after if chunks == 1 else 2 * after + (chunks - 1) * stages
+        return min(before_the_first_backward + 1, num_microbatches * chunks)
+
+    def _even(self, num_layers: int) -> tuple[int, int]:
+        """Returns the layers, and the stages, that are shared out evenly."""
+        given = [self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage]
+        counts = [count for count in given if count is not None]
+        return num_layers - sum(counts), self.pipeline_model_parallel_size - len(counts)
+
+    def distinct_ranks(self, *, by_expert: bool) -> tuple[int, ...]:
+        """Returns one rank of every kind: alike are those of a stage with the same chunks and the same experts.
+
+        Args:
+            by_expert: Whether experts differ in how many tokens they get.
+        """
+        first: dict[tuple[int, int], int] = {}
+        for rank in range(self.ranks_of_a_stage):
+            # Megatron's orders of a stage's ranks: tensor, context, data; of its experts' ranks: tensor, expert, data.
+            chunks = rank // self.tensor_model_parallel_size % self.context_parallel_size
+            experts = rank // self.expert_tensor_size % self.expert_model_parallel_size if by_expert else 0
+            first.setdefault((chunks, experts), rank)
+        stages = range(self.pipeline_model_parallel_size)
+        return tuple(stage * self.ranks_of_a_stage + rank for stage in stages for rank in first.values())
+
+    def check(self, architecture: Architecture, num_layers: int, seq_length: int, num_microbatches: int) -> None:
+        """Holds the layout against what it splits.
+
+        Raises:
+            ValueError: If something does not divide.
+        """
+        tensor, context = self.tensor_model_parallel_size, self.context_parallel_size
+        experts, columns = architecture.num_moe_experts, architecture.moe_ffn_hidden_size or 1
+        if not architecture.is_moe and self.expert_tensor_parallel_size is not None:
+            raise ValueError(
+                f"expert_tensor_parallel_size is {self.expert_tensor_parallel_size}, and {architecture.name} is dense: "
+                "leave it out"
+            )
+        if context > 1 and seq_length % (2 * context):
+            choices = [str(size) for size in range(1, 65) if size == 1 or seq_length % (2 * size) == 0]
+            raise ValueError(
+                f"context_parallel_size is {context}, must divide the {seq_length} tokens of a sequence into "
+                f"{2 * context} chunks, two a rank: choose from {', '.join(choices)}"
+            )
+        for name, size, what, amount in (
+            ("tensor_model_parallel_size", tensor, "query groups", architecture.num_query_groups),
+            ("tensor_model_parallel_size", tensor, "entries of the vocabulary", architecture.vocab_size),
+            ("tensor_model_parallel_size", tensor, "tokens of a sequence", seq_length // context),
+            *self._stages_and_layers(num_layers),
+            ("expert_model_parallel_size", self.expert_model_parallel_size, "experts", experts or 1),
+            ("expert_tensor_parallel_size", self.expert_tensor_size if experts else 1, "columns of an expert", columns),
+        ):
+            if amount % size:
+                divisors = [str(count) for count in range(1, min(amount, 128) + 1) if amount % count == 0]
+                rule = f"must divide the {amount} {what} of {architecture.name}"
+                if what == "experts" and not architecture.is_moe:
+                    rule = f"must be 1, since {architecture.name} is dense"
+                uneven = ", or set num_layers_in_first_pipeline_stage and the last's" if what == "layers" else ""
+                raise ValueError(f"{name} is {size}, {rule}: choose from {', '.join(divisors)}{uneven}")
+        self._check_chunks(num_layers, num_microbatches)
+
+    def _check_chunks(self, num_layers: int, num_microbatches: int) -> None:
+        """By Megatron's rules (``TransformerConfig``, and ``forward_backward_pipelining_with_interleaving``)."""
+        stages, chunks = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
+        layers = {self.layers_of_stage(stage, num_layers) for stage in range(stages)}
+        uneven = [count for count in sorted(layers) if count % chunks]
+        if uneven:
+            common = math.gcd(*layers)
+            choices = [str(count) for count in range(1, common + 1) if common % count == 0]
+            raise ValueError(
+                f"virtual_pipeline_model_parallel_size is {chunks}, must divide the {uneven[0]} layers of a pipeline "
+                f"stage: choose from {', '.join(choices)}"
+            )
+        if chunks > 1 and num_microbatches % stages:
+            raise ValueError(
+                f"num_microbatches is {num_microbatches}, must be a multiple of the {stages} stages where they are "
+                f"interleaved: choose from {stages}, {2 * stages}, {3 * stages} and so on"
+            )
+
+    def _stages_and_layers(self, num_layers: int) -> list[tuple[str, int, str, int]]:
+        rest, stages = self._even(num_layers)
+        first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
+        has_ends = first is not None or last is not None
+        if has_ends and (self.pipeline_model_parallel_size == 1 or rest < stages or (not stages and rest)):
+            raise ValueError(
+                f"num_layers_in_first_pipeline_stage {first} and num_layers_in_last_pipeline_stage {last} leave {rest} "
+                f"of {num_layers} layers to {stages} stages, must leave one or more each, and none to none: give others"
+            )
+        what = "layers" if rest == num_layers else "layers between first and last stage"
+        return [("pipeline_model_parallel_size", stages, what, rest)] if stages else []
+
+    def __str__(self) -> str:
+        short = {"TP": self.tensor_model_parallel_size, "CP": self.context_parallel_size}
+        short |= {"PP": self.pipeline_model_parallel_size, "VP": self.virtual_pipeline_model_parallel_size}
+        short |= {"EP": self.expert_model_parallel_size, "ETP": self.expert_tensor_size, "DP": self.data_parallel_size}
+        usual = {"ETP": self.tensor_model_parallel_size}
+        return " ".join(f"{name}{size}" for name, size in short.items() if size != usual.get(name, 1)) or "one rank"

@@ -1,0 +1,143 @@
+"""What a step runs: an architecture, cut to some layers, on some workload, spread over some ranks."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from memlab.config.architectures import Architecture, find_architecture
+from memlab.config.layout import Layout
+from memlab.config.routing import Routing, find_routing
+
+Dtype = Literal["bf16", "fp32"]
+DTYPES = ("bf16", "fp32")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scenario:
+    """Architecture x cut x workload x layout. Memory settings are not part of it: they change while it stands.
+
+    Raises:
+        ValueError: If a value is not of its type or range.
+    """
+
+    architecture: Architecture
+    """Given as an `Architecture`, a known name, or the path of a Hugging Face ``config.json``."""
+    num_layers: int = cast("int", None)
+    """Transformer layers that are built; None becomes all of the architecture's."""
+    seq_length: int = cast("int", None)
+    """Tokens in a sequence; None becomes the architecture's default."""
+    micro_batch_size: int = 1
+    """Sequences in one forward and backward pass."""
+    num_microbatches: int = 1
+    """Passes whose gradients are accumulated before one optimizer step."""
+    seed: int = 1234
+    """Of the weights and of the batch; the same batch is used in every step."""
+    dtype: Dtype = "bf16"
+    """Of parameters and activations. Gradients and optimizer state are fp32 in either case."""
+    layout: Layout = field(default_factory=Layout)
+    """How the job is spread over ranks."""
+    routing: Routing = field(default_factory=Routing)
+    """Which experts tokens go to on the simulated backend, as a `Routing` or in words; elsewhere the router decides."""
+    expert_buffers: bool = False
+    """Gives the experts DDP buffers of their own, as Megatron does where they are spread over ranks."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.architecture, (str, Path)):
+            object.__setattr__(self, "architecture", find_architecture(self.architecture))
+        if self.num_layers is None:
+            object.__setattr__(self, "num_layers", self.architecture.num_layers)
+        if self.seq_length is None:
+            object.__setattr__(self, "seq_length", self.architecture.default_seq_length)
+        for name in ("num_layers", "seq_length", "micro_batch_size", "num_microbatches"):
+            _check_count(name, getattr(self, name), at_least=1)
+        _check_count("seed", self.seed, at_least=0)
+        if self.seed >= 2**63:
+            raise ValueError(f"seed is {self.seed}, must be below 2**63: give a smaller one")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}, must be one of {', '.join(DTYPES)}: choose one of them")
+        self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        if isinstance(self.routing, str):
+            object.__setattr__(self, "routing", find_routing(self.routing))
+        if self.architecture.num_moe_experts is not None:
+            self.routing.check(self.architecture.num_moe_experts, self.architecture.moe_router_topk)
+        elif self.routing != Routing():
+            raise ValueError(f"routing is {self.routing}, and {self.architecture.name} has no experts: leave it out")
+        if not isinstance(self.expert_buffers, bool) or (self.expert_buffers and not self.architecture.is_moe):
+            raise ValueError(
+                f"expert_buffers is {self.expert_buffers!r}, must be False, or True for an MoE architecture "
+                f"({self.architecture.name} has {self.architecture.num_moe_experts or 0} experts): leave it out"
+            )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one step trains on, over all copies of the model."""
+        return self.seq_length * self.micro_batch_size * self.num_microbatches * self.layout.data_parallel_size
+
+    @property
+    def layers_of_chunks(self) -> tuple[int, ...]:
+        """Layers of each model chunk of the job: all in one without pipeline stages."""
+        stages, chunks = self.layout.pipeline_model_parallel_size, self.layout.virtual_pipeline_model_parallel_size
+        counts = [self.layout.layers_of_stage(stage, self.num_layers) // chunks for stage in range(stages)]
+        return tuple(count for count in counts for _ in range(chunks))
+
+    @property
+    def num_layers_of_stage(self) -> int:
+        """Layers of the pipeline stage that the rank is of."""
+        return self.layout.layers_of_stage(self.layout.pipeline_stage, self.num_layers)
+
+    @property
+    def num_layers_of_chunk(self) -> int:
+        """Layers of each model chunk of that stage."""
+        return self.num_layers_of_stage // self.layout.virtual_pipeline_model_parallel_size
+
+    @property
+    def most_passes_in_flight(self) -> int:
+        """Forward passes, each of one chunk, that wait for their backward at most."""
+        return self.layout.most_passes_in_flight(self.num_microbatches)
+
+    @property
+    def tokens_of_rank(self) -> int:
+        """Tokens of one micro-batch that the rank holds between matrices, where sequences are shared."""
+        layout = self.layout
+        ranks_of_a_sequence = layout.context_parallel_size * layout.tensor_model_parallel_size
+        return self.seq_length * self.micro_batch_size // ranks_of_a_sequence
+
+    @property
+    def ranks_of_every_kind(self) -> tuple[int, ...]:
+        """One rank of each kind that the layout and the routing make; at random each rank draws for itself."""
+        if self.routing.kind == "random":
+            return tuple(range(self.layout.world_size))
+        return self.layout.distinct_ranks(by_expert=self.routing != Routing())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the scenario as JSON-ready values; architecture, layout and routing as their own objects."""
+        values = asdict(self)
+        return values | {"routing": values["routing"] | {"shares": list(self.routing.shares)}}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Scenario:
+        """Builds a scenario from what `to_dict` returned."""
+        layout, routing = Layout(**values.get("layout", {})), Routing(**values.get("routing", {}))
+        architecture = Architecture(**values["architecture"])
+        return cls(**{**values, "architecture": architecture, "layout": layout, "routing": routing})
+
+    def __str__(self) -> str:
+        batches = f" x {self.num_microbatches}" if self.num_microbatches > 1 else ""
+        ranks = f", {self.layout}" if self.layout.world_size > 1 else ""
+        rank = f" rank {self.layout.rank}" if self.layout.rank else ""
+        routing = f", routing {self.routing}" if self.routing != Routing() else ""
+        buffers = " with expert buffers" if self.expert_buffers else ""
+        return (
+            f"{self.architecture.name}, {self.num_layers} layers{buffers}, "
+            f"{self.micro_batch_size}{batches} x {self.seq_length} tokens, {self.dtype}{ranks}{rank}{routing}"
+        )
+
+
+def _check_count(name: str, value: object, at_least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise ValueError(f"{name} is {value!r}, must be a whole number of at least {at_least}: give another value")

@@ -1,0 +1,213 @@
+"""The memory settings of one training step, and the rules that they obey on any model.
+
+Names and defaults are Megatron-Core's (``megatron/core/transformer/transformer_config.py``, 0.16.1). A
+setting that Megatron refuses, and one that it would take and then fail or ignore by mistake, is refused
+here, in one line; what one model refuses or ignores stands in `memlab.config.settings_on_model`. Widget, notebook,
+command and nightly all meet the same texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+RecomputeGranularity = Literal["full", "selective"]
+RecomputeMethod = Literal["uniform", "block"]
+CheckpointInputRemedy = Literal["detach", "clear_gradient", "release_storage"]
+
+RECOMPUTE_GRANULARITIES = ("full", "selective")
+RECOMPUTE_METHODS = ("uniform", "block")
+CHECKPOINT_INPUT_REMEDIES = ("detach", "clear_gradient", "release_storage")
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
+OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
+MOE_RECOMPUTE_MODULES = ("moe", "moe_act")
+MOE_OFFLOAD_MODULES = ("expert_fc1", "moe_act")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemorySettings:
+    """What is recomputed, what is offloaded during a step, and what waits on the host between steps.
+
+    The default is plain Megatron: nothing recomputed, nothing offloaded. Lists of modules are kept as tuples in a
+    fixed order, so that settings that mean the same compare equal.
+
+    Raises:
+        ValueError: In one line, with the value, the rule and what to do, if a rule is broken.
+    """
+
+    recompute_granularity: RecomputeGranularity | None = None
+    """``full`` recomputes whole layers, ``selective`` the `recompute_modules`, None nothing."""
+    recompute_method: RecomputeMethod | None = None
+    """Under ``full``: ``uniform`` checkpoints every group of layers, ``block`` only the first layers one by one."""
+    recompute_num_layers: int | None = None
+    """Under ``full``: layers a checkpoint (uniform), or layers that are recomputed (block)."""
+    recompute_modules: tuple[str, ...] | None = None
+    """Under ``selective``: some of `RECOMPUTE_MODULES`; Megatron's default is ``core_attn`` alone."""
+    checkpoint_input_remedy: CheckpointInputRemedy | None = None
+    """Against the input and gradient that a checkpoint of an MoE layer keeps after its backward: ``detach`` what holds
+    them, ``clear_gradient``, or ``release_storage`` (`memlab.model.retention.remedies`). None changes nothing."""
+    offload_modules: tuple[str, ...] | None = None
+    """Modules whose saved inputs go to the host between forward and backward: some of `OFFLOAD_MODULES`."""
+    min_offloaded_tensor_size: int = 1024 * 1024
+    """Smallest saved tensor, in elements, that `offload_modules` moves."""
+    offload_parameters: bool = False
+    """Keep the parameters on the host between steps (copied down and up)."""
+    offload_gradients: bool | None = None
+    """Drop the gradient buffers between steps (nothing is copied; they come back zeroed). None, when the settings are
+    made, stands for what `offload_optimizer` is; ``dataclasses.replace`` keeps what it then became."""
+    offload_optimizer: bool = False
+    """Keep main parameters and Adam's moments on the host between steps (copied down and up)."""
+
+    def __post_init__(self) -> None:
+        self._set("recompute_modules", _modules("recompute_modules", self.recompute_modules, RECOMPUTE_MODULES))
+        self._set("offload_modules", _modules("offload_modules", self.offload_modules, OFFLOAD_MODULES))
+        self._check_recompute()
+        self._check_offload()
+        _one_of("checkpoint_input_remedy", self.checkpoint_input_remedy, CHECKPOINT_INPUT_REMEDIES)
+        for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "offload_gradients" and value is None):
+                raise ValueError(f"{name} is {value!r}, must be True or False: say where the tensors wait")
+
+        # Gradients go with the optimizer unless told otherwise: between steps they hold nothing that the optimizer
+        # has not used (SkyRL #563).
+        if self.offload_gradients is None:
+            self._set("offload_gradients", self.offload_optimizer)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_recompute(self) -> None:
+        granularity, modules = self.recompute_granularity, self.recompute_modules
+        _one_of("recompute_granularity", granularity, RECOMPUTE_GRANULARITIES)
+        _one_of("recompute_method", self.recompute_method, RECOMPUTE_METHODS)
+        if self.recompute_num_layers is not None and not _is_count(self.recompute_num_layers, at_least=1):
+            raise ValueError(
+                f"recompute_num_layers is {self.recompute_num_layers!r}, must be a whole number of at least 1: "
+                "give the number of layers"
+            )
+        if granularity == "full":
+            if self.recompute_method is None:
+                raise ValueError(
+                    "recompute_granularity 'full' needs a recompute_method: choose 'uniform' (every layer, in groups) "
+                    "or 'block' (the first layers)"
+                )
+            if self.recompute_num_layers is None:
+                raise ValueError(
+                    f"recompute_method {self.recompute_method!r} needs recompute_num_layers: give the number of layers "
+                    + ("in a checkpoint, for example 1" if self.recompute_method == "uniform" else "to recompute")
+                )
+        else:
+            for name in ("recompute_method", "recompute_num_layers"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name} is {getattr(self, name)!r}, but only recompute_granularity 'full' reads it, and "
+                        f"granularity is {granularity!r}: leave {name} out, or choose granularity 'full'"
+                    )
+        if granularity == "selective":
+            self._set("recompute_modules", modules or ("core_attn",))
+        elif modules is not None:
+            raise ValueError(
+                f"recompute_modules is {list(modules)}, but only recompute_granularity 'selective' reads it, and "
+                f"granularity is {granularity!r}: choose granularity 'selective', or leave recompute_modules out"
+            )
+
+    def _check_offload(self) -> None:
+        offload = self.offload_modules or ()
+        if not _is_count(self.min_offloaded_tensor_size, at_least=0):
+            raise ValueError(
+                f"min_offloaded_tensor_size is {self.min_offloaded_tensor_size!r}, must be a whole number of elements, "
+                "0 or more: use 0 to offload tensors of any size"
+            )
+        if "attn_proj" in offload and "core_attn" not in offload:
+            raise ValueError(
+                "offload_modules has 'attn_proj' without 'core_attn': attn_proj's input is core_attn's output, which "
+                "core_attn's backward needs on the device: add 'core_attn' or leave 'attn_proj' out"
+            )
+        recomputed = self.recompute_modules or ()
+        inside_moe = [name for name in offload if name in MOE_OFFLOAD_MODULES]
+        if inside_moe and "moe" in recomputed:
+            raise ValueError(
+                f"offload_modules has {inside_moe} under selective recompute of 'moe': the whole MoE layer is "
+                "recomputed, so nothing inside it is saved to offload: leave them out, or recompute 'moe_act' instead "
+                "of 'moe'"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the settings as JSON-ready values, every field named."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> MemorySettings:
+        """Builds settings from JSON values.
+
+        Raises:
+            ValueError: If a key is unknown, or a rule is broken.
+        """
+        known = [field.name for field in fields(cls)]
+        unknown = [name for name in values if name not in known]
+        if unknown:
+            raise ValueError(f"unknown settings {unknown}: choose from {', '.join(known)}")
+        return cls(**values)
+
+    def changed(self) -> dict[str, Any]:
+        """Returns the fields that have to be named to make equal settings, in the order of the class."""
+        default = MemorySettings(offload_optimizer=self.offload_optimizer)
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if getattr(self, field.name) != getattr(default, field.name)
+            or (field.name == "offload_optimizer" and self.offload_optimizer)
+        }
+
+    def __str__(self) -> str:
+        """A short name for tables and legends, such as ``full uniform 1`` or ``offload expert_fc1+moe_act``."""
+        words: list[str] = []
+        if self.recompute_granularity == "full":
+            words.append(f"full {self.recompute_method} {self.recompute_num_layers}")
+        if self.recompute_granularity == "selective":
+            words.append("recompute " + "+".join(self.recompute_modules or ()))
+        if self.checkpoint_input_remedy:
+            words.append(self.checkpoint_input_remedy.replace("_", " "))
+        if self.offload_modules:
+            words.append("offload " + "+".join(self.offload_modules))
+        host = [name for name in ("parameters", "gradients", "optimizer") if getattr(self, f"offload_{name}")]
+        if host:
+            words.append("on host " + "+".join(host))
+        return ", ".join(words) or "none"
+
+
+def refusal(**values: Any) -> str:
+    """Returns the text with which `MemorySettings` refuses some values; an empty one where it takes them."""
+    try:
+        MemorySettings(**values)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _is_count(value: object, at_least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+
+
+def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value is not None and value not in choices:
+        raise ValueError(f"{name} is {value!r}, must be one of {', '.join(choices)}, or None: choose one of them")
+
+
+def _modules(name: str, value: object, choices: tuple[str, ...]) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        remedy = (
+            f"write [{value!r}] for a single one" if isinstance(value, str) else f"name some of {', '.join(choices)}"
+        )
+        raise ValueError(f"{name} is {value!r}, must be a list of module names: {remedy}")
+    given = list(value)
+    if not given:
+        raise ValueError(f"{name} is an empty list: name at least one of {', '.join(choices)}, or leave {name} out")
+    unknown = [module for module in given if module not in choices]
+    if unknown:
+        raise ValueError(f"{name} has {unknown}, which Megatron does not know: choose from {', '.join(choices)}")
+    return tuple(module for module in choices if module in given)

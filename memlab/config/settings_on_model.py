@@ -1,0 +1,117 @@
+"""What a model makes of memory settings: which it refuses, which it ignores, and what they keep alive.
+
+Rules that hold on any model are `MemorySettings`' own; these need the architecture, and how its layers are spread.
+"""
+
+from __future__ import annotations
+
+import math
+
+from memlab.config.architectures import Architecture
+from memlab.config.settings import (
+    MOE_OFFLOAD_MODULES,
+    MOE_RECOMPUTE_MODULES,
+    OFFLOAD_MODULES,
+    RECOMPUTE_MODULES,
+    MemorySettings,
+)
+
+
+def checkpoints_moe_layers(settings: MemorySettings, architecture: Architecture) -> bool:
+    """Whether an MoE layer is recomputed as a whole: then its checkpoint keeps its input and gradient alive."""
+    whole = settings.recompute_granularity == "full" or "moe" in (settings.recompute_modules or ())
+    return architecture.is_moe and whole
+
+
+def check_on_model(settings: MemorySettings, architecture: Architecture, *layers: int) -> None:
+    """Holds the settings against a model.
+
+    Args:
+        settings: Of a step.
+        architecture: The model's architecture.
+        layers: Transformer layers of each model chunk of the job; of a model in one piece, all that it really has.
+
+    Raises:
+        ValueError: If a module exists only in MoE layers and the model is dense, if more layers are to be recomputed
+            than the model has, or if full recompute has offload modules beside it on pipeline stages.
+    """
+    num_layers = max(layers)
+    if settings.recompute_num_layers is not None and settings.recompute_num_layers > num_layers:
+        raise ValueError(
+            f"recompute_num_layers is {settings.recompute_num_layers}, but {_whole(layers)} has {num_layers} layers: "
+            f"give a number from 1 to {num_layers}"
+        )
+    # transformer_block.py walks uniform groups of this size and reads past the last layer (0.16.1).
+    num_layers, counts = math.gcd(*layers), " or ".join(str(count) for count in sorted(set(layers)))
+    if settings.recompute_method == "uniform" and num_layers % (settings.recompute_num_layers or 1):
+        divisors = [str(count) for count in range(1, num_layers + 1) if num_layers % count == 0]
+        raise ValueError(
+            f"recompute_num_layers is {settings.recompute_num_layers}, but {_whole(layers)}'s {counts} layers do not "
+            f"divide into groups of that size: choose from {', '.join(divisors)}"
+        )
+    if len(layers) > 1 and settings.recompute_granularity == "full" and settings.offload_modules:
+        # Its forward opens no chunks of the offload manager for the micro-batches, and their backward asks for them:
+        # "Chunk mismatch" (fine_grained_activation_offload.py, 0.16.1).
+        raise ValueError(
+            f"recompute_granularity 'full' has offload_modules {list(settings.offload_modules)} beside it, must have "
+            "none on pipeline stages, where Megatron's offload manager fails at it: leave one of the two out"
+        )
+    if architecture.is_moe:
+        return
+    for field_name, moe_only in (
+        ("recompute_modules", MOE_RECOMPUTE_MODULES),
+        ("offload_modules", MOE_OFFLOAD_MODULES),
+    ):
+        wrong = [name for name in getattr(settings, field_name) or () if name in moe_only]
+        if wrong:
+            choices = RECOMPUTE_MODULES if field_name == "recompute_modules" else OFFLOAD_MODULES
+            dense = [name for name in choices if name not in moe_only]
+            raise ValueError(
+                f"{field_name} has {wrong}, which only MoE layers have, and {architecture.name} is dense: "
+                f"choose from {', '.join(dense)}"
+            )
+
+
+def without_effect(settings: MemorySettings, architecture: Architecture) -> dict[str, str]:
+    """Names what Megatron accepts here and then ignores, as far as the model's structure decides it.
+
+    Returns:
+        Setting (``field:module``) to the reason, for each setting that changes nothing on this architecture. What
+        only a run can tell (tensors under the minimum size, the last group of a name) is added by the step record.
+    """
+    reasons: dict[str, str] = {}
+    fused_attention_norm = "the norm before attention is fused into linear_qkv: there is no norm module to offload"
+    fused_mlp_norm = "the norm before the dense MLP is fused into linear_fc1: there is no norm module"
+    if (
+        settings.offload_modules is None
+        and settings.min_offloaded_tensor_size != MemorySettings().min_offloaded_tensor_size
+    ):
+        reasons["min_offloaded_tensor_size"] = "no offload_modules are named, so no tensor is held against it"
+    if "attn_norm" in (settings.offload_modules or ()):
+        reasons["offload_modules:attn_norm"] = fused_attention_norm
+    if "mlp_norm" in (settings.offload_modules or ()) and not architecture.is_moe:
+        reasons["offload_modules:mlp_norm"] = f"{fused_mlp_norm} to offload"
+    if settings.checkpoint_input_remedy is not None and not checkpoints_moe_layers(settings, architecture):
+        reasons["checkpoint_input_remedy"] = "only a checkpoint around an MoE layer keeps its input: " + (
+            "recompute 'full', or 'moe'" if architecture.is_moe else f"{architecture.name} is dense"
+        )
+    if {"core_attn"} <= set(settings.offload_modules or ()) & set(settings.recompute_modules or ()):
+        reasons["offload_modules:core_attn"] = (
+            "core_attn is recomputed, and Megatron opens no offload group around an attention that it checkpoints"
+        )
+    if "layernorm" in (settings.recompute_modules or ()) and not architecture.is_moe:
+        reasons["recompute_modules:layernorm"] = "both norms of a dense layer are fused into the linear after them"
+    if "mlp" in (settings.recompute_modules or ()) and architecture.is_moe:
+        reasons["recompute_modules:mlp"] = "it recomputes dense MLPs, and every layer of this model is MoE"
+    return reasons
+
+
+def without_backward(settings: MemorySettings) -> dict[str, str]:
+    """Names what does nothing in a pass without backward, like `without_effect`: nothing is kept for one."""
+    names = [name for name in ("recompute_granularity", "checkpoint_input_remedy") if getattr(settings, name)]
+    names += [f"offload_modules:{name}" for name in settings.offload_modules or ()]
+    return dict.fromkeys(names, "a pass without backward keeps nothing that could be recomputed or offloaded")
+
+
+def _whole(layers: tuple[int, ...]) -> str:
+    return "the model" if len(layers) == 1 else "a model chunk"

@@ -1,0 +1,99 @@
+"""Steps predicted, each on a simulated lab: the ranks of a larger job, and steps that were measured elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from memlab.config.architectures import Architecture
+from memlab.config.layout import Layout
+from memlab.config.routing import Routing
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.lab.lab import Lab
+from memlab.record.step_record import StepRecord
+
+_WORKLOAD = ("seq_length", "micro_batch_size", "num_microbatches")
+
+
+def predict_ranks(
+    architecture: str | Path | Architecture,
+    layout: Layout,
+    settings: MemorySettings | None = None,
+    *,
+    ranks: Sequence[int] | None = None,
+    routing: Routing | str = "balanced",
+    **workload: Any,
+) -> dict[str, StepRecord]:
+    """Predicts a step on ranks of a job, one after the other, as ``memlab predict --rank all`` does.
+
+    Args:
+        architecture: As a `Lab` takes it.
+        layout: How the job is spread; its own `rank` is not looked at.
+        settings: Of all ranks; None is plain Megatron.
+        ranks: Which to look at; None takes one of every kind (`Scenario.ranks_of_every_kind`).
+        routing: Which experts tokens go to; where it is not balanced, ranks with other experts are of another kind, and
+            at random every rank is.
+        **workload: Further arguments of a `Lab`.
+
+    Returns:
+        The records, by names such as ``"rank-3"``, in the order of the ranks.
+
+    Raises:
+        ValueError: If a value breaks its rule.
+    """
+    if ranks is None:
+        job = Scenario(architecture=architecture, layout=layout, routing=routing, **workload)  # type: ignore[arg-type]  # it finds names and words
+        ranks = job.ranks_of_every_kind
+    records = {}
+    for rank in ranks:
+        spread = replace(layout, rank=rank)
+        with Lab(architecture, layout=spread, routing=routing, backend="simulated", **workload) as lab:
+            records[f"rank-{rank}"] = lab.step(settings)
+    return records
+
+
+def predict_again(measured: Sequence[StepRecord]) -> list[StepRecord]:
+    """Predicts steps that were measured, in the order in which they were taken.
+
+    Args:
+        measured: Steps that ended well, those of one lab after each other.
+
+    Returns:
+        The predictions, without their timelines.
+
+    Raises:
+        ValueError: If a step did not end well.
+    """
+    failed = next((record for record in measured if record.status != "ok"), None)
+    if failed is not None:
+        raise ValueError(f"{failed.scenario}, {failed} is no whole step, and only such are held against: leave it out")
+    return list(_predictions(measured))
+
+
+def _predictions(measured: Sequence[StepRecord]) -> Iterator[StepRecord]:
+    lab: Lab | None = None
+    try:
+        for record in measured:
+            scenario = record.scenario
+            model, workload = _split(scenario)
+            if lab is None or _split(lab.scenario)[0] != model:
+                if lab is not None:
+                    lab.close()
+                lab = Lab(**model, **workload, backend="simulated")
+            lab.set_workload(**workload)
+            step = lab.forward_only if record.forward_only else lab.step
+            yield replace(step(record.settings), timeline=None)
+            lab.records.clear()
+    finally:
+        if lab is not None:
+            lab.close()
+
+
+def _split(scenario: Scenario) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns a lab's arguments: those that stay, and those that `Lab.set_workload` changes."""
+    values = {field.name: getattr(scenario, field.name) for field in fields(scenario)}
+    workload = {name: values.pop(name) for name in _WORKLOAD}
+    return values, workload

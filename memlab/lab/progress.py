@@ -1,0 +1,81 @@
+"""How far a step has come, and the way to end it: one look at each phase and each layer that it enters."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memlab.config.scenario import Scenario
+from memlab.meter.labels import Labels
+from memlab.vocabulary import PHASES
+
+_LAYER = re.compile(r"decoder\.layers\.\d+")
+
+
+class StepStopped(Exception):  # noqa: N818  # asked for, not an error
+    """Raised inside a step to end it where it stands; its text is the place."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """Where a step stands."""
+
+    phase: str
+    """A phase of the timeline; ``warm-up`` stands before it while the step before the recorded one runs."""
+    module: str
+    """The layer at work, such as ``decoder.layers.2``, or empty."""
+    done: int
+    """Passes through a layer, forward or backward, that have begun."""
+    total: int
+    """Passes that there will be."""
+
+
+class Follower:
+    """Follows the labels of the steps of one run, tells of each new place, and ends the run when it is asked to."""
+
+    def __init__(
+        self,
+        labels: Labels,
+        scenario: Scenario,
+        num_steps: int,
+        stop: threading.Event,
+        on_progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self._labels = labels
+        self._stop = stop
+        self._on_progress = on_progress
+        self._total = 2 * scenario.num_layers_of_stage * scenario.num_microbatches * num_steps
+        self._seen: set[tuple[int, int, str]] = set()
+        self._place = (-1, "")
+        self._layers: dict[int, str] = {}
+        self.prefix = ""
+        """Words before the phase's name."""
+
+    def __call__(self) -> None:
+        """Looks at where the step stands.
+
+        Raises:
+            StepStopped: If the run was asked to stop.
+        """
+        labels = self._labels
+        layer = self._layer(labels.module)
+        phase = PHASES[labels.phase]
+        if (labels.phase, layer) == self._place or (phase in ("forward", "backward") and not layer and self._seen):
+            return
+        self._place = (labels.phase, layer)
+        if self._stop.is_set() and phase != "idle":
+            raise StepStopped(labels.place)
+        if layer and phase in ("forward", "backward"):
+            self._seen.add((labels.phase, labels.num_passes, layer))
+        if self._on_progress is not None:
+            done = min(len(self._seen), self._total)
+            self._on_progress(Progress(phase=self.prefix + phase, module=layer, done=done, total=self._total))
+
+    def _layer(self, code: int) -> str:
+        layer = self._layers.get(code)
+        if layer is None:
+            found = _LAYER.match(self._labels.modules[code])
+            layer = self._layers[code] = found.group() if found else ""
+        return layer

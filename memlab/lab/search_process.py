@@ -1,0 +1,159 @@
+"""A search on a lab of fake tensors: in this process, or in one of its own beside a lab that lives here.
+
+The simulated backend replaces torch's CUDA calls and Megatron's process groups for the whole process, so a panel
+searches in another one: `SearchProcess` starts ``python -m memlab.lab.search_process`` and sends it the scenario as
+JSON.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.fitting.fit import Step
+from memlab.fitting.front import Point, Search
+from memlab.fitting.search import search
+from memlab.record.step_record import StepRecord
+from memlab.units import format_bytes
+
+
+@contextmanager
+def stepping(scenario: Scenario) -> Iterator[Step]:
+    """Opens a simulated lab that keeps no record, for the block."""
+    from memlab.lab.lab import Lab
+
+    with Lab(**{field.name: getattr(scenario, field.name) for field in fields(Scenario)}, backend="simulated") as lab:
+
+        def step(settings: MemorySettings, room_bytes: int | None) -> StepRecord:
+            lab.device_memory_bytes = room_bytes
+            record = lab.step(settings)
+            lab.records.clear()  # the timelines of a hundred steps of a large model do not fit a laptop
+            return record
+
+        # After every step the lab collects garbage, and would look through all of torch and Megatron each time: most of
+        # the time of a small step.
+        gc.collect()
+        gc.freeze()
+        try:
+            yield step
+        finally:
+            gc.unfreeze()
+
+
+def search_simulated(scenario: Scenario, base: MemorySettings, room_bytes: int, **options: Any) -> Search:
+    """Searches in this process, and tells on stderr how far it is.
+
+    Args:
+        scenario: What is run.
+        base: What each setting does at least.
+        room_bytes: What torch may hold.
+        **options: As `memlab.fitting.search.search` takes them.
+    """
+    num_tried = 0
+
+    def tell(point: Point, num_left: int) -> None:
+        nonlocal num_tried
+        num_tried += 1
+        peak = format_bytes(point.peak_allocated_bytes)
+        print(f"{num_tried} predicted, at most {num_left} to go: {point.settings}: {peak}", file=sys.stderr, flush=True)  # noqa: T201
+
+    with stepping(scenario) as step:
+        return search(base, scenario, step, room_bytes, on_point=tell, **options)
+
+
+class SearchProcess:
+    """A search in a process of its own. It ends by itself, or by `stop`; either way `on_end` is called once.
+
+    Args:
+        scenario: What is run.
+        base: What each setting does at least.
+        room_bytes: What torch may hold.
+        on_line: Called on a thread of its own with each line of progress.
+        on_end: Called on that thread with the search, or with one line that says what went wrong.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        base: MemorySettings,
+        room_bytes: int,
+        *,
+        resolution_bytes: int,
+        on_line: Callable[[str], object],
+        on_end: Callable[[Search | str], object],
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="memlab-search-")
+        request = {
+            "scenario": scenario.to_dict(),
+            "base": base.to_dict(),
+            "room_bytes": room_bytes,
+            "resolution_bytes": resolution_bytes,
+            "answer": str(Path(self._folder.name) / "search.json"),
+        }
+        root = str(Path(__file__).parents[2])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._stopped = False
+        self._process = subprocess.Popen(  # this interpreter
+            [sys.executable, "-m", "memlab.lab.search_process"],
+            env=os.environ | {"PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # an interrupted cell ends no search
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request))
+        self._process.stdin.close()
+        self._thread = threading.Thread(target=self._follow, args=(request["answer"], on_line, on_end), daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the process."""
+        self._stopped = True
+        self._process.terminate()
+
+    def wait(self) -> None:
+        """Returns when the search has ended and `on_end` was called."""
+        self._thread.join()
+
+    def _follow(self, answer: str, on_line: Callable[[str], object], on_end: Callable[[Search | str], object]) -> None:
+        process, last = self._process, ""
+        assert process.stderr is not None
+        with process, self._folder:
+            for line in process.stderr:
+                last = line.strip() or last
+                if " predicted, " in line:
+                    on_line(last)
+            code = process.wait()
+            if code == 0:
+                on_end(Search.from_dict(json.loads(Path(answer).read_text())))
+            elif self._stopped:
+                on_end("Stopped: search again, or choose settings by hand.")
+            else:
+                on_end(f"The search ended with code {code} ({last}): change budget or workload, and search again.")
+
+
+def main() -> None:
+    """Reads from stdin what is asked for, as JSON, and writes what was found to the file that is named there."""
+    asked = json.load(sys.stdin)
+    answer = Path(asked.pop("answer"))
+    scenario, base = Scenario.from_dict(asked.pop("scenario")), MemorySettings.from_dict(asked.pop("base"))
+    found = search_simulated(scenario, base, **asked)
+    answer.write_text(json.dumps(found.to_dict()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""The worker's side of a lab: everything that touches the live model, on one thread.
+
+It knows nothing of threads, records kept or who asked: it takes a step under settings and says what happened.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from megatron.core.transformer.identity_op import IdentityOp
+
+from memlab.backends import Backend
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.config.settings_on_model import checkpoints_moe_layers, without_backward
+from memlab.lab.environment import versions
+from memlab.lab.progress import StepStopped
+from memlab.meter.labels import Labels, labelled_by
+from memlab.meter.protocol import Meter
+from memlab.model import toggles
+from memlab.model.build import LiveModel, build
+from memlab.model.offload.watch import OffloadWatch
+from memlab.model.quiet import quiet_megatron
+from memlab.model.recovery import recover
+from memlab.model.residency.host_buffer import registered_bytes
+from memlab.model.residency.residency import groups_on_host
+from memlab.model.residency.transfers import Moves
+from memlab.model.residency.walk import require_resident
+from memlab.model.retention import holders
+from memlab.model.retention.remedies import CheckpointRemedy, Tap
+from memlab.model.training_step import forward_only_step, train_step
+from memlab.record.out_of_memory import OutOfMemory
+from memlab.record.step_record import Status, StepRecord
+from memlab.record.transfer import GROUPS
+
+
+class Stepper:
+    """One live model, its meter, and the steps it takes."""
+
+    def __init__(self, scenario: Scenario, backend: Backend) -> None:
+        self.scenario = scenario
+        self.num_steps = 0
+        self.labels = Labels()
+        self.meter: Meter = backend.meter(self.labels)
+        self.backend = backend
+        self._offload_watch = OffloadWatch()
+        self._remedy = CheckpointRemedy()
+        self._bookkeeping_seconds = 0.0
+        self.live: LiveModel
+        self.moves: Moves
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Everything below runs inside this context."""
+        with ExitStack() as stack:
+            stack.enter_context(quiet_megatron())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(self.backend.active())
+            stack.enter_context(labelled_by(self.labels))
+            stack.enter_context(self.meter.watching())
+            yield
+
+    def build(self) -> None:
+        """Builds the model."""
+        self.live = build(self.scenario, self.backend.layer_provider, self.backend.distributed_backend)
+        # Placeholders hand on what they get: in Qwen3's layers 4 of 18 modules are such, and each hook takes its time.
+        working = ((name, module) for name, module in self.live.named_modules() if not isinstance(module, IdentityOp))
+        self.labels.attach(working)
+        self.moves = Moves(self.live, self.meter)
+        with self.labels.category("workspace"):
+            self.backend.fill_workspaces(self.scenario.architecture.is_moe)
+
+    def apply(self, settings: MemorySettings) -> None:
+        """Sets recompute and activation offload for the next step."""
+        toggles.apply(self.live, settings)
+        self._offload_watch.misled = False
+
+    def tap(self, layer: int, *, guarded: bool) -> Tap:
+        """Taps a layer's output; unguarded, ``release_storage`` empties what is tapped too, until `untap`."""
+        self._remedy.spares_shared = guarded
+        return Tap(self.live, layer)
+
+    def untap(self, tap: Tap) -> None:
+        """Ends a tap."""
+        tap.take_off()
+        self._remedy.spares_shared = True
+
+    def settle(self) -> None:
+        """Gives back what the last settings left in reference cycles and in the allocator's cache."""
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def set_workload(self, scenario: Scenario) -> None:
+        """Takes another sequence length, micro-batch size or number of micro-batches from the next step on."""
+        self.scenario = self.live.scenario = scenario
+
+    def drop(self) -> dict[str, int]:
+        """Drops every name of the model, as a notebook does with ``del``, and finds out who still holds it.
+
+        Returns:
+            Device bytes by holder: what came free when it let go, one holder after the other. Nothing is left then.
+        """
+        del self.live, self.moves
+        self.labels.release()
+        gc.collect()
+        left: dict[str, int] = {}
+        for holder, let_go in holders.process_wide_holders():
+            before = self.meter.live_bytes()
+            let_go()
+            gc.collect()
+            left[holder] = before - self.meter.live_bytes()
+        holders.forget()
+        self.meter.close()
+        return {holder: num_bytes for holder, num_bytes in left.items() if num_bytes}
+
+    def release(self) -> None:
+        """Gives the model back."""
+        holders.release(self.live)
+        del self.live, self.moves
+        self.labels.release()
+        self.meter.close()
+
+    def step(
+        self,
+        settings: MemorySettings,
+        on_move: Callable[[], None] | None = None,
+        *,
+        forward_only: bool = False,
+        suspend_offload: bool = True,
+    ) -> StepRecord:
+        """Takes one metered step.
+
+        Args:
+            settings: Those that were applied; what waits on the host between steps is read from them here.
+            on_move: Called at each phase and module; raises `StepStopped` to end the step.
+            forward_only: Without gradients, backward and optimizer.
+            suspend_offload: In a forward-only step, keep Megatron's activation offload out of it.
+
+        Returns:
+            The record: of a whole step, or of one that ran out of memory or was stopped. The model is usable after
+            either.
+        """
+        labels, meter = self.labels, self.meter
+        torch.cuda.synchronize()
+        meter.start(self.moves.categories())
+        self._bookkeeping_seconds = 0.0
+        started = time.perf_counter()
+        measured: dict[str, Any] = {}
+        labels.on_move = on_move
+        try:
+            with self._offload_watch.watching(on_host=self.meter.hold_on_host):
+                measured |= self._phases(settings, forward_only=forward_only, suspend_offload=suspend_offload)
+        except (torch.OutOfMemoryError, StepStopped) as error:
+            measured |= self._ended_early(error, forward_only=forward_only)
+            measured |= self._offload_seen(settings, forward_only=forward_only)
+            self.recover(settings, error)
+        except BaseException as error:
+            self.recover(settings, error)
+            raise
+        finally:
+            labels.on_move = None
+        torch.cuda.synchronize()
+        measured["step_seconds"] = time.perf_counter() - started - self._bookkeeping_seconds
+        self.num_steps += 1
+        return self._record(settings, measured | {"forward_only": forward_only})
+
+    def recover(self, settings: MemorySettings, error: BaseException) -> None:
+        """Makes the model usable again after a step that did not reach its end."""
+        self.labels.on_move = None
+        recover(self.live, settings, error)
+        self._offload_watch.misled = False
+
+    def _phases(self, settings: MemorySettings, *, forward_only: bool, suspend_offload: bool) -> dict[str, Any]:
+        away = groups_on_host(settings)
+        needed = [group for group in GROUPS if group == "parameters" or not (forward_only and group in away)]
+        with self.labels.phase_of("load"):
+            load_seconds = self.moves.load(needed)
+        with self._off_the_clock():
+            require_resident(self.live, needed)
+        with self.labels.phase_of("forward"), self.remedied(settings):
+            if forward_only:
+                self._offload_watch.misled |= not suspend_offload
+                loss = forward_only_step(self.live, self.labels, suspend_offload=suspend_offload)
+            else:
+                loss = train_step(self.live, self.labels)
+        with self._off_the_clock():  # what is about to leave is named while it is here
+            self.meter.categorise(self.moves.categories())
+        with self.labels.phase_of("offload"):
+            freed, offload_seconds = self.moves.end_step(settings)
+        return {
+            "loss": loss if self.backend.computes else None,
+            "load_seconds": load_seconds,
+            "offload_seconds": offload_seconds,
+            "offloaded_bytes_by_group": freed,
+            **self._offload_seen(settings, forward_only=forward_only),
+        }
+
+    @contextmanager
+    def _off_the_clock(self) -> Iterator[None]:
+        """Takes the block's duration off the step's: it looks at the model, and computes nothing of the step."""
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._bookkeeping_seconds += time.perf_counter() - started
+
+    def _offload_seen(self, settings: MemorySettings, *, forward_only: bool) -> dict[str, Any]:
+        if forward_only:
+            without_effect = without_backward(settings)
+        else:
+            without_effect = self._offload_watch.without_effect(self.scenario, settings) | self._remedy.without_effect()
+        return {
+            "offloaded_bytes_by_module": dict(self._offload_watch.moved_bytes),
+            "without_effect": without_effect,
+        }
+
+    def remedied(self, settings: MemorySettings) -> AbstractContextManager[None]:
+        """Returns a context in which a step has the settings' remedy for checkpoints' inputs, where one is needed."""
+        needed = checkpoints_moe_layers(settings, self.scenario.architecture)
+        return self._remedy.during_step(settings.checkpoint_input_remedy if needed else None)
+
+    @staticmethod
+    def _ended_early(error: Exception, *, forward_only: bool) -> dict[str, Any]:
+        status: Status = "interrupted"
+        message = f"stopped in {error}: run the step again"
+        if isinstance(error, torch.OutOfMemoryError):
+            status = "out_of_memory"
+            mend = "shorten" if forward_only else "recompute or offload more, or shorten"
+            message = f"{error}: {mend} the sequence"
+        return {"status": status, "message": message}
+
+    def _record(self, settings: MemorySettings, measured: dict[str, Any]) -> StepRecord:
+        self.meter.categorise(self.moves.categories())
+        timeline = self.meter.finish()
+        residual_bytes = self.meter.uncategorised_bytes()
+        if measured.get("status") == "out_of_memory" and self.meter.out_of_memory is not None:
+            measured["out_of_memory"] = OutOfMemory.at(
+                self.meter.out_of_memory, timeline, passes_in_flight=self.labels.passes_in_flight
+            )
+        return StepRecord.from_timeline(
+            timeline,
+            scenario=self.scenario,
+            settings=settings,
+            backend=self.backend.name,
+            versions=versions(),
+            step_index=self.num_steps - 1,
+            residual_bytes=residual_bytes,
+            host_reserved_bytes=self._host_reserved_bytes(),
+            tokens_per_second=self._tokens_per_second(measured),
+            **measured,
+        )
+
+    def _tokens_per_second(self, measured: dict[str, Any]) -> float:
+        if "loss" not in measured or not self.backend.computes:
+            return 0.0
+        return self.scenario.tokens_per_step / float(measured["step_seconds"])
+
+    def _host_reserved_bytes(self) -> int | None:
+        by_torch = self.meter.host_reserved_bytes()
+        return None if by_torch is None else by_torch + registered_bytes()

@@ -1,0 +1,71 @@
+"""The layer provider for fake tensors: `TorchProvider`'s layers, and the experts' weights of a layer as one parameter.
+
+A layer of 128 experts has 256 weights, and Megatron does some operations for each when it builds DDP and the optimizer
+and in every step. On fake tensors their bytes alone count, which are the same in one piece.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from memlab.model.compat import grouped_experts
+from memlab.model.layers.torch_layers import TorchProvider, device_empty, expert_part
+
+
+class FakeProvider(TorchProvider):
+    """Megatron's choice of layers for a GPT layer spec, where no value is computed."""
+
+    def grouped_mlp_modules(self, *_: Any, **__: Any) -> Any:
+        return grouped_experts(StackedGroupedLinear, StackedGroupedRowLinear)
+
+
+class StackedGroupedLinear(torch.nn.Module):
+    """What `TorchGroupedLinear` is, with one weight [num_gemms, output_size, input_size]."""
+
+    way: ClassVar[Literal["column", "row"]] = "column"
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        bias: bool,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        assert not bias, "both families train without biases"
+        self.save_original_input = False
+        rows, columns = expert_part(self.way, output_size, input_size, config)
+        self.weight = torch.nn.Parameter(device_empty(num_gemms, rows, columns, config=config))
+        self.weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+
+    def forward(self, inputs: torch.Tensor, tokens_per_expert: list[int]) -> tuple[torch.Tensor, None]:
+        """Maps [rows, input_size] to [rows, output_size], `tokens_per_expert` rows for each expert in turn."""
+        assert sum(tokens_per_expert) == len(inputs), f"{tokens_per_expert} rows for {len(inputs)}"
+        return _StackedLinear.apply(inputs, self.weight), None
+
+
+class StackedGroupedRowLinear(StackedGroupedLinear):
+    """The second linear of the experts."""
+
+    way = "row"
+
+
+class _StackedLinear(torch.autograd.Function):
+    """Makes and keeps what `torch_functions.GroupedLinear` does."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inputs, weight)
+        return inputs.new_empty((inputs.shape[0], weight.shape[1]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        inputs, weight = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        return grad.new_empty(inputs.shape), torch.empty_like(weight)

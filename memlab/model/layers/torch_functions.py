@@ -1,0 +1,216 @@
+"""The autograd functions behind `torch_layers`: each computes in torch what one Transformer Engine module computes.
+
+What counts here is memory: each saves for backward the tensors that TE 2.12.0 saves, and makes the outputs that
+TE's kernels make; what a kernel keeps on chip is made inside `one_kernel`. Norms are RMSNorm, computed in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memlab.meter.labels import one_kernel
+from memlab.model.layers.tensor_parallel import WHOLE, Split
+
+
+class RmsNorm(torch.autograd.Function):
+    """RMSNorm over the last dimension; keeps its input and the reciprocal root mean square of each row (fp32)."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        output, reciprocal = _normalise(inputs, weight, epsilon)
+        ctx.save_for_backward(inputs, reciprocal, weight)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        inputs, reciprocal, weight = ctx.saved_tensors
+        grad_inputs, grad_weight = _normalise_backward(grads[0], inputs, reciprocal, weight)
+        return grad_inputs, grad_weight, None
+
+
+class Linear(torch.autograd.Function):
+    """``inputs @ weight.T``; keeps its input, its part of the sequence alone (transformer_engine/.../linear.py)."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, split: Split = WHOLE) -> torch.Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.split = split
+        return split.leave(_matmul(split.enter(inputs), weight.T))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        inputs, weight = ctx.saved_tensors
+        grad = ctx.split.leave_backward(grads[0])
+        inputs = ctx.split.enter(inputs)
+        grad_entered = _matmul(grad, weight)  # alive while it is reduced, during the weight's gradient
+        grad_inputs = ctx.split.enter_backward(grad_entered)
+        return grad_inputs, _flat(grad).T @ _flat(inputs), None
+
+
+class NormLinear(torch.autograd.Function):
+    """RMSNorm and the linear after it as one module (transformer_engine/pytorch/module/layernorm_linear.py).
+
+    Keeps its input, the normalised output and the reciprocal root mean square: seen so on an H200 with TE 2.12.0.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: torch.Tensor,
+        norm_weight: torch.Tensor,
+        weight: torch.Tensor,
+        epsilon: float,
+        split: Split = WHOLE,
+    ) -> torch.Tensor:
+        normalised, reciprocal = _normalise(inputs, norm_weight, epsilon)
+        ctx.save_for_backward(inputs, norm_weight, weight, normalised, reciprocal)
+        ctx.split = split
+        return _matmul(split.enter(normalised), weight.T)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        inputs, norm_weight, weight, normalised, reciprocal = ctx.saved_tensors
+        entered = ctx.split.enter(normalised)
+        grad_entered = _matmul(grads[0], weight)
+        grad_normalised = ctx.split.enter_backward(grad_entered)
+        grad_weight = _flat(grads[0]).T @ _flat(entered)
+        del grad_entered, entered
+        normalised.data = normalised.new_empty(0)  # TE's clear_tensor_data: gone before the norm's gradient is made
+        grad_inputs, grad_norm_weight = _normalise_backward(grad_normalised, inputs, reciprocal, norm_weight)
+        return grad_inputs, grad_norm_weight, grad_weight, None, None
+
+
+class GroupedLinear(torch.autograd.Function):
+    """One linear an expert over consecutive rows (transformer_engine/pytorch/module/grouped_linear.py).
+
+    Keeps each expert's rows as a view of the input, or the input itself under `save_original_input`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: torch.Tensor, splits: list[int], save_original_input: bool, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        rows = torch.split(inputs, splits)
+        output = inputs.new_empty((inputs.shape[0], weights[0].shape[0]))
+        for part, row, weight in zip(torch.split(output, splits), rows, weights, strict=True):
+            torch.mm(row, weight.T, out=part)
+        ctx.save_for_backward(*((inputs,) if save_original_input else rows), *weights)
+        ctx.splits = splits
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        saved, splits = ctx.saved_tensors, ctx.splits
+        weights = saved[-len(splits) :]
+        grad_rows = torch.split(grads[0].contiguous(), splits)
+        grad_inputs = grads[0].new_empty((grads[0].shape[0], weights[0].shape[1]))
+        for part, grad_row, weight in zip(torch.split(grad_inputs, splits), grad_rows, weights, strict=True):
+            torch.mm(grad_row, weight, out=part)
+        rows = saved[: -len(splits)]
+        if len(rows) == 1 and len(splits) > 1:
+            rows = torch.split(rows[0], splits)
+        grad_weights = [grad_row.T @ row for grad_row, row in zip(grad_rows, rows, strict=True)]
+        return grad_inputs, None, None, *grad_weights
+
+
+class CausalAttention(torch.autograd.Function):
+    """Fused causal attention; keeps query, key, value, its output and the log-sum-exp of each row (fp32).
+
+    Shapes are [sequence, batch, heads, channels]; key and value may have fewer heads (grouped queries). The output is
+    [sequence, batch, heads * channels].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        # A value that is a slice of linear_qkv's output is copied, and the copy kept (TE's get_qkv_layout).
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        output, log_sum_exp = attend(query, key, value, scale)
+        ctx.save_for_backward(query, key, value, output, log_sum_exp)
+        ctx.scale = scale
+        return output.view(*output.shape[:2], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        query, key, value, output, log_sum_exp = ctx.saved_tensors
+        return *attend_backward(grads[0], query, key, value, output, log_sum_exp, ctx.scale), None
+
+
+def _heads_first(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    groups = query.shape[2] // key.shape[2]
+    return (
+        query.permute(1, 2, 0, 3),
+        key.permute(1, 2, 0, 3).repeat_interleave(groups, dim=1),
+        value.permute(1, 2, 0, 3).repeat_interleave(groups, dim=1),
+    )
+
+
+@one_kernel()
+def _normalise(inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+    exact = inputs.float()
+    reciprocal = torch.rsqrt(exact.square().mean(-1) + epsilon)
+    return (exact * reciprocal.unsqueeze(-1) * weight.float()).to(inputs.dtype), reciprocal
+
+
+@one_kernel()
+def _normalise_backward(
+    grad: torch.Tensor, inputs: torch.Tensor, reciprocal: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    unit = inputs.float() * reciprocal.unsqueeze(-1)
+    exact = grad.view(inputs.shape).float()
+    grad_weight = _flat(exact * unit).sum(0).to(weight.dtype)
+    weighted = exact * weight.float()
+    projected = (weighted * unit).mean(-1, keepdim=True)
+    return ((weighted - unit * projected) * reciprocal.unsqueeze(-1)).to(inputs.dtype), grad_weight
+
+
+@one_kernel()
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, causal: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns output [sequence, batch, heads, channels] and log-sum-exp [batch, heads, sequence]."""
+    output, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *_heads_first(query, key, value), 0.0, causal, scale=scale
+    )
+    return output.permute(2, 0, 1, 3).contiguous(), log_sum_exp.contiguous()
+
+
+@one_kernel()
+def attend_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    scale: float,
+    *,
+    causal: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the gradients of query, key and value."""
+    groups = query.shape[2] // key.shape[2]
+    grad_query, *grads_of_groups = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad.view(output.shape).permute(1, 2, 0, 3),
+        *_heads_first(query, key, value),
+        output.permute(1, 2, 0, 3),
+        log_sum_exp,
+        0.0,
+        causal,
+        scale=scale,
+    )
+    grad_key, grad_value = (
+        part.unflatten(1, (-1, groups)).float().sum(2).to(part.dtype).permute(2, 0, 1, 3).contiguous()
+        for part in grads_of_groups
+    )
+    return grad_query.permute(2, 0, 1, 3).contiguous(), grad_key, grad_value
+
+
+def _matmul(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (_flat(inputs) @ weight).view(*inputs.shape[:-1], weight.shape[1])
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])

@@ -1,0 +1,212 @@
+"""A layer provider without Transformer Engine, through megatron-core's own extension point.
+
+It has the module tree that TE gives a GPT model (norm fused into the linear after it, grouped experts, fused
+attention) on the functions of `torch_functions`, so that every recompute and offload module exists here where it
+exists on a GPU. Constructors take what ``megatron/core/extensions/transformer_engine.py`` takes (0.16.1, 0.19.2).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from memlab.model.compat import grouped_experts
+from memlab.model.layers.context_parallel import RingAttention
+from memlab.model.layers.tensor_parallel import split_of
+from memlab.model.layers.torch_functions import CausalAttention, GroupedLinear, Linear, NormLinear, RmsNorm
+
+
+class TorchProvider(BackendSpecProvider):
+    """Megatron's choice of layers for a GPT layer spec, in torch alone."""
+
+    def linear(self) -> type:
+        return TorchLinear
+
+    def column_parallel_linear(self) -> type:
+        return TorchColumnLinear
+
+    def row_parallel_linear(self) -> type:
+        return TorchRowLinear
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return TorchNormLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, **_: Any) -> type:
+        return TorchNorm
+
+    def core_attention(self) -> type:
+        return TorchAttention
+
+    def grouped_mlp_modules(self, *_: Any, **__: Any) -> Any:
+        return grouped_experts(TorchGroupedLinear, TorchGroupedRowLinear)
+
+    def activation_func(self) -> None:
+        return None
+
+
+class TorchNorm(torch.nn.Module):
+    """RMSNorm."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.epsilon = eps
+        self.weight = _norm_weight(hidden_size, config=config)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Normalises [..., hidden_size]."""
+        # TE's norm takes a contiguous copy (transformer_engine/pytorch/ops/basic/rmsnorm.py): the query and key norms
+        # then keep their own input, and not the whole of linear_qkv's output.
+        result: torch.Tensor = RmsNorm.apply(inputs.contiguous(), self.weight, self.epsilon)
+        return result
+
+
+class TorchLinear(torch.nn.Module):
+    """A linear without bias. Returns (output, None): Megatron adds biases itself."""
+
+    way: ClassVar[Literal["column", "row"] | None] = None
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, init_method: Any, bias: bool, **_: Any
+    ) -> None:
+        super().__init__()
+        assert not bias, "both families train without biases"
+        self.save_original_input = False
+        self.split = split_of(self.way, config)
+        ranks = config.tensor_model_parallel_size
+        rows, columns = _part(self.way, output_size, input_size, ranks)
+        self.weight = _weight(rows, columns, config=config, init_method=init_method)
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Maps [..., input_size] to [..., output_size]."""
+        return Linear.apply(inputs, self.weight, self.split), None
+
+
+class TorchColumnLinear(TorchLinear):
+    """Each rank makes a part of the output's features."""
+
+    way = "column"
+
+
+class TorchRowLinear(TorchLinear):
+    """Each rank takes a part of the input's features."""
+
+    way = "row"
+
+
+class TorchNormLinear(torch.nn.Module):
+    """RMSNorm fused with the linear that follows it."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, init_method: Any, bias: bool, **_: Any
+    ) -> None:
+        super().__init__()
+        assert not bias, "both families train without biases"
+        self.epsilon = config.layernorm_epsilon
+        self.split = split_of("column", config)
+        self.layer_norm_weight = _norm_weight(input_size, config=config)
+        rows = output_size // config.tensor_model_parallel_size
+        self.weight = _weight(rows, input_size, config=config, init_method=init_method)
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Maps [..., input_size] to [..., output_size]."""
+        return NormLinear.apply(inputs, self.layer_norm_weight, self.weight, self.epsilon, self.split), None
+
+
+class TorchGroupedLinear(torch.nn.Module):
+    """One linear without bias for each local expert, over rows grouped by expert.
+
+    Where experts are split over ranks too, Megatron's dispatcher gathers and scatters their rows.
+    """
+
+    way: ClassVar[Literal["column", "row"]] = "column"
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Any,
+        bias: bool,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        assert not bias, "both families train without biases"
+        self.num_gemms = num_gemms
+        self.save_original_input = False
+        rows, columns = expert_part(self.way, output_size, input_size, config)
+        for index in range(num_gemms):
+            weight = _weight(rows, columns, config=config, init_method=init_method)
+            # Experts that are spread over ranks are reduced in their own group, from their own gradient buffers.
+            weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+            self.register_parameter(f"weight{index}", weight)
+
+    def forward(self, inputs: torch.Tensor, tokens_per_expert: list[int]) -> tuple[torch.Tensor, None]:
+        """Maps [rows, input_size] to [rows, output_size], `tokens_per_expert` rows for each expert in turn."""
+        weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
+        return GroupedLinear.apply(inputs, list(tokens_per_expert), self.save_original_input, *weights), None
+
+
+class TorchGroupedRowLinear(TorchGroupedLinear):
+    """The second linear of the experts."""
+
+    way = "row"
+
+
+class TorchAttention(torch.nn.Module):
+    """Fused causal attention with grouped queries."""
+
+    def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+        super().__init__()
+        assert config.kv_channels is not None
+        self.softmax_scale = softmax_scale or config.kv_channels**-0.5
+        ring = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
+        self.context_parallel_group = ring
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None, **_: Any
+    ) -> torch.Tensor:
+        """Attends from [sequence, batch, heads, channels]; returns [sequence, batch, heads * channels]."""
+        if self.context_parallel_group is not None:
+            ring: torch.Tensor = RingAttention.apply(query, key, value, self.softmax_scale, self.context_parallel_group)
+            return ring
+        result: torch.Tensor = CausalAttention.apply(query, key, value, self.softmax_scale)
+        return result
+
+
+def _part(way: str | None, rows: int, columns: int, ranks: int) -> tuple[int, int]:
+    return rows // (ranks if way == "column" else 1), columns // (ranks if way == "row" else 1)
+
+
+def expert_part(way: str, rows: int, columns: int, config: TransformerConfig) -> tuple[int, int]:
+    """Returns the shape of this rank's part of an expert's weight."""
+    return _part(way, rows, columns, config.expert_tensor_parallel_size)
+
+
+def _norm_weight(size: int, *, config: TransformerConfig) -> torch.nn.Parameter:
+    weight = torch.nn.Parameter(device_empty(size, config=config).fill_(1.0))
+    # Each rank has seen a part of the sequence: Megatron adds these gradients up (distributed/finalize_model_grads.py).
+    weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return weight
+
+
+def _weight(rows: int, columns: int, *, config: TransformerConfig, init_method: Any) -> torch.nn.Parameter:
+    weight = torch.nn.Parameter(device_empty(rows, columns, config=config))
+    if config.perform_initialization:
+        with get_cuda_rng_tracker().fork():
+            init_method(weight)
+    return weight
+
+
+def device_empty(*shape: int, config: TransformerConfig) -> torch.Tensor:
+    """Returns a tensor on the device, of the parameters' dtype."""
+    return torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device())

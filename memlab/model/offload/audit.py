@@ -1,0 +1,270 @@
+"""The two sides of an offload account, seen in live steps: what modules save for backward, and where it went.
+
+What is expected is counted in a step **without** offload, in the regions that Megatron names by
+``FineGrainedActivationOffloadingInterface`` and enters whether they are offloaded or not. What moved is followed from
+the copy down to the copy up (``ChunkOffloadHandler``). Both stand in
+``megatron/core/pipeline_parallel/fine_grained_activation_offload.py`` (0.16.1 and 0.19.2).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch
+from megatron.core.pipeline_parallel import fine_grained_activation_offload as upstream
+
+from memlab.config.scenario import Scenario
+from memlab.model.build import LiveModel
+from memlab.model.retention.storage_holders import find_holders
+from memlab.record.offload_audit import (
+    Held,
+    ModuleAccount,
+    OffloadAccount,
+    device_event_index,
+    device_event_number,
+    peak_of,
+    place_of,
+    roughness_bytes,
+    same_moment,
+)
+from memlab.record.step_record import StepRecord
+
+State = Literal["away", "held", "back", "copied twice", "not due"]
+
+
+@dataclass(slots=True)
+class _Saved:
+    num_elements: int
+    num_bytes: int
+
+
+class SavedInRegions:
+    """What the offload modules save for backward in a step without offload, parameters apart."""
+
+    def __init__(self) -> None:
+        self._regions: dict[str, list[dict[Any, _Saved]]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Counts in the block."""
+        interface = upstream.FineGrainedActivationOffloadingInterface
+        enter, leave = interface.__enter__, interface.__exit__
+        hooks: list[Any] = []
+
+        def enter_region(region: Any) -> Any:
+            saved: dict[Any, _Saved] = {}
+            self._regions.setdefault(region.name, []).append(saved)
+            hooks.append(torch.autograd.graph.saved_tensors_hooks(_counting(region.name, saved), lambda packed: packed))
+            result = enter(region)
+            hooks[-1].__enter__()
+            return result
+
+        def leave_region(region: Any, *exception: Any) -> None:
+            hooks.pop().__exit__(*exception)
+            leave(region, *exception)
+
+        with patch.object(interface, "__enter__", enter_region), patch.object(interface, "__exit__", leave_region):
+            yield
+
+    def account(self, name: str, scenario: Scenario, min_offloaded_tensor_size: int) -> dict[str, int]:
+        """Splits a module's saved bytes by Megatron's rules.
+
+        Its manager keeps the last group of a pass whose backward follows at once: on the last stage each of the last
+        chunk, on others the step's last (``PipelineOffloadManager``; seen with 0.16.1 for 1F1B and interleaved stages).
+
+        Returns:
+            ``saved_bytes``, ``too_small_bytes`` and ``last_group_bytes`` of `ModuleAccount`.
+        """
+        saved = too_small = last_group = 0
+        regions = self._regions.get(name, [])
+        stages, chunks = (
+            scenario.layout.pipeline_model_parallel_size,
+            scenario.layout.virtual_pipeline_model_parallel_size,
+        )
+        is_last_stage = scenario.layout.pipeline_stage == stages - 1
+
+        def stays(index: int) -> bool:
+            number, layer = divmod(index, scenario.num_layers_of_chunk)
+            is_followed = number // stages % chunks == chunks - 1 if is_last_stage else index == len(regions) - 1
+            return is_followed and layer == scenario.num_layers_of_chunk - 1
+
+        for index, region in enumerate(regions):
+            for tensor in region.values():
+                saved += tensor.num_bytes
+                if tensor.num_elements < min_offloaded_tensor_size:
+                    too_small += tensor.num_bytes
+                elif stays(index):
+                    last_group += tensor.num_bytes
+        return {"saved_bytes": saved, "too_small_bytes": too_small, "last_group_bytes": last_group}
+
+
+def _counting(name: str, saved: dict[Any, _Saved]) -> Any:
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            # Under offload of expert_fc1 the experts keep their whole input instead of a view an expert: one tensor.
+            key = tensor.untyped_storage()._cdata if name == "expert_fc1" else len(saved)
+            whole = saved.setdefault(key, _Saved(0, 0))
+            whole.num_elements += tensor.numel()
+            whole.num_bytes += tensor.nbytes
+        return tensor
+
+    return count
+
+
+# torch keeps the node of a saved leaf's gradient whatever a hook puts in the leaf's place, and that node owns the leaf:
+# it meets the detached inputs that CheckpointWithoutOutput saves (megatron/core/tensor_parallel/random.py).
+_OWN_LEAF = "its own AccumulateGrad node: it was saved as a leaf that requires gradients"
+
+
+@dataclass(slots=True, eq=False)
+class _Move:
+    name: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    is_leaf: bool
+    source: weakref.ref[Any]
+    reloaded: weakref.ref[Any] | None = None
+
+
+class OffloadTrace:
+    """Follows each tensor that a step moves, and says at a moment where each of them is."""
+
+    def __init__(self) -> None:
+        self.held: list[Held] = []
+        self._moves: list[_Move] = []
+        self._states: list[State] = []
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Follows what the block moves."""
+        handler, group = upstream.ChunkOffloadHandler, upstream.OffloadTensorGroup
+        offload, reload, push_tensor = handler.offload, handler.reload, group.push_tensor
+        on_host: dict[int, _Move] = {}
+        last: list[_Move] = []
+
+        def note_offload(chunk: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+            state = offload(chunk, source, *args, **kwargs)
+            is_leaf = source.is_leaf and source.requires_grad
+            last[:] = [_Move("", tuple(source.shape), source.nbytes, is_leaf, weakref.ref(source.untyped_storage()))]
+            on_host[id(state[1])] = last[0]
+            return state
+
+        def note_name(tensors: Any, tag: Any, tensor: Any) -> None:
+            if isinstance(tensor, tuple):
+                last[0].name = tensors._name
+                self._moves.append(last[0])
+            push_tensor(tensors, tag, tensor)
+
+        def note_reload(chunk: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+            tensor = reload(chunk, state, *args, **kwargs)
+            on_host.pop(id(state[1])).reloaded = weakref.ref(tensor.untyped_storage())
+            return tensor
+
+        with (
+            patch.object(handler, "offload", note_offload),
+            patch.object(handler, "reload", note_reload),
+            patch.object(group, "push_tensor", note_name),
+        ):
+            yield
+
+    def look(self, live: LiveModel, modules: list[str]) -> None:
+        """Says where everything is at this moment, in the middle of the step that is traced."""
+        self._states = []
+        seen: set[int] = set()
+        for move in self._moves:
+            twice = move.reloaded is None and id(move.source) in seen  # one storage, one weak reference
+            seen.add(id(move.source))
+            self._states.append("copied twice" if twice else _state(move))
+        held = [move for move, state in zip(self._moves, self._states, strict=True) if state == "held"]
+        storages = [move.source()._cdata for move in held]  # type: ignore[union-attr]  # held: it is alive
+        holders = find_holders(live, modules, storages) if held else {}
+        self.held = [
+            Held(
+                name=move.name,
+                shape=move.shape,
+                num_bytes=move.num_bytes,
+                holders=holders[storage] or ((_OWN_LEAF,) if move.is_leaf else ()),
+            )
+            for move, storage in zip(held, storages, strict=True)
+        ]
+
+    def module_account(self, name: str, expected: dict[str, int]) -> ModuleAccount:
+        """Returns where a module's bytes were at the moment of `look`, once the step is over."""
+        later: list[State] = ["not due"] * (len(self._moves) - len(self._states))
+        places: dict[State, int] = {}
+        for move, state in zip(self._moves, [*self._states, *later], strict=True):
+            if move.name == name:
+                places[state] = places.get(state, 0) + move.num_bytes
+        return ModuleAccount(
+            name=name,
+            **expected,
+            moved_bytes=sum(places.values()),
+            away_bytes=places.get("away", 0),
+            held_bytes=places.get("held", 0),
+            back_bytes=places.get("back", 0),
+            copied_twice_bytes=places.get("copied twice", 0),
+            not_due_bytes=places.get("not due", 0),
+        )
+
+
+def audit_offload(
+    live: LiveModel,
+    modules: list[str],
+    saved: SavedInRegions,
+    plain: StepRecord,
+    offloaded: StepRecord,
+    repeat: Callable[[int, Callable[[], None]], StepRecord],
+) -> OffloadAccount:
+    """Accounts for what a step was expected to free, where the same step without offload is fullest.
+
+    Args:
+        live: The model.
+        modules: Module names by the code that `Labels` gives autograd nodes.
+        saved: Counted under the settings of `plain`.
+        plain: A steady step without offload.
+        offloaded: A steady step, the same but for offload.
+        repeat: Takes `offloaded` once more, and calls back when a number of events has passed.
+    """
+    assert plain.timeline is not None
+    assert offloaded.timeline is not None
+    settings, trace = offloaded.settings, OffloadTrace()
+    plain_peak = peak_of(plain)
+    moment = same_moment(plain.timeline, plain_peak, offloaded.timeline)
+    with trace.tracing():
+        number = device_event_number(offloaded.timeline, moment)
+        again = repeat(number, lambda: trace.look(live, modules))
+    bytes_then = offloaded.timeline.bytes_at(moment)
+    assert again.timeline is not None
+    bytes_again = again.timeline.bytes_at(device_event_index(again.timeline, number))
+    # One unsplit rest a layer and module is well under a thousandth.
+    off_by = bytes_then // 1000 if roughness_bytes(again.timeline) else 0
+    assert abs(bytes_again - bytes_then) <= off_by, "a steady step repeats itself"
+    expected = {
+        name: saved.account(name, live.scenario, settings.min_offloaded_tensor_size)
+        for name in settings.offload_modules or ()
+    }
+    return OffloadAccount(
+        plain=plain,
+        offloaded=offloaded,
+        modules=tuple(trace.module_account(name, of_module) for name, of_module in expected.items()),
+        held=tuple(trace.held),
+        plain_peak=place_of(plain.timeline, plain_peak),
+        offloaded_peak=place_of(offloaded.timeline, peak_of(offloaded)),
+        freed_bytes=plain.activation_peak_bytes - (bytes_then - offloaded.static_bytes),
+    )
+
+
+def _state(move: _Move) -> State:
+    if move.reloaded is not None:
+        return "back" if _is_alive(move.reloaded) else "not due"
+    return "held" if _is_alive(move.source) else "away"
+
+
+def _is_alive(storage: weakref.ref[Any]) -> bool:
+    alive = storage()
+    return alive is not None and alive.nbytes() > 0

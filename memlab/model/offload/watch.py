@@ -1,0 +1,102 @@
+"""What Megatron's fine-grained activation offload really does in a step: bytes by module, and why a module moved none.
+
+Megatron counts only in its manager's warm-up, and prints. This watches the groups themselves:
+``OffloadTensorGroup`` of ``megatron/core/pipeline_parallel/fine_grained_activation_offload.py`` (0.16.1, 0.19.2)
+receives a tuple for a tensor that went to the host, and the tensor itself for one that stayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from megatron.core.pipeline_parallel import fine_grained_activation_offload as upstream
+
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.config.settings_on_model import without_effect
+from memlab.meter.labels import reloading
+
+
+class OffloadWatch:
+    """Counts one step's activation offload."""
+
+    def __init__(self) -> None:
+        self.moved_bytes: dict[str, int] = {}
+        self.misled = False
+        """Whether a pass without backward ran with offload on since the settings were applied."""
+        self._largest_kept_elements: dict[str, int] = {}
+
+    @contextmanager
+    def watching(self, on_host: Callable[[torch.Tensor], object]) -> Iterator[None]:
+        """Counts what the block offloads, from zero.
+
+        Args:
+            on_host: Called with each host copy.
+        """
+        self.moved_bytes.clear()
+        self._largest_kept_elements.clear()
+        push_tensor = upstream.OffloadTensorGroup.push_tensor
+        record_offload_event = upstream.OffloadTensorGroup.record_offload_event
+
+        def count_moved(group: Any, tag: Any, tensor: Any) -> None:
+            if isinstance(tensor, tuple):
+                self.moved_bytes[group._name] = self.moved_bytes.get(group._name, 0) + tensor[1].nbytes
+                on_host(tensor[1])
+            push_tensor(group, tag, tensor)
+
+        def count_kept(group: Any, stream: Any) -> None:
+            kept = [tensor.numel() for tensor in group._tensors.values() if _could_move(tensor)]
+            self._largest_kept_elements[group._name] = max(self._largest_kept_elements.get(group._name, 0), *kept, 0)
+            record_offload_event(group, stream)
+
+        reload = upstream.ChunkOffloadHandler.reload
+
+        def reload_as_activation(handler: Any, *args: Any, **kwargs: Any) -> Any:
+            with reloading():
+                return reload(handler, *args, **kwargs)
+
+        with (
+            patch.object(upstream.ChunkOffloadHandler, "reload", reload_as_activation),
+            patch.object(upstream.OffloadTensorGroup, "push_tensor", count_moved),
+            patch.object(upstream.OffloadTensorGroup, "record_offload_event", count_kept),
+            patch.object(upstream, "print_offload_summary_table", lambda total_offload_bytes: None),
+        ):
+            yield
+
+    def without_effect(self, scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
+        """Returns ``offload_modules:name`` to the reason, for each module that moved nothing in this step.
+
+        Reasons that the model's structure decides come from the settings; these are the ones that only a run tells.
+        """
+        reasons = without_effect(settings, scenario.architecture)
+        for name in settings.offload_modules or ():
+            key = f"offload_modules:{name}"
+            if self.moved_bytes.get(name) or key in reasons:
+                continue
+            largest = self._largest_kept_elements.get(name)
+            if largest is None and self.misled:
+                reasons[key] = (
+                    "Megatron's offload manager took a forward-only pass for its warm-up, or for this step's passes: "
+                    "suspend offload in forward-only passes, and apply the settings again"
+                )
+            elif largest is None:
+                reasons[key] = (
+                    "Megatron keeps the last group of each name on the device, and "
+                    f"{scenario.num_layers_of_chunk} layer x {scenario.num_microbatches} micro-batch make no other"
+                )
+            else:
+                reasons[key] = (
+                    f"its largest saved tensor has {largest} elements, under min_offloaded_tensor_size "
+                    f"{settings.min_offloaded_tensor_size}"
+                )
+        return reasons
+
+
+def _could_move(tensor: Any) -> bool:
+    # Parameters are marked so that they stay: by one attribute in 0.16, by another in 0.19.
+    marked = not getattr(tensor, "offloading_activation", True) or getattr(tensor, "_do_not_offload", False)
+    return isinstance(tensor, torch.Tensor) and not marked

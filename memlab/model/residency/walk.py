@@ -1,0 +1,156 @@
+"""Finds parameters, gradients and optimizer state by walking Megatron's own objects, storage by storage.
+
+It shares nothing with `memlab.model.residency.residency`, so that it finds what that forgets. A storage belongs to the
+first holder that names it: in fp32 the main parameters are views of the parameters (megatron-core 0.16.1 and 0.19.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memlab.meter.protocol import Meter
+from memlab.model.build import LiveModel
+from memlab.model.retention import holders
+from memlab.record.residency_audit import Asked, Holding, HostCopy, ResidencyAudit
+from memlab.record.transfer import GROUPS
+from memlab.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    group: str
+    holder: str
+    tensor: torch.Tensor
+    is_needed: bool = True
+    """False for what is there only if something was copied a second time."""
+
+    @property
+    def needed_bytes(self) -> int:
+        # By its shape, which an emptied tensor keeps.
+        return self.tensor.numel() * self.tensor.element_size() if self.is_needed else 0
+
+
+def audit_residency(
+    live: LiveModel,
+    meter: Meter,
+    asked: Asked,
+    kept: Mapping[str, list[torch.Tensor]],
+    move_host_bytes: tuple[int, int],
+) -> ResidencyAudit:
+    """Holds what is on device and host against what was asked for.
+
+    Args:
+        live: A model between two steps.
+        meter: Knows where a storage lives, and every storage that nobody here names.
+        asked: What should be where.
+        kept: Group to tensors, host copies among them; only those on the host are looked at.
+        move_host_bytes: On the host around the last move, and at its peak.
+    """
+    found = list(_storages(live))
+    sums: dict[tuple[str, str], tuple[int, int]] = {}
+    for entry in found:
+        expected, there = sums.get((entry.group, entry.holder), (0, 0))
+        sums[entry.group, entry.holder] = (
+            expected + (0 if entry.group in asked.away else entry.needed_bytes),
+            there + (0 if meter.pool_of(entry.tensor) == "host" else entry.tensor.untyped_storage().nbytes()),
+        )
+    named = [*(entry.tensor for entry in found), *holders.workspace(live)]
+    return ResidencyAudit(
+        holdings=tuple(
+            Holding(group=group, holder=holder, expected_bytes=expected, device_bytes=there)
+            for (group, holder), (expected, there) in sums.items()
+        ),
+        host_copies=tuple(_host_copy(group, found, kept[group], meter, asked) for group in GROUPS),
+        unnamed_device_bytes=meter.bytes_beside(named),
+        move_host_bytes=move_host_bytes[0],
+        move_peak_host_bytes=move_host_bytes[1],
+    )
+
+
+def require_resident(live: LiveModel, groups: Collection[str] = GROUPS) -> None:
+    """Refuses to go on where one of DDP's buffers has lost its storage; a few tensors, so that every step can ask.
+
+    Raises:
+        ValueError: With the first such buffer, and what a step would have done.
+    """
+    for name, buffer in live.buffers():
+        for group, attribute in (("parameters", "param_data"), ("gradients", "grad_data")):
+            tensor = getattr(buffer, attribute)
+            if tensor is None or group not in groups:
+                continue
+            there, needed = tensor.untyped_storage().nbytes(), tensor.numel() * tensor.element_size()
+            if there < needed:
+                raise ValueError(
+                    f"{name}.{attribute} has {format_bytes(there)} of the {format_bytes(needed)} that it needs: a step "
+                    "would write to memory that is not its own, so it did not run: leave the block of the fault first"
+                )
+
+
+def _host_copy(group: str, found: list[_Found], kept: list[torch.Tensor], meter: Meter, asked: Asked) -> HostCopy:
+    needed = sum(entry.needed_bytes for entry in found if entry.group == group)
+    return HostCopy(
+        group=group,
+        expected_bytes=needed if group in asked.copied else 0,
+        host_bytes=_host_bytes([*kept, *(e.tensor for e in found if e.group == group)], meter),
+    )
+
+
+def _host_bytes(tensors: list[torch.Tensor], meter: Meter) -> int:
+    storages = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+        for tensor in tensors
+        if meter.pool_of(tensor) == "host"
+    }
+    return sum(storages.values())
+
+
+def _storages(live: LiveModel) -> Iterator[_Found]:
+    seen: set[int] = set()
+    for source in (_parameters(live), _gradients(live), _optimizer_state(live)):
+        for entry in source:
+            key = entry.tensor.untyped_storage()._cdata
+            if key not in seen:
+                seen.add(key)
+                yield entry
+
+
+def _parameters(live: LiveModel) -> Iterator[_Found]:
+    for name, buffer in live.buffers():
+        if buffer.param_data is not None:  # without the distributed optimizer DDP leaves parameters where they are
+            yield _Found("parameters", f"{name}.param_data", buffer.param_data)
+    for parameter in live.parameters():
+        yield _Found("parameters", "parameters outside DDP's buffers", parameter.data)
+
+
+def _gradients(live: LiveModel) -> Iterator[_Found]:
+    for name, buffer in live.buffers():
+        yield _Found("gradients", f"{name}.grad_data", buffer.grad_data)
+    for parameter in live.parameters():
+        for attribute in ("main_grad", "grad"):
+            gradient = getattr(parameter, attribute, None)
+            if gradient is not None:
+                yield _Found("gradients", f"the parameters' .{attribute}", gradient, is_needed=False)
+    for _, main_parameter in _main_parameters(live):
+        for attribute in ("grad", "decoupled_grad"):
+            gradient = getattr(main_parameter, attribute, None)
+            if gradient is not None:
+                yield _Found("gradients", f"the main parameters' .{attribute}", gradient, is_needed=False)
+
+
+def _optimizer_state(live: LiveModel) -> Iterator[_Found]:
+    for part, main_parameter in _main_parameters(live):
+        yield _Found("optimizer state", "main parameters", main_parameter.data)
+        for name, value in part.optimizer.state.get(main_parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                yield _Found("optimizer state", name, value)
+
+
+def _main_parameters(live: LiveModel) -> Iterator[tuple[Any, torch.Tensor]]:
+    for part in getattr(live.optimizer, "chained_optimizers", [live.optimizer]):
+        for group in part.optimizer.param_groups:
+            for main_parameter in group["params"]:
+                yield part, main_parameter

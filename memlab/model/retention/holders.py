@@ -1,0 +1,104 @@
+"""What Megatron itself holds on to: between steps, as workspace, and for good, until it is released.
+
+Nothing in megatron-core gives a model back when its last name is dropped: caches and singletons keep hold of it. All
+of them are named here, with their file (megatron-core 0.16.1 and 0.19.2).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+from memlab.model.build import LiveModel
+from memlab.model.compat import auxiliary_losses, forget_auxiliary_losses
+from memlab.model.offload import manager as offload_manager
+from memlab.model.retention import te_caches as engine_caches
+
+
+def workspace(live: LiveModel) -> Iterator[torch.Tensor]:
+    """Yields the tensors that Megatron keeps by name between steps, other than parameters.
+
+    A tensor that is alive after a step and neither here nor in `Residency.tensors` is held by something that should
+    have let go of it.
+    """
+    for module in live.modules():
+        yield from _tensors_in(module._buffers)
+        yield from _tensors_in(vars(module))
+        dispatcher = getattr(module, "token_dispatcher", None)
+        if dispatcher is not None:
+            yield from _tensors_in(vars(dispatcher))
+    for part in getattr(live.optimizer, "chained_optimizers", [live.optimizer]):
+        yield from _tensors_in(vars(part))
+        yield from _tensors_in(vars(part.optimizer))
+    # models/common/embeddings/rotary_pos_embedding.py caches the angles by sequence length in an lru_cache.
+    yield from _tensors_in(dict(enumerate(gc.get_referents(RotaryEmbedding.forward))))
+    # tensor_parallel/layers.py gathers the sequence into a buffer of its own, for the output layer.
+    yield from _tensors_in(parallel_state.get_global_memory_buffer().buffer)
+    # transformer/moe/moe_utils.py
+    yield from _tensors_in({"scale": MoEAuxLossAutoScaler.main_loss_backward_scale})
+    yield from auxiliary_losses()
+    yield from engine_caches.tensors()
+
+
+def _tensors_in(attributes: dict[Any, Any]) -> Iterator[torch.Tensor]:
+    return (value for value in attributes.values() if isinstance(value, torch.Tensor))
+
+
+def release(live: LiveModel) -> None:
+    """Takes the model apart and makes megatron-core forget it, so that its memory can be freed."""
+    try:
+        for part in getattr(live.optimizer, "chained_optimizers", [live.optimizer]):
+            part.optimizer.state.clear()
+            part.optimizer.param_groups.clear()
+            vars(part).clear()
+        vars(live.optimizer).clear()
+        for module in list(live.modules()):
+            vars(module).clear()
+        live.chunks.clear()
+        live.optimizer = live.config = None
+    finally:
+        forget()  # whatever failed, another model can be built
+
+
+def forget() -> None:
+    """Empties megatron-core's process-wide state and leaves the process group."""
+    for _, let_go in process_wide_holders():
+        let_go()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    gc.collect()
+
+
+def process_wide_holders() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yields who holds on to a model when its last name is dropped, and how each lets go."""
+    yield "token dispatchers (graph of their probabilities -> parameters -> DDP's hooks -> model)", _empty_dispatchers
+    yield "RotaryEmbedding.forward's cache of angles", RotaryEmbedding.forward.cache_clear
+    yield "the scale of the auxiliary loss", lambda: setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
+    yield "the log of auxiliary losses", forget_auxiliary_losses
+    yield "the offload manager's buffers", offload_manager.forget
+    yield "random states", _forget_random_states
+    for name, _, empty in engine_caches.caches():
+        yield name, empty
+    yield "cuBLAS workspaces", engine_caches.clear_torch_caches
+    yield "process groups and the global memory buffer", parallel_state.destroy_model_parallel
+
+
+def _empty_dispatchers() -> None:
+    # The cycle runs through autograd's nodes in C++, where Python's garbage collector does not look.
+    for candidate in gc.get_objects():
+        if type(candidate) is MoEAlltoAllTokenDispatcher:  # isinstance would ask objects that answer with warnings
+            vars(candidate).clear()
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = None
+
+
+def _forget_random_states() -> None:
+    random._CUDA_RNG_STATE_TRACKER = None
+    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False

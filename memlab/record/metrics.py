@@ -1,0 +1,106 @@
+"""The last cell of every lab: what was measured, handed to whoever ran the notebook.
+
+In a headless run the figures go to the run's folder as plain files. Interactively they are only shown. Either way
+the cell's output carries them under a MIME type of their own, which is how the runner knows that the last cell ran.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from memlab._version import __version__
+from memlab.record.step_record import StepRecord
+from memlab.units import format_bytes
+
+RUN_FOLDER_VARIABLE = "MEMLAB_RUN_FOLDER"
+"""Environment variable that names the folder of a headless run."""
+METRICS_MIMETYPE = "application/vnd.memlab.metrics+json"
+
+_RECORD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
+
+
+class Metrics:
+    """What a lab measured; shown as one line a record."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+        """JSON-ready: ``records`` by name, ``extra`` and ``versions``."""
+
+    def __repr__(self) -> str:
+        lines = [
+            f"{name}: peak {format_bytes(record['peak_allocated_bytes'])} allocated"
+            + (f", {record['status']}" if record["status"] != "ok" else "")
+            for name, record in self.values["records"].items()
+        ]
+        lines += [f"{name}: {value}" for name, value in self.values["extra"].items()]
+        return "\n".join(lines)
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        return {METRICS_MIMETYPE: self.values, "text/plain": repr(self)}
+
+
+def finish(records: Mapping[str, StepRecord], **extra: float) -> Metrics:
+    """Ends a lab: keeps the figures of its records. Call it once, as the last line of the cell tagged ``record``.
+
+    Args:
+        records: What was measured, by a short name that also serves as a folder's name.
+        **extra: Further metrics, each a finite number.
+
+    Returns:
+        The metrics, to be shown.
+
+    Raises:
+        ValueError: If there is no record, a name is no folder name, a number is not finite, or the run has its metrics.
+    """
+    if not records:
+        raise ValueError("finish got no records, must be at least one: pass {'a-name': lab.step()}")
+    for name in records:
+        if not _RECORD_NAME.fullmatch(name):
+            raise ValueError(
+                f"record name {name!r} cannot name a folder, must be letters, digits and _ . + -: give a plain name"
+            )
+    for name, value in extra.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"metric {name} is {value!r}, must be a number: pass a plain int or float")
+    versions = {"memlab": __version__}
+    for record in records.values():
+        versions |= record.versions
+    scalars = {name: _scalars(record) for name, record in records.items()}
+    for owner, values in (scalars | {"the lab": extra}).items():
+        _check_finite(owner, values)
+    metrics = Metrics({"records": scalars, "extra": extra, "versions": versions})
+    folder = os.environ.get(RUN_FOLDER_VARIABLE)
+    if folder is not None:
+        _write(Path(folder), records, metrics.values)
+    return metrics
+
+
+def _scalars(record: StepRecord) -> dict[str, int | float | str | None]:
+    values = record.to_dict().items()
+    return {name: value for name, value in values if value is None or isinstance(value, (int, float, str))}
+
+
+def _check_finite(owner: str, values: Mapping[str, object]) -> None:
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"metric {name} of {owner} is {value}, must be finite: look at the step that gave it")
+
+
+def _write(folder: Path, records: Mapping[str, StepRecord], values: dict[str, Any]) -> None:
+    target = folder / "metrics.json"
+    if target.exists():
+        raise ValueError(f"{target} is there already, and finish must be called once: call it in the last cell only")
+    # Aside first, then renamed: whoever reads metrics.json reads all of it, and finds every record.
+    aside = folder / "records.partial"
+    for name, record in records.items():
+        record.save(aside / name)
+    aside.rename(folder / "records")
+    partial = folder / "metrics.json.partial"
+    partial.write_text(json.dumps(values, indent=2, allow_nan=False) + "\n")
+    partial.rename(target)

@@ -1,0 +1,112 @@
+"""Where each group's bytes should be between two steps, where they are, and what is wrong with that, in words.
+
+Plain data: `memlab.model.residency.walk` fills it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from memlab.units import format_bytes
+
+
+@dataclass(slots=True)
+class Asked:
+    """What a lab was asked to move: an audit goes by this, never by what the code that moves believes."""
+
+    away: set[str] = field(default_factory=set)
+    """Groups that should be off the device."""
+    copied: set[str] = field(default_factory=set)
+    """Groups that should have one copy on the host. Gradients never: they are dropped and come back as zeros."""
+
+    def move(self, action: str, groups: Collection[str]) -> None:
+        """Notes a movement (``load``, ``offload``, ``hand over``); a host copy stays when its group comes up."""
+        if action == "load":
+            self.away.difference_update(groups)
+            return
+        self.copied.update(group for group in groups if group != "gradients")
+        if action == "offload":
+            self.away.update(groups)
+
+    def end_step(self, groups: Collection[str]) -> None:
+        """Notes that a step ended with groups sent down, and that the copies of all others were given back."""
+        self.away, self.copied = set(), set()
+        self.move("offload", groups)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holding:
+    """What one holder has of a group on the device."""
+
+    group: str
+    holder: str
+    """Megatron's name for it, such as ``expert_parallel_buffers.grad_data``."""
+    expected_bytes: int
+    """What its tensors need by their shapes; 0 where the group is away, and for a second copy, which nobody needs."""
+    device_bytes: int
+
+    @property
+    def complaint(self) -> str:
+        """What is wrong; empty if nothing is."""
+        there, expected = format_bytes(self.device_bytes), format_bytes(self.expected_bytes)
+        if self.device_bytes > self.expected_bytes:
+            return f"{self.group}: {there} on the device where {expected} should be, held by {self.holder}"
+        if self.device_bytes < self.expected_bytes:
+            return (
+                f"{self.group}: {there} on the device where {expected} should be again: the storage of {self.holder} "
+                "was not brought back to its size"
+            )
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostCopy:
+    """What the host has of a group."""
+
+    group: str
+    expected_bytes: int
+    host_bytes: int
+
+    @property
+    def complaint(self) -> str:
+        """What is wrong; empty if nothing is."""
+        if self.host_bytes == self.expected_bytes:
+            return ""
+        there, expected = format_bytes(self.host_bytes), format_bytes(self.expected_bytes)
+        return f"{self.group}: {there} on the host where one copy of {expected} should be"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResidencyAudit:
+    """Every holder of parameters, gradients and optimizer state, held against what was asked for."""
+
+    holdings: tuple[Holding, ...]
+    host_copies: tuple[HostCopy, ...]
+    unnamed_device_bytes: int
+    """Alive on the device in no group and in no workspace of Megatron's."""
+    move_host_bytes: int
+    """On the host before or after the last move, whichever is more."""
+    move_peak_host_bytes: int
+    """The most bytes on the host during the last move."""
+
+    @property
+    def complaints(self) -> tuple[str, ...]:
+        """What is wrong, a line each; empty if every byte is where it should be."""
+        found = [holding.complaint for holding in self.holdings]
+        found += [copy.complaint for copy in self.host_copies]
+        if self.unnamed_device_bytes:
+            found.append(f"{format_bytes(self.unnamed_device_bytes)} on the device that no group names")
+        if self.move_peak_host_bytes > self.move_host_bytes:
+            found.append(
+                f"the last move held {format_bytes(self.move_peak_host_bytes)} on the host for a moment, and "
+                f"{format_bytes(self.move_host_bytes)} are enough: a copy was made while another was still there"
+            )
+        return tuple(complaint for complaint in found if complaint)
+
+    def device_bytes(self, group: str) -> int:
+        """Returns what all holders have of a group on the device."""
+        return sum(holding.device_bytes for holding in self.holdings if holding.group == group)
+
+    def __str__(self) -> str:
+        return "\n".join(self.complaints) or "every byte is where it should be"

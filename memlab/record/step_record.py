@@ -1,0 +1,205 @@
+"""What one step did, as plain data: it holds no tensor, saves to disk and loads again in another process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.record.out_of_memory import OutOfMemory
+from memlab.record.timeline import Timeline
+from memlab.snapshot.writer import write_snapshot
+from memlab.units import format_bytes
+from memlab.vocabulary import RESIDUAL_CATEGORIES
+
+Status = Literal["ok", "out_of_memory", "interrupted"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """The measurements of one training step. Bytes are device bytes unless a name says host."""
+
+    scenario: Scenario
+    settings: MemorySettings
+    backend: str
+    versions: dict[str, str]
+    step_index: int
+    """How many steps the lab had taken before this one, warm-up steps included."""
+    static_bytes: int
+    """Allocated when the step began, before anything was loaded back from the host."""
+    peak_allocated_bytes: int
+    """The most bytes allocated at any moment of the step."""
+    activation_peak_bytes: int
+    """The peak over forward and backward, above `static_bytes`."""
+    peak_by_category: dict[str, int]
+    """What made up `peak_allocated_bytes`, the largest first."""
+    peak_by_module: dict[str, int]
+    """The same bytes by the module where they were born, the largest first."""
+    residual_bytes: int
+    """Alive at the step's end beyond parameters, gradients, optimizer state and workspaces."""
+    host_bytes: int
+    """The most bytes on the host at any moment of the step: what was offloaded, and the batch."""
+    offloaded_bytes_by_module: dict[str, int] = field(default_factory=dict)
+    """Saved inputs that `offload_modules` moved to the host in this step, by offload module."""
+    offloaded_bytes_by_group: dict[str, int] = field(default_factory=dict)
+    """Bytes that left the device at the step's end: parameters, gradients (dropped), optimizer state."""
+    peak_active_bytes: int | None = None
+    """Allocated bytes and those that were freed while another stream still used them. Only on a GPU, as the next."""
+    peak_reserved_bytes: int | None = None
+    """The most that torch's allocator held of the device, used or not."""
+    unused_reserved_bytes: int | None = None
+    """Of the reserved bytes, those that nothing used when the allocated bytes peaked: cached, or too scattered."""
+    host_reserved_bytes: int | None = None
+    """Pinned host memory that is really held when the step ends: torch rounds each request to a power of two."""
+    recomputed_bytes: int = 0
+    """Bytes that backward made a second time."""
+    without_effect: dict[str, str] = field(default_factory=dict)
+    """Settings that Megatron accepted and that did nothing here, each with the reason."""
+    load_seconds: float = 0.0
+    """Time to bring parameters, gradients and optimizer state back; exactly 0.0 where nothing moved."""
+    offload_seconds: float = 0.0
+    """Time to take them down again; exactly 0.0 where nothing moved."""
+    step_seconds: float = 0.0
+    """Whole step, loading and offloading included. On the simulated backend what simulating took: no prediction."""
+    tokens_per_second: float = 0.0
+    loss: float | None = None
+    forward_only: bool = False
+    """Whether it was a pass without gradients, backward and optimizer (`Lab.forward_only`)."""
+    status: Status = "ok"
+    message: str = ""
+    """Why a step that is not ok ended, and what to do."""
+    out_of_memory: OutOfMemory | None = None
+    """Of a step that ran out of memory: the evidence, and the verdict on it."""
+    timeline: Timeline | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def from_timeline(cls, timeline: Timeline, **others: Any) -> StepRecord:
+        """Builds a record, every figure that a timeline has taken from it.
+
+        Args:
+            timeline: Of the step.
+            **others: The fields that it does not tell.
+        """
+        peak = timeline.peak_index()
+        reserved_bytes = timeline.bytes_at(peak, "reserved")
+        if reserved_bytes:
+            active_bytes = timeline.bytes_at(peak) + timeline.bytes_at(peak, "pending_free")
+            others = {
+                "peak_active_bytes": timeline.peak_active_bytes(),
+                "peak_reserved_bytes": timeline.peak_bytes("reserved"),
+                "unused_reserved_bytes": reserved_bytes - active_bytes,
+            } | others
+        return cls(
+            static_bytes=timeline.opening_bytes,
+            peak_allocated_bytes=timeline.bytes_at(peak),
+            activation_peak_bytes=timeline.peak_bytes(phases=("forward", "backward")) - timeline.opening_bytes,
+            peak_by_category=timeline.breakdown(peak),
+            peak_by_module=timeline.breakdown(peak, by="module"),
+            host_bytes=timeline.peak_bytes("host"),
+            recomputed_bytes=timeline.born_bytes("recomputed"),
+            timeline=timeline,
+            **others,
+        )
+
+    @property
+    def residual_by_module(self) -> dict[str, int]:
+        """`residual_bytes` by the module where they were born, the largest first; empty without a timeline."""
+        if self.timeline is None:
+            return {}
+        return self.timeline.breakdown(len(self.timeline) - 1, by="module", categories=RESIDUAL_CATEGORIES)
+
+    @property
+    def recomputed_by_module(self) -> dict[str, int]:
+        """`recomputed_bytes` by the module that made them again; empty without a timeline."""
+        return {} if self.timeline is None else self.timeline.born_by_module("recomputed")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything but the timeline as JSON-ready values."""
+        values = {name: getattr(self, name) for name in self.__slots__ if name != "timeline"}
+        refused = self.out_of_memory
+        return values | {
+            "scenario": self.scenario.to_dict(),
+            "settings": self.settings.to_dict(),
+            "out_of_memory": None if refused is None else refused.to_dict(),
+        }
+
+    def save(self, folder: Path | str) -> Path:
+        """Writes ``record.json`` and ``timeline.npz`` into a folder, which is made if it is missing."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "timeline.npz").unlink(missing_ok=True)  # of another record that was saved here
+        if self.timeline is not None:
+            self.timeline.save(folder / "timeline.npz")
+        (folder / "record.json").write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+        return folder
+
+    def export_snapshot(self, path: Path | str) -> Path:
+        """Writes the step as a memory snapshot that https://pytorch.org/memory_viz opens, and `Timeline.from_snapshot`.
+
+        Every storage bears its module, category and phase. Addresses are made up.
+
+        Args:
+            path: Of the pickle; its folder has to exist.
+
+        Raises:
+            ValueError: If the record has no timeline.
+        """
+        if self.timeline is None:
+            raise ValueError("this record has no timeline to export: take the step anew, or load the folder it is in")
+        return write_snapshot(self.timeline, path)
+
+    @classmethod
+    def load(cls, folder: Path | str) -> StepRecord:
+        """Reads what `save` wrote.
+
+        Raises:
+            ValueError: If the folder holds no record, or one with other fields.
+        """
+        path = Path(folder) / "record.json"
+        if not path.is_file():
+            raise ValueError(
+                f"{folder} holds no record.json: give a folder that `memlab measure --out` or StepRecord.save wrote"
+            )
+        timeline_path = Path(folder) / "timeline.npz"
+        timeline = Timeline.load(timeline_path) if timeline_path.is_file() else None
+        try:
+            return cls.from_dict(json.loads(path.read_text()), timeline)
+        except KeyError as error:
+            raise ValueError(f"{path} lacks {error}: another version of memlab wrote it, run the step anew") from error
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], timeline: Timeline | None = None) -> StepRecord:
+        """Builds a record from what `to_dict` returned.
+
+        Raises:
+            ValueError: If there are unknown fields.
+        """
+        unknown = sorted(set(values) - set(cls.__slots__))
+        if unknown:
+            raise ValueError(f"unknown fields {unknown}: another version of memlab wrote it, run the step anew")
+        refused = values.get("out_of_memory")
+        return cls(
+            **values
+            | {
+                "scenario": Scenario.from_dict(values["scenario"]),
+                "settings": MemorySettings.from_dict(values["settings"]),
+                "out_of_memory": None if refused is None else OutOfMemory.from_dict(refused),
+                "timeline": timeline,
+            }
+        )
+
+    def __str__(self) -> str:
+        if self.status != "ok":
+            return f"{self.settings}: {self.status}: {self.message}"
+        loss = "" if self.loss is None else f", loss {self.loss:.6f}"
+        name = f"{self.settings}, forward only" if self.forward_only else f"{self.settings}"
+        return (
+            f"{name}: peak {format_bytes(self.peak_allocated_bytes)} "
+            f"({format_bytes(self.activation_peak_bytes)} above the start), "
+            f"{self.step_seconds * 1e3:.0f} ms{loss}"
+        )

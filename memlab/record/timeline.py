@@ -1,0 +1,214 @@
+"""The timeline of a step: every birth, death and move of a storage, as columns.
+
+A running sum over `delta_bytes` is the memory in use, so a timeline needs no reference to any tensor, and one
+with a million events is five arrays. What was alive before the step stands at its head as opening events.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from memlab.snapshot.reader import POOLS as SNAPSHOT_POOLS
+from memlab.snapshot.reader import read_snapshot
+from memlab.vocabulary import CATEGORIES, PHASES, POOLS
+
+IntArray = npt.NDArray[np.int64]
+_COLUMNS = ("nanoseconds", "delta_bytes", "pool", "category", "phase", "module", "storage")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Timeline:
+    """Memory events of one step, in the order in which they happened. All columns have the same length."""
+
+    nanoseconds: IntArray
+    """Since the step's start; opening events stand at 0."""
+    delta_bytes: IntArray
+    """Positive when a storage is born or grows, negative when it dies or shrinks."""
+    pool: npt.NDArray[np.uint8]
+    """Index into `POOLS`."""
+    category: npt.NDArray[np.uint8]
+    """Index into `CATEGORIES`: what the storage is, the same at its birth and at its death."""
+    phase: npt.NDArray[np.uint8]
+    """Index into `PHASES`: when the event happened."""
+    module: npt.NDArray[np.int32]
+    """Index into `modules`: where the storage was born."""
+    storage: npt.NDArray[np.int32]
+    """Number of the storage that the event is about: what joins a death to its birth."""
+    modules: tuple[str, ...]
+    """Module names, for example ``decoder.layers.0.mlp.experts.linear_fc1``."""
+    num_opening_events: int
+    """How many events at the head stand for what was alive when the step began."""
+    rounding_bytes: IntArray | None = None
+    """A column too: of `delta_bytes`, what the allocator gave beyond the request, by rounding and by rests that it did
+    not split off. None where that is not told: in a snapshot, and in what a memlab before this column saved."""
+
+    def __post_init__(self) -> None:
+        lengths = {len(getattr(self, name)) for name in _COLUMNS}
+        lengths |= set() if self.rounding_bytes is None else {len(self.rounding_bytes)}
+        assert len(lengths) == 1, f"columns of different lengths: {lengths}"
+
+    def __len__(self) -> int:
+        return len(self.delta_bytes)
+
+    def total_bytes(self, pool: str = "device") -> IntArray:
+        """Returns the bytes in use in a pool after each event, int64 of shape [events]."""
+        return np.cumsum(np.where(self.pool == POOLS.index(pool), self.delta_bytes, 0))
+
+    def category_bytes(self, pool: str = "device") -> IntArray:
+        """Returns the bytes in use by category after each event, int64 of shape [categories, events]."""
+        in_pool = np.where(self.pool == POOLS.index(pool), self.delta_bytes, 0)
+        return np.stack([np.cumsum(np.where(self.category == code, in_pool, 0)) for code in range(len(CATEGORIES))])
+
+    def peak_index(self, pool: str = "device", phases: Sequence[str] | None = None) -> int:
+        """Returns the index of the first event after which the pool is fullest.
+
+        Args:
+            pool: One of `POOLS`.
+            phases: Looks only at events of these phases; None looks at all, opening events included (from their last).
+        """
+        first = max(self.num_opening_events - 1, 0)
+        totals = self.total_bytes(pool)[first:]
+        if len(totals) == 0:
+            return 0
+        if phases is not None:
+            codes = [PHASES.index(phase) for phase in phases]
+            outside = ~np.isin(self.phase[first:], codes)
+            if outside.all():
+                return first
+            totals = np.where(outside, np.int64(-1), totals)
+        return first + int(np.argmax(totals))
+
+    def peak_active_bytes(self) -> int:
+        """Returns the most bytes in use on the device, those included that only another stream still uses."""
+        first = max(self.num_opening_events - 1, 0)
+        return int((self.total_bytes("device") + self.total_bytes("pending_free"))[first:].max(initial=0))
+
+    def peak_bytes(self, pool: str = "device", phases: Sequence[str] | None = None) -> int:
+        """Returns the most bytes in use in a pool, after any event of the given phases."""
+        return self.bytes_at(self.peak_index(pool, phases), pool)
+
+    def bytes_at(self, index: int, pool: str = "device") -> int:
+        """Returns the bytes in use in a pool after event `index`."""
+        head = slice(0, index + 1)
+        return int(self.delta_bytes[head][self.pool[head] == POOLS.index(pool)].sum())
+
+    @property
+    def opening_bytes(self) -> int:
+        """Device bytes in use when the step began."""
+        return self.bytes_at(self.num_opening_events - 1)
+
+    @property
+    def closing_bytes(self) -> int:
+        """Device bytes in use when the step ended."""
+        return self.bytes_at(len(self) - 1)
+
+    def breakdown(
+        self,
+        index: int,
+        by: Literal["category", "module"] = "category",
+        pool: str = "device",
+        categories: Sequence[str] = CATEGORIES,
+    ) -> dict[str, int]:
+        """Splits the bytes in use after event `index`.
+
+        Returns:
+            Name to bytes, the largest first, without empty ones. Of all categories the values add up to `bytes_at`.
+        """
+        head = slice(0, index + 1)
+        mask = self.pool[head] == POOLS.index(pool)
+        mask &= np.isin(self.category[head], [CATEGORIES.index(name) for name in categories])
+        names = CATEGORIES if by == "category" else self.modules
+        codes = (self.category if by == "category" else self.module)[head][mask]
+        sums = np.zeros(len(names), dtype=np.int64)
+        np.add.at(sums, codes, self.delta_bytes[head][mask])
+        order = np.argsort(-sums, kind="stable")
+        return {names[code]: int(sums[code]) for code in order if sums[code] != 0}
+
+    def born_by_module(self, category: str) -> dict[str, int]:
+        """Returns the device bytes of a category that were born during the step, by module, deaths not taken off."""
+        mask = (
+            (self.category == CATEGORIES.index(category))
+            & (self.pool == POOLS.index("device"))
+            & (self.delta_bytes > 0)
+        )
+        mask[: self.num_opening_events] = False
+        sums = np.zeros(len(self.modules), dtype=np.int64)
+        np.add.at(sums, self.module[mask], self.delta_bytes[mask])
+        return {self.modules[code]: int(sums[code]) for code in np.flatnonzero(sums)}
+
+    def born_bytes(self, category: str) -> int:
+        """Returns the sum of `born_by_module`."""
+        return sum(self.born_by_module(category).values())
+
+    def save(self, path: Path) -> None:
+        """Writes the columns to a compressed ``.npz`` file."""
+        arrays: dict[str, Any] = {name: getattr(self, name) for name in _COLUMNS}
+        if self.rounding_bytes is not None:
+            arrays["rounding_bytes"] = self.rounding_bytes
+        np.savez_compressed(
+            path, modules=np.array(self.modules), num_opening_events=np.int64(self.num_opening_events), **arrays
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> Timeline:
+        """Reads what `save` wrote. Nothing in the file is executed: pickled arrays are refused.
+
+        Raises:
+            ValueError: If another version of memlab wrote it, or it is not whole.
+        """
+        try:
+            opened = np.load(path, allow_pickle=False)
+        except (zipfile.BadZipFile, EOFError) as error:
+            raise ValueError(f"{path} is no whole timeline ({error}): run the step anew") from error
+        with opened as data:
+            missing = [name for name in (*_COLUMNS, "modules") if name not in data]
+            if missing:
+                raise ValueError(f"{path} lacks the columns {missing}: another version of memlab wrote it, run it anew")
+            return cls(
+                **{name: data[name] for name in _COLUMNS},
+                modules=tuple(str(name) for name in data["modules"]),
+                num_opening_events=int(data["num_opening_events"]),
+                rounding_bytes=data.get("rounding_bytes"),
+            )
+
+    @classmethod
+    def from_snapshot(cls, path: Path | str, device: int | None = None) -> Timeline:
+        """Reads a memory snapshot of torch: a pickle that ``torch.cuda.memory._dump_snapshot`` wrote, by any program.
+
+        The running totals end at the snapshot's own bytes; what was there before its first entry is found by walking
+        back from there. A block's bytes are what torch counts, exactly, but for one case: a block over 1 MiB that was
+        there before the first entry and died with free memory behind it is the request rounded to 512 bytes, and may
+        have been up to 1 MiB larger. (Under ``roundup_power2_divisions`` that holds of every block that died.)
+
+        Category and phase are not known: ``unlabelled``, ``idle``. Module is the text that the program had set with
+        ``torch.cuda.memory._set_memory_metadata``, else the line outside torch that allocated, where stacks were
+        recorded. What `StepRecord.export_snapshot` wrote comes back with its bytes, modules and categories.
+
+        Args:
+            path: Of the pickle. Nothing in it is executed: it is refused if it asks for more than plain data.
+            device: Number of the device; None takes the only one that the snapshot tells of.
+
+        Raises:
+            ValueError: If the file cannot be read, is no snapshot, or does not tell of the device.
+        """
+        events = read_snapshot(path, device)
+        unlabelled = CATEGORIES.index("unlabelled")
+        codes = [CATEGORIES.index(name) if name in CATEGORIES else unlabelled for name in events.categories]
+        return cls(
+            nanoseconds=events.nanoseconds,
+            delta_bytes=events.delta_bytes,
+            pool=np.array([POOLS.index(name) for name in SNAPSHOT_POOLS], dtype=np.uint8)[events.pool],
+            category=np.array(codes, dtype=np.uint8)[events.category],
+            phase=np.full(len(events.pool), PHASES.index("idle"), dtype=np.uint8),
+            module=events.module.astype(np.int32),
+            storage=events.storage.astype(np.int32),
+            modules=events.modules,
+            num_opening_events=events.num_opening_events,
+        )

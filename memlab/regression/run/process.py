@@ -1,0 +1,134 @@
+"""The process of one headless run, as the runner sees it: started, followed, and ended with all that it started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from memlab.record.metrics import RUN_FOLDER_VARIABLE
+
+_KILL_SECONDS = 30
+
+
+def execute(
+    notebook: Path,
+    parameters: Mapping[str, object],
+    folder: Path,
+    timeout_seconds: float,
+    on_progress: Callable[[str], object],
+    variables: Mapping[str, str],
+) -> str:
+    """Executes a notebook in a process of its own; none is left when this returns.
+
+    Args:
+        notebook: An absolute path.
+        parameters: Values to inject.
+        folder: Takes ``notebook.ipynb``, ``environment.json``, ``log.txt`` and what the last cell hands over.
+        timeout_seconds: Wall-clock limit.
+        on_progress: Called with one line for each cell that begins.
+        variables: Of the environment, beside this process's own.
+
+    Returns:
+        Where and why the execution failed, or an empty text.
+    """
+    request = json.dumps({"notebook": str(notebook), "parameters": dict(parameters)})
+    with (
+        (folder / "log.txt").open("w") as log,
+        subprocess.Popen(  # noqa: S603 - this interpreter
+            [sys.executable, "-m", "memlab.regression.run.execute", request],
+            cwd=folder,
+            env=os.environ | variables | {RUN_FOLDER_VARIABLE: str(folder), "PLOTLY_RENDERER": "plotly_mimetype"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,  # so that Ctrl-C reaches the runner alone, which then ends the run
+        ) as process,
+    ):
+        assert process.stdout is not None
+        lines: queue.Queue[str | None] = queue.Queue()
+        reader = threading.Thread(target=_read, args=(process.stdout, lines))
+        reader.start()
+        try:
+            return _follow(process, lines, time.monotonic() + timeout_seconds, on_progress)
+        except TimeoutError as error:
+            return f"{error}: it was killed at its limit of {timeout_seconds:g} s: allow more time, or run less"
+        finally:
+            end_processes(folder)
+            reader.join()
+
+
+def _follow(
+    process: subprocess.Popen[str],
+    lines: queue.Queue[str | None],
+    deadline: float,
+    on_progress: Callable[[str], object],
+) -> str:
+    started = time.monotonic()
+    where, failure = "before its first cell", ""
+    try:
+        while (line := lines.get(timeout=max(0.0, deadline - time.monotonic()))) is not None:
+            message: dict[str, Any] = json.loads(line)
+            if "failure" in message:
+                failure = message["failure"].partition("\n")[0]
+                continue
+            number, num_cells, heading = message["cell"], message["num_cells"], message["heading"]
+            where = f"in cell {number} of {num_cells} ({heading})"
+            on_progress(f"[{number:>2}/{num_cells}] {time.monotonic() - started:6.1f} s  {heading}")
+        exit_code = process.wait(timeout=max(0.0, deadline - time.monotonic()))
+    except (queue.Empty, subprocess.TimeoutExpired) as error:
+        raise TimeoutError(where) from error
+    if exit_code == 0:
+        return ""
+    return f"{where}: {failure or f'its process ended with {_exit_name(exit_code)}'}"
+
+
+def _read(stream: Iterable[str], lines: queue.Queue[str | None]) -> None:
+    for line in stream:
+        lines.put(line)
+    lines.put(None)
+
+
+def _exit_name(exit_code: int) -> str:
+    return signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
+
+
+def end_processes(folder: Path) -> None:
+    """Kills whatever still runs for the runs in a folder: their processes, kernels, and what the kernels started.
+
+    Jupyter starts a kernel in a session of its own, out of reach of a signal to the run's process group. But every
+    process of the run carries the run's folder in its environment, orphans included.
+    """
+    deadline = time.monotonic() + _KILL_SECONDS
+    while found := [process for process in psutil.process_iter() if _belongs_to(process, folder)]:
+        if time.monotonic() > deadline:
+            numbers = ", ".join(str(process.pid) for process in found)
+            raise RuntimeError(f"processes {numbers} of the run in {folder} do not end: end them by hand")
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself in between
+                process.kill()
+        time.sleep(0.02)
+
+
+def _belongs_to(process: psutil.Process, folder: Path) -> bool:
+    try:
+        # A killed orphan stays a zombie for as long as nobody collects it.
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        environment: dict[str, str] = process.environ()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False  # gone, or another user's
+    run_folder = environment.get(RUN_FOLDER_VARIABLE)
+    return run_folder is not None and Path(run_folder).is_relative_to(folder)

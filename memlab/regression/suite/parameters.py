@@ -1,0 +1,171 @@
+"""The parameters of a lab, read from its cell tagged ``parameters``, and the values that a run gives them.
+
+papermill finds parameters with a regular expression that misses some, only warns about names that the notebook
+does not have, and enforces no type. So a lab's parameters are read here from the syntax tree, and a run starts
+only when every value fits.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import nbformat
+
+from memlab.regression.suite.notebooks import PARAMETERS_TAG, has_tag
+
+ParameterValue: TypeAlias = int | float | bool | str | list[str]
+
+INTERACTIVE = "interactive"
+"""The parameter that says whether somebody sits in front of the notebook: False in every headless run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """One line of a parameters cell."""
+
+    name: str
+    type_name: str
+    """One of ``int``, ``float``, ``bool``, ``str`` and ``list[str]``."""
+
+    def read(self, value: object) -> ParameterValue:
+        """Returns a value as this parameter's type. Text is read the way the command line gives it.
+
+        Raises:
+            ValueError: If the value is not of the type.
+        """
+        kind = _KINDS[self.type_name]
+        result = kind.from_text(value) if isinstance(value, str) else kind.from_value(value)
+        if result is None:
+            raise ValueError(f"parameter {self.name} is {value!r}, must be {kind.rule}: give another value")
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    rule: str
+    from_text: Callable[[str], ParameterValue | None]
+    from_value: Callable[[object], ParameterValue | None]
+
+
+def _int_from_text(text: str) -> int | None:
+    return int(text) if re.fullmatch(r"[+-]?\d+", text, re.ASCII) else None
+
+
+def _int_from_value(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _float_from_text(text: str) -> float | None:
+    is_number = re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text, re.ASCII)
+    return _float_from_value(float(text)) if is_number else None
+
+
+def _float_from_value(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def _bool_from_text(text: str) -> bool | None:
+    return {"true": True, "false": False}.get(text.lower())
+
+
+def _bool_from_value(value: object) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+def _names_from_text(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")] if text else []
+
+
+def _names_from_value(value: object) -> list[str] | None:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
+        return None
+    return list(value)
+
+
+# YAML 1.1 reads `on` and `no` as truth values and 1e-4 as text; here a text means what the parameter's type says.
+_KINDS = {
+    "int": _Kind("a whole number", _int_from_text, _int_from_value),
+    "float": _Kind("a finite number", _float_from_text, _float_from_value),
+    "bool": _Kind("true or false", _bool_from_text, _bool_from_value),
+    "str": _Kind("text (in YAML: quoted)", str, lambda _: None),
+    "list[str]": _Kind("a list of names (as text: name,name)", _names_from_text, _names_from_value),
+}
+
+
+def read_parameters(notebook: nbformat.NotebookNode) -> dict[str, Parameter]:
+    """Reads the parameters of a lab, in their order.
+
+    Raises:
+        ValueError: If there is not exactly one cell tagged ``parameters``, or if that cell holds anything but lines of
+            the form ``name: type = literal``.
+    """
+    cells = [cell for cell in notebook.cells if has_tag(cell, PARAMETERS_TAG)]
+    if len(cells) != 1:
+        raise ValueError(f"{len(cells)} cells are tagged '{PARAMETERS_TAG}', must be exactly one: tag one code cell")
+    try:
+        statements = ast.parse(cells[0].source).body
+    except SyntaxError as error:
+        rule = "write one `name: type = literal` a line"
+        raise ValueError(f"parameters cell, line {error.lineno}: {error.msg}: {rule}") from error
+    parameters: dict[str, Parameter] = {}
+    for statement in statements:
+        parameter = _parameter(statement)
+        if parameter.name in parameters:
+            raise ValueError(f"parameter {parameter.name} stands twice in the parameters cell: keep one line")
+        parameters[parameter.name] = parameter
+    return parameters
+
+
+def _parameter(statement: ast.stmt) -> Parameter:
+    line = f"parameters cell, line {statement.lineno}, `{ast.unparse(statement)}`"
+    match statement:
+        case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation, value=ast.expr() as value):
+            type_name = ast.unparse(annotation)
+        case ast.Assign(targets=[ast.Name(id=name)], value=value):
+            type_name = ""
+        case _:
+            raise ValueError(f"{line}, is no `name: type = literal`: derive values in the next cell")
+    try:
+        default = ast.literal_eval(value)
+    except ValueError as error:
+        raise ValueError(f"{line}, has no literal value: derive values in the next cell") from error
+    if not type_name:
+        type_name = "list[str]" if isinstance(default, list) else type(default).__name__
+    kind = _KINDS.get(type_name)
+    if kind is None:
+        raise ValueError(f"{line}, is of type {type_name}, must be one of {', '.join(_KINDS)}: use one of them")
+    # A str is the one type whose values are all text; the others do not take their default in quotes.
+    if not isinstance(default, str) if type_name == "str" else kind.from_value(default) is None:
+        raise ValueError(f"{line}, has the default {default!r}, must be {kind.rule}: change the type or the default")
+    return Parameter(name=name, type_name=type_name)
+
+
+def resolve(parameters: Mapping[str, Parameter], given: Mapping[str, object]) -> dict[str, ParameterValue]:
+    """Checks the values that a headless run is given.
+
+    Args:
+        parameters: What the lab has.
+        given: Values by name: of the parameter's type, or as text.
+
+    Returns:
+        The values to inject, with `interactive` False where the lab has it.
+
+    Raises:
+        ValueError: If the lab does not have a name, or if a value is not of its type.
+    """
+    if INTERACTIVE in given:
+        raise ValueError(f"parameter {INTERACTIVE} is False in every headless run: leave it out")
+    choices = [name for name in parameters if name != INTERACTIVE]
+    unknown = [name for name in given if name not in choices]
+    if unknown:
+        known = f"choose from {', '.join(choices)}" if choices else "the notebook has none"
+        raise ValueError(f"unknown parameter {', '.join(unknown)}: {known}")
+    values = {name: parameters[name].read(value) for name, value in given.items()}
+    return values | ({INTERACTIVE: False} if INTERACTIVE in parameters else {})

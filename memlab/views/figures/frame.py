@@ -1,0 +1,142 @@
+"""What every figure of steps has: its text, axes with room for a peak's label, and the peak's mark.
+
+Figures are transparent and written in one grey, so that they read on light and dark pages.
+"""
+
+from __future__ import annotations
+
+import html
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import plotly.graph_objects as go
+
+from memlab.record.step_record import StepRecord
+from memlab.record.timeline import Timeline
+from memlab.views.figures.palette import GRID, INK, TRANSPARENT
+from memlab.views.figures.resample import DrawnPoints
+from memlab.vocabulary import PHASES
+
+AXIS_TITLES = {"time": "time since the step's start (ms)", "event": "memory events since the step's start"}
+# Pixels.
+PLOT_HEIGHT = 320
+LINE_HEIGHT = 17
+_LETTERS_ACROSS = 90
+LABEL_ON_THE_RIGHT: dict[str, Any] = {"xanchor": "left", "align": "left", "xshift": 8}
+"""A peak's label, beside its mark on the side that has more room."""
+_LABEL_ON_THE_LEFT: dict[str, Any] = {"xanchor": "right", "align": "right", "xshift": -8}
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Refuses a value that is none of the choices, with a ValueError."""
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}, must be one of {', '.join(choices)}: choose one of them")
+
+
+def timeline_of(record: StepRecord) -> Timeline | None:
+    """Returns the record's timeline; None if it has no event, or ended before it had a timeline."""
+    if record.timeline is None and record.status == "ok":
+        raise ValueError(
+            f"the record of step {record.step_index} ({record.settings}) has no timeline, which a figure draws: "
+            "take the step again, load a folder that has a timeline.npz, or print record_table(record)"
+        )
+    return record.timeline if record.timeline is not None and len(record.timeline) else None
+
+
+def messages(records: Sequence[StepRecord]) -> list[str]:
+    """Says of each step that did not end well how it ended, and what to do."""
+    return [f"{record.status.replace('_', ' ')}: {record.message}" for record in records if record.status != "ok"]
+
+
+def figure_frame(
+    title: str, lines: Sequence[str], x_title: str, y_title: str, *, band_height: int = 0, num_legend_lines: int = 2
+) -> go.Figure:
+    """Returns an empty figure with its text and axes, and room for a band above the plot and for the legend below."""
+    rows = [row for line in lines for row in folded(line)]
+    top, bottom = 48 + 19 * len(rows) + band_height, 55 + 19 * num_legend_lines
+    height = top + PLOT_HEIGHT + bottom
+    text = "".join([f"<b>{title}</b>", *(f'<br><span style="font-size:12px">{row}</span>' for row in rows)])
+    axis: dict[str, Any] = {"gridcolor": GRID, "linecolor": INK, "zeroline": False, "ticks": "outside", "range": [0, 1]}
+    return go.Figure(
+        layout={
+            "template": go.layout.Template(),
+            "title": {"text": text, "font": {"size": 15}, "pad": {"l": 12}}
+            | {"x": 0.0, "xanchor": "left", "y": 1.0 - 20 / height, "yanchor": "top"},
+            "font": {"color": INK, "size": 12},
+            "paper_bgcolor": TRANSPARENT,
+            "plot_bgcolor": TRANSPARENT,
+            "height": height,
+            "margin": {"l": 70, "r": 20, "t": top, "b": bottom},
+            "xaxis": axis | {"title": {"text": x_title, "standoff": 6}, "showgrid": False, "hoverformat": ".2~f"},
+            "yaxis": axis | {"title": {"text": y_title, "standoff": 8}, "showline": True, "tickformat": "~f"},
+            "legend": {"orientation": "h", "x": 0.0, "y": -50 / PLOT_HEIGHT, "yanchor": "top", "itemwidth": 40}
+            | {"traceorder": "normal"},
+            "hovermode": "x unified",
+            "modebar": {"bgcolor": TRANSPARENT, "color": INK, "activecolor": INK},
+            "hoverlabel": {"bgcolor": "white", "bordercolor": INK, "font": {"color": "#333333"}},
+        }
+    )
+
+
+def blank_figure(title: str, lines: Sequence[str]) -> go.Figure:
+    """Returns a frame whose axes promise no numbers."""
+    unmarked = {"showticklabels": False, "ticks": "", "showgrid": False}
+    return figure_frame(title, lines, "", "").update_xaxes(unmarked).update_yaxes(unmarked)
+
+
+def folded(text: str, letters: int = _LETTERS_ACROSS) -> list[str]:
+    """Breaks a line between its words and after a plus sign, and escapes what plotly would read as HTML."""
+    lines = textwrap.wrap(text.replace("+", "+\t"), letters, break_on_hyphens=False, expand_tabs=False, tabsize=1)
+    return [html.escape(line.replace("+ ", "+"), quote=False) for line in lines]
+
+
+def axis_end(drawn: Sequence[DrawnPoints]) -> float:
+    """Returns where the axis of some steps ends; above 0."""
+    return max(points.end for points in drawn) or 1.0
+
+
+def set_ranges(figure: go.Figure, end: float, floor: float, highest: float, num_lines: int) -> float:
+    """Gives the axes their ranges, with room for a label of some lines above the highest point.
+
+    Returns:
+        Pixels for one unit of the bytes axis.
+    """
+    room = PLOT_HEIGHT - 16 - num_lines * LINE_HEIGHT
+    headroom = PLOT_HEIGHT / room
+    figure.update_xaxes(range=[0.0, end])
+    figure.update_yaxes(range=[floor, floor + ((highest - floor) * headroom or 1.0)])
+    return room / ((highest - floor) or 1.0)
+
+
+def drawn_values(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """Halves what a notebook stores of a figure; seven digits are more than a hover shows."""
+    return values.astype(np.float32)
+
+
+def phase_names(timeline: Timeline, points: DrawnPoints) -> list[str]:
+    """Returns the phase of each drawn point."""
+    return [PHASES[code] for code in timeline.phase[points.event_index]]
+
+
+def mark_peak(
+    figure: go.Figure,
+    points: DrawnPoints,
+    unit_bytes: int,
+    text: str,
+    end: float,
+    *,
+    shift: float = 0.0,
+    colour: str = INK,
+) -> None:
+    """Marks a peak and writes beside it, on the side that has more room."""
+    x, y = float(points.position[points.peak]), int(points.total_bytes[points.peak]) / unit_bytes
+    marker = {"symbol": "diamond", "size": 10, "color": colour, "line": {"color": "white", "width": 1.5}}
+    figure.add_scatter(
+        x=[x], y=[y], mode="markers", marker=marker, cliponaxis=False, showlegend=False, hoverinfo="skip"
+    )
+    side = LABEL_ON_THE_RIGHT if x < end / 2 else _LABEL_ON_THE_LEFT
+    place = side | {"yanchor": "bottom", "yshift": shift}
+    figure.add_annotation(x=x, y=y, text=text, showarrow=False, font={"color": colour}, **place)

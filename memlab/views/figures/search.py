@@ -1,0 +1,170 @@
+"""A search as one plotly figure: peak along, and above it the two kinds of extra work, each on an axis of its own.
+
+A point stands in both panels at the same peak. A line joins what is on the front by one kind of work alone.
+"""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+import plotly.graph_objects as go
+
+from memlab.fitting.front import Point, Search
+from memlab.units import binary_unit, format_bytes
+from memlab.views.figures.frame import PLOT_HEIGHT, figure_frame
+from memlab.views.figures.palette import GRID, INK, series_look
+from memlab.views.text.search import counts_line, front_line, nothing_fits_line, room_line
+
+CHOICE = "choice"
+"""The uids of traces whose points stand for settings begin with this; their customdata is the place in the search."""
+
+_GAP = 0.08
+"""Between the two panels, as a share of the plot."""
+_FITS, _BEYOND = series_look(0).colour, series_look(1).colour
+_KINDS = ("nothing", "recompute", "move", "both")
+_SYMBOLS = dict(zip(_KINDS, ("star", "circle", "square", "diamond"), strict=True))
+
+
+def search_figure(found: Search) -> go.Figure:
+    """Draws all points that were predicted, the front among them.
+
+    Filled marks fit, open ones do not; the shape says which work a setting does; what is not on the front is faint.
+
+    Args:
+        found: What a search found.
+
+    Returns:
+        A figure without a fixed width. Points carry their place in `Search.points` as customdata.
+    """
+    unit_bytes, unit = binary_unit(max(point.peak_allocated_bytes for point in found.points))
+    moved_bytes, moved_unit = binary_unit(max(1, *(point.moved_bytes for point in found.points)))
+    verdict = f"ringed: {len(found.cheapest)} that fit with the least work"
+    lines = [
+        f"{found.scenario}; {room_line(found)}",
+        counts_line(found),
+        f"front: {front_line(found)}",
+        verdict if found.cheapest else nothing_fits_line(found),
+    ]
+    figure = figure_frame("What fits, and the extra work that it costs", lines, "", "", num_legend_lines=3)
+    height = figure.layout.height + PLOT_HEIGHT // 2
+    figure.update_layout(
+        height=height, hovermode="closest", title_y=1.0 - 20 / height, legend_y=-50 / (PLOT_HEIGHT + PLOT_HEIGHT // 2)
+    )
+    _axes(figure, f"peak allocated on the device ({unit})", f"moved to the host<br>and back ({moved_unit})")
+    for panel, axis in enumerate(("y", "y2")):
+        heights = [
+            point.recomputed_operations / 1e6 if panel == 0 else point.moved_bytes / moved_bytes
+            for point in found.points
+        ]
+        _draw_points(figure, found, heights, axis, unit_bytes, unit)
+    _ranges(figure, found, unit_bytes, unit)
+    return figure
+
+
+def _axes(figure: go.Figure, x_title: str, moved_title: str) -> None:
+    axis: dict[str, Any] = {"gridcolor": GRID, "linecolor": INK, "zeroline": False, "ticks": "outside"}
+    middle = (1 + _GAP) / 2
+    rise = {"rangemode": "tozero", "showline": True, "tickformat": "~f", "range": None}
+    figure.update_layout(
+        xaxis={"title": {"text": x_title}, "anchor": "y2", "showgrid": True, "range": None},
+        yaxis=rise | {"title": {"text": "made twice<br>(MFLOP a token)"}, "domain": [middle, 1.0]},
+        yaxis2=axis | rise | {"title": {"text": moved_title, "standoff": 8}, "domain": [0.0, middle - _GAP]},
+        margin_l=90,
+    )
+
+
+def _draw_points(figure: go.Figure, found: Search, heights: list[float], axis: str, unit_bytes: int, unit: str) -> None:
+    front, cheapest = found.front, found.cheapest
+    own_kind = "recompute" if axis == "y" else "move"
+    line = [point for point in front if _kind(point) in ("nothing", own_kind)]
+    places = {point: number for number, point in enumerate(found.points)}
+    figure.add_scatter(
+        x=[point.peak_allocated_bytes / unit_bytes for point in line],
+        y=[heights[places[point]] for point in line],
+        mode="lines",
+        line={"color": INK, "width": 1.5, "shape": "vh"},
+        yaxis=axis,
+        name="front of this work alone",
+        hoverinfo="skip",
+        legendgroup="line",
+        showlegend=axis == "y",
+    )
+    groups: dict[tuple[bool, bool, str], list[Point]] = {}
+    for point in found.points:
+        groups.setdefault((point in front, point.fits, _kind(point)), []).append(point)
+    for (on_front, is_fitting, kind), points in sorted(groups.items()):
+        symbol = _SYMBOLS[kind] if is_fitting else f"{_SYMBOLS[kind]}-open"
+        colour = (_FITS if is_fitting else _BEYOND) if on_front else INK
+        figure.add_scatter(
+            x=[point.peak_allocated_bytes / unit_bytes for point in points],
+            y=[heights[places[point]] for point in points],
+            mode="markers",
+            marker={"symbol": symbol, "size": 10 if on_front else 6, "color": colour, "opacity": 1 if on_front else 0.4}
+            | {"line": {"width": 1.5 if not is_fitting else 0.5, "color": colour if not is_fitting else "white"}},
+            yaxis=axis,
+            uid=f"{CHOICE}-{axis}-{on_front}-{is_fitting}-{kind}",
+            name=_NAMES[kind] + (", fits" if is_fitting else ", does not fit"),
+            legendgroup=f"{on_front} {is_fitting} {kind}",
+            showlegend=on_front and axis == "y",
+            customdata=[places[point] for point in points],
+            text=[_hover(point) for point in points],
+            hovertemplate="%{text}<extra></extra>",
+            cliponaxis=False,
+        )
+    figure.add_scatter(
+        x=[point.peak_allocated_bytes / unit_bytes for point in cheapest],
+        y=[heights[places[point]] for point in cheapest],
+        mode="markers",
+        marker={"symbol": "circle-open", "size": 18, "color": INK, "line": {"width": 2}},
+        yaxis=axis,
+        name="fits with the least work",
+        legendgroup="cheapest",
+        showlegend=axis == "y" and bool(cheapest),
+        hoverinfo="skip",
+        cliponaxis=False,
+    )
+
+
+_NAMES = dict(zip(_KINDS, ("no extra work", "recomputes", "moves", "recomputes and moves"), strict=True))
+
+
+def _kind(point: Point) -> str:
+    """The key of the work that a setting does: none, one of the two, or both."""
+    return _KINDS[(point.recomputed_operations > 0) + 2 * (point.moved_bytes > 0)]
+
+
+def _hover(point: Point) -> str:
+    words = [
+        html.escape(f"{point.settings}").replace(", ", "<br>"),
+        f"peak {format_bytes(point.peak_allocated_bytes)}{'' if point.fits else ', does not fit'}",
+        f"{point.recomputed_operations / 1e6:,.3f} MFLOP a token made twice",
+        f"{format_bytes(point.moved_bytes)} to the host and back",
+    ]
+    return "<br>".join(words)
+
+
+def _ranges(figure: go.Figure, found: Search, unit_bytes: int, unit: str) -> None:
+    """Gives the peak's axis its range, and draws the room as a line where it is near enough to be seen."""
+    peaks = [point.peak_allocated_bytes / unit_bytes for point in found.points]
+    low, high = min(peaks), max(peaks)
+    spread, room = (high - low) or high or 1.0, found.room_bytes / unit_bytes
+    is_near = low - spread <= room <= high + spread
+    low, high = min(low, room) if is_near else low, max(high, room) if is_near else high
+    margin = 0.04 * (high - low or 1.0)
+    figure.update_xaxes(range=[low - margin, high + margin])
+    words = f"room: {format_bytes(found.room_bytes)}"
+    note: dict[str, Any] = {"showarrow": False, "yref": "paper", "y": 1.0, "yanchor": "bottom", "font": {"color": INK}}
+    if is_near:
+        figure.add_shape(
+            type="line", x0=room, x1=room, y0=0, y1=1, yref="paper", line={"color": INK, "width": 2, "dash": "7px,2px"}
+        )
+        figure.add_annotation(x=room, text=words, xanchor="left" if room < (low + high) / 2 else "right", **note)
+        return
+    is_left = room < low
+    figure.add_annotation(
+        x=low - margin if is_left else high + margin,
+        xanchor="left" if is_left else "right",
+        text=f"{words}, {'left' if is_left else 'right'} of this axis",
+        **note,
+    )

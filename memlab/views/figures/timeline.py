@@ -1,0 +1,232 @@
+"""One step as a plotly figure: its memory by category, the phases along the axis, and the peak.
+
+At each drawn point the stack adds up to the pool's bytes, to the seven digits of the single-precision numbers that a
+notebook stores.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from memlab.record.step_record import StepRecord
+from memlab.record.timeline import IntArray, Timeline
+from memlab.units import binary_unit, format_bytes
+from memlab.views.figures.frame import (
+    AXIS_TITLES,
+    axis_end,
+    blank_figure,
+    check_choice,
+    drawn_values,
+    figure_frame,
+    folded,
+    mark_peak,
+    messages,
+    phase_names,
+    set_ranges,
+    timeline_of,
+)
+from memlab.views.figures.palette import CATEGORY_LOOKS, INK, PATTERN_INK, PHASE_LOOKS, TRANSPARENT
+from memlab.views.figures.resample import AXES, Axis, DrawnPoints, PhaseSpan, largest_modules, phase_spans, resample
+from memlab.views.text.layout import in_unit
+from memlab.views.text.record import module_name
+from memlab.vocabulary import CATEGORIES, POOLS
+
+_POOL_TITLES = {
+    "device": "allocated on the device",
+    "host": "allocated on the host",
+    "on_chip": "on chip, not part of the device's bytes",
+    "pending_free": "freed on the device, and still in use by another stream",
+    "reserved": "reserved by torch's allocator",
+}
+_STEP_TITLES = {
+    "ok": "one step",
+    "out_of_memory": "a step that ran out of memory",
+    "interrupted": "a step that was stopped",
+}
+# Pixels. The narrowest figure that must stay readable is 600 wide, its plot 510; a letter takes about 6.5.
+_BAND_HEIGHT = 18
+_LETTER_SHARE = 6.5 / 510
+# Letters on a line beside a peak that stands in the figure's middle.
+_LETTERS_BESIDE = 42
+
+
+def timeline_figure(
+    record: StepRecord, pool: str = "device", axis: Axis = "time", *, above_start: bool = True
+) -> go.Figure:
+    """Draws the bytes of one step by category, the phases along the axis, and the peak with what made it up.
+
+    Args:
+        record: A step with its timeline; one that ran out of memory needs none.
+        pool: One of ``"device"``, ``"host"``, ``"on_chip"``.
+        axis: ``"time"`` in milliseconds, or ``"event"``, which gives every event the same room.
+        above_start: Starts the bytes axis at what the pool held from the step's start to its end, category by category,
+            where that is more than a quarter of the peak: parameters and optimizer state would press the rest flat. The
+            subtitle says how much lies below the axis. False starts the axis at 0.
+
+    Returns:
+        A figure without a fixed width.
+
+    Raises:
+        ValueError: If the record has no timeline, or pool or axis is none of the choices.
+    """
+    check_choice("pool", pool, POOLS)
+    check_choice("axis", axis, AXES)
+    title = f"Memory {_POOL_TITLES[pool]}, {_STEP_TITLES[record.status]}"
+    lines = [f"{record.scenario}, on {record.backend}", f"settings: {record.settings}", *messages([record])]
+    timeline = timeline_of(record)
+    points = resample(timeline, pool, axis) if timeline else None
+    if timeline is None or points is None or not points.total_bytes.any():
+        return blank_figure(title, [*lines, f"nothing {_POOL_TITLES[pool]} was seen"])
+    peak_bytes = int(points.total_bytes[points.peak])
+    unit_bytes, unit = binary_unit(peak_bytes)
+    outlines = _allocator_outlines(timeline, points) if pool == "device" else {}
+    held = points.held_bytes
+    if not above_start or held.sum() * 4 <= peak_bytes:
+        held = np.zeros_like(held)
+    held_bytes = int(held.sum())
+    if held_bytes:
+        parts = _parts(held, unit_bytes)
+        lines.append(f"the axis starts at {in_unit(held_bytes, unit_bytes)} {unit} held throughout: {parts}")
+    if outlines and axis == "time":
+        lines.append("times are the program's: the GPU runs behind it")
+    if axis == "time" and len(points) > 1 and points.position[-1] == 0:
+        lines.append("all events have the same time: axis='event' gives each its own place")
+    figure = figure_frame(title, lines, AXIS_TITLES[axis], f"{_POOL_TITLES[pool]} ({unit})", band_height=_BAND_HEIGHT)
+    figure.add_traces(_stack(points, held, unit_bytes, unit))
+    figure.add_trace(_total_line(timeline, points, pool, unit_bytes, unit))
+    figure.add_traces(list(_outline_traces(outlines, points, unit_bytes, unit)))
+    end = axis_end([points])
+    _mark_phases(figure, phase_spans(timeline, axis), end)
+    label = _peak_label(timeline, points, held, pool)
+    highest_bytes = max([peak_bytes, *(int(num_bytes.max()) for num_bytes in outlines.values())])
+    pixels = set_ranges(figure, end, held_bytes / unit_bytes, highest_bytes / unit_bytes, num_lines=len(label))
+    above = pixels * (highest_bytes - peak_bytes) / unit_bytes
+    mark_peak(figure, points, unit_bytes, "<br>".join(label), end, shift=above)
+    return figure
+
+
+def _parts(num_bytes: IntArray, unit_bytes: int, most: int = 3) -> str:
+    """Names the largest categories of some bytes, of shape [categories], and how many others there are."""
+    largest = [code for code in np.argsort(-num_bytes, kind="stable") if num_bytes[code] > 0]
+    # A space that does not break keeps a name and its number on one line.
+    named = [
+        f"{CATEGORIES[code]}\N{NO-BREAK SPACE}{in_unit(int(num_bytes[code]), unit_bytes)}" for code in largest[:most]
+    ]
+    return ", ".join([*named, *([f"{len(largest) - most} more"] if len(largest) > most else [])])
+
+
+def _stack(points: DrawnPoints, held: IntArray, unit_bytes: int, unit: str) -> list[go.Scatter]:
+    """The filled areas, over a clear one for what lies below the axis."""
+    # All traces share one x array: plotly then stacks them point by point, also where times are equal.
+    on_axis = slice(points.num_on_axis)
+    common: dict[str, Any] = {"x": drawn_values(points.position[on_axis]), "stackgroup": "pool", "mode": "lines"}
+    traces = []
+    if held.any():
+        base: dict[str, Any] = {"name": "held throughout", "fillcolor": TRANSPARENT, "showlegend": False}
+        base |= {"line": {"width": 0, "color": INK, "shape": "hv"}}
+        base |= {"y": drawn_values(np.full(points.num_on_axis, held.sum() / unit_bytes))}
+        traces.append(go.Scatter(**common, **base, hovertemplate=f"%{{y:.3f}} {unit}"))
+    for category, look in CATEGORY_LOOKS.items():
+        code = CATEGORIES.index(category)
+        above = points.category_bytes[code, on_axis] - held[code]
+        if not above.any():
+            continue
+        also = f" above the {format_bytes(int(held[code]))} held" if held[code] else ""
+        traces.append(
+            go.Scatter(
+                **common,
+                y=drawn_values(above / unit_bytes),
+                name=category,
+                line={"width": 0.5, "color": look.colour, "shape": "hv"},
+                fillpattern={"shape": look.pattern, "bgcolor": look.colour, "fgcolor": PATTERN_INK}
+                | {"size": 7, "solidity": 0.25},
+                fillcolor=look.colour,
+                hovertemplate=f"%{{y:.3f}} {unit}{also}",
+            )
+        )
+    return traces
+
+
+def _total_line(timeline: Timeline, points: DrawnPoints, pool: str, unit_bytes: int, unit: str) -> go.Scatter:
+    """The outline of the stack, which carries what a reader sees when pointing at a moment."""
+    texts = []
+    modules = largest_modules(timeline, points.event_index, pool)
+    for phase, largest in zip(phase_names(timeline, points), modules, strict=True):
+        names = "".join(f"<br>{html.escape(module_name(name))} +{format_bytes(size)}" for name, size in largest)
+        texts.append(phase + names)
+    return go.Scatter(
+        x=drawn_values(points.position[: points.num_on_axis]),
+        y=drawn_values(points.total_bytes[: points.num_on_axis] / unit_bytes),
+        name="total",
+        text=texts[: points.num_on_axis],
+        mode="lines",
+        line={"width": 0.8, "color": INK, "shape": "hv"},
+        showlegend=False,
+        hovertemplate=f"%{{y:.3f}} {unit}, %{{text}}",
+    )
+
+
+def _allocator_outlines(timeline: Timeline, points: DrawnPoints) -> dict[str, IntArray]:
+    """What only a real allocator has above the allocated bytes, of shape [points] each."""
+    reserved = timeline.total_bytes("reserved")[points.event_index]
+    pending = timeline.total_bytes("pending_free")[points.event_index]
+    outlines = {"active (another stream still uses it)": points.total_bytes + pending} if pending.any() else {}
+    return outlines | ({"reserved by torch": reserved} if reserved.any() else {})
+
+
+def _outline_traces(
+    outlines: dict[str, IntArray], points: DrawnPoints, unit_bytes: int, unit: str
+) -> Iterator[go.Scatter]:
+    for name, num_bytes in outlines.items():
+        yield go.Scatter(
+            x=drawn_values(points.position[: points.num_on_axis]),
+            y=drawn_values(num_bytes[: points.num_on_axis] / unit_bytes),
+            name=name,
+            mode="lines",
+            line={"width": 1.2, "color": INK, "shape": "hv"}
+            | {"dash": "dash" if name.startswith("reserved") else "dot"},
+            hovertemplate=f"%{{y:.3f}} {unit}",
+        )
+
+
+def _mark_phases(figure: go.Figure, spans: Sequence[PhaseSpan], end: float) -> None:
+    """Draws a band above the plot with the phases' names, where they fit, and a line between two phases."""
+    shapes, names = [], []
+    band = {"type": "rect", "yref": "paper", "ysizemode": "pixel", "yanchor": 1.0, "y0": 3, "y1": 3 + _BAND_HEIGHT}
+    line = {"type": "line", "yref": "paper", "y0": 0.0, "y1": 1.0, "layer": "below"}
+    for number, span in enumerate(spans):
+        look = PHASE_LOOKS[span.phase]
+        shapes.append(
+            band | {"x0": span.start, "x1": span.end, "fillcolor": INK, "opacity": look.opacity, "line": {"width": 0}}
+        )
+        if number:
+            shapes.append(
+                line | {"x0": span.start, "x1": span.start, "line": {"color": INK, "width": 1, "dash": "dot"}}
+            )
+        share = (span.end - span.start) / end
+        for text in (span.phase, look.short_name):
+            if share > (len(text) + 1) * _LETTER_SHARE:
+                place = {"x": (span.start + span.end) / 2, "yref": "paper", "y": 1.0, "yshift": 3 + _BAND_HEIGHT / 2}
+                names.append(place | {"text": text, "yanchor": "middle", "showarrow": False})
+                break
+    figure.update_layout(shapes=shapes, annotations=names)
+
+
+def _peak_label(timeline: Timeline, points: DrawnPoints, held: IntArray, pool: str) -> list[str]:
+    """The lines beside the peak: how much, what it is made of above the axis' start, and the module that holds most."""
+    total = int(points.total_bytes[points.peak])
+    unit_bytes, unit = binary_unit(total)
+    head = f"<b>peak {in_unit(total, unit_bytes)} {unit}</b>"
+    if held.any():
+        held_bytes = int(held.sum())
+        head += f" = {in_unit(held_bytes, unit_bytes)} held + {in_unit(total - held_bytes, unit_bytes)}"
+    lines = [head, *folded(_parts(points.category_bytes[:, points.peak] - held, unit_bytes), _LETTERS_BESIDE)]
+    for name, size in largest_modules(timeline, points.event_index[[points.peak]], pool, count=1)[0]:
+        size_text = format_bytes(size).replace(" ", "\N{NO-BREAK SPACE}")
+        lines += folded(f"grew most: {module_name(name)}, {size_text}", _LETTERS_BESIDE)
+    return lines

@@ -1,0 +1,172 @@
+"""The panel's chart as data: the shown run stacked by category, the pinned run as a line, the moment looked at.
+
+It has the same traces whatever it shows, so that a widget can take over the next picture in place of the last.
+"""
+
+from __future__ import annotations
+
+import html
+import textwrap
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from memlab.record.timeline import Timeline
+from memlab.units import binary_unit, format_bytes
+from memlab.views.figures.frame import LABEL_ON_THE_RIGHT
+from memlab.views.figures.palette import CATEGORY_LOOKS, INK, series_look
+from memlab.views.figures.resample import Axis, resample
+from memlab.views.figures.timeline import timeline_figure
+from memlab.views.panel.run import Run
+
+BASE, TOTAL, PEAK, PINNED, MOMENT = "held throughout", "total", "peak", "pinned", "moment"
+TRACES = (BASE, *CATEGORY_LOOKS, TOTAL, PEAK, PINNED, MOMENT)
+"""Names of the chart's traces, in their order."""
+
+
+_NOTHING: dict[str, Any] = {"x": np.zeros(0), "y": np.zeros(0), "visible": False}
+
+
+def first_event(timeline: Timeline) -> int:
+    """Returns the index of the event after which the step starts: moment 0."""
+    return max(timeline.num_opening_events - 1, 0)
+
+
+def chart_figure(shown: Run | None, pinned: Run | None, pool: str = "device", axis: Axis = "time") -> go.Figure:
+    """Draws the panel's chart, without the mark of a moment.
+
+    Args:
+        shown: The run whose memory is stacked by category; None says that there is none.
+        pinned: A run whose total is laid over it as a line, or None.
+        pool: ``"device"`` or ``"host"``.
+        axis: ``"time"`` or ``"event"``.
+
+    Returns:
+        A figure with exactly the traces of `TRACES`; those with nothing to show are invisible and empty.
+    """
+    other = pinned if pinned is not shown and _timeline_of(pinned) is not None else None
+    if shown is None or (shown.record is not None and shown.is_ok and shown.record.timeline is None):
+        return _with_all_traces(_words("No run is shown", "press Run, or choose a run in the table"), {})
+    if shown.record is None:
+        return _with_all_traces(_words(f"Run {shown.number} ended in an error", shown.message), {})
+    figure = timeline_figure(shown.record, pool, axis)
+    timeline = _timeline_of(shown)
+    if timeline is None or not figure.data:
+        return _with_all_traces(figure, {})
+    unit_bytes, unit = binary_unit(timeline.peak_bytes(pool))
+    if other is not None and _is_far_below(other, figure.layout.yaxis.range, unit_bytes, pool):
+        figure = timeline_figure(shown.record, pool, axis, above_start=False)
+    traces = {trace.name or PEAK: trace.to_plotly_json() for trace in figure.data}
+    if other is not None:
+        traces[PINNED] = _overlay(figure, other, pool, axis, unit_bytes, unit)
+    # While the picture stays, so does what a reader zoomed into, or hid by its legend.
+    figure.layout.uirevision = f"{shown.number} {pool} {axis}"
+    return _with_all_traces(figure, traces)
+
+
+def mark_moment(figure: go.Figure, shown: Run | None, moment: int | None, pool: str, axis: Axis) -> go.Figure:
+    """Draws a line across the chart at a moment, with a mark on the total; None takes them off.
+
+    Args:
+        figure: What `chart_figure` drew of the same run; it is changed.
+        shown: The run.
+        moment: Number of the event, counted from the step's start.
+        pool: As the figure has it.
+        axis: As the figure has it.
+
+    Returns:
+        The same figure.
+    """
+    timeline, trace = _timeline_of(shown), figure.data[TRACES.index(MOMENT)]
+    if timeline is None or moment is None:
+        trace.update(_NOTHING)
+        return figure
+    index = first_event(timeline) + moment
+    unit_bytes, _ = binary_unit(timeline.peak_bytes(pool))
+    low, high = figure.layout.yaxis.range
+    position = float(moment) if axis == "event" else timeline.nanoseconds[index] / 1e6
+    trace.update(
+        x=np.full(3, min(position, figure.layout.xaxis.range[1])),  # a moment of the recovery lies past the axis
+        y=np.array([low, timeline.bytes_at(index, pool) / unit_bytes, high]),
+        visible=True,
+        mode="lines+markers",
+        line={"color": INK, "width": 2},
+        marker={"size": [0, 11, 0], "opacity": 1, "color": INK, "line": {"color": "white", "width": [0, 1.5, 0]}},
+        showlegend=False,
+        hoverinfo="skip",
+    )
+    return figure
+
+
+def event_at(timeline: Timeline, point: int, pool: str, axis: Axis) -> int:
+    """Returns the moment of a drawn point, which is what a click on the chart names."""
+    return int(resample(timeline, pool, axis).event_index[point]) - first_event(timeline)
+
+
+def _timeline_of(run: Run | None) -> Timeline | None:
+    if run is None or run.record is None or run.record.timeline is None or not len(run.record.timeline):
+        return None
+    return run.record.timeline
+
+
+def _is_far_below(run: Run, y_range: tuple[float, float], unit_bytes: int, pool: str) -> bool:
+    """Whether a run goes further below the axis than the axis is long; a little is cut off instead."""
+    timeline = _timeline_of(run)
+    assert timeline is not None
+    lowest = float(timeline.total_bytes(pool)[first_event(timeline) :].min()) / unit_bytes
+    return lowest < y_range[0] - (y_range[1] - y_range[0])
+
+
+def _overlay(figure: go.Figure, run: Run, pool: str, axis: Axis, unit_bytes: int, unit: str) -> dict[str, Any]:
+    """The pinned run's total; the figure's axes grow to hold it."""
+    timeline = _timeline_of(run)
+    assert timeline is not None
+    points = resample(timeline, pool, axis)
+    totals = points.total_bytes / unit_bytes
+    low, high = figure.layout.yaxis.range
+    label = figure.layout.annotations[-1]  # of the shown run's peak: it moves up, over the line
+    growth = max(1.0, (float(totals.max()) - low) / (label.y - low or 1.0))
+    label.y = low + (label.y - low) * growth
+    figure.layout.yaxis.range = [low, low + (high - low) * growth]
+    end = max(figure.layout.xaxis.range[1], points.end)
+    figure.layout.xaxis.range = [0.0, end]
+    if label.x < end / 2:
+        label.update(LABEL_ON_THE_RIGHT)
+    look = series_look(4)
+    peak = format_bytes(int(points.total_bytes[points.peak]))
+    name = f"pinned: run {run.number}, {textwrap.shorten(str(run.settings), 40)}, peak {peak}"
+    return {
+        "x": points.position[: points.num_on_axis],
+        "y": totals[: points.num_on_axis],
+        "text": name,
+        "mode": "lines",
+        "line": {"color": look.colour, "dash": look.dash, "width": 2, "shape": "hv"},
+        "hovertemplate": f"%{{y:.3f}} {unit}<extra>pinned: run {run.number}</extra>",
+    }
+
+
+def _words(title: str, text: str) -> go.Figure:
+    """An empty chart that says why it is empty."""
+    lines = "".join(f"<br>{html.escape(line, quote=False)}" for line in textwrap.wrap(text, 80))
+    words = {"text": f"<b>{title}</b>{lines}", "x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper"}
+    hidden = {"showticklabels": False, "ticks": "", "showgrid": False, "showline": False, "range": [0, 1]}
+    figure = go.Figure(layout={"template": go.layout.Template(), "height": 300, "xaxis": hidden, "yaxis": hidden})
+    figure.update_layout(annotations=[words | {"showarrow": False, "font": {"size": 14}}], title_text="")
+    transparent = "rgba(0, 0, 0, 0)"
+    return figure.update_layout(font_color=INK, paper_bgcolor=transparent, plot_bgcolor=transparent)
+
+
+def _with_all_traces(figure: go.Figure, traces: dict[str, dict[str, Any]]) -> go.Figure:
+    """The figure's layout over the traces of `TRACES`, in their order."""
+    shown = []
+    for name in TRACES:
+        # The pinned run is known by its uid: its name tells which run it is. A uid with a space paints a pattern black.
+        trace = {"visible": True, **traces[name]} if name in traces else _NOTHING
+        stacked = {"stackgroup": "pool"} if name in (BASE, *CATEGORY_LOOKS) else {}
+        legend = {
+            "name": trace.get("text") if name == PINNED and name in traces else name,
+            "uid": name.replace(" ", "-"),
+        }
+        shown.append(go.Scatter(**{**stacked, **trace, **legend}))
+    return go.Figure(data=shown, layout=figure.layout)

@@ -1,0 +1,150 @@
+"""What a run leaves outside the panel: files, and the lines that repeat it headless."""
+
+from __future__ import annotations
+
+import csv
+import io
+import shlex
+from collections.abc import Sequence
+from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+
+from memlab.config.architectures import ARCHITECTURES
+from memlab.config.layout import Layout
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.views.display import View
+from memlab.views.panel.run import COLUMNS, Run, rows
+
+
+def settings_line(settings: MemorySettings) -> str:
+    """Returns the Python that makes equal settings, for example ``MemorySettings(offload_optimizer=True)``."""
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.changed().items()}
+    return f"MemorySettings({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+
+
+def measure_command(run: Run) -> str:
+    """Returns the command line that repeats a run in a process of its own, or in as many as its job has ranks."""
+    scenario, layout = run.scenario, run.scenario.layout
+    architecture = scenario.architecture
+    is_known = ARCHITECTURES.get(architecture.name) == architecture
+    # A scenario does not say which file a model that memlab does not know was read from.
+    words = [architecture.name if is_known else f"path/to/{architecture.name}/config.json"]
+    of_layout = [field.name for field in fields(Layout) if field.name not in ("data_parallel_size", "rank")]
+    plain = Scenario(architecture=architecture)
+    of_scenario = [field.name for field in fields(Scenario) if field.name != "layout"]
+    for values, usual, names in ((scenario, plain, of_scenario), (layout, Layout(), of_layout)):
+        for name in names:
+            value = getattr(values, name)
+            if value != getattr(usual, name):
+                words += [_flag(name)] if value is True else [_flag(name), str(value)]
+    for name, value in run.settings.changed().items():
+        if isinstance(value, bool):
+            words.append(_flag(name) if value else _flag(f"no_{name}"))
+        else:
+            words += [_flag(name), ",".join(value) if isinstance(value, tuple) else str(value)]
+    if run.backend == "simulated":  # a rank of a job that is not there, with a routing that is chosen
+        job = [] if layout == Layout() else ["--world-size", str(layout.world_size), "--rank", str(layout.rank)]
+        return shlex.join(["memlab", "predict", *words, *job])
+    if layout.world_size > 1:
+        job = ["torchrun", "--nproc-per-node", str(layout.world_size), "-m"]
+        return shlex.join([*job, "memlab", "measure", *words, "--backend", run.backend])
+    return shlex.join(["memlab", "measure", *words, "--backend", run.backend])
+
+
+def table_csv(runs: Sequence[Run], pinned: Run | None) -> str:
+    """Returns the table of runs as CSV: the cells as shown, then plain bytes, seconds and the settings as a line."""
+    text = io.StringIO()
+    numbers = ["peak_allocated_bytes", "saved_bytes", "step_seconds", "loss"]
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*COLUMNS, *numbers, "message", "repeat"])
+    for run, row in zip(runs, rows(runs, pinned), strict=True):
+        writer.writerow(
+            [*(row[name] for name in COLUMNS), *_numbers(run, pinned), row["message"], measure_command(run)]
+        )
+    return text.getvalue()
+
+
+def save_run(run: Run, folder: Path) -> Path:
+    """Saves a run's record and timeline into a folder of its own.
+
+    Raises:
+        ValueError: If the run has no record.
+        OSError: If the folder cannot be written.
+    """
+    if run.record is None:
+        raise ValueError(f"{run} ended in an error and has no record to save: choose a run that ended otherwise")
+    return run.record.save(free_path(folder / _stem(run)))
+
+
+def save_snapshot(run: Run, folder: Path) -> Path:
+    """Saves a run as a memory snapshot that https://pytorch.org/memory_viz opens.
+
+    Raises:
+        ValueError: If the run has no record.
+        OSError: If the folder cannot be written.
+    """
+    if run.record is None:
+        raise ValueError(f"{run} ended in an error and has no record to save: choose a run that ended otherwise")
+    folder.mkdir(parents=True, exist_ok=True)
+    return run.record.export_snapshot(free_path(folder / f"{_stem(run)}.pickle"))
+
+
+def save_picture(figure: go.Figure, run: Run, folder: Path, kind: str) -> Path:
+    """Saves the chart as an image.
+
+    Args:
+        figure: The chart.
+        run: Names the file.
+        folder: Where it goes; made if it is missing.
+        kind: ``png`` or ``svg``.
+
+    Raises:
+        ValueError: If kaleido, which draws without a browser page, is not installed.
+    """
+    if find_spec("kaleido") is None:
+        raise ValueError(
+            f"{kind.upper()} needs kaleido, which is not installed: run pip install kaleido, or export HTML: its page "
+            "has a camera button"
+        )
+    path = free_path(folder / f"{_stem(run)}.{kind}")
+    # On the page the chart is transparent and takes the theme's ground; a file has none.
+    picture = go.Figure(figure).update_layout(paper_bgcolor="white", plot_bgcolor="white")
+    folder.mkdir(parents=True, exist_ok=True)
+    picture.write_image(path, width=1000, height=figure.layout.height or 500, scale=2)
+    return path
+
+
+def save_page(figure: go.Figure, table: str, run: Run, folder: Path) -> Path:
+    """Saves the chart and its text twin as one HTML file that needs no network."""
+    path = free_path(folder / f"{_stem(run)}.html")
+    folder.mkdir(parents=True, exist_ok=True)
+    return View(go.Figure(figure), table).save(path)
+
+
+def free_path(path: Path) -> Path:
+    """Returns the path, or the first of ``name-2``, ``name-3`` and so on that is free: no export is overwritten."""
+    candidate, number = path, 2
+    while candidate.exists():
+        candidate, number = path.with_name(f"{path.stem}-{number}{path.suffix}"), number + 1
+    return candidate
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _stem(run: Run) -> str:
+    return f"{run.scenario.architecture.name.replace('.', '_')}-run-{run.number}"
+
+
+def _numbers(run: Run, pinned: Run | None) -> list[Any]:
+    if run.record is None:
+        return [""] * 4
+    record, base = run.record, pinned.record if pinned is not None else None
+    saved = base.peak_allocated_bytes - record.peak_allocated_bytes if base is not None and run.is_ok else ""
+    return [record.peak_allocated_bytes, saved, record.step_seconds, "" if record.loss is None else record.loss]

@@ -1,0 +1,110 @@
+"""The panel: memory settings as widgets on a live model, in one cell."""
+
+from __future__ import annotations
+
+import html
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets
+
+from memlab.views.panel.controls import SettingsControls
+from memlab.views.panel.run_bar import RunBar
+from memlab.views.panel.runs import RunsView, text_twin
+from memlab.views.panel.search_state import SearchState
+from memlab.views.panel.search_view import SearchView
+from memlab.views.panel.state import LabState
+from memlab.views.panel.style import STYLE
+from memlab.views.panel.timeline_view import TimelineView
+
+if TYPE_CHECKING:
+    from memlab.lab.lab import Lab
+
+# By the lab's id, which stays its own: the panel keeps its lab.
+_panels: dict[int, Panel] = {}
+
+
+class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
+    """The widgets on one lab. What they show is in `state`, which can be driven without them.
+
+    `memlab.panel` makes it, one for each lab.
+    """
+
+    def __init__(self, lab: Lab) -> None:
+        self.state = LabState(lab)
+        self.controls = SettingsControls(self.state)
+        self.run_bar = RunBar(self.state)
+        self.search = SearchView(SearchState(self.state))
+        self.timeline = TimelineView(self.state)
+        self.runs = RunsView(self.state)
+        self.table_toggle = ipywidgets.ToggleButton(description="Text table", tooltip="The chart's numbers as text")
+        self.table_toggle.add_class("memlab-text-toggle")
+        self.table = ipywidgets.HTML()
+        self.table.add_class("memlab-text")
+        title = html.escape(
+            f"{lab.scenario.architecture.name}, {lab.scenario.num_layers} layers, on {lab.backend.name}"
+        )
+        super().__init__(
+            [
+                ipywidgets.HTML(f"<style>{STYLE}</style><h3>{title}</h3>"),
+                self.controls.box,
+                self.run_bar.box,
+                self.search.box,
+                self.timeline.box,
+                self.table_toggle,
+                self.table,
+                self.runs.box,
+            ]
+        )
+        self.add_class("memlab-panel")
+        state = self.state
+        self.table_toggle.observe(lambda change: state.set_trait("table_open", change["new"]), names=["value"])
+        state.observe(lambda _: self._follow_table(), names=["table_open", "shown", "pinned"])
+        self._follow_table()
+
+    def close(self) -> None:
+        """Takes the panel and all its widgets off the page; the lab and its records stay."""
+        _panels.pop(id(self.state.lab), None)
+        self.search.state.stop()
+        self.search.state.unobserve_all()
+        self.state.unobserve_all()
+        for widget in _widgets_in(self):
+            for part in (widget.layout, getattr(widget, "style", None), widget):
+                if part is not None and part is not self:
+                    part.close()
+        super().close()
+
+    def __repr__(self) -> str:
+        return f"Panel({len(self.state.runs)} runs on {self.state.lab!r})"
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        """Returns the widget for a page, and for everybody else the text that says the same."""
+        view = {"version_major": 2, "version_minor": 0, "model_id": self.model_id}
+        text = f"{self!r}\n\n{text_twin(self.state.shown, self.state.pinned)}"
+        return {"text/plain": text, "application/vnd.jupyter.widget-view+json": view}
+
+    def _follow_table(self) -> None:
+        state = self.state
+        self.table_toggle.value = state.table_open
+        self.table.layout.display = None if state.table_open else "none"
+        text = html.escape(text_twin(state.shown, state.pinned), quote=False)
+        self.table.value = f'<pre tabindex="0">{text}</pre>'
+
+
+def panel(lab: Lab) -> Panel:
+    """Shows a lab's memory settings as controls, with its runs. As the last expression of a cell it shows itself.
+
+    Args:
+        lab: An open lab. Steps that cells took are in the table too.
+
+    Returns:
+        The same panel each time for the same lab, so that a cell that is run again shows one panel.
+    """
+    shown = _panels.get(id(lab))
+    if shown is None:
+        shown = _panels[id(lab)] = Panel(lab)
+    shown.state.refresh()
+    return shown
+
+
+def _widgets_in(widget: Any) -> list[Any]:
+    return [widget, *(found for child in getattr(widget, "children", ()) for found in _widgets_in(child))]

@@ -1,0 +1,54 @@
+"""Run and Stop, how far the step has come, and what the last press led to."""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+import ipywidgets
+
+from memlab.views.panel.state import LabState
+
+
+class RunBar:
+    """The row that starts and ends steps. `box` is the widget."""
+
+    def __init__(self, state: LabState) -> None:
+        self._state = state
+        self.run = ipywidgets.Button(description="Run", button_style="primary", icon="play")
+        self.stop = ipywidgets.Button(description="Stop", icon="stop")
+        self.progress = ipywidgets.IntProgress(min=0, max=1)
+        self.place = ipywidgets.HTML()
+        self.status = ipywidgets.HTML()
+        self.run.tooltip = "Takes a step with these settings; a warm-up step comes first after a change"
+        self.stop.tooltip = "Ends the step between two layers; the model stays usable"
+        for name in ("run", "stop", "progress", "status"):
+            getattr(self, name).add_class(f"memlab-{name}")
+        self.place.add_class("memlab-progress-text")
+        # A second press is answered in words, so Run stays enabled while a step runs.
+        self.run.on_click(lambda _: state.run())
+        self.stop.on_click(lambda _: state.stop())
+        self.box = ipywidgets.Box([self.run, self.stop, self.progress, self.place, self.status])
+        self.box.add_class("memlab-run-bar")
+        self._follow_progress()
+        self._follow_notice()
+        state.observe(lambda _: self._follow_progress(), names=["busy", "progress"])
+        state.observe(lambda _: self._follow_notice(), names=["notice"])
+
+    def _follow_progress(self) -> None:
+        progress, busy = self._state.progress, self._state.busy
+        self.stop.disabled = not busy
+        self.progress.layout.visibility = "visible" if busy else "hidden"
+        self.progress.max = progress.total if progress else 1
+        self.progress.value = progress.done if progress else 0
+        self.place.value = html.escape(_place(progress)) if busy else ""
+
+    def _follow_notice(self) -> None:
+        self.status.value = f'<div role="status">{html.escape(self._state.notice, quote=False)}</div>'
+
+
+def _place(progress: Any) -> str:
+    if progress is None:
+        return "starting"
+    where = f"{progress.phase}, {progress.module}" if progress.module else progress.phase
+    return f"{where}: {progress.done} of {progress.total} layer passes"

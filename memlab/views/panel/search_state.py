@@ -1,0 +1,118 @@
+"""The panel's search as state: what has to be fitted into, whether a search runs, what it found, and what is taken."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import traitlets
+
+from memlab.config.settings import MemorySettings
+from memlab.fitting.front import Search, default_resolution_bytes
+from memlab.lab.search_process import SearchProcess
+from memlab.units import GIB, format_bytes, parse_bytes
+from memlab.views.panel.state import LabState
+
+_logger = logging.getLogger(__name__)
+_USUAL_ROOM_BYTES = 76 * GIB
+_SHARE_OF_PEAK = 0.9
+"""Of the shown run's peak: a room in which that run just does not fit."""
+
+
+class SearchState(traitlets.HasTraits):
+    """A search beside a lab: it steps a simulated one of the same scenario, in a process of its own.
+
+    Args:
+        state: Of the panel; what is taken from the front goes into its draft.
+        start_process: Starts the search.
+    """
+
+    is_open = traitlets.Bool()
+    room = traitlets.Unicode()
+    """A size, as it was typed."""
+    busy = traitlets.Bool()
+    notice = traitlets.Unicode()
+    """How far the search is, or what came of the last press, in words."""
+    found = traitlets.Instance(Search, allow_none=True)
+
+    def __init__(self, state: LabState, start_process: Callable[..., Any] = SearchProcess) -> None:
+        super().__init__()
+        self._state = state
+        self._start_process = start_process
+        self._process: Any = None
+
+    @traitlets.observe("is_open")
+    def _propose_room(self, _change: object) -> None:
+        if not self.room:
+            shown = self._state.shown
+            limit = getattr(self._state.lab, "device_memory_bytes", None)
+            peak = shown.record.peak_allocated_bytes if shown is not None and shown.record is not None else 0
+            self.room = format_bytes(limit or int(peak * _SHARE_OF_PEAK) or _USUAL_ROOM_BYTES)
+
+    def start(self) -> None:
+        """Starts a search from the draft's workload, or says in `notice` why not.
+
+        Each setting keeps what the draft says of the time between steps, and of checkpoints' inputs.
+        """
+        with self._state.lock:
+            if self.busy:
+                self.notice = "A search is running: wait for it, or stop it."
+                return
+            draft = self._state.draft
+            try:
+                room_bytes = parse_bytes(self.room)
+                scenario = draft.scenario(self._state.scenario)
+                base = MemorySettings(
+                    offload_parameters=draft.offload_parameters,
+                    offload_gradients=draft.offload_gradients,
+                    offload_optimizer=draft.offload_optimizer,
+                    checkpoint_input_remedy=draft.checkpoint_input_remedy,
+                )
+                self._process = self._start_process(
+                    scenario,
+                    base,
+                    room_bytes,
+                    resolution_bytes=default_resolution_bytes(room_bytes),
+                    on_line=self._say,
+                    on_end=self._finish,
+                )
+            except (ValueError, OSError) as error:
+                self.notice = f"Not searched: {error}"
+                return
+            self.busy, self.notice = True, f"Searching: {scenario}"
+
+    def stop(self) -> None:
+        """Ends the running search."""
+        if self.busy and self._process is not None:
+            self._process.stop()
+
+    def take(self, number: int) -> None:
+        """Puts a point's settings into the controls, as if they had been set there; Run then takes them.
+
+        Args:
+            number: Its place in the points that were found.
+        """
+        with self._state.lock:
+            if self.found is None:
+                self.notice = "Nothing was searched: press Search first."
+                return
+            point = self.found.points[number]
+            self._state.draft = self._state.draft.with_settings(point.settings)
+            self.notice = f"The controls show '{point.settings}': press Run to take the step."
+
+    def _say(self, line: str) -> None:
+        with self._state.lock:
+            self.notice = line
+
+    def _finish(self, outcome: Search | str) -> None:
+        with self._state.lock:
+            self.busy = False
+            if isinstance(outcome, str):
+                _logger.info("a search ended without a result: %s", outcome)
+                self.notice = outcome
+                return
+            self.found = outcome
+            count = len(outcome.cheapest)
+            fit = f"{count} of them with the least work that fits" if count else "nothing fits"
+            self.notice = f"On the front: {len(outcome.front)}, {fit}. Click a point to take its settings."

@@ -1,0 +1,84 @@
+"""The search section of the panel: what to fit into, the front as a chart, a list and text. Closed, it is a button."""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+import ipywidgets
+
+from memlab.units import format_bytes
+from memlab.views.figures.search import search_figure
+from memlab.views.panel.chart_widget import ChartWidget
+from memlab.views.panel.search_state import SearchState
+from memlab.views.text.search import search_table
+
+_NO_CHOICE = -1
+
+
+class SearchView:
+    """Controls, chart and table on one state. `box` is the widget; the chart is made when there is one to show."""
+
+    def __init__(self, state: SearchState) -> None:
+        self.state = state
+        self.toggle = ipywidgets.ToggleButton(description="Search what fits")
+        self.toggle.tooltip = "The settings that fit, and the extra work that each costs"
+        self.room = ipywidgets.Text(description="room for torch", continuous_update=False)
+        self.room.style.description_width = "initial"
+        self.search = ipywidgets.Button(description="Search")
+        self.search.tooltip = "Predicts settings on a simulated lab beside this one, which stays free"
+        self.stop = ipywidgets.Button(description="Stop search")
+        self.status = ipywidgets.HTML()
+        self.choice = ipywidgets.Dropdown(description="on the front", options=[("", _NO_CHOICE)])
+        self.choice.style.description_width = "initial"
+        self.table = ipywidgets.HTML()
+        self.chart: ChartWidget | None = None
+        self._bar = ipywidgets.Box([self.room, self.search, self.stop, self.status])
+        self._section = ipywidgets.VBox([self._bar, self.choice, self.table])
+        self.box = ipywidgets.VBox([self.toggle, self._section])
+        names = {"search-toggle": self.toggle, "search-room": self.room, "search-start": self.search}
+        names |= {"search-stop": self.stop, "search-status": self.status, "search-choice": self.choice}
+        for name, widget in (names | {"search-bar": self._bar, "search-text": self.table}).items():
+            widget.add_class(f"memlab-{name}")
+        self.toggle.observe(lambda change: state.set_trait("is_open", change["new"]), names=["value"])
+        self.room.observe(lambda change: state.set_trait("room", change["new"]), names=["value"])
+        self.search.on_click(lambda _: state.start())
+        self.stop.on_click(lambda _: state.stop())
+        self.choice.observe(self._take_choice, names=["value"])
+        state.observe(lambda _: self._follow(), names=["is_open", "room", "busy", "notice"])
+        state.observe(lambda _: self._show_found(), names=["found"])
+        self._follow()
+
+    def _take_choice(self, change: Any) -> None:
+        if change["new"] != _NO_CHOICE:
+            self.state.take(change["new"])
+
+    def _follow(self) -> None:
+        state = self.state
+        self.toggle.value = state.is_open
+        self._section.layout.display = None if state.is_open else "none"
+        self.room.value = state.room
+        self.stop.disabled = not state.busy
+        for part in (self.choice, self.table):
+            part.layout.display = "none" if state.found is None else None
+        self.status.value = f'<div role="status">{html.escape(state.notice, quote=False)}</div>'
+
+    def _show_found(self) -> None:
+        found = self.state.found
+        if found is None:
+            return
+        figure = search_figure(found)
+        if self.chart is None:
+            self.chart = ChartWidget(figure, self.state.take)
+            self.chart.add_class("memlab-chart")
+            self.chart.add_class("memlab-search-chart")
+            self._section.children = [self._bar, self.chart, self.choice, self.table]
+        else:
+            self.chart.show(figure)
+        options = [
+            (f"{point.settings}: {format_bytes(point.peak_allocated_bytes)}", found.points.index(point))
+            for point in found.front
+        ]
+        self.choice.options = [("take a setting into the controls", _NO_CHOICE), *options]
+        self._follow()
+        self.table.value = f'<pre tabindex="0">{html.escape(search_table(found), quote=False)}</pre>'

@@ -1,0 +1,147 @@
+"""Settings while they are being edited: what the controls show, whether it makes sense yet or not.
+
+`MemorySettings` cannot hold a combination that is refused, and half way from one setting to another there is
+often one. A draft can; asked for its settings it answers with them, or with the rule's own words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from memlab.config.architectures import Architecture
+from memlab.config.scenario import Scenario
+from memlab.config.settings import (
+    OFFLOAD_MODULES,
+    RECOMPUTE_MODULES,
+    CheckpointInputRemedy,
+    MemorySettings,
+    RecomputeGranularity,
+    RecomputeMethod,
+    refusal,
+)
+from memlab.config.settings_on_model import check_on_model, without_effect
+
+MODULE_FIELDS = {"recompute_modules": RECOMPUTE_MODULES, "offload_modules": OFFLOAD_MODULES}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draft:
+    """Fields of `MemorySettings` and of the workload. Values of fields that do not apply are kept, and not read.
+
+    So a method that was chosen under full recompute is still there after a visit to selective.
+    """
+
+    recompute_granularity: RecomputeGranularity | None = None
+    recompute_method: RecomputeMethod | None = "uniform"
+    recompute_num_layers: int | None = 1
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    checkpoint_input_remedy: CheckpointInputRemedy | None = None
+    offload_modules: tuple[str, ...] = ()
+    min_offloaded_tensor_size: int = 1024 * 1024
+    offload_parameters: bool = False
+    offload_gradients: bool | None = None
+    offload_optimizer: bool = False
+    seq_length: int
+    micro_batch_size: int
+
+    @classmethod
+    def of(cls, settings: MemorySettings, scenario: Scenario) -> Draft:
+        """Returns the draft that stands for some settings on some workload."""
+        draft = cls(seq_length=scenario.seq_length, micro_batch_size=scenario.micro_batch_size)
+        return draft.with_settings(settings)
+
+    def with_settings(self, settings: MemorySettings) -> Draft:
+        """Returns this draft with other settings; what they leave open stays as it was."""
+        values = settings.to_dict()
+        if settings.offload_gradients == settings.offload_optimizer:
+            values["offload_gradients"] = None
+        values["offload_modules"] = values["offload_modules"] or ()
+        kept: dict[str, Any] = {
+            name: tuple(value) if name in MODULE_FIELDS else value
+            for name, value in values.items()
+            if value is not None or name in _MAY_BE_NONE
+        }
+        return replace(self, **kept)
+
+    def toggled(self, field: str, module: str, *, on: bool) -> Draft:
+        """Returns this draft with one module of a list of modules ticked or not."""
+        ticked = {*getattr(self, field)} - {module} | ({module} if on else set())
+        return replace(self, **{field: tuple(name for name in MODULE_FIELDS[field] if name in ticked)})  # type: ignore[arg-type]  # one name stands for either field
+
+    def settings(self, scenario: Scenario) -> MemorySettings:
+        """Returns the settings.
+
+        Raises:
+            ValueError: With the rule's text, if they break one, by themselves or on the scenario's model.
+        """
+        values: dict[str, Any] = {name: getattr(self, name) for name in MemorySettings.__slots__}
+        for name in _not_read(self.recompute_granularity):
+            values[name] = None
+        values["offload_modules"] = self.offload_modules or None
+        settings = MemorySettings(**values)
+        check_on_model(settings, scenario.architecture, *scenario.layers_of_chunks)
+        return settings
+
+    def scenario(self, scenario: Scenario) -> Scenario:
+        """Returns the scenario with this draft's workload.
+
+        Raises:
+            ValueError: With the rule's text, if a value breaks it.
+        """
+        return replace(scenario, seq_length=self.seq_length, micro_batch_size=self.micro_batch_size)
+
+    def not_applicable(self, architecture: Architecture) -> dict[str, str]:
+        """Names the controls that change nothing here, or can only be refused.
+
+        Returns:
+            ``field`` or ``field:module`` to the reason, in the words of the rule.
+        """
+        granularity = self.recompute_granularity
+        asked: dict[str, Any] = {"recompute_granularity": granularity}
+        if granularity == "full":
+            asked |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+        reasons: dict[str, str] = {}
+        for field in _not_read(granularity):
+            if field not in MODULE_FIELDS:
+                reasons[field] = _refusal(**asked, **{field: getattr(self, field) or _ANY[field]})
+        if not architecture.is_moe:
+            remedy = without_effect(MemorySettings(checkpoint_input_remedy="detach"), architecture)
+            reasons["checkpoint_input_remedy"] = remedy["checkpoint_input_remedy"]
+        for field, modules in MODULE_FIELDS.items():
+            for module in modules:
+                reason = _reason_against(field, module, architecture)
+                if not reason and field in _not_read(granularity):
+                    reason = _refusal(**asked, **{field: (module,)})
+                if reason:
+                    reasons[f"{field}:{module}"] = reason
+        return reasons
+
+
+_MAY_BE_NONE = ("recompute_granularity", "checkpoint_input_remedy", "offload_gradients")
+_ANY: dict[str, Any] = {"recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _not_read(granularity: RecomputeGranularity | None) -> tuple[str, ...]:
+    """The fields that Megatron does not read under a granularity."""
+    full, selective = ("recompute_method", "recompute_num_layers"), ("recompute_modules",)
+    return {None: (*full, *selective), "full": selective, "selective": full}.get(granularity, ())
+
+
+def _refusal(**values: Any) -> str:
+    text = refusal(**values)
+    assert text, f"no rule refuses {values}"
+    return text
+
+
+def _reason_against(field: str, module: str, architecture: Architecture) -> str:
+    """Why a module, by itself, is refused or ignored on an architecture; empty if it does something."""
+    values: dict[str, Any] = {field: (module, "core_attn") if module == "attn_proj" else (module,)}
+    if field == "recompute_modules":
+        values["recompute_granularity"] = "selective"
+    settings = MemorySettings(**values)
+    try:
+        check_on_model(settings, architecture, architecture.num_layers)
+    except ValueError as error:
+        return str(error)
+    return without_effect(settings, architecture).get(f"{field}:{module}", "")

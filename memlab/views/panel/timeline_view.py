@@ -1,0 +1,136 @@
+"""The chart in the panel, its switches, and what is alive at the moment that is looked at."""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+import ipywidgets
+
+from memlab.record.timeline import Timeline
+from memlab.units import format_bytes
+from memlab.views.figures.palette import CATEGORY_LOOKS
+from memlab.views.figures.resample import AXES
+from memlab.views.panel.chart import chart_figure, event_at, first_event, mark_moment
+from memlab.views.panel.chart_widget import ChartWidget
+from memlab.views.panel.slider import Slider
+from memlab.views.panel.state import POOLS_SHOWN, LabState
+from memlab.views.text.record import module_name
+from memlab.vocabulary import PHASES
+
+_NUM_MODULES = 8
+
+
+class TimelineView:
+    """Chart, switches and breakdown on one state. `box` is the widget."""
+
+    def __init__(self, state: LabState) -> None:
+        self._state = state
+        self._drawn: tuple[Any, Any] | None = None
+        self.pool = self._switch("pool", POOLS_SHOWN, "Memory of")
+        self.axis = self._switch("axis", AXES, "Along")
+        self.chart = ChartWidget(self._figure(), self._look_at_point)
+        self.chart.add_class("memlab-chart")
+        self.slider = Slider(name="moment, as the number of its event")
+        self.number = ipywidgets.BoundedIntText(
+            min=0, max=0, description="event", style={"description_width": "initial"}
+        )
+        self.to_peak = ipywidgets.Button(description="Peak", tooltip="Looks at the step's peak")
+        self.to_peak.on_click(lambda _: state.look_at(None))
+        self.breakdown = ipywidgets.HTML()
+        for name, widget in (("moment-slider", self.slider), ("moment", self.number), ("to-peak", self.to_peak)):
+            widget.add_class(f"memlab-{name}")
+        for widget in (self.slider, self.number):
+            widget.observe(self._moment_given, names=["value"])
+        self.breakdown.add_class("memlab-breakdown")
+        switches = ipywidgets.Box([self.pool, self.axis])
+        moment = ipywidgets.Box([ipywidgets.Label("Moment"), self.slider, self.number, self.to_peak])
+        for box, name in ((switches, "switches"), (moment, "moment-bar")):
+            box.add_class(f"memlab-{name}")
+        self.box = ipywidgets.VBox([switches, self.chart, moment, self.breakdown])
+        self._follow_moment()
+        state.observe(lambda _: self._follow_chart(), names=["shown", "pinned", "pool", "axis", "moment"])
+        state.observe(lambda _: self._follow_moment(), names=["shown", "pool", "moment"])
+
+    def _switch(self, name: str, choices: tuple[str, ...], label: str) -> Any:
+        switch = ipywidgets.ToggleButtons(options=choices, description=label, value=getattr(self._state, name))
+        switch.style.description_width = "initial"
+        switch.style.button_width = "5rem"
+        switch.add_class(f"memlab-{name}")
+        switch.observe(lambda change: self._state.set_trait(name, change["new"]), names=["value"])
+        self._state.observe(lambda change: switch.set_trait("value", change["new"]), names=[name])
+        return switch
+
+    def _figure(self) -> Any:
+        state = self._state
+        key = (state.shown, state.pinned, state.pool, state.axis)
+        # A moment is marked on the picture that stands: a million events are not drawn again for it.
+        if self._drawn is None or self._drawn[0] != key:
+            self._drawn = (key, chart_figure(*key))
+        return mark_moment(self._drawn[1], state.shown, state.moment, state.pool, state.axis)
+
+    def _timeline(self) -> Timeline | None:
+        shown = self._state.shown
+        timeline = shown.record.timeline if shown is not None and shown.record is not None else None
+        return timeline if timeline is not None and len(timeline) else None
+
+    def _look_at_point(self, point: int) -> None:
+        timeline = self._timeline()
+        if timeline is not None:
+            self._state.look_at(event_at(timeline, point, self._state.pool, self._state.axis))
+
+    def _moment_given(self, change: Any) -> None:
+        timeline = self._timeline()
+        # The controls stand at the peak while nobody looks at another moment: that is no choice of it.
+        if timeline is not None and change["new"] != self._moment(timeline):
+            self._state.look_at(change["new"])
+
+    def _moment(self, timeline: Timeline) -> int:
+        moment = self._state.moment
+        return timeline.peak_index(self._state.pool) - first_event(timeline) if moment is None else moment
+
+    def _follow_chart(self) -> None:
+        with self._state.lock:
+            self.chart.show(self._figure())
+
+    def _follow_moment(self) -> None:
+        timeline = self._timeline()
+        for control in (self.slider, self.number, self.to_peak):
+            control.disabled = timeline is None
+        if timeline is None:
+            self.breakdown.value = ""
+            return
+        moment, last = self._moment(timeline), len(timeline) - 1 - first_event(timeline)
+        for control in (self.slider, self.number):
+            # In the order in which no value is ever beyond its end: a page would answer with a moment of its own.
+            if moment > control.max:
+                control.max = last
+            control.value = moment
+            control.max = last
+        self.breakdown.value = breakdown_html(timeline, moment, self._state.pool, is_peak=self._state.moment is None)
+
+
+def breakdown_html(timeline: Timeline, moment: int, pool: str, *, is_peak: bool) -> str:
+    """Writes what is alive after an event: by category and by module, the largest first."""
+    index = first_event(timeline) + moment
+    total = timeline.bytes_at(index, pool)
+    where = f"event {moment:,}, {timeline.nanoseconds[index] / 1e6:,.3f} ms, {PHASES[timeline.phase[index]]}"
+    head = f"Alive on the {pool} at {'the peak, ' if is_peak else ''}{where}: {format_bytes(total)}"
+    categories = timeline.breakdown(index, "category", pool)
+    modules = timeline.breakdown(index, "module", pool)
+    rest = sum(list(modules.values())[_NUM_MODULES:])
+    largest = {module_name(name): size for name, size in list(modules.items())[:_NUM_MODULES]}
+    if rest:
+        largest[f"{len(modules) - _NUM_MODULES} other modules"] = rest
+    tables = _table("by category", categories, total) + _table("by module that made it", largest, total)
+    return f'<div class="memlab-alive" aria-live="polite">{head}</div><div class="memlab-tables">{tables}</div>'
+
+
+def _table(title: str, sizes: dict[str, int], total: int) -> str:
+    rows = ""
+    for name, size in sizes.items():
+        look = CATEGORY_LOOKS.get(name)
+        swatch = f'<i style="background:{look.colour}"></i>' if look else ""
+        share = f"{size / total:.1%}" if total else ""
+        rows += f"<tr><td>{swatch}{html.escape(name)}</td><td>{format_bytes(size)}</td><td>{share}</td></tr>"
+    return f"<table><caption>{title}</caption>{rows}</table>"

@@ -1,0 +1,151 @@
+"""From predicted to measured as plain text, and the rows that the figure of it draws as well."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from memlab.analysis.difference import TERM_NAMES, Difference, Term, difference_of, obstacles
+from memlab.record.step_record import StepRecord
+from memlab.units import binary_unit, format_bytes
+from memlab.views.text.compare import compare_table
+from memlab.views.text.layout import NAME_WIDTH, aligned, ending, in_unit, wrapped
+from memlab.views.text.record import module_name
+
+_NUM_GROUPS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """Terms of one name that are told as one."""
+
+    name: str
+    """As of its terms."""
+    label: str
+    """Which modules; empty where they are not told apart."""
+    terms: tuple[Term, ...]
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Of all its terms."""
+        return sum(term.predicted_bytes for term in self.terms)
+
+    @property
+    def measured_bytes(self) -> int:
+        """Of all its terms."""
+        return sum(term.measured_bytes for term in self.terms)
+
+    @property
+    def difference_bytes(self) -> int:
+        """Measured less predicted."""
+        return self.measured_bytes - self.predicted_bytes
+
+
+def difference_rows(difference: Difference) -> list[Row]:
+    """Folds the terms that differ into few rows.
+
+    The same module of several layers is one row, where all differ in one direction; beyond the largest, the rest of a
+    name's modules are one row.
+
+    Returns:
+        Rows without a term in common, name by name, the largest first. Their differences add up to the whole.
+    """
+    groups: dict[tuple[str, str | None, bool], list[Term]] = {}
+    for term in difference.terms:
+        if term.difference_bytes:
+            place = None if term.module is None else re.sub(r"\blayers\.\d+", "layers.*", term.module)
+            groups.setdefault((term.name, place, term.difference_bytes > 0), []).append(term)
+    by_size = sorted(groups.items(), key=lambda item: -abs(sum(term.difference_bytes for term in item[1])))
+    shown: dict[str, list[Row]] = {}
+    others: dict[str, list[Term]] = {}
+    for number, ((name, place, _), terms) in enumerate(by_size):
+        rows = shown.setdefault(name, [])
+        if number < _NUM_GROUPS or place is None:
+            rows.append(Row(name=name, label=_label(place, terms), terms=tuple(terms)))
+        else:
+            others.setdefault(name, []).extend(terms)
+    for name, terms in others.items():
+        num_modules = len({term.module for term in terms})
+        which = "the other" if shown[name] else "in"
+        words = f"{which} {num_modules} module{'s' if num_modules > 1 else ''}"
+        shown[name].append(Row(name=name, label=words, terms=tuple(terms)))
+    return [row for rows in shown.values() for row in rows]
+
+
+def _label(place: str | None, terms: list[Term]) -> str:
+    if place is None:
+        return ""
+    if len(terms) == 1:
+        return module_name(terms[0].module or "")
+    return f"{module_name(place)} ({len(terms)} layers)"
+
+
+def difference_lines(difference: Difference) -> list[str]:
+    """Says in sentences how far off the prediction is, and of which moments the peaks are."""
+    off, measured_bytes = difference.difference_bytes, difference.measured.peak_allocated_bytes
+    lines = ["the predicted peak is the measured one to the byte"]
+    if off:
+        share = f" ({abs(off) / measured_bytes:.3%} of it)" if measured_bytes else ""
+        lines = [
+            f"the predicted peak is {format_bytes(abs(off))}{share} {'below' if off > 0 else 'above'} the measured"
+        ]
+    if difference.predicted_peak is None:
+        lines.append(
+            "not told without both timelines: modules, rounding (it is in the categories), moments of the peaks"
+        )
+    elif difference.predicted_peak == difference.measured_peak:
+        lines.append(f"both are fullest in {difference.predicted_peak}")
+    else:
+        there = difference.predicted_there_bytes
+        most = "where nothing is predicted" if there is None else f"where at most {format_bytes(there)} is predicted"
+        lines.append(
+            "fullest at different moments, and the terms are of both: predicted in "
+            f"{difference.predicted_peak}, measured in {difference.measured_peak}, {most}"
+        )
+    if difference.predicted_peak is not None and not difference.rounding_is_known:
+        lines.append("a timeline does not tell the allocator's rounding: it is in the categories")
+    return lines
+
+
+def difference_table(difference: Difference) -> str:
+    """Writes the terms from the predicted to the measured allocated peak, the largest first.
+
+    Returns:
+        Lines of at most `LINE_WIDTH` characters: sentences, and a row a category with its modules under it.
+    """
+    rows = difference_rows(difference)
+    by_name: dict[str, list[Term]] = {name: [] for name in dict.fromkeys([*(row.name for row in rows), *TERM_NAMES])}
+    for term in difference.terms:
+        by_name[term.name].append(term)
+    entries = [Row(name="", label="the step's peak", terms=difference.terms)]
+    for name, terms in by_name.items():
+        if terms:
+            entries.append(Row(name=name, label=name, terms=tuple(terms)))
+            entries += [
+                Row(name=name, label=f"  {row.label}", terms=row.terms)
+                for row in rows
+                if row.name == name and row.label
+            ]
+    unit_bytes, unit = binary_unit(max(max(entry.predicted_bytes, entry.measured_bytes) for entry in entries))
+    small_bytes, small = binary_unit(max(abs(entry.difference_bytes) for entry in entries))
+    table = [["allocated bytes", f"predicted {unit}", f"measured {unit}", f"difference {small}", "bytes"]]
+    for entry in entries:
+        off = entry.difference_bytes
+        sizes = [in_unit(entry.predicted_bytes, unit_bytes), in_unit(entry.measured_bytes, unit_bytes)]
+        sign = "+" if off > 0 else ""
+        table.append(
+            [ending(entry.label, NAME_WIDTH), *sizes, f"{sign}{in_unit(off, small_bytes)}", f"{off:+,}" if off else "0"]
+        )
+    sentences = (line for sentence in difference_lines(difference) for line in wrapped(sentence))
+    return "\n".join(["from predicted to measured", *sentences, "", *aligned(table)])
+
+
+def comparison_text(*records: StepRecord) -> str:
+    """Writes a row a step, and for a prediction beside a measurement the terms, or what is in their way.
+
+    Raises:
+        ValueError: If there is no record.
+    """
+    difference = difference_of(records)
+    parts = [compare_table(*records), *("\n".join(wrapped(words)) for words in obstacles(records))]
+    return "\n\n".join(parts if difference is None else [*parts, difference_table(difference)])

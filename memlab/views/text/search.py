@@ -1,0 +1,92 @@
+"""A search as text: the least extra work that fits, the front, and what was left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memlab.config.settings import MemorySettings
+from memlab.fitting.front import Point, Search
+from memlab.units import binary_unit, format_bytes
+from memlab.views.text.layout import aligned, in_unit, wrapped
+
+_SETTING_WIDTH = 52
+
+
+def search_table(found: Search) -> str:
+    """Writes a search, one row a setting.
+
+    Returns:
+        Lines of at most `LINE_WIDTH` characters: first the settings that fit with the least work, then the front.
+    """
+    base = "" if found.base == MemorySettings() else f", each with '{found.base}'"
+    lines = [
+        *wrapped(f"{found.scenario}{base}; {room_line(found)}"),
+        *wrapped(f"{counts_line(found)}."),
+        "",
+        *(["the least work that fits:", "", *_table(found.cheapest)] if found.cheapest else [nothing_fits_line(found)]),
+        "",
+        *wrapped(f"the front ({front_line(found)}):"),
+        "",
+        *_table(found.front),
+    ]
+    return "\n".join(lines)
+
+
+def room_line(found: Search) -> str:
+    """Says what has to be fitted into."""
+    if not found.outside_torch_bytes:
+        return f"room for {format_bytes(found.room_bytes)}"
+    whole = format_bytes(found.room_bytes + found.outside_torch_bytes)
+    outside = format_bytes(found.outside_torch_bytes)
+    return f"room for {format_bytes(found.room_bytes)} ({whole} less about {outside} outside torch)"
+
+
+def counts_line(found: Search) -> str:
+    """Says how many settings were predicted, and how many were not and why."""
+    text = f"{len(found.points)} of {found.num_candidates} settings predicted, each by a step of its own"
+    if found.num_reckoned:
+        text += (
+            f"; {found.num_reckoned} not, since what their parts save leaves them no lighter than another in anything"
+        )
+    if found.num_left:
+        text += f"; CUT SHORT: {found.num_left} that may be on the front were not tried, so let it take more steps"
+    return text
+
+
+def front_line(found: Search) -> str:
+    """Says what makes a setting part of the front."""
+    text = "no other setting is as light in all three: allocated peak, operations a token made twice, bytes moved"
+    if found.resolution_bytes > 1:
+        text += f"; peaks within {format_bytes(found.resolution_bytes)} count as alike"
+    return text
+
+
+def nothing_fits_line(found: Search) -> str:
+    """Says what is lacking even under the lightest setting."""
+    least = min(found.points, key=lambda point: point.peak_allocated_bytes)
+    lacking = least.peak_allocated_bytes - found.room_bytes
+    why = f"{format_bytes(lacking)} are lacking" if lacking > 0 else "the room is left in pieces that are too small"
+    what = "nothing that was tried fits" if found.num_left else "nothing fits"
+    more = "let it take more steps, or " if found.num_left else ""
+    return (
+        f"{what}: '{least.settings}' has the lowest peak, {format_bytes(least.peak_allocated_bytes)}, and {why}: "
+        f"{more}take more devices, another layout or a shorter batch"
+    )
+
+
+def _table(points: Sequence[Point]) -> list[str]:
+    peaks = [point.peak_allocated_bytes for point in points]
+    columns = [
+        ["setting", "", *(f"{point.settings}" for point in points)],
+        _bytes("peak", peaks),
+        ["made twice", "MFLOP/token", *(f"{point.recomputed_operations / 1e6:,.3f}" for point in points)],
+        _bytes("moved", [point.moved_bytes for point in points]),
+        _bytes("on host", [point.host_bytes for point in points]),
+        ["", "", *("fits" if point.fits else "" for point in points)],
+    ]
+    return aligned([list(row) for row in zip(*columns, strict=True)], first_width=_SETTING_WIDTH)
+
+
+def _bytes(name: str, sizes: Sequence[int]) -> list[str]:
+    unit_bytes, unit = binary_unit(max(sizes))
+    return [name, unit, *(in_unit(size, unit_bytes) for size in sizes)]
