@@ -58,12 +58,13 @@ def find_backend(name: str) -> Backend:
     from memlab.backends import cpu, cuda, simulated
 
     if name == "cpu":
-        return cpu.backend("asked for")
+        return cpu.backend("requested")
     if name == "cuda":
-        return cuda.backend("asked for")
+        return cuda.backend("requested")
     if name == "simulated":
-        return simulated.backend("asked for")
-    problem = cuda.missing()
-    if problem is None:
-        return cuda.backend("it is there")
-    return cpu.backend(problem[0])
+        return simulated.backend("requested")
+    cuda.prepare_environment()
+    unavailable = cuda.check_available()
+    if unavailable is None:
+        return cuda.backend("a CUDA device and Transformer Engine are available")
+    return cpu.backend(unavailable.problem)

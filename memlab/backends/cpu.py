@@ -9,7 +9,6 @@ offloading is seen although both pools are the same RAM.
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from memlab.backends import Backend
 from memlab.backends.cuda_calls import CUDA_API, CudaOnCpu, is_on_host, random_state
+from memlab.backends.host import host_memory_bytes
 from memlab.config.scenario import Scenario
 from memlab.meter.labels import one_kernel
 from memlab.meter.storage_meter import StorageMeter
@@ -45,18 +45,21 @@ def backend(reason: str) -> Backend:
 
 
 def require_host_memory(scenario: Scenario) -> None:
-    """Holds a model's parameters, gradients and optimizer state against the memory of this host.
+    """Compares a model's parameters, gradients and optimizer state with the host memory that this process may use.
 
     Raises:
-        ValueError: If they are more. The system would end the process in the middle of the build, without a word.
+        ValueError: If the model is larger. The system would end the process in the middle of the build, without an
+            error message.
     """
     model = replace(scenario.architecture, num_layers=scenario.num_layers)
-    of_parameter = 2 + 4 + 4 + 8 if scenario.dtype == "bf16" else 4 + 4 + 8  # gradient, main parameter, Adam's moments
-    needed, there = model.num_parameters * of_parameter, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > there:
+    # Bytes per parameter: (parameter, in bf16) + fp32 gradient + fp32 main parameter + Adam's two moments.
+    per_parameter = 2 + 4 + 4 + 8 if scenario.dtype == "bf16" else 4 + 4 + 8
+    needed, limit = model.num_parameters * per_parameter, host_memory_bytes()
+    if needed > limit:
         raise ValueError(
-            f"{scenario} takes {format_bytes(needed)} before its first step, and this host has {format_bytes(there)}: "
-            "take fewer layers, or predict it (memlab predict, backend 'simulated')"
+            f"{scenario} takes {format_bytes(needed)} before its first step, and this process may use "
+            f"{format_bytes(limit)} of host memory: take fewer layers, or predict it (memlab predict, backend "
+            "'simulated')"
         )
 
 

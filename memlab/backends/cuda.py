@@ -7,11 +7,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from typing import NamedTuple
 
 import torch
 
 from memlab.backends import Backend
-from memlab.backends.numa import stay_near
+from memlab.backends.host import pin_to_numa_node
 from memlab.meter.cuda.meter import AllocatorMeter
 from memlab.model.retention.te_caches import fill_cublas_workspaces
 
@@ -25,27 +26,42 @@ _MOST_RECOMPILES = 512
 (``torch._dynamo.config.recompile_limit``). A lab changes settings and sequence lengths more often than that."""
 
 
-def missing() -> tuple[str, str] | None:
-    """Returns why this backend cannot be used here and what to do about it; None where it can."""
+class Unavailable(NamedTuple):
+    """Why a backend cannot be used here, and what to do about it."""
+
+    problem: str
+    remedy: str
+
+
+def prepare_environment() -> None:
+    """Sets `EARLY_VARIABLES` that are not set, before Transformer Engine and CUDA read them."""
+    for name, value in EARLY_VARIABLES.items():
+        if not _is_too_late(name, value):
+            os.environ.setdefault(name, value)
+
+
+def check_available() -> Unavailable | None:
+    """Returns why this backend cannot be used here; None if it can. Call `prepare_environment` first.
+
+    Loads Transformer Engine, where torch has a CUDA device, to see whether it loads.
+    """
     install = "pip install --no-build-isolation -e '.[gpu]'"
     if torch.version.cuda is None:
-        return f"torch {torch.__version__} is built without CUDA", f"with an NVIDIA GPU, {install}"
+        return Unavailable(f"torch {torch.__version__} is built without CUDA", f"with an NVIDIA GPU, {install}")
     if not torch.cuda.is_available():
-        return "torch sees no CUDA device", "check the driver with nvidia-smi, and CUDA_VISIBLE_DEVICES"
+        return Unavailable("torch sees no CUDA device", "check the driver with nvidia-smi, and CUDA_VISIBLE_DEVICES")
     if not hasattr(torch.cuda.memory, "_set_memory_metadata"):
-        return f"torch {torch.__version__} does not label allocations, 2.10 and later do", install
+        return Unavailable(f"torch {torch.__version__} does not label allocations, 2.10 and later do", install)
     too_late = [name for name, value in EARLY_VARIABLES.items() if _is_too_late(name, value)]
     if too_late:
         line = " ".join(f"{name}={EARLY_VARIABLES[name]}" for name in too_late)
-        return f"Transformer Engine was loaded without {line}", f"start Python anew with: export {line}"
-    for name, value in EARLY_VARIABLES.items():
-        os.environ.setdefault(name, value)
+        return Unavailable(f"Transformer Engine was loaded without {line}", f"restart Python with: export {line}")
     try:
         import_module("transformer_engine.pytorch")
     except (ImportError, OSError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         built = f"for CUDA {torch.version.cuda} take the version that memlab pins"
-        return f"transformer-engine does not load ({reason})", f"{built}: {install}"
+        return Unavailable(f"transformer-engine does not load ({reason})", f"{built}: {install}")
     return None
 
 
@@ -61,9 +77,10 @@ def backend(reason: str) -> Backend:
     Raises:
         ValueError: If it cannot be used here.
     """
-    problem = missing()
-    if problem is not None:
-        raise ValueError(f"backend 'cuda' cannot be used: {problem[0]}: {problem[1]}, or choose 'cpu'")
+    prepare_environment()
+    unavailable = check_available()
+    if unavailable is not None:
+        raise ValueError(f"backend 'cuda' cannot be used: {unavailable.problem}: {unavailable.remedy}, or choose 'cpu'")
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
     from torch import _dynamo
 
@@ -93,5 +110,5 @@ def local_rank() -> int:
 def on_device() -> Iterator[None]:
     """Makes this rank's device the current one, on this thread, near which the thread then runs."""
     with torch.cuda.device(local_rank()):
-        stay_near(local_rank())
+        pin_to_numa_node(local_rank())
         yield

@@ -17,7 +17,7 @@ from memlab.backends import Backend, fake_collectives
 from memlab.backends.chosen_routing import chosen_routing
 from memlab.backends.cpu import stand_in
 from memlab.backends.fake_calls import FAKE, FakeCuda
-from memlab.backends.known_results import KnownResults
+from memlab.backends.meta_result_cache import MetaResultCache
 from memlab.meter.simulated_meter import SimulatedMeter
 from memlab.model.layers.fake_layers import FakeProvider
 from memlab.model.retention.te_caches import hold_fake_workspaces
@@ -46,7 +46,7 @@ def on_fake_tensors() -> Iterator[None]:
         stack.enter_context(patch.object(torch.distributed, "batch_isend_irecv", fake_collectives.exchange))
         for module, name, value in _megatron_parts():
             stack.enter_context(patch.object(module, name, value))
-        stack.enter_context(KnownResults())
+        stack.enter_context(MetaResultCache())
         yield
 
 

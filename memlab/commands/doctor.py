@@ -111,5 +111,6 @@ def _cuda() -> Finding:
         cuda = import_module("memlab.backends.cuda")
     except (ImportError, OSError):
         return Finding(name="cuda", problem="torch or megatron-core does not load", remedy=_GPU_EXTRA)
-    problem, remedy = cuda.missing() or ("", "")
+    cuda.prepare_environment()
+    problem, remedy = cuda.check_available() or ("", "")
     return Finding(name="cuda", version=torch.version.cuda or "", problem=problem, remedy=remedy)

@@ -74,7 +74,7 @@ def unmetered_step_seconds(stepper: Stepper, settings: MemorySettings) -> float:
     Loading and offloading are metered as always: storages that they resize would be lost to the account.
     """
     load_seconds = stepper.moves.load()
-    with stepper.labels.detached(), stepper.meter.looking_away(), stepper.remedied(settings):
+    with stepper.labels.detached(), stepper.meter.paused(), stepper.remedied(settings):
         torch.cuda.synchronize()
         started = time.perf_counter()
         try:

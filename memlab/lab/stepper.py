@@ -153,7 +153,7 @@ class Stepper:
         measured: dict[str, Any] = {}
         labels.on_move = on_move
         try:
-            with self._offload_watch.watching(on_host=self.meter.hold_on_host):
+            with self._offload_watch.watching(on_host=self.meter.track_host_tensor):
                 measured |= self._phases(settings, forward_only=forward_only, suspend_offload=suspend_offload)
         except (torch.OutOfMemoryError, StepStopped) as error:
             measured |= self._ended_early(error, forward_only=forward_only)

@@ -1,4 +1,4 @@
-"""What a meter remembers of one storage, and how a step's births and deaths become a `Timeline`."""
+"""What a meter records of one storage, and how the allocations and frees of a step become a `Timeline`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _BACKWARD, _FORWARD, _IDLE = (PHASES.index(name) for name in ("backward", "forwa
 
 
 @dataclass(slots=True, eq=False)
-class Life:
-    """One storage, from its birth on. Indices are those of `Timeline`'s columns, spans those of `Labels`."""
+class Allocation:
+    """One storage. Indices are those of `Timeline`'s columns, spans those of `Labels`."""
 
     num_bytes: int
     pool: int
@@ -26,25 +26,26 @@ class Life:
     span: int
     recomputed: bool
     step: int
-    """Number of the timeline that it was born in."""
+    """Number of the timeline in which it was allocated."""
     category: int | None = None
-    """Where it is known by construction; else `settled_category` tells it from the whole life."""
-    died_in_span: int | None = None
-    died_in_step: int | None = None
+    """Set if it is known by construction; `final_category` decides otherwise."""
+    freed_in_span: int | None = None
+    freed_in_step: int | None = None
     rounding_bytes: int = 0
-    """Of `num_bytes`, what the allocator gave beyond the request."""
+    """The part of `num_bytes` that the allocator added to the request."""
 
     @property
-    def settled_category(self) -> int:
-        """What the storage was, told from its whole life: one that ends in the span of its birth was temporary.
+    def final_category(self) -> int:
+        """The category, decided by where the storage was allocated and where it was freed.
 
-        What outlives its step waits for something, whatever made it: a retained gradient is no temporary.
+        A storage that is freed in the span of its allocation never waited for backward: it was temporary. A storage
+        that outlives its step waits for something, whatever made it: a retained gradient is not a temporary.
         """
         if self.category is not None:
             return self.category
-        if self.died_in_span == self.span:
+        if self.freed_in_span == self.span:
             return _TEMPORARY
-        if self.died_in_step != self.step:
+        if self.freed_in_step != self.step:
             return _ACTIVATIONS
         if self.phase == _FORWARD:
             return _ACTIVATIONS
@@ -54,47 +55,49 @@ class Life:
 
 
 class Event(NamedTuple):
-    """A birth, death or change of size."""
+    """An allocation, a free or a change of size."""
 
     nanoseconds: int
     """On the clock of its meter."""
     delta_bytes: int
     pool: int
-    life: Life
+    allocation: Allocation
     phase: int
     rounding_bytes: int
-    """Of `delta_bytes`, and of its sign."""
+    """The part of `delta_bytes` that is rounding, with the same sign."""
     stamp: int = 0
-    """The number of the stamp that stood, where the meter has such."""
+    """The number of the current stamp; 0 for a meter without stamps."""
 
     @classmethod
-    def opening(cls, life: Life, pool: int | None = None) -> Event:
-        """Returns the birth that stands for what was alive when a step began, in its own pool or in another."""
-        return cls.of(life, life.num_bytes, 0, life.pool if pool is None else pool, _IDLE)
+    def opening(cls, allocation: Allocation, pool: int | None = None) -> Event:
+        """Returns the event for a storage that was allocated before the step, in its own pool or in another."""
+        return cls.of(allocation, allocation.num_bytes, 0, allocation.pool if pool is None else pool, _IDLE)
 
     @classmethod
-    def of(cls, life: Life, delta_bytes: int, nanoseconds: int, pool: int, phase: int, stamp: int = 0) -> Event:
-        """Returns an event at which a life's storage comes or goes as it is now."""
-        rounding_bytes = life.rounding_bytes if delta_bytes > 0 else -life.rounding_bytes
-        return cls(nanoseconds, delta_bytes, pool, life, phase, rounding_bytes, stamp)
+    def of(
+        cls, allocation: Allocation, delta_bytes: int, nanoseconds: int, pool: int, phase: int, stamp: int = 0
+    ) -> Event:
+        """Returns the event of a storage that was allocated (`delta_bytes` above 0) or freed (below 0)."""
+        rounding_bytes = allocation.rounding_bytes if delta_bytes > 0 else -allocation.rounding_bytes
+        return cls(nanoseconds, delta_bytes, pool, allocation, phase, rounding_bytes, stamp)
 
 
 def timeline_of(opening: Sequence[Event], events: Iterable[Event], started: int, modules: Sequence[str]) -> Timeline:
-    """Writes lives as columns.
+    """Writes events as columns.
 
     Args:
-        opening: A birth for all that was alive when the step began.
+        opening: An allocation for each storage that existed when the step began.
         events: What happened since, in order.
         started: The step's start, in nanoseconds on the events' clock.
-        modules: The names that a life's `module` points to.
+        modules: The names by the codes of `Allocation.module`.
     """
     numbers: dict[int, int] = {}
 
     def row(nanoseconds: int, event: Event) -> tuple[int, ...]:
-        life = event.life
-        number = numbers.setdefault(id(life), len(numbers))
-        of_life = (life.settled_category, event.phase, life.module, number)
-        return (nanoseconds, event.delta_bytes, event.pool, *of_life, event.rounding_bytes)
+        allocation = event.allocation
+        number = numbers.setdefault(id(allocation), len(numbers))
+        of_storage = (allocation.final_category, event.phase, allocation.module, number)
+        return (nanoseconds, event.delta_bytes, event.pool, *of_storage, event.rounding_bytes)
 
     rows = [row(0, event) for event in opening] + [row(event.nanoseconds - started, event) for event in events]
     columns = np.array(rows, dtype=np.int64).reshape(-1, 8).T

@@ -1,6 +1,6 @@
 """Where a step stands: its phase, the module at work, and whether it recomputes or is inside one fused kernel.
 
-The meter stamps every event with it. Phases come from Megatron's own timers, modules from `ModuleFollower`: no stack
+The meter stamps every event with it. Phases come from Megatron's own timers, modules from `ModuleTracker`: no stack
 is ever read.
 """
 
@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from memlab.meter.module_tracker import ModuleFollower
+from memlab.meter.module_tracker import ModuleTracker
 from memlab.vocabulary import CATEGORIES, PHASES
 
 
@@ -27,7 +27,7 @@ class Labels:
         """Grows with every change of phase and at both ends of a recomputation: storages that are born and die in the
         same span never waited for backward."""
         self.num_passes = 0
-        """Forward and backward passes that have begun in this lab's life."""
+        """Forward and backward passes that have begun in this lab."""
         self.passes_in_flight = 0
         """Forward passes of this step whose backward has not ended; of a step that ended early, when it did."""
         self.recomputing = False
@@ -43,9 +43,9 @@ class Labels:
         self.on_change: Callable[[], None] | None = None
         """Called after every change of phase, module, span or recomputation, on the thread that made it."""
         self._codes: dict[str, int] = {"": 0}
-        self._followed: list[tuple[str, torch.nn.Module]] = []
+        self._tracked: list[tuple[str, torch.nn.Module]] = []
         self._hooks: list[RemovableHandle] = []
-        self._follower = ModuleFollower(lambda: self.module, self.enter_module, self._back_to_module)
+        self._tracker = ModuleTracker(lambda: self.module, self.enter_module, self._back_to_module)
 
     @property
     def place(self) -> str:
@@ -58,7 +58,7 @@ class Labels:
         self.phase = PHASES.index(name)
         self.span += 1
         self.num_passes += name in ("forward", "backward")
-        self._follower.restart()
+        self._tracker.restart()
         self.enter_module(0)
 
     def enter_module(self, code: int) -> None:
@@ -120,8 +120,8 @@ class Labels:
 
     def attach(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
         """Follows a model's modules by hooks, under their names; the model itself, without one, is ``gpt_model``."""
-        self._followed = list(modules)
-        self._hooks = self._follower.follow((self.code(name or "gpt_model"), module) for name, module in self._followed)
+        self._tracked = list(modules)
+        self._hooks = self._tracker.track((self.code(name or "gpt_model"), module) for name, module in self._tracked)
 
     @contextmanager
     def detached(self) -> Iterator[None]:
@@ -132,12 +132,12 @@ class Labels:
         try:
             yield
         finally:
-            self.attach(self._followed)
+            self.attach(self._tracked)
 
     def release(self) -> None:
         """Lets go of the model."""
         self._hooks.clear()
-        self._followed.clear()
+        self._tracked.clear()
 
 
 _active: Labels | None = None

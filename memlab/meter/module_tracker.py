@@ -1,8 +1,17 @@
-"""Follows a model's modules: in forward by their hooks, in backward by the autograd nodes that were made in them.
+"""Tracks which module is running: in forward by module hooks, in backward by the autograd nodes made in each module.
 
-A node carries the number that autograd had reached when it was made (``Node.sequence_nr``), so the module at work at
-that number is its own. Backward runs nodes from the highest number down (``torch/csrc/autograd/engine.h``,
-``CompareNodeTaskTime``): of nodes made one after another in one module only the first that runs needs a hook.
+Every autograd node carries a sequence number, which grows with each node made on a thread (``Node.sequence_nr`` in
+``torch/csrc/autograd/function.h``). The module that was current at that number made the node. Backward runs nodes
+from the highest number down (``CompareNodeTaskTime`` in ``torch/csrc/autograd/engine.h``), so of the nodes that were
+made one after another in one module only the one with the highest number needs a hook.
+
+Example: module A makes two nodes, calls B, which makes two nodes, and then makes one more.
+
+    sequence number   10   11   12   13   14
+    made in           A    A    B    B    A
+
+The tracker notes ``(10, A), (12, B), (14, A)``. A node with number 13 was made in B: `bisect_right` finds the last note
+at or before 13. Backward runs 14, 13, 12, 11, 10. Hooks go on 14 (A begins), 13 (B begins) and 11 (A again).
 """
 
 from __future__ import annotations
@@ -17,90 +26,96 @@ from torch._C._autograd import _get_sequence_nr
 from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
-_OWN_MODULE = "memlab_module"
-# Part of a parameter, and of no module's forward.
+_MODULE_KEY = "memlab_module"
+# A parameter has one, and no module's forward makes it.
 _AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
 def module_of(node: Any) -> int:
-    """Returns the code of the module in which an autograd node was made; 0 where none was followed."""
-    code: int = node.metadata.get(_OWN_MODULE, 0)
+    """Returns the code of the module in which an autograd node was made; 0 if no tracked module made it."""
+    code: int = node.metadata.get(_MODULE_KEY, 0)
     return code
 
 
-class ModuleFollower:
-    """Says which module takes over.
+class ModuleTracker:
+    """Reports each change of the running module.
 
     Args:
-        standing: Returns the code of the module at work.
-        take_over: Called with the code of the module that begins, forward or backward.
-        give_back: Called with the code of the module that goes on when an inner one ends.
+        current: Returns the code of the running module.
+        on_enter: Called with a module's code when its forward or its part of backward begins.
+        on_return: Called with the outer module's code when an inner module's forward ends.
     """
 
     def __init__(
         self,
-        standing: Callable[[], int],
-        take_over: Callable[[int], None],
-        give_back: Callable[[int], None],
+        current: Callable[[], int],
+        on_enter: Callable[[int], None],
+        on_return: Callable[[int], None],
     ) -> None:
-        self._standing = standing
-        self._take_over = take_over
-        self._give_back = give_back
+        self._current = current
+        self._on_enter = on_enter
+        self._on_return = on_return
         self._outer: list[int] = []
-        """Modules whose forward waits for an inner one's."""
-        # Since the outermost module began: from which of autograd's numbers on, which module was at work.
+        """The modules that called the running one, outermost first."""
+        # The notes of the module docstring since the outermost module began: `_codes[i]` ran from `_numbers[i]` on.
         self._numbers: list[int] = []
         self._codes: list[int] = []
 
-    def follow(self, modules: Iterable[tuple[int, torch.nn.Module]]) -> list[RemovableHandle]:
-        """Hooks modules under their codes; returns what takes the hooks off."""
+    def track(self, modules: Iterable[tuple[int, torch.nn.Module]]) -> list[RemovableHandle]:
+        """Puts hooks on modules, each under its code; returns the handles that remove the hooks."""
         hooks: list[RemovableHandle] = []
         for code, module in modules:
-            hooks.append(module.register_forward_pre_hook(partial(self._enter, code)))
-            hooks.append(module.register_forward_hook(self._leave, always_call=True))
+            hooks.append(module.register_forward_pre_hook(partial(self._before_forward, code)))
+            hooks.append(module.register_forward_hook(self._after_forward, always_call=True))
         return hooks
 
     def restart(self) -> None:
-        """Forgets modules that never ended: torch leaves their hooks out where what ends them is no `Exception`."""
+        """Forgets modules whose forward never ended: torch runs no hook after an error that is not an `Exception`."""
         self._outer.clear()
 
-    def _enter(self, code: int, module: torch.nn.Module, args: Any) -> None:
-        standing = self._standing()
+    def _before_forward(self, code: int, module: torch.nn.Module, args: Any) -> None:
+        current = self._current()
         if not self._outer:
-            self._numbers, self._codes = [0], [standing]
-        self._outer.append(standing)
+            self._numbers, self._codes = [0], [current]
+        self._outer.append(current)
         self._note(code)
-        self._take_over(code)
+        self._on_enter(code)
 
-    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         outer = self._outer.pop() if self._outer else 0
         self._note(outer)
-        self._give_back(outer)
+        self._on_return(outer)
         tensors = output if isinstance(output, (tuple, list)) else (output,)
-        self._mark([tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor)])
+        self._mark_nodes([tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor)])
 
     def _note(self, code: int) -> None:
         self._numbers.append(_get_sequence_nr())
         self._codes.append(code)
 
-    def _mark(self, waiting: list[Any]) -> None:
-        """Walks back to nodes that are marked already, so each node is visited once."""
+    def _mark_nodes(self, waiting: list[Any]) -> None:
+        """Writes its module's code on every new node of a graph, and puts a hook where backward changes modules.
+
+        Args:
+            waiting: Nodes of a module's outputs. The walk stops at marked nodes, so each node is visited once.
+        """
         new: dict[int, tuple[Any, int]] = {}
         while waiting:
             node = waiting.pop()
-            if node is None or _OWN_MODULE in node.metadata:
+            if node is None or _MODULE_KEY in node.metadata:
                 continue
             number = node._sequence_nr()
             code = self._codes[bisect_right(self._numbers, number) - 1]
-            node.metadata[_OWN_MODULE] = code
+            node.metadata[_MODULE_KEY] = code
             new[number] = node, code
-            # Of 128 experts' weights these are most of what a layer's nodes lead to.
-            waiting.extend([made for made, _ in node.next_functions if type(made) is not _AccumulateGrad])
+            # In a layer of 128 experts most of the next nodes are the weights' AccumulateGrad.
+            waiting.extend(
+                [following for following, _ in node.next_functions if type(following) is not _AccumulateGrad]
+            )
         for number, (node, code) in new.items():
-            before, code_before = new.get(number + 1, (None, None))
-            # A function in Python may run a backward of its own, as checkpoints do, and leave another module behind.
-            if code_before != code or isinstance(before, BackwardCFunction):
-                node.register_prehook(partial(self._in_backward, code))
+            runs_before, its_code = new.get(number + 1, (None, None))
+            # A checkpoint runs a backward of its own inside its node and leaves another module current.
+            if its_code != code or isinstance(runs_before, BackwardCFunction):
+                node.register_prehook(partial(self._before_backward, code))
 
-    def _in_backward(self, code: int, grad_outputs: Any) -> None:
-        self._take_over(code)
+    def _before_backward(self, code: int, grad_outputs: Any) -> None:
+        self._on_enter(code)

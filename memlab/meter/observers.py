@@ -1,8 +1,9 @@
-"""How a meter sees what torch does with storages: the results of every operation, and every resize in place."""
+"""What torch does with storages, reported to a meter: results of operations, resizes in place, and frees."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -11,20 +12,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Observer(Protocol):
-    """What is told."""
+    """Receives the reports."""
 
-    def observe(self, results: Any, arguments: Any = ()) -> None:
-        """Is told of an operation that is over."""
+    def after_operation(self, results: Any, arguments: Any = ()) -> None:
+        """Called when an operation has returned."""
 
-    def resizes(self, storage: Any, num_bytes: int) -> None:
-        """Is told of a resize that is about to happen; what it raises keeps it from happening."""
+    def before_resize(self, storage: Any, num_bytes: int) -> None:
+        """Called before a resize; an error that it raises prevents the resize."""
 
-    def resized(self, storage: Any) -> None:
-        """Is told of a resize that has happened."""
+    def after_resize(self, storage: Any) -> None:
+        """Called after a resize."""
 
 
 class ObserveResults(TorchDispatchMode):
-    """Tells of every operation on this thread."""
+    """Reports every operation on this thread."""
 
     def __init__(self, observer: Observer) -> None:
         super().__init__()
@@ -32,19 +33,19 @@ class ObserveResults(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
-        self._observer.observe(results, args)
+        self._observer.after_operation(results, args)
         return results
 
 
 @contextmanager
 def observe_resizes(observer: Observer) -> Iterator[None]:
-    """Tells of every `UntypedStorage.resize_`: Megatron frees and refills storages in place with it."""
+    """Reports every `UntypedStorage.resize_`: Megatron frees and refills storages in place with it."""
     original = torch.UntypedStorage.resize_
 
     def resize_(storage: Any, num_bytes: int) -> Any:
-        observer.resizes(storage, num_bytes)
+        observer.before_resize(storage, num_bytes)
         result = original(storage, num_bytes)
-        observer.resized(storage)
+        observer.after_resize(storage)
         return result
 
     torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
@@ -52,6 +53,37 @@ def observe_resizes(observer: Observer) -> Iterator[None]:
         yield
     finally:
         torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+class Frees:
+    """Reports when a storage is freed, and keeps the errors of the reports.
+
+    Python prints an error that a weak reference's callback raises, and goes on ("Exception ignored in"). The meter's
+    bytes would then be wrong without an error, in this record and in all later ones.
+    """
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+
+    def watch(self, storage: Any, on_free: Callable[[], None]) -> weakref.ref[Any]:
+        """Calls `on_free` when the storage is freed, as long as the returned reference exists."""
+
+        def report(_: weakref.ref[Any]) -> None:
+            try:
+                on_free()
+            except BaseException as error:  # noqa: BLE001  # `check` raises it
+                # Without its traceback, whose frames would keep tensors of the step allocated.
+                self._error = self._error or error.with_traceback(None)
+
+        return weakref.ref(storage, report)
+
+    def check(self) -> None:
+        """Raises `RuntimeError` if a report has failed: from then on the meter counts bytes that are free."""
+        if self._error is not None:
+            raise RuntimeError(
+                f"the meter missed a free ({type(self._error).__name__}: {self._error}), so its bytes are wrong from "
+                "here on: close this lab and open another"
+            ) from self._error
 
 
 def tensors_in(arguments: Any) -> Iterator[torch.Tensor]:

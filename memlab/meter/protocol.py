@@ -1,4 +1,4 @@
-"""What a stepper asks of a meter; each backend brings its own."""
+"""What a stepper calls on a meter. Every backend has a meter; only what differs is documented there."""
 
 from __future__ import annotations
 
@@ -13,64 +13,69 @@ from memlab.record.timeline import Timeline
 
 
 class Meter(Protocol):
-    """Accounts for the bytes of one device and of host memory."""
+    """Counts the bytes of one device and of host memory."""
 
     device_memory_bytes: int | None
-    """The most that the device may hold; more raises `torch.OutOfMemoryError`. None: what there is."""
+    """The device's limit; an allocation beyond it raises `torch.OutOfMemoryError`. None: no other limit than the
+    device's own."""
 
     @property
     def out_of_memory(self) -> Refusal | None:
-        """The last request that was refused in this timeline; complete once `finish` has returned."""
+        """The last failed allocation of this timeline; complete once `finish` has returned."""
 
     def watching(self) -> AbstractContextManager[None]:
-        """Meters what the block does."""
+        """Meters the block."""
 
-    def looking_away(self) -> AbstractContextManager[None]:
-        """Lets the block run unmetered within `watching`."""
+    def paused(self) -> AbstractContextManager[None]:
+        """Meters nothing of the block, inside `watching`. Storages allocated in it stay unknown or unlabelled."""
 
     def start(self, categories: Mapping[str, Iterable[torch.Tensor]]) -> None:
-        """Begins a timeline; what is alive opens it.
+        """Begins a timeline. Storages that are allocated now become its opening events.
 
         Args:
-            categories: Category to the tensors that are of it, as `Timeline` will name them.
+            categories: The tensors of each category, by the category's name (`memlab.vocabulary.CATEGORIES`).
         """
 
     def categorise(self, categories: Mapping[str, Iterable[torch.Tensor]]) -> None:
-        """Fixes the category of what is alive."""
+        """Sets the category of storages, from their allocation on; arguments as of `start`."""
 
     def at_event(self, number: int, look: Callable[[], None]) -> AbstractContextManager[None]:
-        """Calls `look` in a repetition of the last step, when as many device events have passed.
+        """Calls `look` in a repetition of the last step, right after device event `number` (from 1).
 
-        A GPU runs behind the program: there the moment is when the module takes over in which the event happened.
+        A GPU runs behind the program: there `look` is called when the module begins in which the event happened.
         """
 
     def finish(self) -> Timeline:
-        """Ends the timeline that `start` began, and returns it."""
+        """Ends the timeline that `start` began, and returns it.
+
+        Raises:
+            RuntimeError: If the meter missed a free, so that the timeline would be wrong.
+        """
 
     def pool_of(self, tensor: torch.Tensor) -> str | None:
-        """Returns the pool that a tensor's storage is in; None for one that was never seen."""
+        """Returns the pool of a tensor's storage (`memlab.vocabulary.POOLS`); None for an unknown storage."""
 
-    def bytes_beside(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Returns the device bytes alive now that are none of the tensors', nor a workspace that no tensor shows."""
+    def untracked_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Returns the allocated device bytes that belong to none of the tensors, without a GPU's own workspaces."""
 
-    def restart_peak(self) -> None:
-        """Lets `peak_host_bytes` begin anew."""
+    def reset_peak(self) -> None:
+        """Restarts `peak_host_bytes` at the bytes allocated now."""
 
     @property
     def peak_host_bytes(self) -> int:
-        """The most bytes on the host since `restart_peak`."""
+        """The most host bytes allocated since `reset_peak`."""
 
     def live_bytes(self, pool: str = "device") -> int:
-        """Returns the bytes alive in a pool now."""
+        """Returns the bytes allocated in a pool now."""
 
-    def hold_on_host(self, tensor: torch.Tensor) -> object:
-        """Counts a host tensor, until its storage dies."""
+    def track_host_tensor(self, tensor: torch.Tensor) -> object:
+        """Counts a host tensor until its storage is freed."""
 
     def host_reserved_bytes(self) -> int | None:
-        """Returns the pinned host memory that is really held; None where nothing is really pinned."""
+        """Returns the pinned host memory that torch holds; None for a backend that pins nothing."""
 
     def uncategorised_bytes(self) -> int:
-        """Returns the device bytes alive now that `categorise` has given no name."""
+        """Returns the allocated device bytes without a category from `categorise`."""
 
     def close(self) -> None:
-        """Ends the watch for good."""
+        """Stops metering for good."""

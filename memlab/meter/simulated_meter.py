@@ -1,4 +1,4 @@
-"""The simulated backend's meter: `StorageMeter`, with device bytes as torch's allocator on a GPU would give them."""
+"""The simulated backend's meter: a `StorageMeter` whose device bytes are those of torch's allocator on a GPU."""
 
 from __future__ import annotations
 
@@ -10,76 +10,73 @@ import torch
 
 from memlab.allocator.replay import Block
 from memlab.allocator.simulator import CachingAllocator
-from memlab.meter.allocations import Event, Life
+from memlab.meter.allocations import Allocation, Event
 from memlab.meter.labels import Labels
-from memlab.meter.storage_meter import StorageLife, StorageMeter
+from memlab.meter.storage_meter import StorageAllocation, StorageMeter
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
 _DEVICE, _RESERVED = POOLS.index("device"), POOLS.index("reserved")
 
 
 class SimulatedMeter(StorageMeter):
-    """Accounts for fake tensors as if they were on a GPU."""
+    """Counts fake tensors as if they were on a GPU; see `memlab.meter.protocol.Meter`."""
 
     def __init__(self, labels: Labels) -> None:
         self._limit_bytes: int | None = None
         self._allocator = CachingAllocator()
         self._blocks: dict[int, Block] = {}
-        self._reserved = self._reserved_life()
+        self._reserved = self._reserved_allocation()
         super().__init__(labels)
 
     @property
     def device_memory_bytes(self) -> int | None:
-        """The most that the allocator may reserve; None: endless."""
         return self._limit_bytes
 
     @device_memory_bytes.setter
     def device_memory_bytes(self, num_bytes: int | None) -> None:
-        self._allocator.empty_cache()  # what it has cached already is under no limit
+        self._allocator.empty_cache()  # the limit applies to new segments only
         self._limit_bytes = num_bytes
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Meters what the block does on this thread."""
         with super().watching(), patch.object(torch.cuda, "empty_cache", self._empty_cache):
             yield
 
     def start(self, categories: Mapping[str, Iterable[torch.Tensor]]) -> None:
-        """Begins a timeline: what is alive now becomes its opening events."""
         super().start(categories)
-        self._reserved = self._reserved_life()
+        self._reserved = self._reserved_allocation()
         self._reserved.num_bytes = self._allocator.reserved_bytes
         self._opening.append(Event.opening(self._reserved))
 
     @staticmethod
-    def _reserved_life() -> Life:
-        return Life(0, _RESERVED, 0, PHASES.index("idle"), 0, False, 0, CATEGORIES.index("workspace"))
+    def _reserved_allocation() -> Allocation:
+        return Allocation(0, _RESERVED, 0, PHASES.index("idle"), 0, False, 0, CATEGORIES.index("workspace"))
 
-    def require_room(self, num_bytes: int) -> None:
-        """Leaves it to the allocator, block by block."""
+    def require_capacity(self, num_bytes: int) -> None:
+        """Checks nothing: `_take` asks the allocator, block by block."""
 
-    def _take(self, life: StorageLife, num_bytes: int) -> int:
-        if life.pool != _DEVICE or not num_bytes:
+    def _take(self, allocation: StorageAllocation, num_bytes: int) -> int:
+        if allocation.pool != _DEVICE or not num_bytes:
             return num_bytes
         allocator, limit = self._allocator, self.device_memory_bytes
         if limit is not None and not allocator.makes_room(num_bytes, limit):
             largest, reserved = allocator.largest_free_bytes, allocator.reserved_bytes
-            self._refuse(num_bytes, limit, reserved_bytes=reserved, largest_free_bytes=largest)
-        block = self._blocks[id(life)] = allocator.allocate(num_bytes)
-        self._reserve()
-        life.rounding_bytes = block.num_bytes - num_bytes
+            self._fail_allocation(num_bytes, limit, reserved_bytes=reserved, largest_free_bytes=largest)
+        block = self._blocks[id(allocation)] = allocator.allocate(num_bytes)
+        self._update_reserved()
+        allocation.rounding_bytes = block.num_bytes - num_bytes
         return block.num_bytes
 
-    def _give_back(self, life: StorageLife) -> None:
-        block = self._blocks.pop(id(life), None)
+    def _give_back(self, allocation: StorageAllocation) -> None:
+        block = self._blocks.pop(id(allocation), None)
         if block is not None:
             self._allocator.free(block)
 
     def _empty_cache(self) -> None:
         self._allocator.empty_cache()
-        self._reserve()
+        self._update_reserved()
 
-    def _reserve(self) -> None:
+    def _update_reserved(self) -> None:
         delta = self._allocator.reserved_bytes - self._reserved.num_bytes
         self._reserved.num_bytes += delta
         self._event(delta, self._reserved)

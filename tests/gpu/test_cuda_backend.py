@@ -130,7 +130,7 @@ def test_auto_takes_the_gpu_and_says_so() -> None:
     from memlab.backends import find_backend
 
     backend = find_backend("auto")
-    assert (backend.name, backend.reason) == ("cuda", "it is there")
+    assert (backend.name, backend.reason) == ("cuda", "a CUDA device and Transformer Engine are available")
 
 
 def test_watching_which_groups_a_step_touches_changes_no_number(open_gpu_lab: Callable[..., Any]) -> None:

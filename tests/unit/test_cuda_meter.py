@@ -89,7 +89,7 @@ def tensor_at(address: int, num_bytes: int) -> Any:
 def torch_allocator(monkeypatch: pytest.MonkeyPatch) -> ScriptedAllocator:
     scripted = ScriptedAllocator()
     monkeypatch.setattr(allocator, "_snapshot", scripted.snapshot)
-    monkeypatch.setattr(allocator, "_write_history_anew", scripted.entries.clear)
+    monkeypatch.setattr(allocator, "_restart_history", scripted.entries.clear)
     monkeypatch.setattr(
         torch.cuda.memory, "_set_memory_metadata", lambda text: setattr(scripted, "metadata", text), raising=False
     )
@@ -171,7 +171,7 @@ def test_a_category_holds_from_birth_on_and_the_rest_is_residual(
     categories = {row[0]: row[3] for row in births(timeline)}
     assert categories == {8 * MIB: "optimizer state", 2 * MIB: "activations", 5 * MIB: "activations"}
     assert meter.uncategorised_bytes() == 7 * MIB
-    assert meter.bytes_beside([tensor_at(reused, 5 * MIB)]) == 2 * MIB
+    assert meter.untracked_bytes([tensor_at(reused, 5 * MIB)]) == 2 * MIB
     torch_allocator.free(left)
 
 

@@ -32,18 +32,18 @@ class ProfiledStepper(Stepper):
         self.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self.profile.start()
         self._running = 0
-        observe, event = self.meter.observe, self.meter._event
+        observe, event = self.meter.after_operation, self.meter._event
 
-        def count(delta: int, life: Any) -> None:
+        def count(delta: int, allocation: Any) -> None:
             self._running += delta if abs(delta) > PYTHON_NUMBER_BYTES else 0
-            event(delta, life)
+            event(delta, allocation)
 
         def observe_and_mark(results: Any, arguments: Any = ()) -> None:
             observe(results, arguments)
             with torch.autograd.profiler.record_function(f"mark {len(self.meter_totals)}"):
                 self.meter_totals.append(self._running)
 
-        self.meter._event, self.meter.observe = count, observe_and_mark  # type: ignore[method-assign]
+        self.meter._event, self.meter.after_operation = count, observe_and_mark  # type: ignore[method-assign]
         super().build()
 
     def disagreements(self, from_mark: int) -> list[tuple[int, int]]:
@@ -233,3 +233,18 @@ def test_a_phase_that_is_stopped_as_it_begins_ends_in_idle() -> None:
     with pytest.raises(RuntimeError, match="stopped"), labels.phase_of("forward"):
         pass
     assert PHASES[labels.phase] == "idle"
+
+
+def test_a_free_that_the_meter_could_not_count_fails_the_timeline_and_every_later_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    meter = StorageMeter(Labels())
+    with meter.watching():
+        meter.start({})
+        kept = torch.ones(1000)
+        with monkeypatch.context() as patched:
+            patched.setattr(meter, "_event", lambda *_: (_ for _ in ()).throw(MemoryError("no memory for an event")))
+            del kept
+        for end in (meter.finish, lambda: meter.start({})):
+            with pytest.raises(RuntimeError, match=r"missed a free \(MemoryError: no memory for an event\).*another"):
+                end()

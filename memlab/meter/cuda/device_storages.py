@@ -1,4 +1,4 @@
-"""The device's side of a GPU's meter: what is alive, entry by entry of the caching allocator's history."""
+"""The device side of a GPU's meter: what is allocated, followed entry by entry in the caching allocator's history."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from memlab.allocator.replay import Blocks
-from memlab.meter.allocations import Event, Life
+from memlab.meter.allocations import Allocation, Event
 from memlab.meter.cuda.stamps import Stamp
 from memlab.meter.labels import Labels
 from memlab.record.out_of_memory import Refusal
@@ -21,19 +21,19 @@ _IDLE = PHASES.index("idle")
 
 
 class DeviceStorages:
-    """What is alive on the current device, by address."""
+    """What is allocated on the current device, by address."""
 
     def __init__(self, labels: Labels) -> None:
-        self.live: dict[int, Life] = {}
-        self.pending: dict[int, Life] = {}
-        """Freed, and not yet to be used again: another stream is not done with it."""
+        self.live: dict[int, Allocation] = {}
+        self.pending: dict[int, Allocation] = {}
+        """Freed, but not yet available: another stream still uses it."""
         self.blocks: Blocks | None = None
         self.started = 0
         """When `start` was called last, in nanoseconds since the epoch."""
         self.limit_bytes: int | None = None
-        """The most that torch may reserve; None: all there is."""
+        """The most that torch may reserve; None: the whole device."""
         self.refusal: Refusal | None = None
-        """The last request since `start` that was refused."""
+        """The last failed allocation since `start`."""
         self._labels = labels
         self._num_starts = 0
 
@@ -44,7 +44,7 @@ class DeviceStorages:
         self.started = time.time_ns()
 
     def catch_up(self, snapshot: Mapping[str, Any]) -> None:
-        """Takes the allocator's state as it is: what the history does not tell keeps what is known of its address."""
+        """Reads the allocator's state from a snapshot; a block that was known at its address keeps its labels."""
         expandable = bool(snapshot.get("allocator_settings", {}).get("expandable_segments", False))
         segments = _segments(snapshot)
         self.blocks = Blocks(segments, expandable=expandable)
@@ -52,59 +52,63 @@ class DeviceStorages:
         known, self.live, self.pending = self.live, {}, {}
         for block in self.blocks:
             if not block.is_free:
-                life = known.get(block.address)
-                if life is None or life.num_bytes != block.num_bytes:
-                    life = Life(block.num_bytes, _DEVICE, 0, _IDLE, 0, False, self._num_starts)
-                life.rounding_bytes = block.num_bytes - requested[block.address]
-                (self.pending if block.address in self.blocks.waiting else self.live)[block.address] = life
+                allocation = known.get(block.address)
+                if allocation is None or allocation.num_bytes != block.num_bytes:
+                    allocation = Allocation(block.num_bytes, _DEVICE, 0, _IDLE, 0, False, self._num_starts)
+                allocation.rounding_bytes = block.num_bytes - requested[block.address]
+                (self.pending if block.address in self.blocks.waiting else self.live)[block.address] = allocation
 
-    def take_in(self, entry: Mapping[str, Any], stamp: Stamp, events: list[Event]) -> None:
-        """Turns one entry into the events that it stands for."""
+    def replay(self, entry: Mapping[str, Any], stamp: Stamp, events: list[Event]) -> None:
+        """Appends the events of one entry of the history."""
         assert self.blocks is not None
         if entry["action"] == "oom":
-            self._remember_refusal(entry, stamp)
+            self._record_failed_allocation(entry, stamp)
             return
         change = self.blocks.replay(entry)
         if change is None:
             return
         kind, address, num_bytes = change
 
-        def note(delta_bytes: int, pool: int, life: Life) -> None:
+        def note(delta_bytes: int, pool: int, allocation: Allocation) -> None:
             when = max(entry["time_us"] * 1000, self.started)
-            events.append(Event.of(life, delta_bytes, when, pool, stamp.phase, stamp.number))
+            events.append(Event.of(allocation, delta_bytes, when, pool, stamp.phase, stamp.number))
 
         if kind == "allocated":
-            life = self.live[address] = self._born(num_bytes, _DEVICE, stamp)
-            life.rounding_bytes = num_bytes - entry["size"]
-            note(num_bytes, _DEVICE, life)
+            allocation = self.live[address] = self._allocation(num_bytes, _DEVICE, stamp)
+            allocation.rounding_bytes = num_bytes - entry["size"]
+            note(num_bytes, _DEVICE, allocation)
         elif kind == "freed":
-            life = self.pending[address] = self.live.pop(address)
-            life.died_in_span, life.died_in_step = stamp.span, self._num_starts
-            note(-num_bytes, _DEVICE, life)
-            note(num_bytes, _PENDING, life)
+            allocation = self.pending[address] = self.live.pop(address)
+            allocation.freed_in_span, allocation.freed_in_step = stamp.span, self._num_starts
+            note(-num_bytes, _DEVICE, allocation)
+            note(num_bytes, _PENDING, allocation)
         elif kind == "completed":
-            life = self.pending.pop(address)
-            if events and events[-1].pool == _PENDING and events[-1].life is life:
-                events.pop()  # nothing had to wait
+            allocation = self.pending.pop(address)
+            if events and events[-1].pool == _PENDING and events[-1].allocation is allocation:
+                events.pop()  # no stream still used it
             else:
-                note(-num_bytes, _PENDING, life)
+                note(-num_bytes, _PENDING, allocation)
         else:
-            note(num_bytes if kind == "reserved" else -num_bytes, _RESERVED, self._born(num_bytes, _RESERVED, stamp))
+            note(
+                num_bytes if kind == "reserved" else -num_bytes,
+                _RESERVED,
+                self._allocation(num_bytes, _RESERVED, stamp),
+            )
 
-    def name(self, categories: Mapping[int, int]) -> None:
-        """Gives categories, by address, to what is alive."""
+    def categorise(self, categories: Mapping[int, int]) -> None:
+        """Sets the categories, by address, of what is allocated."""
         for address, code in categories.items():
-            life = self.live.get(address)
-            if life is not None:
-                life.category = code
+            allocation = self.live.get(address)
+            if allocation is not None:
+                allocation.category = code
 
-    def _born(self, num_bytes: int, pool: int, stamp: Stamp) -> Life:
+    def _allocation(self, num_bytes: int, pool: int, stamp: Stamp) -> Allocation:
         category = _WORKSPACE if pool == _RESERVED else stamp.category
-        return Life(
+        return Allocation(
             num_bytes, pool, stamp.module, stamp.phase, stamp.span, stamp.recomputing, self._num_starts, category
         )
 
-    def _remember_refusal(self, entry: Mapping[str, Any], stamp: Stamp) -> None:
+    def _record_failed_allocation(self, entry: Mapping[str, Any], stamp: Stamp) -> None:
         assert self.blocks is not None
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         self.refusal = Refusal(
@@ -112,9 +116,9 @@ class DeviceStorages:
             module=self._labels.modules[stamp.module],
             nanoseconds=max(0, entry["time_us"] * 1000 - self.started),
             requested_bytes=entry["size"],
-            allocated_bytes=sum(life.num_bytes for life in self.live.values()),
+            allocated_bytes=sum(allocation.num_bytes for allocation in self.live.values()),
             limit_bytes=min(total, self.limit_bytes or total),
-            pending_free_bytes=sum(life.num_bytes for life in self.pending.values()),
+            pending_free_bytes=sum(allocation.num_bytes for allocation in self.pending.values()),
             reserved_bytes=self.blocks.reserved_bytes,
             largest_free_bytes=self.blocks.largest_free_bytes,
             device_free_bytes=entry.get("device_free", entry.get("addr", 0)),

@@ -3,7 +3,7 @@
 They exist to be seen and to be caught by the audit; the right way is `memlab.model.residency.residency`, which knows
 none of them.
 None touches memory that it does not have: where upstream's code would have, it stops short, and the next step is
-refused by `residency_walk.require_resident`. `mend` puts right what any of them left.
+refused by `residency_walk.require_resident`. `repair` puts right what any of them left.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ FAULTS: dict[str, Callable[[LiveModel], Residency]] = {
 }
 
 
-def mend(live: LiveModel) -> None:
+def repair(live: LiveModel) -> None:
     """Brings gradients back that a fault lost, as zeros, and lets main parameters take theirs as Megatron does."""
     for _, buffer in live.buffers():
         gradient = buffer.grad_data

@@ -10,7 +10,7 @@ import torch
 from memlab.config.settings import MemorySettings
 from memlab.meter.protocol import Meter
 from memlab.model.build import LiveModel
-from memlab.model.residency.faults import FAULTS, mend
+from memlab.model.residency.faults import FAULTS, repair
 from memlab.model.residency.residency import Residency, groups_on_host
 from memlab.model.residency.walk import audit_residency
 from memlab.model.retention import holders
@@ -92,7 +92,7 @@ class Moves:
                 f"{name} cannot join a fault that is on already, must be the only one: leave its block first"
             )
         self.residency.load()
-        mend(self._live)
+        repair(self._live)
         pinned = self.residency.pinned
         self.residency = Residency(self._live) if name is None else FAULTS[name](self._live)
         self.residency.pinned = pinned
@@ -100,7 +100,7 @@ class Moves:
 
     def _timed(self, move: Callable[[], dict[str, int]]) -> tuple[dict[str, int], float]:
         before = self._meter.live_bytes("host")
-        self._meter.restart_peak()
+        self._meter.reset_peak()
         started = time.perf_counter()
         moved = move()
         seconds = time.perf_counter() - started if moved else 0.0

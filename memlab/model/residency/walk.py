@@ -65,7 +65,7 @@ def audit_residency(
             for (group, holder), (expected, there) in sums.items()
         ),
         host_copies=tuple(_host_copy(group, found, kept[group], meter, asked) for group in GROUPS),
-        unnamed_device_bytes=meter.bytes_beside(named),
+        unnamed_device_bytes=meter.untracked_bytes(named),
         move_host_bytes=move_host_bytes[0],
         move_peak_host_bytes=move_host_bytes[1],
     )
