@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from memlab.config.settings import MemorySettings
-from memlab.exercises import CheckFailed, check
+from memlab.exercises import check
 from memlab.model.residency.faults import FAULTS
 from memlab.model.residency.residency import Residency
 from memlab.record.residency_audit import Asked, Holding, HostCopy, ResidencyAudit
@@ -99,22 +99,14 @@ def _parameters_down_twice(lab: Any) -> None:
     lab.offload("parameters")
 
 
+LOST_GRADIENTS = [
+    "gradients: 0 B on the device where {dense_gradients} should be again: the storage of buffers.grad_data was not brought back to its size",
+    "gradients: 0 B on the device where {expert_gradients} should be again: the storage of expert_parallel_buffers.grad_data was not brought back to its size",
+]
 # Fault, what shows it, and complaints: {group} is that group's size, {experts_group} the experts' share of it.
 SYMPTOMS = {
-    "size_not_saved": (
-        _gradients_down_and_up,
-        [
-            "gradients: 0 B on the device where {dense_gradients} should be again: the storage of buffers.grad_data was not brought back to its size",
-            "gradients: 0 B on the device where {expert_gradients} should be again: the storage of expert_parallel_buffers.grad_data was not brought back to its size",
-        ],
-    ),
-    "inverted_condition": (
-        _all_down,
-        [
-            "gradients: {dense_gradients} on the device where 0 B should be, held by buffers.grad_data",
-            "gradients: {expert_gradients} on the device where 0 B should be, held by expert_parallel_buffers.grad_data",
-        ],
-    ),
+    "size_not_saved": (_gradients_down_and_up, LOST_GRADIENTS),
+    "inverted_condition": (_gradients_down_and_up, LOST_GRADIENTS),
     "expert_buffers_forgotten": (
         _all_down,
         [
@@ -178,18 +170,18 @@ def test_each_fault_is_caught_in_words_and_leaves_nothing_behind(fault: str, ope
 def test_a_fault_that_wastes_memory_changes_no_loss(open_lab: Callable[..., Any]) -> None:
     lab = open_lab("qwen3-moe-tiny", num_layers=2, expert_buffers=True)
     plain = lab.step(NONE)
-    for fault in FAULTS.keys() - {"size_not_saved"}:
+    for fault in FAULTS.keys() - {"size_not_saved", "inverted_condition"}:
         with lab.residency_fault(fault):
             assert (lab.step(BELOW).loss, lab.step(NONE).loss) == (plain.loss, plain.loss), fault
 
 
-@pytest.mark.parametrize("settings", [NONE, BELOW])
+@pytest.mark.parametrize(("fault", "settings"), [("size_not_saved", NONE), ("inverted_condition", BELOW)])
 def test_a_step_that_would_write_to_lost_memory_is_refused(
-    settings: MemorySettings, open_lab: Callable[..., Any]
+    fault: str, settings: MemorySettings, open_lab: Callable[..., Any]
 ) -> None:
     lab = open_lab("phi-4-tiny", num_layers=2)
     plain = lab.step(NONE)
-    with lab.residency_fault("size_not_saved"):
+    with lab.residency_fault(fault):
         lab.offload("gradients")
         with pytest.raises(ValueError, match=r"buffers.grad_data has 0 B of the .* would write to memory .* leave the"):
             lab.step(settings)
@@ -312,15 +304,16 @@ def test_the_table_has_a_row_a_holder_and_fits_a_line() -> None:
 
 def test_the_checks_of_an_audit_pass_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     fine = audit_of(Holding(group="parameters", holder="here", expected_bytes=1, device_bytes=1))
-    check(fine).only_on_device("parameters").complains_like(fine)
-    assert capsys.readouterr().out.count("reached: ") == 2
-    with pytest.raises(CheckFailed, match="on the device are parameters, must be gradients alone: take down"):
-        check(fine).only_on_device("gradients")
     twice = audit_of(Holding(group="parameters", holder="here", expected_bytes=1, device_bytes=2))
-    with pytest.raises(CheckFailed, match="the right groups, but parameters: 2 B on the device where 1 B should be"):
-        check(twice).only_on_device("parameters")
-    with pytest.raises(CheckFailed, match="must be: parameters: 2 B"):
-        check(fine).complains_like(twice)
+    assert check(fine).only_on_device("parameters").complains_like(fine)
+    assert capsys.readouterr().out.count("reached: ") == 2
+    assert not check(fine).only_on_device("gradients")
+    assert not check(twice).only_on_device("parameters")
+    assert not check(fine).complains_like(twice)
+    wrong_group, wrong_size, other_complaint = capsys.readouterr().out.splitlines()
+    assert wrong_group.startswith("not yet: the device holds parameters, must hold only gradients. Hint: offload")
+    assert "the right groups, but parameters: 2 B on the device where 1 B should be" in wrong_size
+    assert "must say 'parameters: 2 B" in other_complaint
 
 
 def test_a_fault_comes_and_goes_and_the_kind_of_host_memory_stays(open_lab: Callable[..., Any]) -> None:

@@ -20,37 +20,31 @@ from memlab.record.transfer import GROUPS
 
 
 class SizeNotSaved(Residency):
-    """Gradient storages are emptied without a note of their size (SkyRL #563, first revision, found in review).
+    """Gradient storages are emptied, and their size is not stored (SkyRL #563, first revision, found by its reviewer).
 
-    Upstream then resized to ``buffer.grad_data_size``: with megatron-core 0.14 an AttributeError, from 0.16 on, where
-    that attribute is Megatron's own and 0, nothing at all; the ``zero_()`` after it has nothing to write to. Here the
-    load brings nothing and the ``zero_()`` is left out.
+    Only this error, with the condition of `InvertedCondition` repaired: load then resizes to
+    ``buffer.grad_data_size``. In megatron-core 0.14 that is an AttributeError; since 0.16 the attribute is Megatron's
+    own and 0, so the storage stays empty, and the ``zero_()`` after it has no memory to write to. Here it is left out.
     """
 
     def offload(self, groups: Collection[str]) -> dict[str, int]:
-        """As it should be, but nobody knows afterwards how large the gradients were."""
+        """Empties the storages as it should, and forgets the size of the gradients."""
         freed = super().offload(groups)
         self._away["gradients"].clear()
         return freed
 
 
-class InvertedCondition(Residency):
-    """Gradients go down only where they are down, and come up only where they are up (SkyRL #563, first revision).
+class InvertedCondition(SizeNotSaved):
+    """Load has a condition that is never true for what was offloaded (SkyRL #563, first revision, both errors).
 
-    Merged: ``if storage().size() > 0`` before going down, and no condition before coming up. Which of the two was
-    inverted we have no text of, so here both are: going down does nothing, coming up zeroes what is there.
+    It asks ``if buffer.grad_data.storage().size() > 0``, but offload has resized that storage to 0: "This prevents the
+    gradients from ever being loaded back" (its reviewer). So the line that needs the size, which `SizeNotSaved` did not
+    store, is never reached. Merged: the size is stored, and load has no condition.
     """
 
-    def offload(self, groups: Collection[str]) -> dict[str, int]:
-        """Skips gradients that are on the device."""
-        return super().offload([group for group in groups if group != "gradients"])
-
     def load(self, groups: Collection[str] = GROUPS) -> dict[str, int]:
-        """Zeroes gradients that are on the device."""
-        if "gradients" in groups:
-            for gradient in self._gradients():
-                gradient.zero_()
-        return super().load(groups)
+        """Loads what was offloaded, except for gradients: the condition is false for each of their buffers."""
+        return super().load([group for group in groups if group != "gradients"])
 
 
 class ExpertBuffersForgotten(Residency):
