@@ -1,11 +1,11 @@
-"""Checks for the labs' exercises: a record or an audit against a goal, with text that helps where it is missed."""
+"""Checks for the exercises in the labs: goals for a record or an audit, each of which prints one line."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable
-from typing import overload
+from typing import Self, overload
 
 from memlab.analysis.loss_tolerance import loss_tolerance
 from memlab.record.residency_audit import ResidencyAudit
@@ -14,80 +14,126 @@ from memlab.record.transfer import GROUPS
 from memlab.units import format_bytes
 
 
-class CheckFailed(AssertionError):  # noqa: N818  # reads as what happened
-    """An exercise's goal was missed; the text says by how much and where to look."""
+class _Goals:
+    """Goals that are checked one after the other, up to the first that is missed.
+
+    A missed goal does not raise: the notebook goes on, and the line says what is missing. ``assert check(...)...`` is
+    for claims of a lab's own that have to hold.
+    """
+
+    def __init__(self) -> None:
+        self._all_reached = True
+
+    def __bool__(self) -> bool:
+        """Whether all goals were reached."""
+        return self._all_reached
+
+    def __repr__(self) -> str:
+        return ""
+
+    def _ipython_display_(self) -> None:
+        """Shows nothing: each goal has printed its line already."""
+
+    def _goal(self, reached: bool, what: str, hint: str = "") -> Self:
+        # After the first missed goal the others stay silent: one line to act on.
+        if self._all_reached:
+            self._all_reached = reached
+            line = f"reached: {what}" if reached else f"not yet: {what}"
+            print(line if reached or not hint else f"{line}. Hint: {hint}.")  # noqa: T201  # an exercise's answer
+        return self
 
 
-class Check:
-    """Goals for one record. Each returns the check again, so that goals can be chained."""
+class Check(_Goals):
+    """Goals for one record. Each returns the check, so that goals can be chained."""
 
     def __init__(self, record: StepRecord) -> None:
+        super().__init__()
         self._record = record
+        if record.status != "ok":
+            self._goal(False, f"the step ended early ({record.message})", "change the settings so that the step ends")
 
-    def peak_below(self, num_bytes: int) -> Check:
-        """Wants `peak_allocated_bytes` under a number of bytes."""
-        return self._below("the step's peak", self._record.peak_allocated_bytes, num_bytes, self._largest())
+    def peak_below(self, num_bytes: int) -> Self:
+        """Requires `peak_allocated_bytes` below a number of bytes."""
+        return self._below("the peak of the step", self._record.peak_allocated_bytes, num_bytes, self._largest())
 
-    def activation_peak_below(self, num_bytes: int) -> Check:
-        """Wants `activation_peak_bytes` under a number of bytes."""
+    def activation_peak_below(self, num_bytes: int) -> Self:
+        """Requires `activation_peak_bytes` below a number of bytes."""
         return self._below("the activation peak", self._record.activation_peak_bytes, num_bytes, self._largest())
 
-    def starts_below(self, num_bytes: int) -> Check:
-        """Wants `static_bytes` under a number of bytes."""
-        hint = "what waits on the device between steps is parameters, gradients and optimizer state"
-        return self._below("the step's start", self._record.static_bytes, num_bytes, hint)
+    def starts_below(self, num_bytes: int) -> Self:
+        """Requires `static_bytes` below a number of bytes."""
+        hint = "between steps the device holds parameters, gradients and optimizer state"
+        return self._below("the start of the step", self._record.static_bytes, num_bytes, hint)
 
-    def residual_is_zero(self) -> Check:
-        """Wants nothing left after the step."""
+    def residual_is_zero(self) -> Self:
+        """Requires that nothing stays allocated after the step."""
         hint = "a checkpointed MoE layer keeps its input and gradient: recompute something smaller, or apply a remedy"
-        return self._below("what is left after the step", self._record.residual_bytes, 1, hint)
+        return self._below("the residual after the step", self._record.residual_bytes, 1, hint)
 
-    def recomputes_less_than(self, num_bytes: int) -> Check:
-        """Wants fewer bytes made a second time."""
-        hint = "recompute what is large and cheap to make again"
-        return self._below("what backward makes again", self._record.recomputed_bytes, num_bytes, hint)
+    def recomputes_less_than(self, num_bytes: int) -> Self:
+        """Requires fewer recomputed bytes."""
+        hint = "recompute fewer modules or fewer layers"
+        return self._below("what backward recomputes", self._record.recomputed_bytes, num_bytes, hint)
 
-    def moves(self, *modules: str) -> Check:
-        """Wants each of some offload modules to have moved bytes."""
+    def recomputes_more_than(self, num_bytes: int) -> Self:
+        """Requires more recomputed bytes."""
+        now = self._record.recomputed_bytes
+        is_above = now > num_bytes
+        what = (
+            f"backward recomputes {format_bytes(now)}, {'' if is_above else 'must be '}above {format_bytes(num_bytes)}"
+        )
+        return self._goal(is_above, what, "set recompute_granularity")
+
+    def recomputes_whole_layers(self) -> Self:
+        """Requires ``recompute_granularity="full"`` on every layer."""
+        settings, num_layers = self._record.settings, self._record.scenario.num_layers
+        is_full = settings.recompute_granularity == "full"
+        is_whole = is_full and (settings.recompute_method == "uniform" or settings.recompute_num_layers == num_layers)
+        if is_whole:
+            return self._goal(True, "every layer is recomputed as a whole")
+        what = f"the settings are '{settings}', must recompute every layer as a whole"
+        return self._goal(False, what, "recompute_granularity is 'full', with the method 'uniform'")
+
+    def without_remedy(self) -> Self:
+        """Requires that no remedy for the inputs of checkpoints is set."""
+        remedy = self._record.settings.checkpoint_input_remedy
+        if remedy is None:
+            return self._goal(True, "no remedy is set")
+        return self._goal(False, f"checkpoint_input_remedy is {remedy!r}, must be None", "leave the remedy out")
+
+    def moves(self, *modules: str) -> Self:
+        """Requires that each of some offload modules transferred bytes to the host."""
         for module in modules:
             if not self._record.offloaded_bytes_by_module.get(module):
                 reason = self._record.without_effect.get(f"offload_modules:{module}", "it is not among offload_modules")
-                raise CheckFailed(f"{module} moved nothing: {reason}")
-        print(f"reached: {', '.join(modules)} moved to the host")  # noqa: T201  # an exercise's answer
-        return self
+                return self._goal(False, f"{module} moved nothing to the host: {reason}")
+        return self._goal(True, f"{', '.join(modules)} moved to the host")
 
-    def same_loss_as(self, other: StepRecord) -> Check:
-        """Wants the loss of another step, to the last bit (or what `loss_tolerance` leaves of that).
+    def same_loss_as(self, other: StepRecord) -> Self:
+        """Requires the loss of another step, to the last bit (or within `loss_tolerance`).
 
-        Says so where neither step computed one.
+        The line says so where neither step computed a loss.
         """
-        for record in (self._record, other):
-            if record.status != "ok":
-                raise CheckFailed(f"a step has no loss to compare: {record}")
-        if self._record.loss is None and other.loss is None:
-            print(f"not checked: backend {self._record.backend!r} computed no loss")  # noqa: T201
-            return self
+        mine, theirs = self._record.loss, other.loss
+        if other.status != "ok":
+            return self._goal(False, f"the step to compare with ended early ({other.message})")
+        if mine is None and theirs is None:
+            return self._goal(True, f"nothing to compare, backend {self._record.backend!r} computes no loss")
         tolerance = loss_tolerance(self._record, other)
-        if self._record.loss == other.loss:
-            print("reached: the same loss, to the last bit")  # noqa: T201
-        elif math.isclose(self._record.loss or 0.0, other.loss or 0.0, rel_tol=tolerance):
-            print(  # noqa: T201
-                f"reached: the same loss within {tolerance:g}; megatron-core 0.19 sorts a router's experts only where "
-                "gradients are recorded, so a checkpoint around it rounds in another order"
+        if mine == theirs:
+            return self._goal(True, "the loss is the same, to the last bit")
+        if math.isclose(mine or 0.0, theirs or 0.0, rel_tol=tolerance):
+            reason = (
+                "megatron-core 0.19 sorts the experts of a router only where gradients are recorded, so a checkpoint "
+                "around the router rounds in another order"
             )
-        else:
-            raise CheckFailed(
-                f"the loss is {self._record.loss!r}, not {other.loss!r}: a memory setting changes no number"
-            )
-        return self
+            return self._goal(True, f"the loss is the same within {tolerance:g} ({reason})")
+        return self._goal(False, f"the loss is {mine!r}, must be {theirs!r}: a memory setting changes no number")
 
-    def _below(self, what: str, now: int, goal: int, hint: str) -> Check:
-        if self._record.status != "ok":
-            raise CheckFailed(f"the step ended early ({self._record.message}): a goal wants a whole step")
-        if now >= goal:
-            raise CheckFailed(f"{what} is {format_bytes(now)}, must be below {format_bytes(goal)}: {hint}")
-        print(f"reached: {what} is {format_bytes(now)}, below {format_bytes(goal)}")  # noqa: T201
-        return self
+    def _below(self, what: str, now: int, goal: int, hint: str) -> Self:
+        if now < goal:
+            return self._goal(True, f"{what} is {format_bytes(now)}, below {format_bytes(goal)}")
+        return self._goal(False, f"{what} is {format_bytes(now)}, must be below {format_bytes(goal)}", hint)
 
     def _largest(self) -> str:
         categories = {
@@ -96,43 +142,31 @@ class Check:
             if name not in ("parameters", "gradients", "optimizer state", "workspace")
         }
         name, size = max(categories.items(), key=lambda item: item[1], default=("activations", 0))
-        return f"the largest part that settings change is {name}, {format_bytes(size)}"
+        return f"the largest part of the peak that settings change is '{name}', {format_bytes(size)}"
 
 
-def failure(call: Callable[[], object]) -> str:
-    """Returns the text with which a call fails by Megatron's own assertions; an empty one where it succeeds."""
-    try:
-        call()
-    except AssertionError as error:
-        return re.sub(r" object at 0x[0-9a-f]+", "", f"{type(error).__name__}: {error}")
-    return ""
-
-
-class ResidencyCheck:
+class ResidencyCheck(_Goals):
     """Goals for one audit of what is where between two steps."""
 
     def __init__(self, audit: ResidencyAudit) -> None:
+        super().__init__()
         self._audit = audit
 
-    def only_on_device(self, *groups: str) -> ResidencyCheck:
-        """Wants these groups on the device, no other, and every byte where it should be."""
-        there = [group for group in GROUPS if self._audit.device_bytes(group)]
-        if sorted(there) != sorted(groups):
-            raise CheckFailed(
-                f"on the device are {', '.join(there) or 'none of the groups'}, must be {', '.join(groups)} alone: "
-                "take down what the phase does not touch, and bring up what it does"
-            )
+    def only_on_device(self, *groups: str) -> Self:
+        """Requires these groups on the device, no other group, and every byte where it should be."""
+        resident = [group for group in GROUPS if self._audit.device_bytes(group)]
+        if sorted(resident) != sorted(groups):
+            what = f"the device holds {', '.join(resident) or 'none of the groups'}, must hold only {', '.join(groups)}"
+            return self._goal(False, what, "offload what the phase does not touch, and load what it does")
         if self._audit.complaints:
-            raise CheckFailed(f"on the device are the right groups, but {self._audit.complaints[0]}")
-        print(f"reached: on the device are {', '.join(groups)} alone")  # noqa: T201  # an exercise's answer
-        return self
+            return self._goal(False, f"the device holds the right groups, but {self._audit.complaints[0]}")
+        return self._goal(True, f"the device holds only {', '.join(groups)}")
 
-    def complains_like(self, other: ResidencyAudit) -> ResidencyCheck:
-        """Wants the complaints of another audit, to the byte."""
-        if self._audit.complaints != other.complaints:
-            raise CheckFailed(f"this audit says: {self._audit}; must be: {other}: look at which holder is named")
-        print(f"reached: the same complaint, {other}")  # noqa: T201
-        return self
+    def complains_like(self, other: ResidencyAudit) -> Self:
+        """Requires the complaints of another audit, to the byte."""
+        if self._audit.complaints == other.complaints:
+            return self._goal(True, f"the same complaint, {other}")
+        return self._goal(False, f"the audit says '{self._audit}', must say '{other}'", "look at the holder it names")
 
 
 @overload
@@ -146,6 +180,24 @@ def check(measured: StepRecord | ResidencyAudit) -> Check | ResidencyCheck:
         measured: What `Lab.step` or `Lab.audit_residency` returned.
 
     Returns:
-        A check whose goals print when they are reached, and raise `CheckFailed` with a hint when they are missed.
+        A check whose goals print a line each, up to the first that is missed. It is true if all were reached.
+
+    Raises:
+        ValueError: If it is given anything else.
     """
-    return Check(measured) if isinstance(measured, StepRecord) else ResidencyCheck(measured)
+    if isinstance(measured, StepRecord):
+        return Check(measured)
+    if isinstance(measured, ResidencyAudit):
+        return ResidencyCheck(measured)
+    raise ValueError(
+        f"check got a {type(measured).__name__}, must be a record or an audit: pass what lab.step(...) returned"
+    )
+
+
+def failure(call: Callable[[], object]) -> str:
+    """Returns the text with which a call fails by Megatron's own assertions; an empty one where it succeeds."""
+    try:
+        call()
+    except AssertionError as error:
+        return re.sub(r" object at 0x[0-9a-f]+", "", f"{type(error).__name__}: {error}")
+    return ""

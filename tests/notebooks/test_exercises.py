@@ -1,40 +1,161 @@
-"""Every exercise of the labs: the line that a reader starts from misses the goal, and a solution reaches it."""
+"""Every exercise of the labs: its first line and each wrong answer miss the goal, and a solution reaches it."""
 
 from __future__ import annotations
 
+import ast
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
 
-from memlab.exercises import CheckFailed
+from memlab.exercises import Check, ResidencyCheck
 
 LABS = Path(__file__).parents[2] / "labs"
 MARK = "  # change me"
-SELECTIVE = 'mine = lab.step(MemorySettings(recompute_granularity="selective", recompute_modules={}))'
-SOLUTIONS = {
-    "01_recompute": [SELECTIVE.format('["moe"]'), SELECTIVE.format('["moe_act"]')],
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exercise:
+    """What stands in place of the marked line."""
+
+    solution: str
+    wrong: tuple[str, ...]
+    """Answers that the text forbids, or that look right and are not."""
+
+
+def step(settings: str) -> str:
+    return f"mine = lab.step({settings})"
+
+
+def selective(*modules: str, others: str = "") -> str:
+    return step(f'MemorySettings(recompute_granularity="selective", recompute_modules={list(modules)}{others})')
+
+
+def offload(*modules: str) -> str:
+    return step(f"MemorySettings(offload_modules={list(modules)}, min_offloaded_tensor_size=0)")
+
+
+def block(num_layers: int) -> str:
+    return (
+        f'mine = lab.step(MemorySettings(recompute_granularity="full", recompute_method="block", '
+        f'recompute_num_layers={num_layers}, checkpoint_input_remedy="detach"))'
+    )
+
+
+def layout(**sizes: int) -> str:
+    names = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "dp": "data_parallel_size"}
+    return f"mine = Layout({', '.join(f'{names.get(name, name)}={size}' for name, size in sizes.items())})"
+
+
+ALL_MODULES = ("qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
+EXERCISES = {
+    "01_recompute": [
+        Exercise(
+            solution=selective("moe"),
+            wrong=(step("full.settings"), selective("core_attn"), selective("layernorm")),
+        ),
+        Exercise(
+            solution=selective("moe_act"),
+            wrong=(offload("moe_act"), selective("moe"), selective("core_attn"), step("MemorySettings()")),
+        ),
+    ],
     "02_activation_offload": [
-        "mine = lab.step(everything.settings)",
-        'mine = lab.step(MemorySettings(offload_modules=["core_attn", "qkv_linear"], min_offloaded_tensor_size=0))',
+        Exercise(
+            solution=step("everything.settings"),
+            wrong=(
+                selective("moe"),
+                offload("moe_act"),
+                step(f"MemorySettings(offload_modules={list(ALL_MODULES)})"),
+            ),
+        ),
+        Exercise(
+            solution=offload("core_attn", "qkv_linear"),
+            wrong=(
+                offload("qkv_linear"),
+                offload("core_attn", "attn_proj"),
+                step('MemorySettings(offload_modules=["core_attn", "qkv_linear"])'),
+            ),
+        ),
     ],
     "03_parameters_gradients_optimizer": [
-        'lab.offload("gradients", "optimizer state")',
-        'with lab.residency_fault("gradients_held_by_main_parameters"):',
+        Exercise(
+            solution='lab.offload("gradients", "optimizer state")',
+            wrong=('lab.offload("gradients")', "lab.offload(*GROUPS)", 'lab.offload("parameters", "optimizer state")'),
+        ),
+        Exercise(
+            solution='with lab.residency_fault("gradients_held_by_main_parameters"):',
+            wrong=('with lab.residency_fault("size_not_saved"):', 'with lab.residency_fault("pinned_again"):'),
+        ),
     ],
     "04_moe_checkpoint_retention": [
-        SELECTIVE.format('["moe_act"]'),
-        'mine = lab.step(remedies["detach"].settings)',
+        Exercise(
+            solution=selective("moe_act"),
+            wrong=(
+                step('remedies["detach"].settings'),
+                selective("moe", others=', checkpoint_input_remedy="detach"'),
+                offload("moe_act"),
+                selective("moe"),
+                selective("core_attn"),
+            ),
+        ),
+        Exercise(
+            solution=step('remedies["detach"].settings'),
+            wrong=(
+                offload(*ALL_MODULES),
+                selective("moe_act", "layernorm", others=', checkpoint_input_remedy="detach"'),
+                step('remedies["clear_gradient"].settings'),
+                block(2),
+            ),
+        ),
     ],
-    "05_phi4_activation_peak": [SELECTIVE.format('["mlp"]')],
-    "06_weight_sync": ["mine = lab.step(MemorySettings(offload_optimizer=True))"],
+    "05_phi4_activation_peak": [
+        Exercise(solution=selective("mlp"), wrong=(step("recompute"), selective("layernorm"), selective("core_attn"))),
+    ],
+    "06_weight_sync": [
+        Exercise(
+            solution=step("MemorySettings(offload_optimizer=True)"),
+            wrong=(
+                step("away.settings"),
+                step("MemorySettings(offload_gradients=True)"),
+                step("MemorySettings(offload_optimizer=True, offload_gradients=False)"),
+            ),
+        ),
+    ],
     "07_full_size": [
-        "mine = Layout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2)",
-        'mine = lab.step(MemorySettings(offload_modules=["expert_fc1", "moe_act"]))',
+        Exercise(
+            solution=layout(tp=2, pp=2, dp=2),
+            wrong=(
+                layout(dp=8),
+                # Its first stage fits, its second does not.
+                layout(
+                    tp=2,
+                    pp=2,
+                    dp=2,
+                    num_layers_in_first_pipeline_stage=1,
+                    num_layers_in_last_pipeline_stage=7,
+                ),
+            ),
+        ),
+        Exercise(
+            solution=step('MemorySettings(offload_modules=["expert_fc1", "moe_act"])'),
+            wrong=(
+                selective("moe"),
+                step("full_recompute"),
+                step('MemorySettings(offload_modules=["mlp_norm"])'),
+            ),
+        ),
     ],
 }
-SMALLER = {"07_full_size": {"num_layers": 8, "gpu_memory": "18GiB"}}
+SMALLER: dict[str, dict[str, Any]] = {
+    "01_recompute": {"seq_length": 256},
+    "02_activation_offload": {"seq_length": 256},
+    "04_moe_checkpoint_retention": {"seq_length": 128},
+    "05_phi4_activation_peak": {"longest": 256},
+    "06_weight_sync": {"num_layers": 2, "seq_length": 128},
+    "07_full_size": {"num_layers": 8, "gpu_memory": "18GiB"},
+}
 """Parameters with which a lab is quick and its exercises are what they are."""
 
 pytestmark = pytest.mark.notebook
@@ -49,26 +170,48 @@ def exercises_of(lab: str) -> tuple[list[str], list[str]]:
     return work, exercises
 
 
-def test_every_lab_with_exercises_has_its_solutions_here() -> None:
-    labs = [path.stem for path in sorted(LABS.glob("*.ipynb")) if exercises_of(path.stem)[1]]
-    assert labs == sorted(SOLUTIONS)
+def answered(exercise: str, answer: str) -> str:
+    """Puts an answer in the place of the marked line."""
+    (marked,) = (line for line in exercise.splitlines() if line.endswith(MARK))
+    indent = marked[: len(marked) - len(marked.lstrip())]
+    return exercise.replace(marked, indent + answer)
 
 
-@pytest.mark.parametrize("lab", SOLUTIONS)
-def test_each_exercise_is_missed_at_first_and_reached_by_its_solution(lab: str) -> None:
+def value_of(cell: str, names: dict[str, Any]) -> object:
+    """Runs a cell; returns the value of its last line, which a notebook would show."""
+    *body, last = ast.parse(cell).body
+    assert isinstance(last, ast.Expr), "an exercise ends with its check"
+    exec(compile(ast.Module(body, []), "exercise", "exec"), names)  # noqa: S102  # the lab's own cell
+    return eval(compile(ast.Expression(last.value), "exercise", "eval"), names)  # noqa: S307
+
+
+def test_every_exercise_has_a_solution_and_wrong_answers_here() -> None:
+    counts = {path.stem: len(exercises_of(path.stem)[1]) for path in sorted(LABS.glob("*.ipynb"))}
+    assert {lab: count for lab, count in counts.items() if count} == {lab: len(all_) for lab, all_ in EXERCISES.items()}
+
+
+@pytest.mark.parametrize("lab", EXERCISES)
+def test_a_solution_reaches_the_goal_and_no_wrong_answer_does(
+    lab: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for figure in ("show", "compare"):
+        monkeypatch.setattr(f"memlab.{figure}", lambda *_, **__: "")
     work, exercises = exercises_of(lab)
     names: dict[str, Any] = {}
     for source in work:
         exec(source, names)  # noqa: S102  # the lab's own cells
         if source is work[0]:
             names |= SMALLER.get(lab, {})
-    assert len(exercises) == len(SOLUTIONS[lab])
     try:
-        for exercise, solution in zip(exercises, SOLUTIONS[lab], strict=True):
-            with pytest.raises(CheckFailed):
-                exec(exercise, names)  # noqa: S102
-            lines = [f"    {solution}" if line.endswith(MARK) else line for line in exercise.splitlines()]
-            assert lines != exercise.splitlines(), "the line to change is marked"
-            exec("\n".join(lines), names)  # noqa: S102
+        for exercise, answers in zip(exercises, EXERCISES[lab], strict=True):
+            for cell in (exercise, *(answered(exercise, wrong) for wrong in answers.wrong)):
+                capsys.readouterr()
+                outcome = value_of(cell, names)
+                assert isinstance(outcome, (Check, ResidencyCheck))
+                assert not outcome, f"this answer is wrong, and the check accepts it:\n{cell}"
+                lines = capsys.readouterr().out.splitlines()
+                assert [line.startswith("not yet: ") for line in lines] == [False] * (len(lines) - 1) + [True]
+            cell = answered(exercise, answers.solution)
+            assert value_of(cell, names), f"this is the solution, and the check refuses it:\n{cell}"
     finally:
         names["lab"].close()
