@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from megatron.core.transformer.identity_op import IdentityOp
 
 from memlab.backends import Backend
 from memlab.config.scenario import Scenario
@@ -68,9 +67,7 @@ class Stepper:
     def build(self) -> None:
         """Builds the model."""
         self.live = build(self.scenario, self.backend.layer_provider, self.backend.distributed_backend)
-        # Placeholders hand on what they get: in Qwen3's layers 4 of 18 modules are such, and each hook takes its time.
-        working = ((name, module) for name, module in self.live.named_modules() if not isinstance(module, IdentityOp))
-        self.labels.attach(working)
+        self.labels.attach(self.live.working_modules())
         self.moves = Moves(self.live, self.meter)
         with self.labels.category("workspace"):
             self.backend.fill_workspaces(self.scenario.architecture.is_moe)

@@ -18,6 +18,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from memlab.config.scenario import Scenario
@@ -74,6 +75,10 @@ class LiveModel:
                 layer = _LAYER.match(name)
                 yield (f"{layer[1]}{first + int(layer[2])}{layer[3]}" if layer else name), module
             first += len(chunk.module.decoder.layers)
+
+    def working_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Yields `named_modules` without placeholders, which return their input: 4 of 18 modules of a Qwen3 layer."""
+        return ((name, module) for name, module in self.named_modules() if not isinstance(module, IdentityOp))
 
     def buffers(self) -> Iterator[tuple[str, Any]]:
         """Yields DDP's buffers of parameters and gradients, each with the name of the attribute that has it."""

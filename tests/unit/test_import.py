@@ -37,3 +37,9 @@ def test_every_exported_name_is_there(name: str) -> None:
 def test_an_unknown_name_is_an_attribute_error_with_the_choices() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'Labb': choose from ARCHITECTURES, Architecture, Lab,"):
         _ = memlab.Labb
+
+
+def test_importing_the_lab_is_silent() -> None:
+    # megatron-core warns about optional packages when it is imported: `memlab.model` imports it first, with these silenced.
+    done = subprocess.run([sys.executable, "-c", "import memlab.lab.lab"], capture_output=True, text=True, check=True)
+    assert done.stdout + done.stderr == ""
