@@ -33,7 +33,7 @@ def test_what_a_workflow_runs_is_there(path: Path) -> None:
         program, *arguments = shlex.split(command)
         if program.endswith("memlab"):
             values = build_parser().parse_args(arguments)
-            assert (ROOT / values.suite).is_file()
+            assert "suite" not in values or (ROOT / values.suite).is_file()
         elif program == "make":
             target = re.sub(r"^\.venv", "$(VENV)", arguments[-1])
             assert f"\n{target}:" in makefile
