@@ -76,5 +76,6 @@ def test_the_nightly_runs_every_suite_that_needs_no_gpu() -> None:
     )
 
 
-def test_there_is_one_for_tests_and_one_for_the_nightly() -> None:
-    assert {path.stem for path in WORKFLOWS} == {"tests", "nightly"}
+def test_only_the_workflow_of_newest_releases_may_fail() -> None:
+    assert {path.stem for path in WORKFLOWS} == {"tests", "nightly", "newest"}
+    assert [path.stem for path in WORKFLOWS if "continue-on-error: true" in path.read_text()] == ["newest"]
