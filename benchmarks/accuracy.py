@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from memlab.analysis.accuracy import pairs_of
-from memlab.commands.ranks import failing_together, rank
+from memlab.commands.ranks import abort_job_on_error, rank
 from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
 from memlab.config.settings import MOE_OFFLOAD_MODULES, MOE_RECOMPUTE_MODULES, MemorySettings
@@ -113,7 +113,7 @@ def step(backend: str, wanted: Iterable[Case], out: Path, layout: Layout) -> Non
     known = map(StepRecord.from_dict, map(json.loads, out.read_text().splitlines() if out.exists() else []))
     done = {_key(record) for record in known}
     lab: Lab | None = None
-    with out.open("a") as lines, failing_together():
+    with out.open("a") as lines, abort_job_on_error():
         for architecture, num_layers, workload, settings in wanted:
             if (architecture, num_layers, *workload.values(), layout, settings) in done:
                 continue

@@ -7,43 +7,57 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Collection, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
 
 from memlab._version import __version__
-from memlab.commands import baseline, compare, doctor, lab, measure, nightly, predict, results, run, search
 
 _COMMANDS = {
-    "measure": measure,
-    "predict": predict,
-    "compare": compare,
-    "search": search,
-    "run": run,
-    "nightly": nightly,
-    "baseline": baseline,
-    "results": results,
-    "doctor": doctor,
-    "lab": lab,
+    "measure": "Run one steady training step here, on a GPU or a CPU, and print the memory that it needed.",
+    "predict": "Predict the memory of a training step at full size, without a GPU, and say whether it fits one.",
+    "search": "Search for the memory settings that fit a GPU with the least extra work.",
+    "compare": "Compare saved steps; the difference between a prediction and a measurement is split into terms.",
+    "run": "Run one lab without a browser, with parameters, into a folder of its own.",
+    "nightly": "Run a suite of labs and compare every metric with its baseline.",
+    "baseline": "Update the baselines of a suite from one of its runs.",
+    "results": "Write a Markdown page from measured records: what settings save, and how accurate predictions are.",
+    "doctor": "List packages, hardware and backends, and say how to install what is missing.",
+    "lab": "Open JupyterLab on the labs.",
 }
+"""Each command's summary. The command itself is the module of `memlab.commands` of that name."""
+
+_LONGEST_VALUE, _LONGEST_LINE = 200, 900
 
 
 class _Parser(argparse.ArgumentParser):
     """Refuses in one line, without the usage text that argparse puts before it."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{' '.join(message.split())}: see {self.prog} --help")
+        raise ValueError(f"{message}: see {self.prog} --help")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of all commands; it raises `ValueError` with one line for what it cannot parse."""
-    parser = _Parser(prog="memlab", description="Training steps of a live Megatron model, every byte accounted for.")
+def build_parser(names: Collection[str] = tuple(_COMMANDS)) -> argparse.ArgumentParser:
+    """Builds the parser of the command line; it raises `ValueError` with one line for what it cannot parse.
+
+    Args:
+        names: The commands whose modules are imported and whose flags are declared; the others are only listed.
+    """
+    parser = _Parser(
+        prog="memlab",
+        description="Run training steps of a live Megatron model and account for every byte of memory.",
+        epilog="memlab COMMAND --help explains one command. Exit codes: 0 success, 1 the answer is no or the work "
+        "failed, 2 the command line or a file is wrong.",
+    )
     parser.add_argument("--version", action="version", version=f"memlab {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, command in _COMMANDS.items():
-        summary = (command.__doc__ or "").partition("\n")[0]
+    for name, summary in _COMMANDS.items():
         subparser = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        command.add_arguments(subparser)
-        subparser.set_defaults(prepare=command.prepare, prog=subparser.prog, page=subparser.format_help())
+        if name in names:
+            command = import_module(f"memlab.commands.{name}")
+            command.add_arguments(subparser)
+            subparser.set_defaults(prepare=command.prepare, prog=subparser.prog, page=subparser.format_help())
     return parser
 
 
@@ -51,40 +65,82 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Returns:
-        0, or 1 if the command's work failed, or 2 if the input was bad: then one line on stderr says what and why. As a
-        shell counts signals, 130 after Ctrl-C, and 141 where nobody reads stdout any more, as behind ``| head``.
+        0 for success; 1 if the answer is no (a step does not fit, a metric changed) or the work failed; 2 if the input
+        was bad. After bad input, and after a failure to write where the user said, one line on stderr says what and
+        why. As a shell counts signals, 130 after Ctrl-C, and 141 if the reader of stdout is gone, as in ``| head``.
     """
     try:
         try:
-            return _run(argv)
+            return _run(sys.argv[1:] if argv is None else argv)
         finally:
             sys.stdout.flush()  # here, not at the interpreter's exit, where a broken pipe could no longer be caught
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The interpreter flushes once more as it exits: what is left goes nowhere.
+        # The interpreter flushes once more as it exits: send what is left nowhere.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
         return 141
 
 
-def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    arguments, unknown = build_parser().parse_known_args(argv)
+def _run(argv: Sequence[str]) -> int:
+    try:
+        arguments = _parsed(argv)
+        job: Callable[[], int] = arguments.prepare(arguments)
+    except ValueError as error:
+        return _refused(error)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        return _refused(f"{os.fsdecode(error.filename)}: {_reason(error)}: give another path")
+    except (MemoryError, OverflowError, RecursionError) as error:
+        what = "is nested too deeply" if isinstance(error, RecursionError) else "has a number that is too large"
+        return _refused(f"the input {what} ({error or type(error).__name__}): give a smaller one")
+    except ModuleNotFoundError as error:
+        if (error.name or "memlab").partition(".")[0] == "memlab":
+            raise
+        return _refused(f"{error.name} is not installed: memlab doctor says how to install it", exit_code=1)
+    try:
+        return job()
+    except OSError as error:
+        if not _is_named(error.filename, arguments):
+            raise
+        return _refused(f"{error.filename}: {_reason(error)}: free space or choose another path", exit_code=1)
+
+
+def _parsed(argv: Sequence[str]) -> argparse.Namespace:
+    command = next((word for word in argv if not word.startswith("-")), "")
+    arguments, unknown = build_parser([command]).parse_known_args(argv)
     if unknown:
         flags = set(re.findall(r"--[a-z][a-z-]*", arguments.page)) - {unknown[0]}
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], sorted(flags), 1)
+        near = difflib.get_close_matches(unknown[0].partition("=")[0][:_LONGEST_VALUE], sorted(flags), 1)
         mean = f"did you mean {near[0]}? All flags: " if near else ""
         raise ValueError(f"unrecognized arguments: {' '.join(unknown)}: {mean}see {arguments.prog} --help")
     return arguments
 
 
-def _run(argv: Sequence[str] | None) -> int:
-    try:
-        arguments = _parsed(argv)
-        job = arguments.prepare(arguments)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    exit_code: int = job()
+def _refused(message: object, exit_code: int = 2) -> int:
+    print(one_line(str(message)), file=sys.stderr)
     return exit_code
+
+
+def one_line(message: str) -> str:
+    """Returns a message as one line of at most 1000 characters: line ends are escaped, and long values shortened."""
+    text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in message)
+    long_value = rf"'[^']{{{_LONGEST_VALUE},}}'|\S{{{_LONGEST_VALUE + 1},}}"
+    text = re.sub(long_value, lambda value: f"{value[0][:60]}... ({len(value[0])} characters)", text)
+    return text if len(text) <= _LONGEST_LINE else f"{text[:500]} ... {text[-_LONGEST_LINE + 500 :]}"
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or type(error).__name__).lower()
+
+
+def _is_named(path: Any, arguments: argparse.Namespace) -> bool:
+    """Whether a path that could not be used is one of the command line, or in a folder of it."""
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        return False
+    named = [value for value in vars(arguments).values() if isinstance(value, Path)]
+    failed = Path(os.fsdecode(path)).absolute()
+    return any(failed.is_relative_to(place.absolute()) or failed.parent == place.absolute().parent for place in named)

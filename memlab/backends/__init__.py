@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from memlab.config.scenario import Scenario
-from memlab.meter.labels import Labels
-from memlab.meter.protocol import Meter
+if TYPE_CHECKING:  # so that the names of the backends can be read without torch
+    from memlab.config.scenario import Scenario
+    from memlab.meter.labels import Labels
+    from memlab.meter.protocol import Meter
 
 BACKENDS = ("auto", "cpu", "cuda", "simulated")
 BACKEND_VARIABLE = "MEMLAB_BACKEND"

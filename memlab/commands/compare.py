@@ -1,4 +1,4 @@
-"""Holds saved steps against each other; a predicted and a measured one are split into terms."""
+"""Compares saved steps; the difference between a prediction and a measurement is split into terms."""
 
 from __future__ import annotations
 
@@ -8,27 +8,31 @@ from collections.abc import Callable
 from pathlib import Path
 
 from memlab.analysis.difference import difference_of, obstacles
+from memlab.commands.output import check_new_file, out_path, written_aside
 from memlab.record.step_record import StepRecord
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
-    parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="of measure --out or predict --out")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, bytes as integers")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the picture and the text as an HTML page")
+    parser.add_argument(
+        "folders", type=Path, nargs="+", metavar="FOLDER", help="two or more that measure --out or predict --out wrote"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object; bytes are integers")
+    parser.add_argument(
+        "--out", type=out_path, metavar="FILE", help="also write the figure and the text as one HTML page"
+    )
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     """Reads the records.
 
     Raises:
-        ValueError: If there are fewer than two, a folder holds none, or the page cannot be drawn or written.
+        ValueError: If there are fewer than two, one cannot be read, or the page exists or cannot be written.
     """
     if len(arguments.folders) < 2:
-        raise ValueError(f"got 1 folder, {arguments.folders[0]}, must be at least 2: give the one to hold it against")
+        raise ValueError(f"got 1 folder, {arguments.folders[0]}, must be at least 2: give one to compare it with")
+    check_new_file(arguments.out)
     records = [_load(folder) for folder in arguments.folders]
-    if arguments.out is not None and not arguments.out.parent.is_dir():
-        raise ValueError(f"the page {arguments.out} is in no folder that exists: make {arguments.out.parent} first")
     from memlab.views.display import compare
     from memlab.views.text.difference import comparison_text
 
@@ -37,7 +41,8 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
     def write() -> int:
         if view is not None:
-            view.save(arguments.out)
+            with written_aside(arguments.out) as page:
+                view.save(page)
         print(text)
         return 0
 
@@ -48,7 +53,7 @@ def _load(folder: Path) -> StepRecord:
     ranks = sorted(folder.glob("rank-*/record.json"))
     if ranks and not (folder / "record.json").exists():
         raise ValueError(
-            f"{folder} holds one record a rank ({len(ranks)}): give one of them, such as {ranks[0].parent}"
+            f"{folder} contains {len(ranks)} records, one per rank: give one of them, such as {ranks[0].parent}"
         )
     return StepRecord.load(folder)
 

@@ -12,7 +12,7 @@ from importlib import import_module, metadata
 from packaging.requirements import Requirement
 
 from memlab._version import __version__
-from memlab.commands.output import result_alone_on_stdout
+from memlab.commands.process import stdout_reserved_for_result
 
 _CPU_EXTRA, _GPU_EXTRA = "pip install -e '.[cpu]'", "pip install --no-build-isolation -e '.[gpu]'"
 
@@ -40,7 +40,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
 
 def _report(*, as_json: bool) -> int:
-    with result_alone_on_stdout():
+    with stdout_reserved_for_result():
         packages = [_package(requirement) for requirement in _requirements()]
         cpu = _cpu({package.name: package for package in packages})
         backends = [cpu, _cuda(), replace(cpu, name="simulated")]  # which runs what the CPU does, on fake tensors

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memlab.commands.signals import ended_by_signals
+from memlab.commands.process import terminate_on_signal
 
 if TYPE_CHECKING:
     from memlab.regression.nightly import Options
@@ -60,7 +60,7 @@ def _run(suite: Suite, cases: tuple[Case, ...], options: Options) -> int:
         f"running {len(cases)} of {len(suite.cases)} cases of {suite.name} on {suite.backend}, {options.jobs} at a time"
     )
     try:
-        with ended_by_signals() as signals:
+        with terminate_on_signal() as signals:
             summary, folder = run_suite(suite, cases, options, lambda line: print(line, flush=True))
     except DiskFullError as error:
         print(error, file=sys.stderr)

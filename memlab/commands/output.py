@@ -1,27 +1,114 @@
-"""What a command prints as its result stands alone on stdout."""
+"""Where ``--out`` may write: never over something, and never into a folder that another command is writing to."""
 
 from __future__ import annotations
 
-import ctypes
-import os
-import sys
-import warnings
+import argparse
+import fcntl
+import tempfile
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
+from pathlib import Path
+
+from memlab.record.step_record import StepRecord
+
+_LOCK = ".memlab-is-writing"
+
+
+def out_path(text: str) -> Path:
+    """Reads the value of ``--out``; an empty one would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty, must name a file or folder")
+    return Path(text)
+
+
+def add_record_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares how a record is printed and where it is saved."""
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="print one JSON object; bytes are integers")
+    group.add_argument(
+        "--out", type=out_path, metavar="FOLDER", help="also save the record and its timeline in this new folder"
+    )
+    group.add_argument(
+        "--snapshot",
+        action="store_true",
+        help="also write snapshot.pickle into FOLDER, which pytorch.org/memory_viz opens",
+    )
+
+
+def check_new_file(path: Path | None) -> None:
+    """Checks that a file can be written, and that nothing is lost by it.
+
+    Raises:
+        ValueError: If the path is a folder, a file with content, or in a folder that does not exist or is read-only.
+    """
+    if path is None:
+        return
+    if path.exists() and (not path.is_file() or path.stat().st_size):
+        what = "is a folder" if path.is_dir() else "already exists"
+        raise ValueError(f"--out is {path}, which {what}: choose another file or remove it")
+    if not path.parent.is_dir():
+        raise ValueError(f"--out is {path}, but {path.parent} is not a folder: make it, or choose another file")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise _unwritable(path, error) from error
 
 
 @contextmanager
-def result_alone_on_stdout() -> Iterator[None]:
-    """Sends to stderr whatever is printed in the block, by Python or by C code, and drops third parties' warnings."""
-    sys.stdout.flush()
-    stdout = os.dup(1)
-    os.dup2(2, 1)
+def written_aside(path: Path) -> Iterator[Path]:
+    """Yields a temporary path next to a file, which becomes the file if the block succeeds."""
+    aside = path.with_name(f".memlab-{uuid.uuid4().hex[:8]}{path.suffix[:8]}")
     try:
-        with redirect_stdout(sys.stderr), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
-            yield
+        yield aside
+        aside.replace(path)
     finally:
-        sys.stdout.flush()  # of whoever kept the stream
-        ctypes.CDLL(None).fflush(None)  # C keeps a buffer of its own, and would write it after the result
-        os.dup2(stdout, 1)
-        os.close(stdout)
+        aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def claimed_folder(folder: Path | None) -> Iterator[None]:
+    """Makes a folder for a record and keeps other commands out of it for the block; nothing is done for None.
+
+    The lock is the kernel's (flock), so none outlives its process. A folder that the block leaves empty is removed.
+
+    Raises:
+        ValueError: If the folder cannot be made or written to, has content, or another command writes to it.
+    """
+    if folder is None:
+        yield
+        return
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / _LOCK).open("w")
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"--out is {folder}, which another memlab command is writing to now: choose another folder"
+            ) from error
+        try:
+            if any(path.name != _LOCK for path in folder.iterdir()):
+                raise ValueError(f"--out is {folder}, which is not empty: choose another folder or remove it")
+            yield
+        finally:
+            (folder / _LOCK).unlink(missing_ok=True)
+            if is_new and folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+
+
+def save_record(record: StepRecord, folder: Path, *, snapshot: bool) -> None:
+    """Saves a record with its timeline, and as a memory snapshot if requested."""
+    record.save(folder)
+    if snapshot:
+        record.export_snapshot(folder / "snapshot.pickle")
+
+
+def _unwritable(path: Path, error: OSError) -> ValueError:
+    reason = (error.strerror or type(error).__name__).lower()
+    return ValueError(f"--out is {path}, which cannot be written ({reason}): choose another path")

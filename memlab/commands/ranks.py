@@ -1,64 +1,62 @@
-"""One command on every rank of a job that ``torchrun`` started: a record a rank, and a summary that names the worst."""
+"""One command on every rank of a job that ``torchrun`` started: one record per rank and a table of all."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from memlab.analysis.diagnosis import worst
-from memlab.config.layout import Layout
+from memlab.commands.process import exit_now
 from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes
 
 
 def world_size() -> int:
-    """Returns how many ranks were started; 1 without ``torchrun``."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Returns how many ranks were started; 1 without ``torchrun``.
+
+    Raises:
+        ValueError: If the environment variable ``WORLD_SIZE`` is not a positive number.
+    """
+    return _number_from_environment("WORLD_SIZE", default=1, at_least=1)
 
 
 def rank() -> int:
-    """Returns this process's rank; 0 without ``torchrun``."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def layout_of_the_job(arguments: argparse.Namespace, num_ranks: int, number: int) -> Layout:
-    """Returns the layout that the flags name, with as many copies of the model as the ranks make.
-
-    Args:
-        arguments: With the sizes of the parallel groups, under `Layout`'s names.
-        num_ranks: Of the job.
-        number: The rank that is looked at.
+    """Returns this process's rank; 0 without ``torchrun``.
 
     Raises:
-        ValueError: If a size breaks its rule, or the ranks do not divide.
+        ValueError: If the environment variable ``RANK`` is not the number of one of the ranks.
     """
-    given = {field.name: getattr(arguments, field.name, None) for field in fields(Layout)}
-    sizes = {name: size for name, size in given.items() if size is not None and name != "rank"}
-    splits = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
-    tensor, context, pipeline = (sizes.get(name, 1) for name in splits)
-    per_copy = tensor * context * pipeline
-    if per_copy > 0 and (num_ranks < 1 or num_ranks % per_copy):
+    number = _number_from_environment("RANK", default=0, at_least=0)
+    if number >= world_size():
         raise ValueError(
-            f"the job has {num_ranks} ranks, must be a multiple of {per_copy} (tensor {tensor} x context {context} x "
-            f"pipeline {pipeline}): take {per_copy} (torchrun --nproc-per-node, or --world-size of a prediction), or "
-            "change a size"
+            f"the environment variable RANK is {number}, must be below WORLD_SIZE, {world_size()}: start the ranks "
+            "with torchrun, or unset both"
         )
-    return Layout(**sizes, data_parallel_size=max(1, num_ranks // max(1, per_copy)), rank=number)
+    return number
+
+
+def _number_from_environment(name: str, *, default: int, at_least: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < at_least:
+        raise ValueError(
+            f"the environment variable {name} is {text!r}, must be a whole number of at least {at_least}: start the "
+            "ranks with torchrun, or unset it"
+        )
+    return int(text)
 
 
 @contextmanager
-def failing_together() -> Iterator[None]:
-    """Ends this process at once if the block fails: the other ranks wait in a collective for one that will not come.
+def abort_job_on_error() -> Iterator[None]:
+    """Ends this process at once if the block fails: the other ranks wait for it in a collective.
 
-    ``torchrun`` ends them when it sees this one gone; leaving in the usual way would wait for them here.
+    ``torchrun`` ends them when it sees this one exit; an ordinary exit would wait for them here.
     """
     try:
         yield
@@ -67,14 +65,7 @@ def failing_together() -> Iterator[None]:
             raise
         print(f"rank {rank()} failed:", file=sys.stderr)
         traceback.print_exc()
-        leave(1)
-
-
-def leave(code: int) -> None:
-    """Ends the process without the farewells that would wait for other ranks."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        exit_now(1)
 
 
 def gathered(record: StepRecord) -> list[StepRecord]:
@@ -92,8 +83,8 @@ def ranks_json(records: list[StepRecord]) -> dict[str, Any]:
 
 
 def ranks_table(records: list[StepRecord]) -> str:
-    """Writes one row a rank, the worst marked; a predicted step has no time."""
-    rows = [("rank", "peak allocated", "reserved", "at the start", "above it", "step", "")]
+    """Writes one row per rank and marks the worst; a predicted step has no time."""
+    rows = [("rank", "peak allocated", "reserved", "at the start", "above the start", "step", "")]
     rows += [
         (
             str(record.scenario.layout.rank),

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memlab.analysis.accuracy import pairs_of
-from memlab.commands.output import result_alone_on_stdout
+from memlab.commands.output import check_new_file, out_path, written_aside
+from memlab.commands.process import stdout_reserved_for_result
 
 if TYPE_CHECKING:
     from memlab.record.step_record import StepRecord
@@ -19,9 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
     parser.add_argument("records", type=Path, metavar="RECORDS", help="a file such as labs/results/h200_settings.jsonl")
     parser.add_argument(
-        "--steps", type=Path, metavar="FILE", help="records of measured steps; each is predicted again, in a second"
+        "--steps",
+        type=Path,
+        metavar="FILE",
+        help="records of measured steps, each of which is predicted and compared",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the page there (printed otherwise)")
+    parser.add_argument("--out", type=out_path, metavar="FILE", help="write the page to this new file")
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
@@ -33,10 +37,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     from memlab.record.step_record import StepRecord
     from memlab.views.text.results import Result, results_page
 
-    if arguments.out is not None and not arguments.out.parent.is_dir():
-        raise ValueError(
-            f"--out is {arguments.out}, and {arguments.out.parent} is no folder: make it, or write elsewhere"
-        )
+    check_new_file(arguments.out)
     page = results_page([_read(Result.from_dict, *line) for line in _lines(arguments.records)])
     steps = [_read(StepRecord.from_dict, *line) for line in _lines(arguments.steps)] if arguments.steps else []
     return lambda: _write(page, steps, arguments.out)
@@ -58,7 +59,7 @@ def _read(read: Callable[[dict[str, Any]], Any], place: str, line: str) -> Any:
 
 def _write(page: str, steps: list[StepRecord], out: Path | None) -> int:
     if steps:
-        with result_alone_on_stdout():
+        with stdout_reserved_for_result():
             from memlab.lab.predictions import predict_again
             from memlab.views.text.accuracy import accuracy_page
 
@@ -66,6 +67,7 @@ def _write(page: str, steps: list[StepRecord], out: Path | None) -> int:
     if out is None:
         print(page)
     else:
-        out.write_text(page + "\n")
+        with written_aside(out) as aside:
+            aside.write_text(page + "\n", encoding="utf-8")
         print(f"wrote {out}")
     return 0

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memlab.commands.signals import ended_by_signals
+from memlab.commands.process import terminate_on_signal
 
 if TYPE_CHECKING:
     from memlab.regression.run.runner import PreparedLab
@@ -57,7 +57,7 @@ def _run(lab: PreparedLab) -> int:
 
     print(f"running {_shown(lab.notebook)}", flush=True)
     try:
-        with ended_by_signals():
+        with terminate_on_signal():
             run = lab.run(on_progress=lambda line: print(line, flush=True))
     except LabFailedError as failure:
         print(f"{failure}\nits notebook, page and log are in {_shown(failure.folder)}", file=sys.stderr)

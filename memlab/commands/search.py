@@ -1,16 +1,23 @@
-"""Searches the memory settings that fit a GPU: the Pareto front of peak against extra work."""
+"""Searches for the memory settings that fit a GPU: the Pareto front of peak against extra work."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Callable
-from pathlib import Path
 
-from memlab.commands.measure import add_step_arguments, checked_step, whole_number
-from memlab.commands.output import result_alone_on_stdout
-from memlab.commands.predict import add_job_arguments, memory_size, other_ranks_line, room_of
-from memlab.commands.ranks import layout_of_the_job
+from memlab.commands.output import check_new_file, out_path, written_aside
+from memlab.commands.predict import other_ranks_line
+from memlab.commands.process import stdout_reserved_for_result
+from memlab.commands.step_flags import (
+    add_job_arguments,
+    add_step_arguments,
+    checked_step,
+    layout_of_the_job,
+    limit_for_torch,
+    memory_size,
+    whole_number,
+)
 from memlab.config.scenario import Scenario
 from memlab.fitting.front import Search, default_resolution_bytes
 from memlab.fitting.search import SearchInterrupted
@@ -18,42 +25,53 @@ from memlab.lab.search_process import search_simulated
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags: those of `predict` for one rank, and what bounds the search."""
+    """Declares the flags: those of `predict` for one rank, and those that bound the search."""
     add_step_arguments(parser)
     add_job_arguments(parser)
-    parser.add_argument("--rank", type=whole_number, default=0, metavar="N", help="one rank (0)")
-    parser.add_argument("--gpu-memory", type=memory_size, required=True, metavar="SIZE", help="such as 80GiB")
-    parser.add_argument("--max-steps", type=whole_number, metavar="N", help="predict so many settings at most")
     parser.add_argument(
-        "--resolution", type=memory_size, metavar="SIZE", help="tell peaks apart by so much (1/64 of the GPU; 1B: all)"
+        "--rank", type=whole_number, default=0, metavar="N", help="search for this rank of the job (default 0)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, bytes as integers")
-    parser.add_argument("--out", type=Path, metavar="FILE.html", help="also write the chart and the table as one page")
+    parser.add_argument(
+        "--gpu-memory", type=memory_size, required=True, metavar="SIZE", help="memory of the GPU, such as 80GiB"
+    )
+    parser.add_argument("--max-steps", type=whole_number, metavar="N", help="predict at most N settings (default: all)")
+    parser.add_argument(
+        "--resolution",
+        type=memory_size,
+        metavar="SIZE",
+        help="treat peaks that differ by less than this as equal (default: 1/64 of the GPU; 1B compares exactly)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object; bytes are integers")
+    parser.add_argument(
+        "--out", type=out_path, metavar="FILE.html", help="also write the chart and the table as one HTML page"
+    )
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     """Checks everything that can be checked without a model.
 
     Raises:
-        ValueError: If a value breaks its rule, or the page cannot be written or is there.
+        ValueError: If a value breaks its rule, or the page exists or cannot be written.
     """
     layout = layout_of_the_job(arguments, arguments.world_size, arguments.rank)
     workload, base = checked_step(arguments, layout)
     scenario = Scenario(**workload)
-    room_bytes = room_of(arguments.gpu_memory, layout)
+    limit_bytes = limit_for_torch(arguments.gpu_memory, layout)
     if arguments.max_steps is not None and arguments.max_steps < 1:
         raise ValueError(f"--max-steps is {arguments.max_steps}, must be at least 1: give a larger number")
-    _check_page(arguments.out)
+    if arguments.out is not None and arguments.out.suffix != ".html":
+        raise ValueError(f"--out is {arguments.out}, must be a file that ends in .html: choose another name")
+    check_new_file(arguments.out)
     resolution_bytes = arguments.resolution or default_resolution_bytes(arguments.gpu_memory)
 
     def job() -> int:
         try:
-            with result_alone_on_stdout():
+            with stdout_reserved_for_result():
                 found = search_simulated(
                     scenario,
                     base,
-                    room_bytes,
-                    outside_torch_bytes=arguments.gpu_memory - room_bytes,
+                    limit_bytes,
+                    outside_torch_bytes=arguments.gpu_memory - limit_bytes,
                     resolution_bytes=resolution_bytes,
                     max_steps=arguments.max_steps,
                 )
@@ -66,15 +84,6 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     return job
 
 
-def _check_page(path: Path | None) -> None:
-    if path is None:
-        return
-    if path.suffix != ".html" or not path.parent.is_dir():
-        raise ValueError(f"--out is {path}, must be a file that ends in .html in a folder that is there: name another")
-    if path.exists():
-        raise ValueError(f"{path} is there, and is not overwritten: give another file")
-
-
 def _show(found: Search, arguments: argparse.Namespace) -> None:
     from memlab.views.text.search import search_table
 
@@ -82,7 +91,8 @@ def _show(found: Search, arguments: argparse.Namespace) -> None:
         from memlab.views.display import View
         from memlab.views.figures.search import search_figure
 
-        View(search_figure(found), search_table(found)).save(arguments.out)
+        with written_aside(arguments.out) as page:
+            View(search_figure(found), search_table(found)).save(page)
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=2))
         return

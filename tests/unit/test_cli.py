@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from memlab.cli import main
-from memlab.commands.output import result_alone_on_stdout
+from memlab.commands.process import stdout_reserved_for_result
 from memlab.config.layout import Layout
 from memlab.config.settings import MemorySettings
 from memlab.record.step_record import StepRecord
@@ -241,7 +241,7 @@ def test_measure_saves_a_record_once(
     assert main(command) == 0
     assert StepRecord.load(tmp_path / "record").timeline is not None
     assert main(command) == 2
-    assert "holds a record, and is not overwritten" in capfd.readouterr().err
+    assert "which is not empty: choose another folder or remove it" in capfd.readouterr().err
 
 
 def test_measure_writes_a_snapshot_beside_the_record(fake_lab: type[FakeLab], tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_an_error_of_the_lab_is_not_taken_for_bad_input(
 
 
 def test_stdout_is_given_back_after_an_error(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RuntimeError), result_alone_on_stdout():
+    with pytest.raises(RuntimeError), stdout_reserved_for_result():
         raise RuntimeError
     os.write(1, b"back\n")
     assert capfd.readouterr().out == "back\n"

@@ -454,9 +454,12 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureF
         for arguments, words in (
             ([whole], "got 1 folder"),
             ([whole, str(tmp_path)], "holds no record.json"),
-            ([whole, str(tmp_path / "job")], "holds one record a rank"),
+            ([whole, str(tmp_path / "job")], "one per rank: give one of them"),
             ([whole, bare, "--out", str(tmp_path / "page.html")], "has no timeline"),
-            ([whole, whole, "--out", str(tmp_path / "none" / "page.html")], "is in no folder that exists"),
+            (
+                [whole, whole, "--out", str(tmp_path / "none" / "page.html")],
+                "is not a folder: make it, or choose another file",
+            ),
         ):
             assert main(["compare", *arguments]) == 2
             printed = capsys.readouterr()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from memlab.cli import build_parser
-from memlab.commands.ranks import layout_of_the_job
+from memlab.commands.step_flags import layout_of_the_job
 from memlab.config.architectures import ARCHITECTURES
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario

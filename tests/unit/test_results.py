@@ -82,4 +82,4 @@ def test_scenarios_that_read_alike_have_tables_of_their_own() -> None:
 
 def test_a_page_in_no_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["results", "labs/results/h200_settings.jsonl", "--out", "/nowhere/page.md"]) == 2
-    assert "make it, or write elsewhere" in capsys.readouterr().err
+    assert "make it, or choose another file" in capsys.readouterr().err

@@ -244,7 +244,7 @@ def test_the_command_prints_what_single_steps_give(capfd: pytest.CaptureFixture[
     assert found["points"][0]["on_front"] and found["points"][0]["is_cheapest"]
     assert "CUT SHORT" in page.read_text() and "Plotly.newPlot" in page.read_text()
     assert main(["search", *TINY, *room, "--out", str(page)]) == 2
-    assert "is not overwritten" in capfd.readouterr().err
+    assert "which already exists: choose another file or remove it" in capfd.readouterr().err
 
 
 def test_where_nothing_fits_it_says_what_is_lacking_and_exits_with_1(capfd: pytest.CaptureFixture[str]) -> None:
@@ -257,7 +257,10 @@ def test_where_nothing_fits_it_says_what_is_lacking_and_exits_with_1(capfd: pyte
     ("flags", "refusal"),
     [
         ("", "the following arguments are required: --gpu-memory"),
-        ("--gpu-memory 2GiB", "--gpu-memory is 2.000 GiB, must be above about 2.449 GiB that are held outside torch"),
+        (
+            "--gpu-memory 2GiB",
+            "--gpu-memory is 2.000 GiB, must be more than the 2.449 GiB that CUDA and its libraries take",
+        ),
         ("--gpu-memory 80GiB --max-steps 0", "--max-steps is 0, must be at least 1"),
         ("--gpu-memory 80GiB --rank all", "'all' is not a whole number"),
         ("--gpu-memory 80GiB --out front.png", "--out is front.png, must be a file that ends in .html"),

@@ -1,0 +1,263 @@
+"""The flags that describe a step: what is run, how it is spread over ranks, and under which memory settings."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from typing import Any
+
+from memlab.config.architectures import ARCHITECTURES
+from memlab.config.layout import Layout
+from memlab.config.scenario import DTYPES, Scenario
+from memlab.config.settings import (
+    CHECKPOINT_INPUT_REMEDIES,
+    OFFLOAD_MODULES,
+    RECOMPUTE_GRANULARITIES,
+    RECOMPUTE_METHODS,
+    RECOMPUTE_MODULES,
+    MemorySettings,
+)
+from memlab.config.settings_on_model import check_on_model
+from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.units import format_bytes, parse_bytes
+
+_LIMITS = {
+    "num_layers": 10_000,
+    "num_microbatches": 2**16,
+    "world_size": 2**17,
+    "num_moe_experts": 2**16,
+    "tokens in a micro-batch": 2**27,
+    "parameters": 2**50,
+    "elements of the largest activation": 2**50,
+}
+"""The largest sizes that a command starts on. Each is far above any model that was trained. Beyond them torch's 64-bit
+sizes overflow, the ids of one batch alone fill the host, or building the model takes hours."""
+
+_LAYOUT_HELP = {
+    "tensor-model": "ranks that split each layer's matrices, with sequence parallel (default 1)",
+    "context": "ranks that split each sequence (default 1)",
+    "pipeline-model": "stages of layers (default 1)",
+    "virtual-pipeline-model": "chunks of layers per stage; above 1 the schedule is interleaved (default 1)",
+    "expert-model": "ranks that split the experts of a layer (default 1)",
+    "expert-tensor": "ranks that split the matrices of an expert (default: the tensor parallel size)",
+}
+
+
+def add_step_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `measure`, `predict` and `search`. `Scenario` and `MemorySettings` have their rules."""
+    parser.add_argument(
+        "architecture",
+        metavar="ARCH",
+        help=f"{', '.join(ARCHITECTURES)}, or the path of a Hugging Face config.json",
+    )
+    workload = parser.add_argument_group("workload")
+    workload.add_argument(
+        "--num-layers", type=whole_number, metavar="N", help="build only the first N layers (default: all)"
+    )
+    workload.add_argument("--seq-length", type=whole_number, metavar="N", help="tokens in a sequence")
+    workload.add_argument(
+        "--micro-batch-size", type=whole_number, metavar="N", help="sequences in a micro-batch (default 1)"
+    )
+    workload.add_argument(
+        "--num-microbatches", type=whole_number, metavar="N", help="micro-batches in a step (default 1)"
+    )
+    workload.add_argument(
+        "--seed", type=whole_number, metavar="N", help="seed of the weights and the data (default 1234)"
+    )
+    workload.add_argument("--dtype", metavar=_choices(DTYPES), help="type of parameters and activations (default bf16)")
+    workload.add_argument(
+        "--expert-buffers",
+        action="store_true",
+        default=None,
+        help="give the experts gradient buffers of their own, as under expert parallelism",
+    )
+    layout = parser.add_argument_group("parallel layout, with Megatron's names; all further ranks are data parallel")
+    for name, text in _LAYOUT_HELP.items():
+        layout.add_argument(f"--{name}-parallel-size", type=whole_number, metavar="N", help=text)
+    for place in ("first", "last"):
+        layout.add_argument(
+            f"--num-layers-in-{place}-pipeline-stage",
+            type=whole_number,
+            metavar="N",
+            help=f"layers of the {place} stage (default: layers are split evenly)",
+        )
+    _add_settings_arguments(parser.add_argument_group("memory settings, with Megatron's names"))
+
+
+def _add_settings_arguments(settings: argparse._ArgumentGroup) -> None:
+    settings.add_argument(
+        "--recompute-granularity",
+        metavar=_choices(RECOMPUTE_GRANULARITIES),
+        help="recompute whole layers, or only --recompute-modules, in backward",
+    )
+    settings.add_argument(
+        "--recompute-method",
+        metavar=_choices(RECOMPUTE_METHODS),
+        help="with full: checkpoint all layers in groups, or only the first layers",
+    )
+    settings.add_argument(
+        "--recompute-num-layers",
+        type=whole_number,
+        metavar="N",
+        help="with full: layers per checkpoint (uniform), or layers to recompute (block)",
+    )
+    settings.add_argument(
+        "--recompute-modules",
+        type=_names,
+        metavar="A,B",
+        help=f"with selective: some of {', '.join(RECOMPUTE_MODULES)}",
+    )
+    settings.add_argument(
+        "--checkpoint-input-remedy",
+        metavar=_choices(CHECKPOINT_INPUT_REMEDIES),
+        help="free the inputs that checkpoints of MoE layers retain after backward",
+    )
+    settings.add_argument(
+        "--offload-modules",
+        type=_names,
+        metavar="A,B",
+        help="move the saved inputs of these modules to the host between forward and backward: some of "
+        f"{', '.join(OFFLOAD_MODULES)}",
+    )
+    settings.add_argument(
+        "--min-offloaded-tensor-size",
+        type=whole_number,
+        metavar="N",
+        help="offload only tensors of at least N elements (default 1048576, as in Megatron)",
+    )
+    settings.add_argument(
+        "--offload-parameters", action="store_true", default=None, help="keep parameters on the host between steps"
+    )
+    settings.add_argument(
+        "--offload-gradients",
+        action=argparse.BooleanOptionalAction,
+        help="drop the gradient buffers between steps (default: as --offload-optimizer)",
+    )
+    settings.add_argument(
+        "--offload-optimizer", action="store_true", default=None, help="keep optimizer state on the host between steps"
+    )
+
+
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares what only a predicted job has."""
+    group = parser.add_argument_group("job")
+    group.add_argument("--world-size", type=whole_number, default=1, metavar="N", help="ranks of the job (default 1)")
+    group.add_argument(
+        "--routing",
+        metavar="CHOICE",
+        help="how tokens are routed to experts: balanced (default), random:SEED, skewed:FACTOR, or a JSON file with "
+        "one share per expert",
+    )
+
+
+def checked_step(arguments: argparse.Namespace, layout: Layout) -> tuple[dict[str, Any], MemorySettings]:
+    """Returns the arguments of a `Lab` and the settings of its step.
+
+    Raises:
+        ValueError: If a value breaks its rule, or a size is absurd.
+    """
+    for name in ("num_layers", "num_microbatches"):
+        _check_limit(name, getattr(arguments, name) or 0)
+    workload = _given(arguments, Scenario) | {"layout": layout}
+    scenario = Scenario(**workload)
+    _check_sizes(scenario)
+    settings = MemorySettings(**_given(arguments, MemorySettings))
+    check_on_model(settings, scenario.architecture, *scenario.layers_of_chunks)
+    return workload, settings
+
+
+def layout_of_the_job(arguments: argparse.Namespace, num_ranks: int, rank: int) -> Layout:
+    """Returns the layout that the flags name, with as many copies of the model as the ranks make.
+
+    Args:
+        arguments: With the sizes of the parallel groups, under `Layout`'s names.
+        num_ranks: Ranks of the job.
+        rank: The rank to measure or predict.
+
+    Raises:
+        ValueError: If a size breaks its rule, or the ranks do not divide.
+    """
+    _check_limit("world_size", num_ranks)
+    given = {field.name: getattr(arguments, field.name, None) for field in fields(Layout)}
+    sizes = {name: size for name, size in given.items() if size is not None and name != "rank"}
+    splits = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+    tensor, context, pipeline = (sizes.get(name, 1) for name in splits)
+    per_copy = tensor * context * pipeline
+    if per_copy > 0 and (num_ranks < 1 or num_ranks % per_copy):
+        raise ValueError(
+            f"the job has {num_ranks} ranks, must be a multiple of {per_copy} (tensor {tensor} x context {context} x "
+            f"pipeline {pipeline}): take {per_copy} (torchrun --nproc-per-node, or --world-size of a prediction), or "
+            "change a size"
+        )
+    return Layout(**sizes, data_parallel_size=max(1, num_ranks // max(1, per_copy)), rank=rank)
+
+
+def limit_for_torch(gpu_memory_bytes: int, layout: Layout) -> int:
+    """Returns how many bytes of a GPU torch's allocator can have.
+
+    Raises:
+        ValueError: If there are none.
+    """
+    outside_torch_bytes = estimate_outside_torch(layout).total_bytes
+    if gpu_memory_bytes <= outside_torch_bytes:
+        outside = format_bytes(outside_torch_bytes)
+        raise ValueError(
+            f"--gpu-memory is {format_bytes(gpu_memory_bytes)}, must be more than the {outside} that CUDA and its "
+            "libraries take (an estimate): give a larger GPU with its unit, such as 80GiB"
+        )
+    return gpu_memory_bytes - outside_torch_bytes
+
+
+def whole_number(text: str) -> int:
+    """Reads a flag's number."""
+    try:
+        return int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from error
+
+
+def memory_size(text: str) -> int:
+    """Reads a flag's size, such as ``80GiB``."""
+    try:
+        return parse_bytes(text)
+    except (ValueError, OverflowError) as error:
+        raise argparse.ArgumentTypeError(
+            str(error) if isinstance(error, ValueError) else f"{text!r} is too large: give a size such as 80GiB"
+        ) from error
+
+
+def _check_sizes(scenario: Scenario) -> None:
+    """Checks what would overflow or never end, before torch is imported."""
+    architecture, micro_batch = scenario.architecture, scenario.seq_length * scenario.micro_batch_size
+    largest_row = max(
+        architecture.vocab_size,
+        architecture.ffn_hidden_size,
+        architecture.hidden_size,
+        architecture.num_attention_heads * architecture.kv_channels,
+        architecture.moe_router_topk * max(architecture.moe_ffn_hidden_size, architecture.hidden_size),
+    )
+    _check_limit("num_layers", scenario.num_layers)
+    _check_limit("num_microbatches", scenario.num_microbatches)
+    _check_limit("num_moe_experts", architecture.num_moe_experts or 0)
+    _check_limit("tokens in a micro-batch", micro_batch)
+    _check_limit("parameters", architecture.num_parameters)
+    _check_limit("elements of the largest activation", micro_batch * largest_row)
+
+
+def _check_limit(name: str, value: int) -> None:
+    if value > _LIMITS[name]:
+        raise ValueError(f"{name}: {value} is more than memlab supports, {_LIMITS[name]}: give a smaller size")
+
+
+def _given(arguments: argparse.Namespace, cls: type[Scenario | MemorySettings]) -> dict[str, Any]:
+    """Returns the flags that were given for a class's fields; the defaults stay the class's own."""
+    values = {field.name: getattr(arguments, field.name, None) for field in fields(cls)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")] if text else []
+
+
+def _choices(values: tuple[str, ...]) -> str:
+    return "{" + ",".join(values) + "}"
