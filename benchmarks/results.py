@@ -1,7 +1,7 @@
 """Measures every recompute and offload module, and the useful combinations, as lines for `memlab results`.
 
 python benchmarks/results.py FILE.jsonl [ARCHITECTURE:LAYERS:SEQUENCE ...]     a GPU with 139 GiB for the defaults
-memlab results FILE.jsonl --out labs/RESULTS.md
+memlab results FILE.jsonl > labs/RESULTS.md
 """
 
 from __future__ import annotations
