@@ -1,4 +1,4 @@
-"""What a notebook cell shows: a figure where there is a front end for it, and its text twin everywhere.
+"""What a notebook cell shows: figures and tables where there is a front end for them, and the same as text everywhere.
 
 plotly is imported when the first figure is made, so that `import memlab` and the commands stay quick.
 """
@@ -11,27 +11,49 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memlab.analysis.diagnosis import Finding
+from memlab.fitting.fit import Fit
 from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.record.offload_audit import OffloadAccount
+from memlab.record.out_of_memory import OutOfMemory
+from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.step_record import StepRecord
-from memlab.units import parse_bytes
-from memlab.views.text.compare import peak_table
-from memlab.views.text.difference import comparison_text
-from memlab.views.text.record import record_table
+from memlab.record.timeline import Timeline
+from memlab.record.transfer import GROUPS, Movement
+from memlab.units import format_bytes, parse_bytes
+from memlab.views.text.audits import (
+    RetainedLeaf,
+    groups_used_blocks,
+    offload_blocks,
+    residency_blocks,
+    retained_blocks,
+)
+from memlab.views.text.compare import peak_blocks
+from memlab.views.text.difference import comparison_blocks
+from memlab.views.text.layout import Block, Table, as_html, as_text
+from memlab.views.text.record import out_of_memory_blocks, record_table, timeline_table
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from memlab.views.figures.resample import Axis
+    from memlab.views.figures.resample import Axis, CompareAxis
+
+_SHOWN = (
+    "a step record, a timeline, an audit or several (lab.audit_offload(), lab.audit_residency()), "
+    "record.out_of_memory, what lab.groups_used(), lab.retained(), lab.fit() or diagnose() returned, or a dict"
+)
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class View:
-    """A figure and the table that says the same. As the last expression of a cell it shows itself."""
+    """A figure, a table, or both. As the last expression of a cell it shows itself."""
 
-    figure: go.Figure
-    """Of plotly: change it, write it to a file, or put it into a widget."""
+    figure: go.Figure | None
+    """Of plotly: change it, write it to a file, or put it into a widget. None where there is only a table."""
     table: str
     """Plain text; what ``print`` gives."""
+    html: str = ""
+    """The table for a page. Empty where a page shows the figure alone, with the text folded away."""
 
     def __str__(self) -> str:
         return self.table
@@ -42,15 +64,29 @@ class View:
     def save(self, path: Path | str) -> Path:
         """Saves figure and table as one HTML file that needs no network."""
         path = Path(path)
-        page = self.figure.to_html(include_plotlyjs=True, full_html=True)
+        table = self.html or f"<pre>{html.escape(self.table, quote=False)}</pre>"
+        page = "<html><head><meta charset='utf-8'></head><body></body></html>"
+        if self.figure is not None:
+            page = self.figure.to_html(include_plotlyjs=True, full_html=True)
         head, body, tail = page.rpartition("</body>")
-        path.write_text(f"{head}<pre>{html.escape(self.table, quote=False)}</pre>{body}{tail}", encoding="utf-8")
+        path.write_text(f"{head}{table}{body}{tail}", encoding="utf-8")
         return path
+
+    def _ipython_display_(self) -> None:
+        """Shows the table above the figure. Of one output a front end shows only the figure, so these are two."""
+        if self.figure is None or not self.html:
+            raise NotImplementedError  # one output is enough: IPython then takes _repr_mimebundle_
+        from IPython.display import publish_display_data
+
+        publish_display_data({"text/html": self.html, "text/plain": self.table})  # type: ignore[no-untyped-call]
+        publish_display_data(self._repr_mimebundle_())  # type: ignore[no-untyped-call]
 
     def _repr_mimebundle_(
         self, include: Container[str] | None = None, exclude: Container[str] | None = None
     ) -> dict[str, Any]:
         """Returns plotly's own mime type, whatever else plotly's default renderer makes, and the table as text."""
+        if self.figure is None:
+            return {"text/html": self.html, "text/plain": self.table}
         from plotly.io.base_renderers import PlotlyRenderer
 
         return {
@@ -60,57 +96,111 @@ class View:
         }
 
 
-def show(record: StepRecord, pool: str = "device", axis: Axis = "time", *, above_start: bool = True) -> View:
-    """Shows one step: its timeline by category, and its table.
+def show(*things: Any, pool: str = "device", axis: Axis = "time", above_start: bool = False) -> View:
+    """Shows a step as a figure, and anything else that a lab returns as a table.
 
     Args:
-        record: A step with its timeline.
-        pool: The figure's: one of ``"device"``, ``"host"``, ``"on_chip"``. The table names all.
-        axis: ``"time"`` in milliseconds, or ``"event"``.
-        above_start: As in `memlab.views.figures.timeline.timeline_figure`.
+        *things: One of: a `StepRecord` or a `Timeline`; one audit or several, of activation offload or of residency;
+            an `OutOfMemory`; what `Lab.groups_used`, `Lab.retained`, `Lab.fit` or `diagnose` returned; a dict of
+            names to bytes (int) or words.
+        pool: Of a step's figure: one of ``"device"``, ``"host"``, ``"on_chip"``. The table contains all.
+        axis: Of a step's figure: ``"time"`` in milliseconds, or ``"event"``.
+        above_start: Starts the figure's bytes axis at what the pool held throughout the step, as in
+            `memlab.views.figures.timeline.timeline_figure`: a closer look at the activations. False starts it at 0.
 
     Raises:
-        ValueError: If the record has no timeline, or pool or axis is none of the choices.
+        ValueError: If there is nothing to show or no way to show it, the record has no timeline, or pool or axis is
+            none of the choices.
     """
-    from memlab.views.figures.timeline import timeline_figure
+    if len(things) == 1 and isinstance(things[0], (StepRecord, Timeline)):
+        from memlab.views.figures.timeline import timeline_figure
 
-    return View(timeline_figure(record, pool, axis, above_start=above_start), record_table(record))
+        step = things[0]
+        text = record_table(step) if isinstance(step, StepRecord) else timeline_table(step)
+        return View(timeline_figure(step, pool, axis, above_start=above_start), text)
+    blocks = _blocks_of(things)
+    return View(None, as_text(blocks), as_html(blocks))
 
 
-def compare(*records: StepRecord, axis: Axis | None = None) -> View:
-    """Shows several steps: their device totals on one axis, and a table with a row a step.
+def _blocks_of(things: Sequence[Any]) -> list[Block]:
+    """Describes one thing, or several of one kind."""
+    first = things[0] if things else None
+    if isinstance(first, OffloadAccount) and all(isinstance(thing, OffloadAccount) for thing in things):
+        return offload_blocks(*things)
+    if isinstance(first, ResidencyAudit) and all(isinstance(thing, ResidencyAudit) for thing in things):
+        return [block for audit in things for block in residency_blocks(audit)]
+    if len(things) == 1:
+        if isinstance(first, Mapping):
+            return _mapping_blocks(first)
+        if isinstance(first, OutOfMemory):
+            return out_of_memory_blocks(first)
+        if isinstance(first, Fit):
+            return [[f"{first}", *(f"  {choice}" for choice in first.alternatives)]]
+        if isinstance(first, (list, tuple)):
+            return _sequence_blocks(first)
+    if things and all(isinstance(thing, (Finding, Movement)) for thing in things):
+        return [[f"{thing}" for thing in things]]
+    if things and all(isinstance(thing, StepRecord) for thing in things):
+        raise ValueError(f"show got {len(things)} steps, must be 1: compare(...) shows several next to each other")
+    kinds = ", ".join(type(thing).__name__ for thing in things) or "nothing"
+    raise ValueError(f"show got {kinds}, must be {_SHOWN}: give it one of these, or print it")
 
-    A step on the simulated backend beside the same step on another is a prediction held against a measurement: then the
-    difference of the allocated peaks is split into terms that add up to it, as `memlab.analysis.difference` tells.
+
+def _sequence_blocks(things: Sequence[Any]) -> list[Block]:
+    if not things:
+        return [["Nothing was found."]]
+    if all(isinstance(thing, RetainedLeaf) for thing in things):
+        return retained_blocks(things)
+    return _blocks_of(things)
+
+
+def _mapping_blocks(values: Mapping[Any, Any]) -> list[Block]:
+    """Writes names and what belongs to them, an int as bytes."""
+    if not values:
+        return [["Nothing: the dict is empty."]]
+    if all(isinstance(groups, (list, tuple)) and set(groups) <= set(GROUPS) for groups in values.values()):
+        return groups_used_blocks(values)
+    if all(isinstance(value, int) and not isinstance(value, bool) for value in values.values()):
+        return [Table([["", "size", "bytes"], *([f"{name}", format_bytes(n), f"{n:,}"] for name, n in values.items())])]
+    return [[f"{name}: {value}" for name, value in values.items()]]
+
+
+def compare(*records: StepRecord, axis: CompareAxis | None = None) -> View:
+    """Shows several steps: a table with one row per step, and their device memory on one axis.
+
+    A simulated step next to the same step on another backend is a prediction compared with a measurement: then the
+    difference of the allocated peaks is split into terms that add up to it (`memlab.analysis.difference`).
 
     Args:
         *records: Two steps or more, each with its timeline.
-        axis: ``"time"`` in milliseconds, ``"event"``, or None for the one that fits: events where a prediction is held
-            against a measurement, for a simulated step has no time.
+        axis: Of the figure. ``"phase"`` lays the phases of all steps over each other, ``"time"`` is in milliseconds,
+            ``"event"`` gives every event the same width. None is ``"phase"``.
 
     Raises:
         ValueError: If there are fewer than two records, one has no timeline, or axis is none of the choices.
     """
     from memlab.views.figures.compare import compare_figure
 
-    return View(compare_figure(*records, axis=axis), comparison_text(*records))
+    blocks = comparison_blocks(*records)
+    return View(compare_figure(*records, axis=axis), as_text(blocks), as_html(blocks))
 
 
 def peaks(records: Mapping[str, StepRecord], gpu_memory: Sequence[str] = ("80GiB", "141GiB")) -> View:
-    """Shows what makes up the peaks of several steps, a bar each: the ranks of a job, layouts, or settings.
+    """Shows what makes up the peaks of several steps, one bar each: the ranks of a job, layouts, or settings.
 
     Args:
-        records: By the name that each gets, as `memlab.predict_ranks` returns them; no scenario has to be another's.
-        gpu_memory: Of GPUs to hold them against, less what the largest of the jobs holds beside torch
+        records: By the name that each gets, as `memlab.predict_ranks` returns them; their scenarios may differ.
+        gpu_memory: Sizes of GPUs to compare them with, less what the largest of the jobs uses outside torch
             (`memlab.fitting.outside_torch`).
 
     Raises:
-        ValueError: If there is no record, or a size is none.
+        ValueError: If there is no record, or a size is not one.
     """
     from memlab.views.figures.peaks import peak_figure
 
     if not records:
         raise ValueError("peaks got 0 records, must be at least 1: pass {'a name': lab.step()}")
     outside = max(estimate_outside_torch(record.scenario.layout).total_bytes for record in records.values())
-    rooms = {size: max(0, parse_bytes(size) - outside) for size in gpu_memory}
-    return View(peak_figure(records, rooms), peak_table(records, rooms))
+    limits = {size: max(0, parse_bytes(size) - outside) for size in gpu_memory}
+    blocks = peak_blocks(records, limits)
+    return View(peak_figure(records, limits), as_text(blocks), as_html(blocks))

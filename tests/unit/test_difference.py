@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -104,7 +103,8 @@ def test_equal_steps_have_no_term_but_zeros() -> None:
     difference = split(record_of(timeline), measured_as(timeline))
     assert differing(difference) == {}
     assert difference_lines(difference)[0] == "the predicted peak is the measured one to the byte"
-    assert len(compare_figure(record_of(timeline), measured_as(timeline)).layout.annotations) == 2, "no bars"
+    figure = compare_figure(record_of(timeline), measured_as(timeline))
+    assert not any(trace.type == "bar" for trace in figure.data)
 
 
 def test_each_term_is_named_by_what_was_done() -> None:
@@ -416,17 +416,13 @@ def test_beyond_the_largest_the_modules_of_a_category_are_one_row() -> None:
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_a_prediction_is_drawn_over_events_unless_asked_otherwise() -> None:
+def test_a_prediction_is_drawn_phase_by_phase_unless_another_axis_is_chosen() -> None:
     predicted, measured = pair()
-    assert "events" in compare_figure(predicted, measured).layout.xaxis.title.text
+    assert "each phase" in compare_figure(predicted, measured).layout.xaxis.title.text
     assert "(ms)" in compare_figure(predicted, measured, axis="time").layout.xaxis.title.text
-    assert "(ms)" in compare_figure(predicted, predicted).layout.xaxis.title.text
+    assert "events since" in compare_figure(predicted, measured, axis="event").layout.xaxis.title.text
 
 
-# The command
-
-
-@contextmanager
 def saved(folder: Path, **records: StepRecord) -> Iterator[list[str]]:
     yield [str(record.save(folder / name)) for name, record in records.items()]
 

@@ -62,15 +62,16 @@ def test_a_gpu_is_a_line_at_what_it_leaves_torch_or_told_of_where_it_is_far_abov
     assert [shape.y0 for shape in view.figure.layout.shapes] == pytest.approx([(near - OUTSIDE_BYTES) / GIB] * 2)
     names = [note for note in view.figure.layout.annotations if note.text.endswith("GPU")]
     assert abs((names[0].yshift or 0) - (names[1].yshift or 0)) >= 15, "no name stands on another"
-    assert "900GiB leave torch 897.551 GiB, above all bars" in view.figure.layout.title.text
+    assert "A 900 GiB GPU leaves 897.551 GiB for torch, above all bars" in view.figure.layout.title.text
 
 
 def test_the_table_says_what_fits_to_the_byte() -> None:
     room = PLAIN.peak_allocated_bytes + OUTSIDE_BYTES
     failed = out_of_memory(PLAIN)
     table = str(peaks({"plain": PLAIN, "failed": failed}, [str(room), str(room - 1)]))
-    assert f"{room} leave torch" in table
-    assert [line.rpartition(": ")[2] for line in table.splitlines() if "enough for" in line] == ["plain", "none"]
+    verdicts = [line.rpartition(": ")[2] for line in table.splitlines() if line.startswith(f"A {str(room)[:5]}")]
+    assert verdicts == ["plain.", "none of these fits."]
+    assert "GPU leaves 52.871 GiB for torch" in table
     assert f"failed: {failed.message}"[:40] in table
 
 

@@ -8,16 +8,18 @@ import subprocess
 import sys
 from dataclasses import FrozenInstanceError, replace
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
 import pytest
 
+from memlab.analysis.diagnosis import Finding
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, MemorySettings
 from memlab.record.offload_audit import Held, ModuleAccount, OffloadAccount
+from memlab.record.out_of_memory import OutOfMemory, Refusal
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
 from memlab.units import GIB, KIB, MIB
@@ -216,7 +218,7 @@ def test_the_peak_is_marked_and_broken_down() -> None:
     parts = PLAIN.peak_by_category
     assert f"peak {PLAIN.peak_allocated_bytes / GIB:.3f} GiB" in texts(figure)
     assert f"activations {parts['activations'] / GIB:.3f}, temporary {parts['temporary'] / GIB:.3f}" in texts(figure)
-    assert "grew most: output_layer, 1.758 GiB" in texts(figure)
+    assert "grew most: decoder.layers.*.mlp.experts.linear_fc1 x 4, 2.000 GiB" in texts(figure)
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -392,9 +394,62 @@ def test_compared_steps_are_told_apart_by_dash_and_colour() -> None:
     assert len({(line.color, line.dash) for line in lines}) == 6
 
 
-def test_labels_of_equal_peaks_do_not_cover_each_other() -> None:
-    labels = compare_figure(*[PLAIN] * 4).layout.annotations
-    assert [round(label.yshift) for label in labels] == [0, 17, 34, 51]
+def label_boxes(figure: go.Figure) -> list[tuple[float, float, float]]:
+    """Left, right and bottom of each label at a peak, in pixels of the narrowest plot, a letter 6.5 wide."""
+    low, high = figure.layout.yaxis.range
+    boxes = []
+    for label in (label for label in figure.layout.annotations if label.yref != "paper"):
+        x, width = label.x / figure.layout.xaxis.range[1] * 510, 6.5 * len(label.text)
+        left = x + 8 if label.xanchor == "left" else x - 8 - width
+        boxes.append((left, left + width, (label.y - low) / (high - low) * 320 + (label.yshift or 0)))
+    return boxes
+
+
+@pytest.mark.parametrize("records", [[PLAIN] * 4, [PLAIN, RECOMPUTED, PLAIN], [RECOMPUTED, PLAIN]])
+def test_labels_of_peaks_cover_neither_each_other_nor_a_line(records: list[StepRecord]) -> None:
+    figure = compare_figure(*records)
+    boxes = label_boxes(figure)
+    assert len(boxes) == len(records)
+    for (left, right, bottom), (other_left, other_right, other_bottom) in combinations(boxes, 2):
+        assert right <= other_left or other_right <= left or abs(bottom - other_bottom) >= 16.9
+    low, high = figure.layout.yaxis.range
+    for trace in (trace for trace in figure.data if trace.mode != "markers"):
+        x, y = trace.x / figure.layout.xaxis.range[1] * 510, (trace.y - low) / (high - low) * 320
+        for left, right, bottom in boxes:
+            assert y[(x > left) & (x < right)].max() <= bottom + 0.01
+
+
+def test_compared_phases_are_laid_over_each_other() -> None:
+    figure = compare_figure(PLAIN, RECOMPUTED)
+    names = [annotation for annotation in figure.layout.annotations if annotation.yref == "paper"]
+    assert [name.text for name in names][:2] == ["forward", "backward"]
+    edges = [shape.x0 for shape in figure.layout.shapes if shape.type == "line"]
+    lines = [trace for trace in figure.data if trace.mode != "markers"]
+    for line in lines:
+        phases = list(line.text)
+        assert line.x[phases.index("backward")] == pytest.approx(edges[0], abs=0.01)
+        assert line.x[phases.index("optimizer")] == pytest.approx(edges[1], abs=0.01)
+        assert (line.x[0], line.x[-1]) == (0.0, 100.0)
+    assert len(lines[0].x) != len(lines[1].x), "the steps differ in their events"
+
+
+def test_a_step_between_load_and_offload_is_compared_phase_by_phase() -> None:
+    def step(*phases: str) -> StepRecord:
+        builder = TimelineBuilder()
+        builder.opening("parameters", MIB)
+        for phase in phases:
+            builder.phase = phase
+            for _ in range(10):
+                builder.event(MIB, "activations", after=1)
+        return record_of(builder.build())
+
+    figure = compare_figure(step("forward", "backward"), step("load", "forward", "backward", "offload"))
+    lines = [trace for trace in figure.data if trace.mode != "markers"]
+    starts = [line.x[list(line.text).index("backward")] for line in lines]
+    assert starts[0] == pytest.approx(starts[1])
+    assert lines[0].x[-1] < lines[1].x[-1] == 100
+    other_order = compare_figure(step("forward", "backward"), step("backward", "forward", "forward"))
+    assert {trace.x[-1] for trace in other_order.data if trace.mode != "markers"} == {100.0}
 
 
 def test_compared_scenarios_are_named_where_they_differ() -> None:
@@ -419,13 +474,13 @@ def test_ranks_of_one_job_are_told_apart_under_what_they_share() -> None:
 
 
 def test_the_compared_axis_says_where_it_starts() -> None:
-    assert "the axis starts at the lowest bytes of all, 46.8" in texts(compare_figure(PLAIN, RECOMPUTED))
+    assert "(GiB, from 46.8" in compare_figure(PLAIN, RECOMPUTED).layout.yaxis.title.text
     step = TimelineBuilder()
     step.opening("parameters", GIB)
     step.event(2, "activations", after=1)
     figure = compare_figure(PLAIN, record_of(step.build()))
     assert figure.layout.yaxis.range[0] == 0
-    assert "the axis starts" not in texts(figure)
+    assert figure.layout.yaxis.title.text == "allocated on the device (GiB)"
 
 
 @pytest.mark.parametrize("num_records", [0, 1])
@@ -466,19 +521,46 @@ def test_record_table_names_everything_that_was_measured() -> None:
         r"off the device after it: optimizer state +24\.000 ",
         r"outside the model's modules",
         r"  \.\.\.\S*long_name\.end",
-        r"offload_modules:attn_norm: the norm before",
+        r"offload_modules attn_norm: the norm before",
         r"step 105\.1 ms \(loading 250\.0 ms, offloading 0\.0 ms\), 38,972 tokens/s, loss 12\.333740",
     ):
         assert re.search(words, table), words
 
 
+def modules_listed(record: StepRecord) -> dict[str, int]:
+    """The rows of a record's table that list modules, with their bytes."""
+    lines = record_table(record).splitlines()
+    start = next(number for number, line in enumerate(lines) if "by the module" in line) + 1
+    stop = next(number for number, line in enumerate(lines) if "at the step's start" in line)
+    rows = [re.fullmatch(r"  (.*?)  +\S+  +([\d,]+)  +\S+%", line) for line in lines[start:stop]]
+    return {row[1]: int(row[2].replace(",", "")) for row in rows if row}
+
+
 def test_record_table_shows_ten_modules_and_the_rest_as_one() -> None:
-    lines = record_table(PLAIN).splitlines()
-    start = next(number for number, line in enumerate(lines) if "by the module" in line)
-    listed = lines[start + 1 : start + 12]
-    assert listed[10].startswith(f"  {len(PLAIN.peak_by_module) - 10} other modules")
-    sizes = [int(line.split()[-2].replace(",", "")) for line in listed]
-    assert sum(sizes) == PLAIN.peak_allocated_bytes
+    sizes = {f"decoder.module_{number}": GIB - number for number in range(23)}
+    listed = modules_listed(replace(PLAIN, peak_by_module=sizes, peak_allocated_bytes=sum(sizes.values())))
+    assert list(listed)[10:] == ["13 other rows"]
+    assert sum(listed.values()) == sum(sizes.values())
+
+
+def test_modules_of_several_layers_that_tie_are_one_row() -> None:
+    listed = modules_listed(PLAIN)
+    assert sum(listed.values()) == PLAIN.peak_allocated_bytes
+    fc1 = {name: size for name, size in PLAIN.peak_by_module.items() if name.endswith("linear_fc1")}
+    assert len(set(fc1.values())) == 1
+    assert listed["decoder.layers.*.mlp.experts.linear_fc1 x\N{NO-BREAK SPACE}4"] == sum(fc1.values())
+    untied = {"decoder.layers.0.mlp": 2 * GIB, "decoder.layers.1.mlp": GIB}
+    assert modules_listed(replace(PLAIN, peak_by_module=untied)) == untied
+
+
+def test_what_no_module_made_is_named_by_the_training_state_that_it_is() -> None:
+    state = {"parameters": GIB, "optimizer state": 6 * GIB}
+    peak = replace(PLAIN, peak_by_category=state, peak_by_module={"": 7 * GIB + 5})
+    assert modules_listed(peak) == {"parameters, optimizer state": 7 * GIB + 5}
+    more = modules_listed(replace(peak, peak_by_module={"": 8 * GIB}))
+    assert more == {"parameters, optimizer state and others": 8 * GIB}
+    elsewhere = modules_listed(replace(peak, peak_by_module={"": GIB}))
+    assert elsewhere == {"(outside the model's modules)": GIB}
 
 
 def test_compare_table_holds_every_step_against_the_first() -> None:
@@ -552,6 +634,30 @@ def test_a_cell_gets_the_figure_and_its_text_twin(view: View) -> None:
     assert go.Figure({"data": drawn["data"], "layout": drawn["layout"]}) == view.figure
 
 
+def test_compare_shows_a_table_above_its_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[dict[str, Any]] = []
+    monkeypatch.setattr("IPython.display.publish_display_data", shown.append)
+    view = compare(PLAIN, RECOMPUTED)
+    view._ipython_display_()
+    assert list(shown[0]) == ["text/html", "text/plain"]
+    assert shown[0]["text/plain"] == view.table
+    assert "application/vnd.plotly.v1+json" in shown[1]
+    with pytest.raises(NotImplementedError):
+        show(PLAIN)._ipython_display_()
+
+
+def test_a_table_is_the_same_as_text_and_as_html() -> None:
+    view = compare(PLAIN, replace(RECOMPUTED, without_effect={"offload_modules:attn_norm": "<fused>"}))
+    rows = re.findall(r"<tr>(.*?)</tr>", view.html)
+    cells = [[re.sub(r"<[^>]*>", "", cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)] for row in rows[1:]]
+    assert [row[0] for row in cells] == ["none", "full uniform 1"]
+    lines = [line.split() for line in view.table.splitlines() if line.startswith(("none", "full")) and ":" not in line]
+    assert [" ".join(row).split() for row in cells] == lines
+    assert "device memory, allocated; saved = first row minus this row" in view.html
+    assert "full uniform 1: offload_modules attn_norm had no effect (&lt;fused&gt;)" in view.html
+    assert "full uniform 1: offload_modules attn_norm had no effect (<fused>)" in view.table
+
+
 def test_a_view_does_not_change() -> None:
     view = show(PLAIN)
     with pytest.raises(FrozenInstanceError):
@@ -560,8 +666,9 @@ def test_a_view_does_not_change() -> None:
 
 def test_show_passes_its_choices_on() -> None:
     record = record_of(random_timeline(400))
-    view = show(record, "host", "event", above_start=False)
-    assert view.figure == timeline_figure(record, "host", "event", above_start=False)
+    view = show(record, pool="host", axis="event", above_start=True)
+    assert view.figure == timeline_figure(record, "host", "event", above_start=True)
+    assert show(PLAIN).figure == timeline_figure(PLAIN, above_start=False), "a figure starts at zero"
     assert compare(PLAIN, RECOMPUTED, axis="event").figure == compare_figure(PLAIN, RECOMPUTED, axis="event")
 
 
@@ -607,12 +714,77 @@ def account(saved: int, **changes: int) -> OffloadAccount:
     )
 
 
+class Leaf(NamedTuple):
+    holder: str
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    input_bytes: int
+    gradient_bytes: int
+
+
+def shown_things() -> dict[str, tuple[Any, list[str]]]:
+    """What a lab returns, and what has to be read of it."""
+    leaves = [
+        Leaf(f"decoder.layers.{layer}.mlp.probs", ("TopK", *["Node"] * 40), (4, 8), MIB, MIB) for layer in range(4)
+    ]
+    failed = OutOfMemory(
+        refusal=Refusal(
+            phase="forward", module="m", nanoseconds=0, requested_bytes=GIB, allocated_bytes=1, limit_bytes=2
+        ),
+        alive_by_category={"parameters": 7},
+        alive_by_module={},
+        activations_by_module={},
+        verdict="spike",
+        evidence="3 tokens",
+        advice="Bound it",
+    )
+    finding = Finding(kind="steady", evidence="every step starts at 1 GiB", advice="No action is needed")
+    return {
+        "a record": (PLAIN, ["the step's peak"]),
+        "a timeline": (training_step(), [r"a timeline of \d+ events", "the step's peak"]),
+        "an offload audit": (account(70 * MIB, away_bytes=80 * MIB), ["offload core_attn", "expected"]),
+        "groups used": ({"forward": ("parameters",), "load": ()}, ["phase +parameters +gradients", "forward +yes +-"]),
+        "retained": (leaves, [r"decoder.layers.\*.mlp.probs keeps 4 inputs of shape \[4, 8\]", "4.00 MiB", "TopK ->"]),
+        "nothing retained": ([], ["Nothing was found"]),
+        "out of memory": (failed, ["spike: 3 tokens. Bound it", "requested 1.000 GiB", "limit 2 B", "parameters 7 B"]),
+        "findings": ([finding], ["steady: every step"]),
+        "bytes": ({"expert_fc1": 3 * MIB}, [r"expert_fc1 +3.00 MiB +3,145,728"]),
+        "words": ({"offload": "has no effect"}, ["offload: has no effect"]),
+        "an empty dict": ({}, ["the dict is empty"]),
+    }
+
+
+@pytest.mark.parametrize("kind", shown_things())
+def test_show_writes_what_a_lab_returns_in_words(kind: str) -> None:
+    thing, words = shown_things()[kind]
+    view = show(thing)
+    for word in words:
+        assert re.search(word, view.table), view.table
+    assert max(len(line) for line in view.table.splitlines()) <= LINE_WIDTH
+    assert not re.search(r"[{}]|\bLeaf\(|object at", view.table)
+    bundle = view._repr_mimebundle_()
+    assert bundle["text/plain"] == view.table
+    assert ("text/html" in bundle) != (view.figure is not None)
+
+
+def test_show_writes_several_audits_as_rows_of_one_table() -> None:
+    audits = [account(70 * MIB, away_bytes=80 * MIB), account(0)]
+    assert show(*audits).table == audit_table(*audits)
+
+
+@pytest.mark.parametrize("things", [(), (3,), (PLAIN, PLAIN), (PLAIN, {})])
+def test_show_says_what_it_takes(things: Any) -> None:
+    with pytest.raises(ValueError, match=r"show got .* must be .*: "):
+        show(*things)
+
+
 def test_audit_table_shows_terms_that_add_up_and_who_holds_what() -> None:
     table = audit_table(account(70 * MIB, away_bytes=80 * MIB, held_bytes=20 * MIB))
     assert re.search(r"offload core_attn +100.00 +100.00 +20.00 +10.00 +70.00 +0.70\n", table)
     assert "twice" not in table, "a term that is 0 in every row is left out"
-    assert "2 of core_attn, 20.00 MiB, held by node of decoder.layers.*.proj" in table
-    assert "fullest in backward of mlp, without offload in forward of gpt_model" in table
+    assert "2 of core_attn, 20.00 MiB, still held by node of decoder.layers.*.proj" in table
+    assert "peaks in backward of mlp, without offload in forward of gpt_model" in table
+    assert "expected, by Megatron's rules = still resident + peak elsewhere + saved;" in table
     assert max(len(line) for line in table.splitlines()) <= LINE_WIDTH
 
 
@@ -620,5 +792,5 @@ def test_audit_table_of_every_term_is_no_wider_than_a_line() -> None:
     full = account(1, away_bytes=2, held_bytes=2 * GIB, back_bytes=5, copied_twice_bytes=7, not_due_bytes=11)
     lines = audit_table(full, account(0)).splitlines()
     assert max(len(line) for line in lines) <= LINE_WIDTH
-    with pytest.raises(ValueError, match="0 accounts"):
+    with pytest.raises(ValueError, match="0 audits"):
         audit_table()

@@ -91,9 +91,7 @@ def _draw_figures(notebook: nbformat.NotebookNode) -> int:
                 full_html=False,
                 validate=False,
             )
-            twin = (
-                f"<details><summary>The same as text</summary><pre>{escape(data.get('text/plain', ''))}</pre></details>"
-            )
+            twin = f"<details><summary>Show as text</summary><pre>{escape(data.get('text/plain', ''))}</pre></details>"
             data["text/html"] = html + twin
             num_figures += 1
     return num_figures

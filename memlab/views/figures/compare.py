@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 
 import plotly.graph_objects as go
 
-from memlab.analysis.difference import difference_of, obstacles, predicted_and_measured
+from memlab.analysis.difference import difference_of, obstacles
 from memlab.record.step_record import StepRecord
+from memlab.record.timeline import Timeline
 from memlab.units import binary_unit
 from memlab.views.figures.frame import (
     AXIS_TITLES,
+    BAND_HEIGHT,
+    LETTER_SHARE,
     LINE_HEIGHT,
     PLOT_HEIGHT,
     axis_end,
@@ -21,13 +25,22 @@ from memlab.views.figures.frame import (
     figure_frame,
     folded,
     mark_peak,
+    mark_phases,
     messages,
     phase_names,
     set_ranges,
     timeline_of,
 )
 from memlab.views.figures.palette import series_look
-from memlab.views.figures.resample import AXES, Axis, resample
+from memlab.views.figures.resample import (
+    COMPARE_AXES,
+    CompareAxis,
+    DrawnPoints,
+    PhaseSpan,
+    align_phases,
+    first_event,
+    resample,
+)
 from memlab.views.figures.waterfall import add_waterfall
 from memlab.views.text.compare import common_scenario, record_names
 from memlab.views.text.difference import difference_lines
@@ -36,15 +49,16 @@ from memlab.views.text.layout import in_unit
 _LETTERS_IN_LEGEND = 76
 
 
-def compare_figure(*records: StepRecord, axis: Axis | None = None) -> go.Figure:
+def compare_figure(*records: StepRecord, axis: CompareAxis | None = None) -> go.Figure:
     """Draws the device bytes of several steps on one axis, each peak with its difference from the first's.
 
-    Below a predicted and a measured step stand the terms that lead from one peak to the other.
+    For a predicted and a measured step, the terms that lead from one peak to the other are drawn below.
 
     Args:
         *records: Two steps or more, each with its timeline unless it ran out of memory.
-        axis: ``"time"`` in milliseconds, or ``"event"``. None is time, and events for a predicted step beside a
-            measured one: how long a simulation took is no time on a GPU.
+        axis: ``"phase"`` lays the phases of all steps over each other (`align_phases`): how many events or milliseconds
+            a phase takes differs between settings, and hides where their bytes differ. ``"time"`` is in milliseconds,
+            ``"event"`` gives every event the same width. None is ``"phase"``.
 
     Returns:
         A figure without a fixed width.
@@ -56,39 +70,41 @@ def compare_figure(*records: StepRecord, axis: Axis | None = None) -> go.Figure:
         raise ValueError(
             f"compare_figure got {len(records)} records, must be at least 2: add a step, or draw one by timeline_figure"
         )
-    if axis is None:
-        axis = "time" if predicted_and_measured(records) is None else "event"
-    check_choice("axis", axis, AXES)
+    axis = axis or "phase"
+    check_choice("axis", axis, COMPARE_AXES)
     named = [(name, timeline_of(record)) for name, record in zip(record_names(records), records, strict=True)]
-    drawn = [(name, timeline, resample(timeline, "device", axis)) for name, timeline in named if timeline]
     title = "Memory allocated on the device, steps compared"
     lines = [common_scenario(records), *messages(records), *obstacles(records)]
     difference = difference_of(records)
     lines += [] if difference is None else difference_lines(difference)
+    drawn, spans = _drawn([(name, timeline) for name, timeline in named if timeline], axis)
     peaks = [int(points.total_bytes[points.peak]) for _, _, points in drawn]
     if not any(peaks):
         return blank_figure(title, [*lines, "nothing allocated on the device was seen"])
     unit_bytes, unit = binary_unit(max(peaks))
-    lowest = min(int(points.total_bytes.min()) for _, _, points in drawn)
+    lowest = min(_lowest_within_step(timeline, points) for _, timeline, points in drawn)
     floor = lowest / unit_bytes if lowest * 4 > max(peaks) else 0.0
-    if floor:
-        lines.append(f"the axis starts at the lowest bytes of all, {in_unit(lowest, unit_bytes)} {unit}")
-    lines.append("in brackets: the difference from the first peak")
     labels = [in_unit(peaks[0], unit_bytes)]
     labels += [f"{in_unit(peak, unit_bytes)} ({_signed(peak - peaks[0], unit_bytes)})" for peak in peaks[1:]]
     entries = [f"{name}: peak {label} {unit}" for (name, _, _), label in zip(drawn, labels, strict=True)]
     legend = [folded(entry, _LETTERS_IN_LEGEND) for entry in entries]
-    num_legend_lines = sum(len(rows) for rows in legend)
-    y_title = f"allocated on the device ({unit})"
-    figure = figure_frame(title, lines, AXIS_TITLES[axis], y_title, num_legend_lines=num_legend_lines)
+    y_title = f"allocated on the device ({unit}" + (f", from {in_unit(lowest, unit_bytes)})" if floor else ")")
+    figure = figure_frame(
+        title,
+        lines,
+        AXIS_TITLES[axis],
+        y_title,
+        band_height=BAND_HEIGHT if spans else 0,
+        num_legend_lines=sum(len(rows) for rows in legend),
+    )
+    if axis == "phase":
+        figure.update_xaxes(showticklabels=False, ticks="")
     end = axis_end([points for _, _, points in drawn])
     set_ranges(figure, end, floor, max(peaks) / unit_bytes, num_lines=min(len(peaks), 5))
+    mark_phases(figure, spans, end)
     low, high = figure.layout.yaxis.range
-    spots = [
-        (float(points.position[points.peak]) / end, (peak / unit_bytes - low) / (high - low) * PLOT_HEIGHT)
-        for (_, _, points), peak in zip(drawn, peaks, strict=True)
-    ]
-    for position, (shift, (name, timeline, points)) in enumerate(zip(_label_shifts(spots), drawn, strict=True)):
+    shifts = _label_shifts([points for _, _, points in drawn], labels, end, unit_bytes * (high - low) / PLOT_HEIGHT)
+    for position, (shift, (name, timeline, points)) in enumerate(zip(shifts, drawn, strict=True)):
         look = series_look(position)
         on_axis = slice(points.num_on_axis)
         figure.add_scatter(
@@ -106,23 +122,61 @@ def compare_figure(*records: StepRecord, axis: Axis | None = None) -> go.Figure:
     return figure
 
 
+def _lowest_within_step(timeline: Timeline, points: DrawnPoints) -> int:
+    """Returns the least that is drawn of forward, backward and optimizer: before and after, all may be on the host."""
+    phases = phase_names(timeline, points)
+    within = [phase in ("forward", "backward", "optimizer") for phase in phases]
+    totals = points.total_bytes[within] if any(within) else points.total_bytes
+    return int(totals.min())
+
+
+_Drawn = tuple[str, Timeline, DrawnPoints]
+
+
+def _drawn(named: Sequence[tuple[str, Timeline]], axis: CompareAxis) -> tuple[list[_Drawn], list[PhaseSpan]]:
+    """Returns what is drawn of each step, and the phases where all steps share them."""
+    if axis != "phase":
+        return [(name, timeline, resample(timeline, "device", axis)) for name, timeline in named], []
+    drawn = [(name, timeline, resample(timeline, "device", "event")) for name, timeline in named]
+    if not drawn:
+        return [], []
+    spans, positions = align_phases([timeline for _, timeline, _ in drawn])
+    moved = [
+        (name, timeline, replace(points, position=every[points.event_index - first_event(timeline)], end=100.0))
+        for (name, timeline, points), every in zip(drawn, positions, strict=True)
+    ]
+    return moved, spans
+
+
 def _signed(num_bytes: int, unit_bytes: int) -> str:
     return ("+" if num_bytes > 0 else "") + in_unit(num_bytes, unit_bytes).replace("-", "\N{MINUS SIGN}")
 
 
-def _label_shifts(spots: Sequence[tuple[float, float]]) -> list[float]:
-    """Returns by how many pixels each label moves up, so that none stands on another.
+def _label_shifts(
+    drawn: Sequence[DrawnPoints], labels: Sequence[str], end: float, bytes_per_pixel: float
+) -> list[float]:
+    """Returns by how many pixels each label is above its peak, so that it covers no line and no other label.
 
     Args:
-        spots: Where the labels would stand: the share of the axis, and pixels above it.
+        drawn: The lines, in the order of the labels.
+        labels: The text at each line's peak.
+        end: Where the axis ends.
+        bytes_per_pixel: Of the bytes axis.
     """
-    shifts = [0.0] * len(spots)
-    placed: list[tuple[float, float]] = []
-    for number in sorted(range(len(spots)), key=lambda number: spots[number][1]):
-        across, height = spots[number]
-        for _, taken in sorted((spot for spot in placed if abs(spot[0] - across) < 0.2), key=lambda spot: spot[1]):
-            if abs(taken - height) < LINE_HEIGHT:
+    shifts = [0.0] * len(drawn)
+    placed: list[tuple[float, float, float]] = []  # left and right as shares of the axis, and pixels above 0 bytes
+    peaks = [int(points.total_bytes[points.peak]) for points in drawn]
+    for number in sorted(range(len(drawn)), key=peaks.__getitem__):
+        across = float(drawn[number].position[drawn[number].peak]) / end
+        width = (len(labels[number]) + 2) * LETTER_SHARE
+        left, right = (across, across + width) if across < 1 / 2 else (across - width, across)
+        below = [
+            points.total_bytes[(points.position >= left * end) & (points.position <= right * end)] for points in drawn
+        ]
+        height = max(int(totals.max()) for totals in below if len(totals)) / bytes_per_pixel
+        for other_left, other_right, taken in sorted(placed, key=lambda other: other[2]):
+            if other_left < right and left < other_right and abs(taken - height) < LINE_HEIGHT:
                 height = taken + LINE_HEIGHT
-        placed.append((across, height))
-        shifts[number] = height - spots[number][1]
+        placed.append((left, right, height))
+        shifts[number] = height - peaks[number] / bytes_per_pixel
     return shifts

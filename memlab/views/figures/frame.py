@@ -1,6 +1,6 @@
-"""What every figure of steps has: its text, axes with room for a peak's label, and the peak's mark.
+"""What every figure of steps has: its text, axes with space for a peak's label, and the peak's mark.
 
-Figures are transparent and written in one grey, so that they read on light and dark pages.
+Figures are transparent and written in one grey, which is legible on light and dark pages.
 """
 
 from __future__ import annotations
@@ -16,17 +16,25 @@ import plotly.graph_objects as go
 
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
-from memlab.views.figures.palette import GRID, INK, TRANSPARENT
-from memlab.views.figures.resample import DrawnPoints
+from memlab.views.figures.palette import GRID, INK, PHASE_LOOKS, TRANSPARENT
+from memlab.views.figures.resample import DrawnPoints, PhaseSpan
 from memlab.vocabulary import PHASES
 
-AXIS_TITLES = {"time": "time since the step's start (ms)", "event": "memory events since the step's start"}
+AXIS_TITLES = {
+    "time": "time since the step's start (ms)",
+    "event": "memory events since the step's start",
+    "phase": "memory events, each phase of all steps at one place",
+}
 # Pixels.
 PLOT_HEIGHT = 320
 LINE_HEIGHT = 17
+BAND_HEIGHT = 18
+LETTER_SHARE = 6.5 / 510
+"""Of the plot's width, for a letter of 6.5 pixels: the narrowest figure that must stay readable is 600 wide, its plot
+510."""
 _LETTERS_ACROSS = 90
 LABEL_ON_THE_RIGHT: dict[str, Any] = {"xanchor": "left", "align": "left", "xshift": 8}
-"""A peak's label, beside its mark on the side that has more room."""
+"""A peak's label is next to its mark, on the side that has more space."""
 _LABEL_ON_THE_LEFT: dict[str, Any] = {"xanchor": "right", "align": "right", "xshift": -8}
 
 
@@ -47,18 +55,18 @@ def timeline_of(record: StepRecord) -> Timeline | None:
 
 
 def messages(records: Sequence[StepRecord]) -> list[str]:
-    """Says of each step that did not end well how it ended, and what to do."""
+    """Describes how each step that did not finish ended, and what to do."""
     return [f"{record.status.replace('_', ' ')}: {record.message}" for record in records if record.status != "ok"]
 
 
 def figure_frame(
     title: str, lines: Sequence[str], x_title: str, y_title: str, *, band_height: int = 0, num_legend_lines: int = 2
 ) -> go.Figure:
-    """Returns an empty figure with its text and axes, and room for a band above the plot and for the legend below."""
+    """Returns an empty figure with its text and axes, with space for a band above the plot and the legend below."""
     rows = [row for line in lines for row in folded(line)]
     top, bottom = 48 + 19 * len(rows) + band_height, 55 + 19 * num_legend_lines
     height = top + PLOT_HEIGHT + bottom
-    text = "".join([f"<b>{title}</b>", *(f'<br><span style="font-size:12px">{row}</span>' for row in rows)])
+    text = "".join([f"<b>{title}</b>", *(f'<br><span style="font-size:13px">{row}</span>' for row in rows)])
     axis: dict[str, Any] = {"gridcolor": GRID, "linecolor": INK, "zeroline": False, "ticks": "outside", "range": [0, 1]}
     return go.Figure(
         layout={
@@ -99,7 +107,7 @@ def axis_end(drawn: Sequence[DrawnPoints]) -> float:
 
 
 def set_ranges(figure: go.Figure, end: float, floor: float, highest: float, num_lines: int) -> float:
-    """Gives the axes their ranges, with room for a label of some lines above the highest point.
+    """Gives the axes their ranges, with space for a label of some lines above the highest point.
 
     Returns:
         Pixels for one unit of the bytes axis.
@@ -131,7 +139,7 @@ def mark_peak(
     shift: float = 0.0,
     colour: str = INK,
 ) -> None:
-    """Marks a peak and writes beside it, on the side that has more room."""
+    """Marks a peak and writes beside it, on the side that has more space."""
     x, y = float(points.position[points.peak]), int(points.total_bytes[points.peak]) / unit_bytes
     marker = {"symbol": "diamond", "size": 10, "color": colour, "line": {"color": "white", "width": 1.5}}
     figure.add_scatter(
@@ -140,3 +148,26 @@ def mark_peak(
     side = LABEL_ON_THE_RIGHT if x < end / 2 else _LABEL_ON_THE_LEFT
     place = side | {"yanchor": "bottom", "yshift": shift}
     figure.add_annotation(x=x, y=y, text=text, showarrow=False, font={"color": colour}, **place)
+
+
+def mark_phases(figure: go.Figure, spans: Sequence[PhaseSpan], end: float) -> None:
+    """Draws a band above the plot with the phases' names, where they fit, and a line between two phases."""
+    shapes, names = [], []
+    band = {"type": "rect", "yref": "paper", "ysizemode": "pixel", "yanchor": 1.0, "y0": 3, "y1": 3 + BAND_HEIGHT}
+    line = {"type": "line", "yref": "paper", "y0": 0.0, "y1": 1.0, "layer": "below"}
+    for number, span in enumerate(spans):
+        look = PHASE_LOOKS[span.phase]
+        shapes.append(
+            band | {"x0": span.start, "x1": span.end, "fillcolor": INK, "opacity": look.opacity, "line": {"width": 0}}
+        )
+        if number:
+            shapes.append(
+                line | {"x0": span.start, "x1": span.start, "line": {"color": INK, "width": 1, "dash": "dot"}}
+            )
+        share = (span.end - span.start) / end
+        for text in (span.phase, look.short_name):
+            if share > (len(text) + 1) * LETTER_SHARE:
+                place = {"x": (span.start + span.end) / 2, "yref": "paper", "y": 1.0, "yshift": 3 + BAND_HEIGHT / 2}
+                names.append(place | {"text": text, "yanchor": "middle", "showarrow": False})
+                break
+    figure.update_layout(shapes=shapes, annotations=names)

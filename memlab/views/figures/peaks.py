@@ -1,4 +1,4 @@
-"""What makes up the peaks of several steps, a bar each: ranks of a job, layouts, or settings side by side."""
+"""What makes up the peaks of several steps, one bar each: ranks of a job, layouts, or settings side by side."""
 
 from __future__ import annotations
 
@@ -9,36 +9,34 @@ from collections.abc import Mapping
 import plotly.graph_objects as go
 
 from memlab.record.step_record import StepRecord
-from memlab.units import binary_unit, format_bytes
+from memlab.units import binary_unit
 from memlab.views.figures.frame import LINE_HEIGHT, PLOT_HEIGHT, figure_frame, messages
 from memlab.views.figures.palette import CATEGORY_LOOKS, INK, PATTERN_INK
-from memlab.views.text.compare import peak_phase
+from memlab.views.text.compare import left_for_torch, peak_phase
 from memlab.views.text.layout import in_unit
 
 _LETTERS_OF_NAMES = 96
 """Across the plot."""
-_ROOM_ABOVE = 1.06
+_SPACE_ABOVE = 1.06
 _MOST_ABOVE = 1.35
-"""A GPU that leaves more than this times the highest peak is told of in words: its line would press the bars flat."""
+"""A GPU that leaves more than this times the highest peak is described in words: its line would press the bars flat."""
 
 
-def peak_figure(records: Mapping[str, StepRecord], rooms: Mapping[str, int]) -> go.Figure:
-    """Draws each step's allocated peak as a bar of its categories; below its name stand its bytes, and its phase.
+def peak_figure(records: Mapping[str, StepRecord], limits: Mapping[str, int]) -> go.Figure:
+    """Draws each step's allocated peak as a bar of its categories; below it are its name, bytes and phase.
 
     Args:
         records: At least one, by the name that its bar gets; none needs a timeline.
-        rooms: Bytes that a GPU leaves torch, by the GPU's size; each is a line.
+        limits: Bytes that a GPU leaves for torch, by the GPU's size; each is a line.
 
     Returns:
         A figure without a fixed width.
     """
     highest = max(record.peak_allocated_bytes for record in records.values())
     unit_bytes, unit = binary_unit(highest)
-    drawn = {size: room for size, room in rooms.items() if room <= _MOST_ABOVE * highest}
-    lines = ["dashed: what a GPU of this size leaves torch"] if drawn else []
-    lines += [
-        f"{size} leave torch {format_bytes(room)}, above all bars" for size, room in rooms.items() if size not in drawn
-    ]
+    drawn = {size: limit for size, limit in limits.items() if limit <= _MOST_ABOVE * highest}
+    lines = ["dashed: what a GPU of this size leaves for torch"] if drawn else []
+    lines += [f"{left_for_torch(size, limit)}, above all bars" for size, limit in limits.items() if size not in drawn]
     title = "What makes up each step's peak of allocated bytes"
     figure = figure_frame(title, [*_scenario(records), *lines, *messages([*records.values()])], "", f"peak ({unit})")
     places = list(range(len(records)))
@@ -56,8 +54,8 @@ def peak_figure(records: Mapping[str, StepRecord], rooms: Mapping[str, int]) -> 
                 },
                 hovertemplate=f"%{{y:.3f}} {unit}",
             )
-    top = max([highest, *drawn.values()]) * _ROOM_ABOVE / unit_bytes or 1.0
-    _mark_rooms(figure, {size: room / unit_bytes for size, room in drawn.items()}, top)
+    top = max([highest, *drawn.values()]) * _SPACE_ABOVE / unit_bytes or 1.0
+    _mark_limits(figure, {size: limit / unit_bytes for size, limit in drawn.items()}, top)
     width = max(10, _LETTERS_OF_NAMES // len(records))
     names = []
     for name, record in records.items():
@@ -84,12 +82,12 @@ def _folded(name: str, letters: int) -> list[str]:
     return [html.escape(line, quote=False) for line in textwrap.wrap(name, letters)]
 
 
-def _mark_rooms(figure: go.Figure, rooms: Mapping[str, float], top: float) -> None:
-    """Draws a line a room, with its name behind it, no name on another."""
+def _mark_limits(figure: go.Figure, limits: Mapping[str, float], top: float) -> None:
+    """Draws one line per limit with its name at the end, no name over another."""
     line = {"color": INK, "width": 1.5, "dash": "7px,3px"}
     place = {"xref": "paper", "x": 1.0, "xanchor": "left", "xshift": 6, "showarrow": False}
-    free = 0.0  # pixels above the axis, from where on no name stands
-    for size, height in sorted(rooms.items(), key=lambda room: room[1]):
+    free = 0.0  # pixels above the axis, above which there is no name
+    for size, height in sorted(limits.items(), key=lambda limit: limit[1]):
         figure.add_shape(type="line", xref="paper", x0=0.0, x1=1.0, y0=height, y1=height, line=line)
         at = height / top * PLOT_HEIGHT
         free = max(free, at) + LINE_HEIGHT

@@ -1,4 +1,4 @@
-"""From a timeline of up to a million events to the few thousand points that a picture can show.
+"""Reduces a timeline of up to a million events to the few thousand points that a figure can show.
 
 A point is an event that was kept, never an average: what a figure says at a point is what the pool held right
 after that event, to the byte, category by category.
@@ -6,6 +6,7 @@ after that event, to the byte, category by category.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +18,8 @@ from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
 Axis = Literal["time", "event"]
 AXES = ("time", "event")
+CompareAxis = Literal["phase", "time", "event"]
+COMPARE_AXES = ("phase", *AXES)
 
 _NUM_BINS = 300
 _NANOSECONDS_PER_MILLISECOND = 1e6
@@ -44,7 +47,7 @@ class DrawnPoints:
 
     @property
     def num_on_axis(self) -> int:
-        """How many points stand before `end`."""
+        """How many points are at most at `end`."""
         return int(np.searchsorted(self.position, self.end, side="right"))
 
     @property
@@ -79,7 +82,7 @@ def resample(timeline: Timeline, pool: str = "device", axis: Axis = "time", num_
     Returns:
         The kept events: all of them, if there are no more than fit. None, if the timeline is empty.
     """
-    first = _first_index(timeline)
+    first = first_event(timeline)
     category_bytes = timeline.category_bytes(pool)[:, first:]
     if category_bytes.shape[1] == 0:
         nothing = np.zeros(0, dtype=np.int64)
@@ -121,7 +124,7 @@ def phase_spans(timeline: Timeline, axis: Axis = "time", narrowest: float = 1 / 
     phase = timeline.phase[first:stop]
     if len(phase) == 0:
         return []
-    position = _positions(timeline, axis)[first - _first_index(timeline) : stop - _first_index(timeline)]
+    position = _positions(timeline, axis)[first - first_event(timeline) : stop - first_event(timeline)]
     end = float(position[-1])
     starts = np.flatnonzero(np.diff(phase, prepend=-1))
     width = np.diff(position[starts], append=end)
@@ -133,10 +136,74 @@ def phase_spans(timeline: Timeline, axis: Axis = "time", narrowest: float = 1 / 
     return [PhaseSpan(PHASES[phase[start]], *edges[at : at + 2]) for at, start in enumerate(wide)]
 
 
+def align_phases(timelines: Sequence[Timeline]) -> tuple[list[PhaseSpan], list[npt.NDArray[np.float64]]]:
+    """Lays the phases of several steps over each other, each phase as wide as its mean share of the steps' events.
+
+    Two steps of 100 events, 40 of them forward in the first and 60 in the second: forward takes 0 to 50, so event 20
+    of the first and event 30 of the second are both at 25. A phase that a step lacks leaves a gap in that step's line.
+    Steps whose phases come in different orders, as on the stages of a pipeline, are aligned as a whole.
+
+    Args:
+        timelines: At least one, each with events after those that opened it.
+
+    Returns:
+        The phases on an axis from 0 to 100, and for each timeline the positions of its events from the step's start on,
+        of shape [events].
+    """
+    spans = [phase_spans(timeline, "event", narrowest=0.0) for timeline in timelines]
+    longest = max(spans, key=len)
+    slots = [_slots([span.phase for span in mine], [span.phase for span in longest]) for mine in spans]
+    common = [span.phase for span in longest]
+    if any(mine is None for mine in slots):
+        spans = [[PhaseSpan("", 0.0, mine[-1].end)] for mine in spans]
+        slots, common = [[0] for _ in spans], [""]
+    shares = np.zeros(len(common))
+    for mine, at in zip(spans, slots, strict=True):
+        assert at is not None
+        for span, slot in zip(mine, at, strict=True):
+            shares[slot] += (span.end - span.start) / (mine[-1].end or 1.0)
+    edges = np.concatenate([[0.0], np.cumsum(shares)])
+    edges *= 100 / (edges[-1] or 1.0)
+    positions = []
+    for timeline, mine, at in zip(timelines, spans, slots, strict=True):
+        assert at is not None
+        events = np.arange(len(timeline) - first_event(timeline), dtype=np.float64)
+        number = np.searchsorted([span.start for span in mine[1:]], events, side="right")
+        start, end = (np.array([getattr(span, side) for span in mine])[number] for side in ("start", "end"))
+        low, high = edges[np.array(at)[number]], edges[np.array(at)[number] + 1]
+        positions.append(low + (high - low) * (events - start) / np.maximum(end - start, 1.0))
+    aligned = [PhaseSpan(name, edges[slot], edges[slot + 1]) for slot, name in enumerate(common) if name]
+    return aligned, positions
+
+
+def _slots(phases: Sequence[str], common: Sequence[str]) -> list[int] | None:
+    """Returns where each phase is in a longer series, in order; None if the longer does not contain them in order."""
+    slots: list[int] = []
+    for phase in phases:
+        start = slots[-1] + 1 if slots else 0
+        if phase not in common[start:]:
+            return None
+        slots.append(common.index(phase, start))
+    return slots
+
+
+def module_growth(timeline: Timeline, index: int, pool: str = "device") -> dict[str, int]:
+    """Returns by module the bytes in a pool after an event that were allocated since the step's start, largest first.
+
+    Bytes that were loaded back for the step are left out, as in `largest_modules`.
+    """
+    since = slice(timeline.num_opening_events, index + 1)
+    counts = (timeline.pool[since] == POOLS.index(pool)) & (timeline.phase[since] != PHASES.index("load"))
+    sums = np.zeros(len(timeline.modules), dtype=np.int64)
+    np.add.at(sums, timeline.module[since][counts], timeline.delta_bytes[since][counts])
+    order = np.argsort(-sums, kind="stable")
+    return {timeline.modules[module]: int(sums[module]) for module in order if sums[module] > 0}
+
+
 def largest_modules(
     timeline: Timeline, event_index: IntArray, pool: str = "device", count: int = 2
 ) -> list[list[tuple[str, int]]]:
-    """Names the modules whose bytes, born since the step's start, fill a pool most.
+    """Names the modules whose bytes, allocated since the step's start, fill a pool most.
 
     Args:
         timeline: The events; what was alive at the step's start or was loaded back for it is left out: next to
@@ -180,8 +247,8 @@ def _largest(in_use: IntArray, names: tuple[str, ...], count: int) -> list[list[
     return rows
 
 
-def _first_index(timeline: Timeline) -> int:
-    """The event after which the step starts: the last of those that opened the timeline."""
+def first_event(timeline: Timeline) -> int:
+    """Returns the index of the event after which the step starts: the last of those that opened the timeline."""
     return max(timeline.num_opening_events - 1, 0)
 
 
@@ -193,7 +260,7 @@ def _last_index(timeline: Timeline, axis: Axis) -> int:
 
 
 def _ticks(timeline: Timeline, axis: Axis) -> IntArray:
-    first = _first_index(timeline)
+    first = first_event(timeline)
     return timeline.nanoseconds[first:] if axis == "time" else np.arange(len(timeline) - first)
 
 
@@ -212,9 +279,9 @@ def _outline(totals: IntArray, ticks: IntArray, num_bins: int) -> IntArray:
     return np.unique(np.concatenate([starts, lasts, *extremes]))
 
 
-def _first_match(totals: IntArray, starts: IntArray, wanted: IntArray) -> IntArray:
-    """Finds in each bin the first event whose total is the wanted one of that bin."""
+def _first_match(totals: IntArray, starts: IntArray, requested: IntArray) -> IntArray:
+    """Finds in each bin the first event whose total is the one given for that bin."""
     lengths = np.diff(starts, append=len(totals))
-    matches = np.flatnonzero(totals == np.repeat(wanted, lengths))
+    matches = np.flatnonzero(totals == np.repeat(requested, lengths))
     bin_of_match = np.searchsorted(starts, matches, side="right")
     return matches[np.flatnonzero(np.diff(bin_of_match, prepend=-1))]

@@ -7,17 +7,20 @@ notebook stores.
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
+from memlab.config.settings import MemorySettings
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import IntArray, Timeline
 from memlab.units import binary_unit, format_bytes
 from memlab.views.figures.frame import (
     AXIS_TITLES,
+    BAND_HEIGHT,
     axis_end,
     blank_figure,
     check_choice,
@@ -25,15 +28,16 @@ from memlab.views.figures.frame import (
     figure_frame,
     folded,
     mark_peak,
+    mark_phases,
     messages,
     phase_names,
     set_ranges,
     timeline_of,
 )
-from memlab.views.figures.palette import CATEGORY_LOOKS, INK, PATTERN_INK, PHASE_LOOKS, TRANSPARENT
-from memlab.views.figures.resample import AXES, Axis, DrawnPoints, PhaseSpan, largest_modules, phase_spans, resample
+from memlab.views.figures.palette import CATEGORY_LOOKS, INK, PATTERN_INK, TRANSPARENT
+from memlab.views.figures.resample import AXES, Axis, DrawnPoints, largest_modules, module_growth, phase_spans, resample
 from memlab.views.text.layout import in_unit
-from memlab.views.text.record import module_name
+from memlab.views.text.record import module_name, peak_by_module
 from memlab.vocabulary import CATEGORIES, POOLS
 
 _POOL_TITLES = {
@@ -43,30 +47,25 @@ _POOL_TITLES = {
     "pending_free": "freed on the device, and still in use by another stream",
     "reserved": "reserved by torch's allocator",
 }
-_STEP_TITLES = {
-    "ok": "one step",
-    "out_of_memory": "a step that ran out of memory",
-    "interrupted": "a step that was stopped",
-}
-# Pixels. The narrowest figure that must stay readable is 600 wide, its plot 510; a letter takes about 6.5.
-_BAND_HEIGHT = 18
-_LETTER_SHARE = 6.5 / 510
-# Letters on a line beside a peak that stands in the figure's middle.
-_LETTERS_BESIDE = 42
+_STATUS_TITLES = {"ok": "", "out_of_memory": ", out of memory", "interrupted": ", interrupted"}
+_LETTERS_OF_SETTINGS = 48
+"""In a title; longer settings are also on a line of their own."""
+_LETTERS_AT_PEAK = 42
+"""On a line of the label of a peak in the figure's middle."""
 
 
 def timeline_figure(
-    record: StepRecord, pool: str = "device", axis: Axis = "time", *, above_start: bool = True
+    step: StepRecord | Timeline, pool: str = "device", axis: Axis = "time", *, above_start: bool = True
 ) -> go.Figure:
     """Draws the bytes of one step by category, the phases along the axis, and the peak with what made it up.
 
     Args:
-        record: A step with its timeline; one that ran out of memory needs none.
+        step: A record with its timeline, which one that ran out of memory need not have; or a timeline alone.
         pool: One of ``"device"``, ``"host"``, ``"on_chip"``.
-        axis: ``"time"`` in milliseconds, or ``"event"``, which gives every event the same room.
+        axis: ``"time"`` in milliseconds, or ``"event"``, which gives every event the same width.
         above_start: Starts the bytes axis at what the pool held from the step's start to its end, category by category,
             where that is more than a quarter of the peak: parameters and optimizer state would press the rest flat. The
-            subtitle says how much lies below the axis. False starts the axis at 0.
+            subtitle says how much is below the axis. False starts the axis at 0.
 
     Returns:
         A figure without a fixed width.
@@ -76,9 +75,7 @@ def timeline_figure(
     """
     check_choice("pool", pool, POOLS)
     check_choice("axis", axis, AXES)
-    title = f"Memory {_POOL_TITLES[pool]}, {_STEP_TITLES[record.status]}"
-    lines = [f"{record.scenario}, on {record.backend}", f"settings: {record.settings}", *messages([record])]
-    timeline = timeline_of(record)
+    title, lines, timeline = _title(step, pool)
     points = resample(timeline, pool, axis) if timeline else None
     if timeline is None or points is None or not points.total_bytes.any():
         return blank_figure(title, [*lines, f"nothing {_POOL_TITLES[pool]} was seen"])
@@ -96,18 +93,37 @@ def timeline_figure(
         lines.append("times are the program's: the GPU runs behind it")
     if axis == "time" and len(points) > 1 and points.position[-1] == 0:
         lines.append("all events have the same time: axis='event' gives each its own place")
-    figure = figure_frame(title, lines, AXIS_TITLES[axis], f"{_POOL_TITLES[pool]} ({unit})", band_height=_BAND_HEIGHT)
+    figure = figure_frame(title, lines, AXIS_TITLES[axis], f"{_POOL_TITLES[pool]} ({unit})", band_height=BAND_HEIGHT)
     figure.add_traces(_stack(points, held, unit_bytes, unit))
     figure.add_trace(_total_line(timeline, points, pool, unit_bytes, unit))
     figure.add_traces(list(_outline_traces(outlines, points, unit_bytes, unit)))
     end = axis_end([points])
-    _mark_phases(figure, phase_spans(timeline, axis), end)
+    mark_phases(figure, phase_spans(timeline, axis), end)
     label = _peak_label(timeline, points, held, pool)
     highest_bytes = max([peak_bytes, *(int(num_bytes.max()) for num_bytes in outlines.values())])
     pixels = set_ranges(figure, end, held_bytes / unit_bytes, highest_bytes / unit_bytes, num_lines=len(label))
     above = pixels * (highest_bytes - peak_bytes) / unit_bytes
     mark_peak(figure, points, unit_bytes, "<br>".join(label), end, shift=above)
     return figure
+
+
+def _title(step: StepRecord | Timeline, pool: str) -> tuple[str, list[str], Timeline | None]:
+    """Returns the figure's title, the lines below it, and the timeline if there is one to draw."""
+    what = f"memory {_POOL_TITLES[pool]}"
+    if isinstance(step, Timeline):
+        return what.capitalize(), [f"a timeline of {len(step):,} events"], step if len(step) else None
+    settings = html.escape(_short(f"{step.settings}"), quote=False)
+    name = "No recompute, no offload" if step.settings == MemorySettings() else settings
+    passes = ", forward only" if step.forward_only else ""
+    title = f"{name}{passes}{_STATUS_TITLES[step.status]}: {what}"
+    lines = [f"{step.scenario}, on {step.backend}", *messages([step])]
+    if settings != f"{step.settings}":
+        lines.insert(0, f"settings: {step.settings}")
+    return title, lines, timeline_of(step)
+
+
+def _short(text: str) -> str:
+    return textwrap.shorten(text.replace("+", " +"), _LETTERS_OF_SETTINGS, placeholder=" ...").replace(" +", "+")
 
 
 def _parts(num_bytes: IntArray, unit_bytes: int, most: int = 3) -> str:
@@ -194,39 +210,17 @@ def _outline_traces(
         )
 
 
-def _mark_phases(figure: go.Figure, spans: Sequence[PhaseSpan], end: float) -> None:
-    """Draws a band above the plot with the phases' names, where they fit, and a line between two phases."""
-    shapes, names = [], []
-    band = {"type": "rect", "yref": "paper", "ysizemode": "pixel", "yanchor": 1.0, "y0": 3, "y1": 3 + _BAND_HEIGHT}
-    line = {"type": "line", "yref": "paper", "y0": 0.0, "y1": 1.0, "layer": "below"}
-    for number, span in enumerate(spans):
-        look = PHASE_LOOKS[span.phase]
-        shapes.append(
-            band | {"x0": span.start, "x1": span.end, "fillcolor": INK, "opacity": look.opacity, "line": {"width": 0}}
-        )
-        if number:
-            shapes.append(
-                line | {"x0": span.start, "x1": span.start, "line": {"color": INK, "width": 1, "dash": "dot"}}
-            )
-        share = (span.end - span.start) / end
-        for text in (span.phase, look.short_name):
-            if share > (len(text) + 1) * _LETTER_SHARE:
-                place = {"x": (span.start + span.end) / 2, "yref": "paper", "y": 1.0, "yshift": 3 + _BAND_HEIGHT / 2}
-                names.append(place | {"text": text, "yanchor": "middle", "showarrow": False})
-                break
-    figure.update_layout(shapes=shapes, annotations=names)
-
-
 def _peak_label(timeline: Timeline, points: DrawnPoints, held: IntArray, pool: str) -> list[str]:
-    """The lines beside the peak: how much, what it is made of above the axis' start, and the module that holds most."""
+    """The lines at the peak: its size, its parts above the start of the axis, and what grew most since the start."""
     total = int(points.total_bytes[points.peak])
     unit_bytes, unit = binary_unit(total)
     head = f"<b>peak {in_unit(total, unit_bytes)} {unit}</b>"
     if held.any():
         held_bytes = int(held.sum())
         head += f" = {in_unit(held_bytes, unit_bytes)} held + {in_unit(total - held_bytes, unit_bytes)}"
-    lines = [head, *folded(_parts(points.category_bytes[:, points.peak] - held, unit_bytes), _LETTERS_BESIDE)]
-    for name, size in largest_modules(timeline, points.event_index[[points.peak]], pool, count=1)[0]:
+    lines = [head, *folded(_parts(points.category_bytes[:, points.peak] - held, unit_bytes), _LETTERS_AT_PEAK)]
+    grown = peak_by_module(module_growth(timeline, int(points.event_index[points.peak]), pool), {})
+    for name, size in list(grown.items())[:1]:
         size_text = format_bytes(size).replace(" ", "\N{NO-BREAK SPACE}")
-        lines += folded(f"grew most: {module_name(name)}, {size_text}", _LETTERS_BESIDE)
+        lines += folded(f"grew most: {name}, {size_text}", _LETTERS_AT_PEAK)
     return lines

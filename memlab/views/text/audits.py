@@ -1,97 +1,109 @@
-"""Audits as plain text: where parameters, gradients, optimizer state and activations are, and who holds them."""
+"""Audits as tables: where parameters, gradients, optimizer state and activations are, and what refers to them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 from memlab.record.offload_audit import OffloadAccount
 from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.transfer import GROUPS
 from memlab.units import binary_unit, format_bytes
-from memlab.views.text.layout import NAME_WIDTH, SETTING_WIDTH, aligned, ending, in_unit, wrapped
+from memlab.views.text.layout import NAME_WIDTH, SETTING_WIDTH, Block, Table, as_text, ending, in_unit
 
 
 def residency_table(audit: ResidencyAudit) -> str:
-    """Writes where parameters, gradients and optimizer state are between two steps, and what is wrong with that.
+    """Writes `residency_blocks` as text, in lines of at most `LINE_WIDTH` characters."""
+    return as_text(residency_blocks(audit))
+
+
+def residency_blocks(audit: ResidencyAudit) -> list[Block]:
+    """Describes where parameters, gradients and optimizer state are between two steps, and what is wrong with that.
 
     Args:
         audit: What `Lab.audit_residency` returned.
 
     Returns:
-        Lines of at most `LINE_WIDTH` characters: a row a holder on the device, a row a group on the host, complaints.
+        A table with one row per holder on the device and one per group on the host, and the complaints.
     """
     entries = [(f"device, {one.group}: {one.holder}", one.expected_bytes, one.device_bytes) for one in audit.holdings]
     entries += [("device, what no group names", 0, audit.unnamed_device_bytes)]
     entries += [(f"host, {one.group}", one.expected_bytes, one.host_bytes) for one in audit.host_copies]
-    entries += [("host, at the peak of the last move", audit.move_host_bytes, audit.move_peak_host_bytes)]
-    unit_bytes, unit = binary_unit(max(max(expected, there) for _, expected, there in entries))
-    rows = [["allocated bytes", f"should be {unit}", f"is {unit}", "bytes"]]
+    entries += [("host, at the peak of the last transfer", audit.move_host_bytes, audit.move_peak_host_bytes)]
+    unit_bytes, unit = binary_unit(max(max(expected, found) for _, expected, found in entries))
+    rows = [["allocated bytes", f"expected {unit}", f"found {unit}", "bytes found"]]
     rows += [
-        [ending(name, NAME_WIDTH), in_unit(expected, unit_bytes), in_unit(there, unit_bytes), f"{there:,}"]
-        for name, expected, there in entries
+        [ending(name, NAME_WIDTH), in_unit(expected, unit_bytes), in_unit(found, unit_bytes), f"{found:,}"]
+        for name, expected, found in entries
     ]
-    complaints = audit.complaints or (str(audit),)
-    return "\n".join([*aligned(rows), "", *(line for complaint in complaints for line in wrapped(complaint))])
+    return [Table(rows), audit.complaints or (str(audit),)]
 
 
 def groups_used_table(used: Mapping[str, Sequence[str]]) -> str:
-    """Writes which of parameters, gradients and optimizer state each phase touches.
+    """Writes `groups_used_blocks` as text."""
+    return as_text(groups_used_blocks(used))
+
+
+def groups_used_blocks(used: Mapping[str, Sequence[str]]) -> list[Block]:
+    """Describes which of parameters, gradients and optimizer state each phase uses.
 
     Args:
         used: What `Lab.groups_used` returned: phase to groups.
     """
     rows = [["phase", *GROUPS]]
     rows += [[phase, *("yes" if group in groups else "-" for group in GROUPS)] for phase, groups in used.items()]
-    return "\n".join(aligned(rows))
+    return [Table(rows)]
 
 
-def audit_table(*accounts: OffloadAccount) -> str:
-    """Writes where the bytes are that activation offload was expected to free, one row an account.
+def audit_table(*audits: OffloadAccount) -> str:
+    """Writes `offload_blocks` as text, in lines of at most `LINE_WIDTH` characters."""
+    return as_text(offload_blocks(*audits))
+
+
+def offload_blocks(*audits: OffloadAccount) -> list[Block]:
+    """Describes where the bytes are that activation offload was expected to free, one row per audit.
 
     Args:
-        *accounts: What `Lab.audit_offload` returned, at least one.
+        *audits: What `Lab.audit_offload` returned, at least one.
 
     Returns:
-        Lines of at most `LINE_WIDTH` characters: the terms that add up to what was expected (those that are 0 in every
-        row are left out), and who holds what is still on the device.
+        A table of the terms that add up to what was expected (terms that are 0 in every row are left out), and what
+        refers to the bytes that are still on the device.
 
     Raises:
-        ValueError: If there is no account.
+        ValueError: If there is no audit.
     """
-    if not accounts:
-        raise ValueError("audit_table got 0 accounts, must be at least 1: give it what lab.audit_offload() returned")
-    terms = [account.terms() for account in accounts]
+    if not audits:
+        raise ValueError("audit_table got 0 audits, must be at least 1: give it what lab.audit_offload() returned")
+    terms = [audit.terms() for audit in audits]
     names = [name for name in terms[0] if name == "saved" or any(row[name] for row in terms)]
     sizes = {
-        ("", "moved"): [account.moved_bytes for account in accounts],
-        ("", "expected"): [account.expected_bytes for account in accounts],
+        ("", "transferred"): [audit.moved_bytes for audit in audits],
+        ("", "expected"): [audit.expected_bytes for audit in audits],
         **{_TERM_HEADS[name]: [row[name] for row in terms] for name in names},
     }
     unit_bytes, unit = binary_unit(max(max(column) for column in sizes.values()))
     columns = [
-        ["", "setting", "", *(f"{account.offloaded.settings}" for account in accounts)],
+        ["", "setting", "", *(f"{audit.offloaded.settings}" for audit in audits)],
         *([*head, unit, *(in_unit(size, unit_bytes) for size in column)] for head, column in sizes.items()),
-        ["", "R", "", *(f"{account.saved_of_expected:.2f}" for account in accounts)],
+        ["", "R", "", *(f"{audit.saved_of_expected:.2f}" for audit in audits)],
     ]
-    return "\n".join(
-        [
-            *wrapped(
-                "expected to move, by Megatron's rules = the columns to its right, up to saved: where each byte is "
-                "when the step without offload is fullest; R = saved / expected"
-            ),
-            "",
-            *aligned([list(row) for row in zip(*columns, strict=True)], first_width=SETTING_WIDTH),
-            *_holder_lines(accounts),
-        ]
-    )
+    heads = [" ".join(filter(None, _TERM_HEADS[name])) for name in names]
+    meaning = [
+        f"expected, by Megatron's rules = {' + '.join(heads)}; R = saved / expected",
+        "Each is counted at the moment where the step without offload peaks.",
+    ]
+    table = Table([list(row) for row in zip(*columns, strict=True)], num_head_rows=3, first_width=SETTING_WIDTH)
+    holders = list(_holder_sentences(audits))
+    return [meaning, table, *([holders] if holders else [])]
 
 
 _TERM_HEADS = {
-    "never moved": ("never", "moved"),
+    "never moved": ("never", "transferred"),
     "copied a second time": ("copied", "twice"),
-    "still on the device": ("still", "there"),
-    "back on the device": ("back", "already"),
+    "still on the device": ("still", "resident"),
+    "back on the device": ("already", "back"),
     "not due at that moment": ("not", "due"),
     "added by offload itself": ("added by", "offload"),
     "lost to a peak elsewhere": ("peak", "elsewhere"),
@@ -99,17 +111,54 @@ _TERM_HEADS = {
 }
 
 
-def _holder_lines(accounts: Iterable[OffloadAccount]) -> list[str]:
-    lines = []
-    for account in accounts:
-        if account.plain_peak != account.offloaded_peak:
-            moments = f"fullest in {account.offloaded_peak}, without offload in {account.plain_peak}"
-            lines += wrapped(f"{account.offloaded.settings}: {moments}")
+def _holder_sentences(audits: Iterable[OffloadAccount]) -> Iterable[str]:
+    for audit in audits:
+        if audit.plain_peak != audit.offloaded_peak:
+            yield f"{audit.offloaded.settings}: peaks in {audit.offloaded_peak}, without offload in {audit.plain_peak}"
+        for setting, reason in audit.offloaded.without_effect.items():
+            yield f"{audit.offloaded.settings}: {setting.replace(':', ' ')} had no effect ({reason})"
         sizes: dict[tuple[str, str], list[int]] = {}
-        for held in account.held:
-            holders = ", ".join(held.holders) or "nobody that was found"
-            sizes.setdefault((held.name, re.sub(r"layers\.\d+", "layers.*", holders)), []).append(held.num_bytes)
-        for (name, holders), held_bytes in sizes.items():
-            size = f"{len(held_bytes)} of {name}, {format_bytes(sum(held_bytes))}"
-            lines += wrapped(f"{account.offloaded.settings}: {size}, held by {holders}")
-    return ["", *lines] if lines else []
+        for resident in audit.held:
+            holders = _without_layer_numbers(", ".join(resident.holders)) or "a holder that was not found"
+            sizes.setdefault((resident.name, holders), []).append(resident.num_bytes)
+        for (name, holders), resident_bytes in sizes.items():
+            size = f"{len(resident_bytes)} of {name}, {format_bytes(sum(resident_bytes))}"
+            yield f"{audit.offloaded.settings}: {size}, still held by {holders}"
+
+
+@runtime_checkable
+class RetainedLeaf(Protocol):
+    """What `Lab.retained` finds: a leaf of an autograd graph that an attribute of a module keeps alive."""
+
+    holder: str
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    input_bytes: int
+    gradient_bytes: int
+
+
+def retained_blocks(leaves: Iterable[RetainedLeaf]) -> list[Block]:
+    """Describes what modules keep alive between steps, and the path to it; equal paths of several layers are one entry.
+
+    Args:
+        leaves: What `Lab.retained` returned.
+    """
+    groups: dict[tuple[str, tuple[str, ...], tuple[int, ...]], list[RetainedLeaf]] = {}
+    for leaf in leaves:
+        groups.setdefault((_without_layer_numbers(leaf.holder), leaf.path, leaf.shape), []).append(leaf)
+    blocks: list[Block] = []
+    for (holder, path, shape), group in groups.items():
+        inputs, gradients = (sum(getattr(leaf, name) for leaf in group) for name in ("input_bytes", "gradient_bytes"))
+        count = f"{len(group)} inputs of shape" if len(group) > 1 else "an input of shape"
+        blocks.append(
+            [
+                f"{holder if len(group) > 1 else group[0].holder} keeps {count} {list(shape)}:",
+                f"  {format_bytes(inputs)}, and {format_bytes(gradients)} of their gradients",
+                f"  path: {' -> '.join([*path, 'the input'])}",
+            ]
+        )
+    return blocks or [["No attribute of a module keeps a leaf of an autograd graph alive."]]
+
+
+def _without_layer_numbers(name: str) -> str:
+    return re.sub(r"layers\.\d+", "layers.*", name)

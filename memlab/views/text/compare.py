@@ -1,12 +1,13 @@
-"""Records beside each other as plain text: the twins of the figures that compare steps, and how records are named."""
+"""Tables that compare steps with each other, and the names that tell steps apart."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from memlab.record.step_record import StepRecord
 from memlab.units import binary_unit, format_bytes
-from memlab.views.text.layout import SETTING_WIDTH, aligned, in_unit, wrapped
+from memlab.views.text.layout import SETTING_WIDTH, Block, Table, as_text, in_unit
 from memlab.views.text.record import module_name
 from memlab.vocabulary import CATEGORIES, PHASES
 
@@ -14,11 +15,11 @@ _SHORT_NAME_WIDTH = 20
 
 
 def record_names(records: Sequence[StepRecord]) -> list[str]:
-    """Names records by their settings, and by as much else as tells them apart.
+    """Names records by their settings, and by whatever else is needed to tell them apart.
 
     Returns:
-        A name a record, such as ``"full uniform 1"``, or ``"none (2048 tokens, cpu)"`` beside records of other lengths
-        and backends.
+        One name per record, such as ``"full uniform 1"``, or ``"none (2048 tokens, cpu)"`` next to records of other
+        lengths and backends.
     """
     words = [[*str(record.scenario).split(", "), record.backend] for record in records]
     telling = [len(set(column)) > 1 for column in zip(*words, strict=False)]
@@ -33,20 +34,22 @@ def record_names(records: Sequence[StepRecord]) -> list[str]:
 
 
 def common_scenario(records: Sequence[StepRecord]) -> str:
-    """Returns what the scenarios of records have in common; their names (`record_names`) tell the rest."""
+    """Returns what the scenarios of records have in common; `record_names` gives what differs."""
     columns = zip(*(str(record.scenario).split(", ") for record in records), strict=False)
     architecture, *others = [words[0] if len(set(words)) == 1 else "" for words in columns]
     return ", ".join(filter(None, [architecture, *others])) if architecture else "different scenarios"
 
 
 def compare_table(*records: StepRecord) -> str:
-    """Writes one row a step, each held against the first.
+    """Writes `compare_blocks` as text, in lines of at most `LINE_WIDTH` characters."""
+    return as_text(compare_blocks(*records))
+
+
+def compare_blocks(*records: StepRecord) -> list[Block]:
+    """Describes steps by one row per step; what a step saves is counted from the first row.
 
     Args:
         *records: At least one record, of any scenario; none needs a timeline.
-
-    Returns:
-        Lines of at most `LINE_WIDTH` characters.
 
     Raises:
         ValueError: If there is no record.
@@ -65,38 +68,35 @@ def compare_table(*records: StepRecord) -> str:
         _byte_column("step's", "start", [record.static_bytes for record in records]),
         _byte_column("activation", "peak", [record.activation_peak_bytes for record in records]),
         _byte_column("", "residual", [record.residual_bytes for record in records]),
-        _byte_column("", "host", [record.host_bytes for record in records]),
+        _byte_column("host", "peak", [record.host_bytes for record in records]),
         _byte_column("", "recomputed", [record.recomputed_bytes for record in records]),
         ["step", "time", "ms", *(time if known else "-" for (time, _), known in zip(times, timed, strict=True))],
         ["", "tokens/s", "", *(rate if known else "-" for (_, rate), known in zip(times, timed, strict=True))],
         ["", "loss", "", *("-" if record.loss is None else f"{record.loss:.6f}" for record in records)],
     ]
-    meaning = "allocated bytes, on the device unless it says host; saved: against the first row"
-    return "\n".join(
-        [
-            *wrapped(f"{common_scenario(records)}; {meaning}"),
-            "",
-            *aligned([list(row) for row in zip(*columns, strict=True)], first_width=SETTING_WIDTH),
-            *_message_lines(records, names),
-        ]
-    )
+    meaning = "device memory, allocated; saved = first row minus this row"
+    table = Table([list(row) for row in zip(*columns, strict=True)], num_head_rows=3, first_width=SETTING_WIDTH)
+    notes = [*_message_lines(records, names), *_without_effect_lines(records, names)]
+    return [[f"{common_scenario(records)}; {meaning}"], table, *([notes] if notes else [])]
 
 
 def peak_phase(record: StepRecord) -> str:
-    """Returns the phase in which a step was fullest; a dash without a timeline."""
+    """Returns the phase in which a step peaks; a dash without a timeline."""
     timeline = record.timeline
     return PHASES[timeline.phase[timeline.peak_index()]] if timeline is not None and len(timeline) else "-"
 
 
-def peak_table(records: Mapping[str, StepRecord], rooms: Mapping[str, int]) -> str:
-    """Writes what makes up each step's peak, a row each, the moments of the peaks, and which fit.
+def peak_table(records: Mapping[str, StepRecord], limits: Mapping[str, int]) -> str:
+    """Writes `peak_blocks` as text, in lines of at most `LINE_WIDTH` characters."""
+    return as_text(peak_blocks(records, limits))
+
+
+def peak_blocks(records: Mapping[str, StepRecord], limits: Mapping[str, int]) -> list[Block]:
+    """Describes what makes up each step's peak, one row per step, when it peaks, and which steps fit.
 
     Args:
-        records: At least one, by the name of its row; a moment needs a timeline.
-        rooms: Bytes that a GPU leaves torch, by the GPU's size.
-
-    Returns:
-        Lines of at most `LINE_WIDTH` characters.
+        records: At least one, by the name of its row; when it peaks needs a timeline.
+        limits: Bytes that a GPU leaves for torch, by the GPU's size.
     """
     every = list(records.values())
     categories = [name for name in CATEGORIES if any(name in record.peak_by_category for record in every)]
@@ -108,33 +108,39 @@ def peak_table(records: Mapping[str, StepRecord], rooms: Mapping[str, int]) -> s
     columns.append(["", "", "", *("<-" if record.peak_allocated_bytes == highest else "" for record in every)])
     moments: dict[str, list[str]] = {}
     for name, record in records.items():
-        moments.setdefault(f"{peak_phase(record)}, {_born_at_peak(record)}", []).append(name)
-    return "\n".join(
+        moments.setdefault(f"{peak_phase(record)}, {_allocated_at_peak(record)}", []).append(name)
+    messages = _message_lines(every, records)
+    return [
+        ["what makes up each step's peak of allocated bytes (<- the highest)"],
+        Table([list(row) for row in zip(*columns, strict=True)], num_head_rows=3, first_width=_SHORT_NAME_WIDTH),
         [
-            "what makes up each step's peak of allocated bytes (<- the highest)",
-            "",
-            *aligned([list(row) for row in zip(*columns, strict=True)], first_width=_SHORT_NAME_WIDTH),
-            "",
-            "the moment of each peak, and where the last bytes were made:",
-            *(line for moment, names in moments.items() for line in wrapped(f"  {moment}: {', '.join(names)}")),
-            *(line for size, room in rooms.items() for line in wrapped(_fitting(size, room, records))),
-            *_message_lines(every, records),
-        ]
-    )
+            "when each step peaks, and the module that made the last allocation:",
+            *(f"  {moment}: {', '.join(names)}" for moment, names in moments.items()),
+            *(_which_fit(size, limit, records) for size, limit in limits.items()),
+        ],
+        *([messages] if messages else []),
+    ]
 
 
-def _born_at_peak(record: StepRecord) -> str:
+def _allocated_at_peak(record: StepRecord) -> str:
     timeline = record.timeline
     if timeline is None or not len(timeline):
         return "without a timeline"
     return module_name(timeline.modules[timeline.module[timeline.peak_index()]])
 
 
-def _fitting(size: str, room: int, records: Mapping[str, StepRecord]) -> str:
-    """Says which peaks a room is enough for; a step that did not end has none."""
-    fit = [name for name, record in records.items() if _ended(record) and record.peak_allocated_bytes <= room]
-    which = "all" if len(fit) == len(records) else ", ".join(fit) or "none"
-    return f"{size} leave torch {format_bytes(room)}, enough for: {which}"
+def _which_fit(size: str, limit: int, records: Mapping[str, StepRecord]) -> str:
+    """Names the steps whose peaks fit; a step that did not finish has none."""
+    fitting = [name for name, record in records.items() if _ended(record) and record.peak_allocated_bytes <= limit]
+    which = f"these fit: {', '.join(fitting)}" if fitting else "none of these fits"
+    which = "all of these fit" if len(fitting) == len(records) else which
+    return f"{left_for_torch(size, limit)}: {which}."
+
+
+def left_for_torch(size: str, limit: int) -> str:
+    """Says what a GPU of a size such as ``80GiB`` leaves for torch's allocator."""
+    spaced = f"{size} B" if size.isdigit() else re.sub(r"(?<=\d)(?=[A-Za-z])", " ", size)
+    return f"A {spaced} GPU leaves {format_bytes(limit)} for torch"
 
 
 def _byte_column(above: str, name: str, values: Sequence[int], known: Sequence[bool] | None = None) -> list[str]:
@@ -146,10 +152,18 @@ def _byte_column(above: str, name: str, values: Sequence[int], known: Sequence[b
 
 def _message_lines(records: Iterable[StepRecord], names: Iterable[str]) -> list[str]:
     pairs = zip(records, names, strict=True)
-    lines = [line for record, name in pairs if not _ended(record) for line in wrapped(f"{name}: {record.message}")]
-    return ["", *lines] if lines else []
+    return [f"{name}: {record.message}" for record, name in pairs if not _ended(record)]
+
+
+def _without_effect_lines(records: Iterable[StepRecord], names: Iterable[str]) -> list[str]:
+    """Says once which settings did nothing, and in which rows."""
+    rows: dict[str, list[str]] = {}
+    for record, name in zip(records, names, strict=True):
+        for setting, reason in record.without_effect.items():
+            rows.setdefault(f"{setting.replace(':', ' ')} had no effect ({reason})", []).append(name)
+    return [f"{', '.join(which)}: {words}" for words, which in rows.items()]
 
 
 def _ended(record: StepRecord) -> bool:
-    """Whether the step ran to its end; of one that did not, peak and times are only those up to where it stopped."""
+    """Whether the step finished. The peak and times of one that did not are those up to where it stopped."""
     return record.status == "ok"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from memlab.analysis.difference import TERM_NAMES, Difference, Term, difference_of, obstacles
 from memlab.record.step_record import StepRecord
 from memlab.units import binary_unit, format_bytes
-from memlab.views.text.compare import compare_table
-from memlab.views.text.layout import NAME_WIDTH, aligned, ending, in_unit, wrapped
+from memlab.views.text.compare import compare_blocks
+from memlab.views.text.layout import NAME_WIDTH, Block, Table, as_text, ending, in_unit
 from memlab.views.text.record import module_name
 
 _NUM_GROUPS = 8
@@ -108,10 +108,15 @@ def difference_lines(difference: Difference) -> list[str]:
 
 
 def difference_table(difference: Difference) -> str:
-    """Writes the terms from the predicted to the measured allocated peak, the largest first.
+    """Writes `difference_blocks` as text, in lines of at most `LINE_WIDTH` characters."""
+    return as_text(difference_blocks(difference))
+
+
+def difference_blocks(difference: Difference) -> list[Block]:
+    """Describes the terms from the predicted to the measured allocated peak, the largest first.
 
     Returns:
-        Lines of at most `LINE_WIDTH` characters: sentences, and a row a category with its modules under it.
+        Sentences, and a table with one row per category and its modules below it.
     """
     rows = difference_rows(difference)
     by_name: dict[str, list[Term]] = {name: [] for name in dict.fromkeys([*(row.name for row in rows), *TERM_NAMES])}
@@ -136,16 +141,20 @@ def difference_table(difference: Difference) -> str:
         table.append(
             [ending(entry.label, NAME_WIDTH), *sizes, f"{sign}{in_unit(off, small_bytes)}", f"{off:+,}" if off else "0"]
         )
-    sentences = (line for sentence in difference_lines(difference) for line in wrapped(sentence))
-    return "\n".join(["from predicted to measured", *sentences, "", *aligned(table)])
+    return [["from predicted to measured", *difference_lines(difference)], Table(table)]
 
 
 def comparison_text(*records: StepRecord) -> str:
-    """Writes a row a step, and for a prediction beside a measurement the terms, or what is in their way.
+    """Writes `comparison_blocks` as text, in lines of at most `LINE_WIDTH` characters."""
+    return as_text(comparison_blocks(*records))
+
+
+def comparison_blocks(*records: StepRecord) -> list[Block]:
+    """Describes one row per step; for a prediction and its measurement also the terms, or why there are none.
 
     Raises:
         ValueError: If there is no record.
     """
     difference = difference_of(records)
-    parts = [compare_table(*records), *("\n".join(wrapped(words)) for words in obstacles(records))]
-    return "\n\n".join(parts if difference is None else [*parts, difference_table(difference)])
+    blocks = [*compare_blocks(*records), *([words] for words in obstacles(records))]
+    return blocks if difference is None else [*blocks, *difference_blocks(difference)]

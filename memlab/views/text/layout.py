@@ -1,13 +1,16 @@
-"""How every table of text is laid out: columns, units, and lines that no page has to break.
+"""How tables are written: columns, units, and lines that no page has to break; as plain text and as HTML.
 
-A column is written in one unit, the largest that its largest value fills, so that digits stand under digits.
+What a table says is a list of blocks, each a group of sentences or a `Table`; `as_text` and `as_html` write the same
+blocks. A column has one unit, the largest that its largest value fills, so that digits are under digits.
 """
 
 from __future__ import annotations
 
+import html
 import re
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from memlab.units import GIB, KIB, MIB
 
@@ -19,6 +22,62 @@ SETTING_WIDTH = 27
 """The same, where it holds settings."""
 
 _DECIMALS = {GIB: 3, MIB: 2, KIB: 1, 1: 0}
+
+_HTML_CELL = "padding:.25em .7em;vertical-align:bottom"
+_HTML_NAME = f"{_HTML_CELL};text-align:left;min-width:12em;max-width:36em;overflow-wrap:break-word"
+_HTML_NUMBER = f"{_HTML_CELL};text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of cells: names in the first column, numbers in the others."""
+
+    rows: Sequence[Sequence[str]]
+    num_head_rows: int = 1
+    first_width: int = NAME_WIDTH
+    """Characters; a longer name is wrapped."""
+
+
+Block = Table | Sequence[str]
+"""A table, or sentences that each start a line of their own."""
+
+
+def as_text(blocks: Sequence[Block]) -> str:
+    """Writes blocks with an empty line between them, in lines of at most `LINE_WIDTH` characters."""
+    return "\n\n".join("\n".join(_text_lines(block)) for block in blocks)
+
+
+def _text_lines(block: Block) -> list[str]:
+    if isinstance(block, Table):
+        return aligned(block.rows, block.first_width)
+    return [line for sentence in block for line in wrapped(sentence)]
+
+
+def as_html(blocks: Sequence[Block]) -> str:
+    """Writes blocks as paragraphs and tables, which a page wraps to its own width."""
+    return "".join(_html_of(block) for block in blocks)
+
+
+def _html_of(block: Block) -> str:
+    if not isinstance(block, Table):
+        return f"<p>{'<br>'.join(html.escape(sentence.strip(), quote=False) for sentence in block)}</p>"
+    heads, rows = block.rows[: block.num_head_rows], block.rows[block.num_head_rows :]
+    columns = zip(*heads, strict=True)
+    titles = ["<br>".join(html.escape(word, quote=False) for word in column if word) for column in columns]
+    head = "".join(_html_cell("th", title, is_first=number == 0) for number, title in enumerate(titles))
+    body = "".join(
+        f"<tr>{''.join(_html_cell('td', html.escape(cell, quote=False), is_first=not n) for n, cell in enumerate(row))}"
+        "</tr>"
+        for row in rows
+    )
+    style = "border-collapse:collapse;margin:.6em 0"
+    return f'<table style="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def _html_cell(tag: str, content: str, *, is_first: bool) -> str:
+    # A name is indented by spaces where it is a part of the row above it.
+    content = content.replace("  ", "&emsp;").replace("+", "+<wbr>") if is_first else content
+    return f'<{tag} style="{_HTML_NAME if is_first else _HTML_NUMBER}">{content}</{tag}>'
 
 
 def in_unit(num_bytes: int, unit_bytes: int) -> str:
@@ -68,5 +127,6 @@ def ending(name: str, width: int) -> str:
 
 
 def wrapped(text: str) -> list[str]:
-    """Breaks a sentence into lines of at most `LINE_WIDTH` characters."""
-    return textwrap.wrap(text, LINE_WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    """Breaks a sentence into lines of at most `LINE_WIDTH` characters; those after the first are indented more."""
+    indent = " " * (len(text) - len(text.lstrip()) + 2)
+    return textwrap.wrap(text, LINE_WIDTH, subsequent_indent=indent, break_on_hyphens=False)

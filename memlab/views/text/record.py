@@ -1,14 +1,20 @@
-"""A record as plain text: the twin of a step's figure, for terminals, logs, diffs and screen readers."""
+"""One step as plain text: what its figure shows, for terminals, logs, diffs and screen readers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 
+from memlab.record.out_of_memory import OutOfMemory
 from memlab.record.step_record import StepRecord
+from memlab.record.timeline import Timeline
+from memlab.record.transfer import GROUPS
 from memlab.units import binary_unit, format_bytes
-from memlab.views.text.layout import NAME_WIDTH, aligned, ending, in_unit, wrapped
+from memlab.views.text.layout import NAME_WIDTH, Block, Table, as_text, ending, in_unit
 
 _NUM_MODULES = 10
+_MOSTLY = 0.98
+"""The training state is this share of what no module made, or it is not all that there is to name."""
 
 
 def module_name(name: str) -> str:
@@ -16,8 +22,39 @@ def module_name(name: str) -> str:
     return name or "(outside the model's modules)"
 
 
+def peak_by_module(sizes: Mapping[str, int], by_category: Mapping[str, int]) -> dict[str, int]:
+    """Names what made up a peak, the largest first; modules of several layers that tie are one entry.
+
+    Four layers whose ``mlp.linear_fc1`` made 2.5 MiB each are ``decoder.layers.*.mlp.linear_fc1 x 4`` with 10 MiB. What
+    no module made is mostly the training state, so it is named by that where it is.
+
+    Args:
+        sizes: Bytes by module.
+        by_category: Bytes of the same moment by category.
+    """
+    grouped: dict[tuple[str, int], list[str]] = {}
+    for name, num_bytes in sizes.items():
+        grouped.setdefault((re.sub(r"\blayers\.\d+", "layers.*", name), num_bytes), []).append(name)
+    named = {}
+    for (kind, num_bytes), names in grouped.items():
+        if names == [""]:
+            label = _outside_modules(num_bytes, by_category)
+        else:
+            label = f"{kind} x\N{NO-BREAK SPACE}{len(names)}" if len(names) > 1 else names[0]
+        named[label] = num_bytes * len(names)
+    return dict(sorted(named.items(), key=lambda item: -item[1]))
+
+
+def _outside_modules(num_bytes: int, by_category: Mapping[str, int]) -> str:
+    state = {name: by_category[name] for name in GROUPS if by_category.get(name)}
+    if not state or sum(state.values()) > num_bytes:
+        return module_name("")
+    more = " and others" if sum(state.values()) < _MOSTLY * num_bytes else ""
+    return ", ".join(state) + more
+
+
 def record_table(record: StepRecord) -> str:
-    """Writes one step: its peak and what made it up, what stayed, what moved, how long it took.
+    """Writes one step: its peak and what made it up, what stayed, what was transferred, how long it took.
 
     Args:
         record: Any record; it needs no timeline.
@@ -25,15 +62,8 @@ def record_table(record: StepRecord) -> str:
     Returns:
         Lines of at most `LINE_WIDTH` characters.
     """
-    peak = record.peak_allocated_bytes
-    modules = list(record.peak_by_module.items())
-    others = sum(num_bytes for _, num_bytes in modules[_NUM_MODULES:])
     entries: list[tuple[str, int | None]] = [
-        ("device, the step's peak", peak),
-        *((f"  {category}", num_bytes) for category, num_bytes in record.peak_by_category.items()),
-        ("device, the same peak by the module that made it", None),
-        *((f"  {module_name(name)}", num_bytes) for name, num_bytes in modules[:_NUM_MODULES]),
-        *([(f"  {len(modules) - _NUM_MODULES} other modules", others)] if others else []),
+        *_peak_entries(record.peak_allocated_bytes, record.peak_by_category, record.peak_by_module),
         ("device, at the step's start", record.static_bytes),
         ("device, activation peak above the start", record.activation_peak_bytes),
         ("device, residual at the step's end", record.residual_bytes),
@@ -43,27 +73,55 @@ def record_table(record: StepRecord) -> str:
         *((f"  offloaded in the step: {name}", size) for name, size in record.offloaded_bytes_by_module.items()),
         *((f"  off the device after it: {name}", size) for name, size in record.offloaded_bytes_by_group.items()),
     ]
+    head = [f"{record.scenario}, on {record.backend}, step {record.step_index}", f"settings: {record.settings}"]
+    head += [] if record.status == "ok" else [f"{record.status.replace('_', ' ')}: {record.message}"]
+    blocks: list[Block] = [head, _entries_table(entries, record.peak_allocated_bytes), [_time_line(record)]]
+    if record.without_effect:
+        reasons = (f"  {name.replace(':', ' ')}: {reason}" for name, reason in record.without_effect.items())
+        blocks.append(["settings that had no effect here:", *reasons])
+    if record.out_of_memory is not None:
+        blocks += _evidence_blocks(record.out_of_memory)
+    return as_text(blocks)
+
+
+def timeline_table(timeline: Timeline) -> str:
+    """Writes the device peak of a timeline that belongs to no record, such as one read from a snapshot."""
+    if not len(timeline):
+        return "a timeline without events"
+    peak = timeline.peak_index()
+    peak_bytes = timeline.bytes_at(peak)
+    entries = [
+        *_peak_entries(peak_bytes, timeline.breakdown(peak), timeline.breakdown(peak, by="module")),
+        ("device, at the start", timeline.opening_bytes),
+        ("host, the peak", timeline.peak_bytes("host")),
+    ]
+    return as_text([[f"a timeline of {len(timeline):,} events"], _entries_table(entries, peak_bytes)])
+
+
+def _peak_entries(
+    peak_bytes: int, by_category: Mapping[str, int], by_module: Mapping[str, int]
+) -> list[tuple[str, int | None]]:
+    modules = list(peak_by_module(by_module, by_category).items())
+    others = sum(num_bytes for _, num_bytes in modules[_NUM_MODULES:])
+    return [
+        ("device, the step's peak", peak_bytes),
+        *((f"  {category}", num_bytes) for category, num_bytes in by_category.items()),
+        ("device, the same peak by the module that made it", None),
+        *((f"  {name}", num_bytes) for name, num_bytes in modules[:_NUM_MODULES]),
+        *([(f"  {len(modules) - _NUM_MODULES} other rows", others)] if others else []),
+    ]
+
+
+def _entries_table(entries: Sequence[tuple[str, int | None]], peak_bytes: int) -> Table:
     unit_bytes, unit = binary_unit(max(size or 0 for _, size in entries))
     rows = [["allocated bytes", unit, "bytes", "of peak"]]
     for name, size in entries:
         numbers = ["", "", ""]
         if size is not None:
-            share = f"{size / peak:.1%}" if peak and not name.startswith(("host", "  off")) else ""
+            share = f"{size / peak_bytes:.1%}" if peak_bytes and not name.startswith(("host", "  off")) else ""
             numbers = [in_unit(size, unit_bytes), f"{size:,}", share]
         rows.append([ending(name, NAME_WIDTH), *numbers])
-    return "\n".join(
-        [
-            *wrapped(f"{record.scenario}, on {record.backend}, step {record.step_index}"),
-            *wrapped(f"settings: {record.settings}"),
-            *([] if record.status == "ok" else wrapped(f"{record.status}: {record.message}")),
-            "",
-            *aligned(rows),
-            "",
-            *wrapped(_time_line(record)),
-            *_without_effect_lines(record),
-            *_out_of_memory_lines(record),
-        ]
-    )
+    return Table(rows)
 
 
 def _allocator_entries(record: StepRecord) -> list[tuple[str, int | None]]:
@@ -78,7 +136,7 @@ def _allocator_entries(record: StepRecord) -> list[tuple[str, int | None]]:
 
 def _time_line(record: StepRecord) -> str:
     if record.backend == "simulated":
-        return f"simulated in {record.step_seconds * 1e3:.1f} ms, which tells nothing of the time on a GPU; no loss"
+        return f"simulated in {record.step_seconds * 1e3:.1f} ms, which says nothing about the time on a GPU; no loss"
     loss = "no loss" if record.loss is None else f"loss {record.loss:.6f}"
     return (
         f"step {record.step_seconds * 1e3:.1f} ms (loading {record.load_seconds * 1e3:.1f} ms, offloading "
@@ -86,34 +144,33 @@ def _time_line(record: StepRecord) -> str:
     )
 
 
-def _without_effect_lines(record: StepRecord) -> list[str]:
-    if not record.without_effect:
-        return []
-    reasons = (line for name, reason in record.without_effect.items() for line in wrapped(f"  {name}: {reason}"))
-    return ["", "without effect here:", *reasons]
+def out_of_memory_blocks(failed: OutOfMemory) -> list[Block]:
+    """Describes why a step ran out of memory, and what was allocated then."""
+    verdict = [f"{failed.verdict}: {failed.evidence}. {failed.advice}"] if failed.verdict else []
+    return [*([verdict] if verdict else []), *_evidence_blocks(failed)]
 
 
-def _out_of_memory_lines(record: StepRecord) -> list[str]:
-    """Writes what was seen when a request was refused; the verdict on it is the record's message."""
-    refused = record.out_of_memory
-    if refused is None:
-        return []
-    refusal = refused.refusal
-    asked = {"asked for": refusal.requested_bytes, "allocated": refusal.allocated_bytes, "limit": refusal.limit_bytes}
-    device = {
-        "reserved": refusal.reserved_bytes,
-        "of it unused": None if refusal.reserved_bytes is None else refusal.unused_reserved_bytes,
-        "largest free block": refusal.largest_free_bytes,
-        "left on the device": refusal.device_free_bytes,
-        "held outside torch": refusal.outside_bytes,
+def _evidence_blocks(failed: OutOfMemory) -> list[Block]:
+    """Describes the failed request; a record's message already has the verdict."""
+    request = failed.refusal
+    sizes = {
+        "requested": request.requested_bytes,
+        "allocated": request.allocated_bytes,
+        "limit": request.limit_bytes,
+        "reserved": request.reserved_bytes,
+        "of it unused": None if request.reserved_bytes is None else request.unused_reserved_bytes,
+        "largest free block": request.largest_free_bytes,
+        "free on the device": request.device_free_bytes,
+        "held outside torch": request.outside_bytes,
     }
-    modules = {module_name(name): size for name, size in list(refused.activations_by_module.items())[:3]}
+    modules = {module_name(name): size for name, size in list(failed.activations_by_module.items())[:3]}
     return [
-        "",
-        "when the request was refused:",
-        *wrapped(f"  {_figures(asked | device)}"),
-        *wrapped(f"  alive: {_figures(refused.alive_by_category)}"),
-        *(wrapped(f"  most of the step's own: {_figures(modules)}") if modules else []),
+        [
+            "when the allocation failed:",
+            f"  {_figures(sizes)}",
+            f"  alive: {_figures(failed.alive_by_category)}",
+            *([f"  most of the step's own: {_figures(modules)}"] if modules else []),
+        ]
     ]
 
 
