@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from playwright.sync_api import Position, expect
-from playwright.sync_api import TimeoutError as NothingHovered
+from playwright.sync_api import expect
 
 from tests.browser.conftest import PANEL_CELL
 from tests.browser.panel_page import PanelPage
@@ -71,40 +70,27 @@ def test_a_moment_tells_what_is_alive(panel: PanelPage) -> None:
     assert len(panel.chart()["traces"]) == traces, "one figure is reused"
 
 
-def test_a_click_on_the_chart_looks_at_that_moment(panel: PanelPage) -> None:
+@pytest.mark.parametrize("axis", ["time", "event"])
+def test_a_click_on_the_chart_looks_at_that_moment(panel: PanelPage, axis: str) -> None:
     panel.run()
+    panel.part("axis").get_by_role("button", name=axis).click()
+    title = panel.root.locator(".js-plotly-plot .xtitle")
+    expect(title).to_contain_text("memory events" if axis == "event" else "time since")
     plot = panel.root.locator(".js-plotly-plot .nsewdrag").first
-    hovered, mouse = panel.root.locator(".hoverlayer text"), panel.notebook.page.mouse
-    moments = [panel.part("moment", "input").input_value()]
-    total = panel.trace("total")
-    peak, end = total["x"][total["y"].index(max(total["y"]))], total["x"][-1]
+    box, total = plot.bounding_box(), panel.trace("total")
+    assert box is not None
+    end, peak = total["x"][-1], total["x"][total["y"].index(max(total["y"]))]
+    moment, chosen = panel.part("moment", "input"), {}
     # The peak is shown already, so the first click is far from it.
-    shares = (0.2, 0.8) if peak > end / 2 else (0.8, 0.2)
-    for share in shares:
-        for _ in range(10):
-            # Plotly's click is on what it hovers, and the page still moves while it draws: a hand looks and tries again.
-            mouse.move(0, 0)
-            expect(hovered).to_have_count(0)  # or what is hovered next is still the last
-            plot.scroll_into_view_if_needed()
-            box = plot.bounding_box()
-            assert box is not None
-            place: Position = {"x": share * box["width"], "y": 0.5 * box["height"]}
-            mouse.move(box["x"] + place["x"], box["y"] + place["y"], steps=8)
-            try:
-                hovered.first.wait_for(state="attached", timeout=4000)
-            except NothingHovered:
-                continue
-            plot.click(position=place)  # refused where something else would get it
-            for _ in range(20):
-                if panel.part("moment", "input").input_value() == moments[-1]:
-                    panel.notebook.page.wait_for_timeout(100)
-            if panel.part("moment", "input").input_value() != moments[-1]:
-                break
-        expect(panel.part("moment", "input")).not_to_have_value(moments[-1])
-        moments.append(panel.part("moment", "input").input_value())
-        expect(panel.part("breakdown")).to_contain_text(f"event {int(moments[-1]):,}")
-    earlier, later = (int(moment) for _, moment in sorted(zip(shares, moments[1:], strict=True)))
-    assert 0 < earlier < later, "further right is later"
+    for share in (0.2, 0.8) if peak > end / 2 else (0.8, 0.2):
+        shown = moment.input_value()
+        plot.click(position={"x": share * box["width"], "y": 0.5 * box["height"]})
+        expect(moment).not_to_have_value(shown)
+        chosen[share] = int(moment.input_value())
+        expect(panel.part("breakdown")).to_contain_text(f"event {chosen[share]:,}")
+    assert chosen[0.2] < chosen[0.8], "further right is later"
+    if axis == "event":
+        assert chosen == pytest.approx({share: share * end for share in chosen}, abs=end / 300)
 
 
 def test_a_double_click_goes_back_to_the_picture_s_own_axes(panel: PanelPage) -> None:

@@ -5,40 +5,24 @@ from __future__ import annotations
 import re
 
 import pytest
-from playwright.sync_api import Locator, expect
+from playwright.sync_api import expect
 
 from tests.browser.notebook_page import RUN_SECONDS
 from tests.browser.panel_page import PanelPage
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 STATE = "__import__('memlab').panel(lab).search.state"
-# The middle of a point on the page, by its place in the search.
+# The middle of a point of the upper plot, from that plot's corner, by its place in the search.
 _PLACE = """(plot, number) => {
-    const marks = plot.querySelectorAll('.scatterlayer .trace');
-    for (const mark of marks) {
+    const area = plot.querySelector('.nsewdrag').getBoundingClientRect();
+    for (const mark of plot.querySelectorAll('.scatterlayer .trace')) {
         const { trace } = mark.__data__?.[0] ?? {};
-        const at = trace?.uid?.startsWith('choice') ? trace.customdata.indexOf(number) : -1;
+        const at = trace?.uid?.startsWith('choice-y-') ? trace.customdata.indexOf(number) : -1;
         if (at < 0) continue;
         const box = mark.querySelectorAll('.points path')[at].getBoundingClientRect();
-        return [box.x + box.width / 2, box.y + box.height / 2];
+        return { x: box.x + box.width / 2 - area.x, y: box.y + box.height / 2 - area.y };
     }
 }"""
-
-
-def click_point(panel: PanelPage, plot: Locator, number: int, done: str) -> None:
-    """Clicks a point until the panel says so: plotly's click is on what it hovers, and the page moves while it draws."""
-    mouse = panel.notebook.page.mouse
-    for _ in range(10):
-        plot.scroll_into_view_if_needed()
-        x, y = plot.evaluate(_PLACE, number)
-        mouse.move(0, 0)
-        mouse.move(x, y, steps=8)
-        mouse.click(x, y)
-        for _ in range(20):
-            if done in panel.part("search-status").inner_text():
-                return
-            panel.notebook.page.wait_for_timeout(100)
-    expect(panel.part("search-status")).to_contain_text(done)
 
 
 def test_a_click_on_the_front_sets_the_controls_and_run_takes_them(panel: PanelPage) -> None:
@@ -58,7 +42,8 @@ def test_a_click_on_the_front_sets_the_controls_and_run_takes_them(panel: PanelP
     number = front[-1]
     name = panel.notebook.ask(f"str({found}.points[{number}].settings)")
     assert name.startswith("full uniform")
-    click_point(panel, plot, number, f"The controls show '{name}'")
+    plot.locator(".nsewdrag").first.click(position=plot.evaluate(_PLACE, number))
+    expect(status).to_contain_text(f"The controls show '{name}'")
     expect(panel.part("recompute-granularity", "select")).to_have_value("full")
     expect(panel.part("offload-optimizer", "select")).to_have_value("host")
     panel.run()

@@ -83,6 +83,11 @@ def press(button: Any) -> None:
     button._handle_msg({"content": content, "buffers": []})
 
 
+def click(chart: Any, point: int) -> None:
+    content = {"point": point, "view": chart.picture["layout"]["uirevision"]}
+    chart._handle_msg({"content": {"data": {"method": "custom", "content": content}}, "buffers": []})
+
+
 def drive(shown: Panel, name: str, value: Any) -> None:
     control = shown.controls.by_name[name]
     receive(control, **{"index" if isinstance(control, ipywidgets.Dropdown) else "value": value})
@@ -340,7 +345,7 @@ def test_a_click_on_the_chart_and_a_typed_moment_tell_the_same(make_panel: Calla
     assert "at the peak" in view.breakdown.value
     assert view.number.value == timeline.peak_index() - timeline.num_opening_events + 1
 
-    view.chart._handle_msg({"content": {"data": {"method": "custom", "content": {"point": 5}}}, "buffers": []})
+    click(view.chart, 5)
     clicked = view.breakdown.value
     assert (shown.state.moment, view.number.value, view.slider.value) == (5, 5, 5)
     press(view.to_peak)
@@ -359,6 +364,19 @@ def test_a_click_on_the_chart_and_a_typed_moment_tell_the_same(make_panel: Calla
     assert places == sorted(places)
     press(shown.run_bar.run)
     assert shown.state.moment is None
+
+
+def test_a_click_on_points_that_a_later_picture_has_replaced_asks_for_another(make_panel: Callable[..., Panel]) -> None:
+    shown = make_panel()
+    press(shown.run_bar.run)
+    chart = shown.timeline.chart
+    content = {"point": 5, "view": chart.picture["layout"]["uirevision"]}
+    press(shown.run_bar.run)
+
+    chart._handle_msg({"content": {"data": {"method": "custom", "content": content}}, "buffers": []})
+
+    assert shown.state.moment is None
+    assert "click again" in shown.run_bar.status.value
 
 
 def test_no_value_is_ever_beyond_its_sliders_end(make_panel: Callable[..., Panel]) -> None:

@@ -139,7 +139,7 @@ def test_every_point_of_the_front_comes_into_the_controls_as_it_is(state: Search
     state._process.on_end(found)
     assert view.chart is not None and not state.busy
     for number, point in enumerate(found.points):
-        view.chart._answer(view.chart, {"point": number}, [])
+        view.chart._answer(view.chart, {"point": number, "view": "search 1"}, [])
         assert state._state.settings == point.settings
         assert str(point.settings) in state.notice
     label, number = view.choice.options[1]

@@ -45,7 +45,14 @@ def chart_figure(shown: Run | None, pinned: Run | None, pool: str = "device", ax
     Returns:
         A figure with exactly the traces of `TRACES`; those with nothing to show are invisible and empty.
     """
-    other = pinned if pinned is not shown and _timeline_of(pinned) is not None else None
+    figure = _picture(shown, pinned if pinned is not shown else None, pool, axis)
+    # As long as this stays the same, the chart keeps what a reader zoomed to, or hid by its legend.
+    figure.layout.uirevision = f"{shown.number} {pool} {axis}" if shown is not None else "no run"
+    return figure
+
+
+def _picture(shown: Run | None, pinned: Run | None, pool: str, axis: Axis) -> go.Figure:
+    other = pinned if _timeline_of(pinned) is not None else None
     if shown is None or (shown.record is not None and shown.is_ok and shown.record.timeline is None):
         return _with_all_traces(_words("No run is shown", "press Run, or choose a run in the table"), {})
     if shown.record is None:
@@ -60,8 +67,6 @@ def chart_figure(shown: Run | None, pinned: Run | None, pool: str = "device", ax
     traces = {trace.name or PEAK: trace.to_plotly_json() for trace in figure.data}
     if other is not None:
         traces[PINNED] = _overlay(figure, other, pool, axis, unit_bytes, unit)
-    # While the picture stays, so does what a reader zoomed into, or hid by its legend.
-    figure.layout.uirevision = f"{shown.number} {pool} {axis}"
     return _with_all_traces(figure, traces)
 
 

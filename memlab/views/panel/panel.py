@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from memlab.views.panel.controls import SettingsControls
+from memlab.views.panel.page_code import page_code
 from memlab.views.panel.run_bar import RunBar
 from memlab.views.panel.runs import RunsView, text_twin
 from memlab.views.panel.search_state import SearchState
 from memlab.views.panel.search_view import SearchView
 from memlab.views.panel.state import LabState
-from memlab.views.panel.style import STYLE
 from memlab.views.panel.timeline_view import TimelineView
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
         )
         super().__init__(
             [
-                ipywidgets.HTML(f"<style>{STYLE}</style><h3>{title}</h3>"),
+                ipywidgets.HTML(f"<style>{page_code('panel.css')}</style><h3>{title}</h3>"),
                 self.controls.box,
                 self.run_bar.box,
                 self.search.box,

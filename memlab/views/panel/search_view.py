@@ -33,6 +33,7 @@ class SearchView:
         self.choice.style.description_width = "initial"
         self.table = ipywidgets.HTML()
         self.chart: ChartWidget | None = None
+        self._num_found = 0
         self._bar = ipywidgets.Box([self.room, self.search, self.stop, self.status])
         self._section = ipywidgets.VBox([self._bar, self.choice, self.table])
         self.box = ipywidgets.VBox([self.toggle, self._section])
@@ -53,6 +54,12 @@ class SearchView:
         if change["new"] != _NO_CHOICE:
             self.state.take(change["new"])
 
+    def _take_point(self, point: int | None) -> None:
+        if point is None:
+            self.state.notice = "The chart changed before your click arrived: click again."
+        else:
+            self.state.take(point)
+
     def _follow(self) -> None:
         state = self.state
         self.toggle.value = state.is_open
@@ -67,9 +74,10 @@ class SearchView:
         found = self.state.found
         if found is None:
             return
-        figure = search_figure(found)
+        self._num_found += 1
+        figure = search_figure(found).update_layout(uirevision=f"search {self._num_found}")
         if self.chart is None:
-            self.chart = ChartWidget(figure, self.state.take)
+            self.chart = ChartWidget(figure, self._take_point)
             self.chart.add_class("memlab-chart")
             self.chart.add_class("memlab-search-chart")
             self._section.children = [self._bar, self.chart, self.choice, self.table]

@@ -5,30 +5,13 @@ from __future__ import annotations
 import anywidget
 import traitlets
 
-_PAGE_CODE = """
-function render({ model, el }) {
-  const range = el.appendChild(document.createElement("input"));
-  range.type = "range";
-  range.setAttribute("aria-label", model.get("name"));
-  const names = ["min", "max", "value", "disabled"];  // the ends first: a value beyond them would be cut
-  const follow = () => names.forEach((name) => { range[name] = model.get(name); });
-  follow();
-  names.forEach((name) => model.on(`change:${name}`, follow));
-  range.addEventListener("change", () => {
-    model.set("value", range.valueAsNumber);
-    model.save_changes();
-  });
-  return () => names.forEach((name) => model.off(`change:${name}`, follow));
-}
-
-export default { render };
-"""
+from memlab.views.panel.page_code import page_code
 
 
 class Slider(anywidget.AnyWidget):
     """The browser's own slider of whole numbers; its value changes where the handle is let go."""
 
-    _esm = _PAGE_CODE
+    _esm = page_code("slider.js")
 
     name = traitlets.Unicode().tag(sync=True)
     """What it sets, for who does not see where it stands."""

@@ -74,9 +74,11 @@ class TimelineView:
         timeline = shown.record.timeline if shown is not None and shown.record is not None else None
         return timeline if timeline is not None and len(timeline) else None
 
-    def _look_at_point(self, point: int) -> None:
+    def _look_at_point(self, point: int | None) -> None:
         timeline = self._timeline()
-        if timeline is not None:
+        if point is None or timeline is None:
+            self._state.notice = "The chart changed before your click arrived: click again."
+        else:
             self._state.look_at(event_at(timeline, point, self._state.pool, self._state.axis))
 
     def _moment_given(self, change: Any) -> None:

@@ -1,0 +1,148 @@
+"""The chart alone on a page, without JupyterLab: plotly draws, and the mouse chooses points."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import plotly.graph_objects as go
+import pytest
+import tinycss2
+from playwright.sync_api import Browser, Page
+
+from memlab.config.settings import MemorySettings
+from memlab.views.panel.chart import chart_figure
+from memlab.views.panel.chart_widget import _PLOTLY_JS, _packed
+from memlab.views.panel.page_code import page_code
+from memlab.views.panel.run import Run
+from tests.unit.builders import TimelineBuilder, record_of
+
+pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+# What anywidget gives to `render`, with the kernel's side as a list of what it was sent.
+_OPEN = """async ([code, picture]) => {
+    picture.arrays = picture.arrays.map(text => new DataView(Uint8Array.from(atob(text), c => c.charCodeAt(0)).buffer));
+    window.sent = [];
+    window.memlabPlotly = window.Plotly;
+    const model = { get: () => picture, on() {}, off() {}, send: message => window.sent.push(message) };
+    const url = URL.createObjectURL(new Blob([code], { type: 'text/javascript' }));
+    const { default: widget } = await import(url);
+    const el = document.querySelector('#chart');
+    window.closeChart?.();
+    el.replaceChildren();
+    const drawn = new Promise(resolve => el.addEventListener('memlab-drawn', resolve));
+    window.closeChart = widget.render({ model, el });
+    await drawn;
+}"""
+Choose = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="module")
+def page(browser: Browser) -> Iterator[Page]:
+    """Opens a page with plotly, which takes a second to load."""
+    page = browser.new_page(viewport={"width": 1200, "height": 900})
+    page.set_content("<div id=chart style='width: 1100px'></div>")
+    page.add_script_tag(path=_PLOTLY_JS)
+    yield page
+    page.close()
+
+
+def open_chart(page: Page, figure: go.Figure) -> None:
+    picture = _packed(figure)
+    picture["arrays"] = [base64.b64encode(array).decode() for array in picture["arrays"]]
+    page.evaluate(_OPEN, [page_code("chart.js"), picture])
+
+
+def place(page: Page, across: float, down: float = 0.5, plot: int = 0) -> tuple[float, float]:
+    """Returns where on the page a place of a plot area is, given as shares of its width and height."""
+    box = page.locator(".nsewdrag").nth(plot).bounding_box()
+    assert box is not None
+    return box["x"] + across * box["width"], box["y"] + down * box["height"]
+
+
+def sent(page: Page) -> list[Any]:
+    return [message["point"] for message in page.evaluate("() => window.sent.splice(0)")]
+
+
+def run_with_a_long_pause() -> Run:
+    """Events 0 to 99 in the first 10 ms, none for 20 ms, events 100 to 199 in the last 10 ms."""
+    step = TimelineBuilder(phase="forward")
+    for number in range(200):
+        step.event(2**20 if number < 100 else -(2**20), "activations", after=20.0 if number == 100 else 0.1)
+    record = record_of(step.build(), MemorySettings())
+    return Run(number=1, scenario=record.scenario, settings=record.settings, backend="cpu", record=record)
+
+
+def test_a_click_anywhere_chooses_what_was_allocated_then(page: Page) -> None:
+    run = run_with_a_long_pause()
+    open_chart(page, chart_figure(run, None))
+    duration = run.record.timeline.nanoseconds[-1] / 1e6
+
+    for milliseconds, chosen in ((2.0, 19), (8.0, 79), (12.0, 99), (20.0, 99), (29.0, 99), (35.0, 150)):
+        # The mouse presses where it arrives, before plotly can label a point.
+        page.mouse.click(*place(page, milliseconds / duration))
+        (point,) = sent(page)
+        assert abs(point - chosen) <= 1, "an event is three pixels wide"
+
+
+def test_a_click_on_a_zoomed_chart_is_read_on_its_own_axis(page: Page) -> None:
+    open_chart(page, chart_figure(run_with_a_long_pause(), None))
+    page.evaluate("() => memlabPlotly.relayout(document.querySelector('.js-plotly-plot'), {'xaxis.range': [0, 10]})")
+
+    page.mouse.click(*place(page, 0.5))
+
+    (point,) = sent(page)
+    assert abs(point - 49) <= 1
+
+
+def test_a_drag_zooms_and_chooses_nothing(page: Page) -> None:
+    open_chart(page, chart_figure(run_with_a_long_pause(), None))
+    page.mouse.move(*place(page, 0.2))
+    page.mouse.down()
+    page.mouse.move(*place(page, 0.6), steps=5)
+    page.mouse.up()
+
+    assert sent(page) == []
+    assert page.evaluate("() => document.querySelector('.js-plotly-plot')._fullLayout.xaxis.range[0]") > 1
+
+
+def test_a_picture_that_is_drawn_between_press_and_release_does_not_lose_the_click(page: Page) -> None:
+    open_chart(page, chart_figure(run_with_a_long_pause(), None))
+    page.mouse.move(*place(page, 0.5))
+    page.mouse.down()
+    page.evaluate(
+        "() => { const plot = document.querySelector('.js-plotly-plot');"
+        " return memlabPlotly.newPlot(plot, plot.data, plot.layout); }"
+    )
+    page.mouse.up()
+
+    assert sent(page) == [99]
+
+
+def test_of_markers_the_nearest_within_reach_is_chosen_in_the_plot_that_was_clicked(page: Page) -> None:
+    upper = go.Scatter(uid="choice-y", x=[1, 5], y=[1, 5], mode="markers", customdata=[7, 8])
+    lower = go.Scatter(uid="choice-y2", x=[1, 5], y=[1, 5], mode="markers", customdata=[3, 4], yaxis="y2")
+    figure = go.Figure([upper, lower])
+    figure.update_layout(xaxis={"range": [0, 10], "anchor": "y2"}, yaxis={"range": [0, 10], "domain": [0.6, 1]})
+    figure.update_layout(yaxis2={"range": [0, 10], "domain": [0, 0.4]})
+    open_chart(page, figure)
+
+    for plot, across, chosen in ((0, 0.1, [7]), (1, 0.1, [3]), (1, 0.5, [4]), (0, 0.3, [])):
+        page.mouse.click(*place(page, across, 1 - across, plot))
+        assert sent(page) == chosen
+
+
+def test_chromium_knows_every_property_and_value_of_the_css(page: Page) -> None:
+    rules = tinycss2.parse_stylesheet(page_code("panel.css"), skip_comments=True, skip_whitespace=True)
+    blocks = [tinycss2.parse_blocks_contents(rule.content) for rule in rules]
+    nested = [
+        tinycss2.parse_blocks_contents(part.content)
+        for block in blocks
+        for part in block
+        if part.type == "qualified-rule"
+    ]
+    declared = [part for block in blocks + nested for part in block if part.type == "declaration"]
+    pairs = [(part.lower_name, tinycss2.serialize(part.value).strip()) for part in declared]
+
+    assert len(pairs) > 100
+    assert page.evaluate("pairs => pairs.filter(([name, value]) => !CSS.supports(name, value))", pairs) == []
