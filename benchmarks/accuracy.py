@@ -23,7 +23,7 @@ from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
 from memlab.config.settings import MOE_OFFLOAD_MODULES, MOE_RECOMPUTE_MODULES, MemorySettings
 from memlab.lab.lab import Lab
-from memlab.lab.predictions import predict_again
+from memlab.lab.predictions import predict_measured
 from memlab.record.step_record import StepRecord
 from memlab.views.text.accuracy import accuracy_page
 
@@ -156,7 +156,7 @@ def measure(backend: str, job: str | None, out: Path) -> None:
 def predict(measured: Path) -> None:
     """Predicts what was measured, and prints the errors."""
     steps = [StepRecord.from_dict(json.loads(line)) for line in measured.read_text().splitlines()]
-    print(accuracy_page(pairs_of(steps, predict_again(steps))))
+    print(accuracy_page(pairs_of(steps, predict_measured(steps))))
 
 
 def main() -> None:

@@ -60,10 +60,10 @@ def _read(read: Callable[[dict[str, Any]], Any], place: str, line: str) -> Any:
 def _write(page: str, steps: list[StepRecord], out: Path | None) -> int:
     if steps:
         with stdout_reserved_for_result():
-            from memlab.lab.predictions import predict_again
+            from memlab.lab.predictions import predict_measured
             from memlab.views.text.accuracy import accuracy_page
 
-            page = f"{page}\n{accuracy_page(pairs_of(steps, predict_again(steps)))}".rstrip()
+            page = f"{page}\n{accuracy_page(pairs_of(steps, predict_measured(steps)))}".rstrip()
     if out is None:
         print(page)
     else:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import gc
-import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from memlab.backends import find_backend
 from memlab.config.architectures import Architecture
@@ -18,27 +17,30 @@ from memlab.config.layout import Layout
 from memlab.config.routing import Routing
 from memlab.config.scenario import Dtype, Scenario
 from memlab.config.settings import MemorySettings
-from memlab.config.settings_on_model import check_on_model
-from memlab.fitting.oom_verdict import judge
-from memlab.lab.probes import Instruments
-from memlab.lab.progress import Follower, Progress
-from memlab.lab.stepper import Stepper
-from memlab.lab.worker import Worker
+from memlab.fitting.fit import Fit
+from memlab.lab.probes import Probes
+from memlab.lab.progress import Progress
+from memlab.lab.residency import ResidencyControl
+from memlab.lab.session import Session
 from memlab.model.process_group import require_ranks
 from memlab.model.retention import holders
+from memlab.model.retention.remedies import Tap
+from memlab.model.retention.retained_leaves import Retained
+from memlab.record.offload_audit import OffloadAccount
+from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.step_record import StepRecord
+from memlab.record.transfer import Movement
 
 __all__ = ["Lab", "Progress"]
 
-_Result = TypeVar("_Result")
 
-
-class Lab(Instruments):
+class Lab:
     """One live Megatron model on one rank.
 
-    All work on the model runs on one thread of the lab's own, so that cells, widgets and headless runs do the same.
-    Megatron keeps its process groups once a process, so opening a lab closes the one that was open before; until then,
-    or until `close`, a lab stays open, also when its last name is gone.
+    All work on the model runs on one thread of the lab's own, so that cells, widgets and headless runs behave the same.
+    While a step runs, every method but `stop` and `close` raises ValueError; on a closed lab every method but `close`.
+    Megatron keeps its process groups per process, so opening a lab closes the one that is open. Until then, or until
+    `close`, a lab stays open, even after its last name is gone.
 
     Args:
         architecture: A known name (`memlab.ARCHITECTURES`), or the path of a Hugging Face ``config.json``.
@@ -49,8 +51,8 @@ class Lab(Instruments):
         seed: Of weights and data.
         dtype: Of parameters and activations, ``bf16`` or ``fp32``.
         layout: How the job is spread over ranks, each of which opens the same lab under ``torchrun``; None is one rank.
-        routing: Which experts tokens go to on the simulated backend, as a `memlab.config.routing.Routing` or its words.
-        expert_buffers: Gives experts DDP buffers of their own, as where they are spread over ranks.
+        routing: Which experts tokens go to on the simulated backend, a `memlab.config.routing.Routing` or its text.
+        expert_buffers: Gives experts DDP buffers of their own, as they have when they are spread over ranks.
         backend: ``auto`` or a name of `memlab.backends.BACKENDS`.
 
     Raises:
@@ -94,18 +96,16 @@ class Lab(Instruments):
             )
         require_ranks(self.backend.distributed_backend, scenario.layout)
         self.backend.require_room(scenario)
-        self.settings = MemorySettings()
-        self.records: list[StepRecord] = []
         _close_open_lab()
-        self._stepper = Stepper(scenario, self.backend)
-        self._settled = False
-        self._stop = threading.Event()
-        self._worker = Worker(self._stepper.at_work, lambda: f"{self.scenario}, {self.settings}")
+        self._session = Session(scenario, self.backend)
+        self._residency = ResidencyControl(self._session)
+        self._probes = Probes(self._session)
+        self._stepper, self._worker = self._session.stepper, self._session.worker
         Lab._open = self
         try:
-            self._on_worker(self._stepper.build).result()
+            self._worker.submit(self._stepper.build).result()
         except BaseException:
-            self._worker.end()  # a build that Ctrl-C left alone comes to its end first
+            self._worker.end()  # a build that Ctrl-C interrupted runs to its end first
             holders.forget()
             raise
 
@@ -115,20 +115,35 @@ class Lab(Instruments):
         return self._stepper.scenario
 
     @property
+    def settings(self) -> MemorySettings:
+        """The current settings; `apply`, `step`, `submit` and `forward_only` change them."""
+        return self._stepper.settings
+
+    @property
+    def records(self) -> list[StepRecord]:
+        """The records of all steps so far, which may be removed."""
+        return self._session.records
+
+    @property
     def busy(self) -> bool:
         """Whether a step that `submit` or `step` started is running."""
         return self._worker.busy
 
+    @property
+    def closed(self) -> bool:
+        """Whether the model has been freed."""
+        return self._worker.closed
+
     def apply(self, settings: MemorySettings) -> None:
         """Changes the memory settings of the live model, in place; Megatron's offload manager starts over.
 
-        What is offloaded between steps moves at the end of the next step, and comes back at the start of the one after.
+        Groups that are offloaded between steps leave the device at the end of the next step, and return at the start of
+        the step after it.
 
         Raises:
-            ValueError: If a rule is broken, or a step is running; the model is then as it was.
+            ValueError: If a rule is broken; the model is then as it was.
         """
-        self._check(settings)
-        self._alone(lambda: self._apply(settings, anew=True))
+        self._session.apply(settings)
 
     def set_workload(
         self,
@@ -145,15 +160,15 @@ class Lab(Instruments):
             num_microbatches: Passes before an optimizer step; None leaves it.
 
         Raises:
-            ValueError: If a value is not a positive number, or a step is running.
+            ValueError: If a value is not a positive number.
         """
         given: dict[str, Any] = {
             "seq_length": seq_length,
             "micro_batch_size": micro_batch_size,
             "num_microbatches": num_microbatches,
         }
-        scenario = replace(self.scenario, **{name: value for name, value in given.items() if value is not None})
-        self._alone(lambda: self._set_workload(scenario), unsettles=scenario != self.scenario)
+        changes = {name: value for name, value in given.items() if value is not None}
+        self._session.set_workload(replace(self.scenario, **changes))
 
     def step(
         self,
@@ -168,36 +183,9 @@ class Lab(Instruments):
             The record, also appended to `records`.
 
         Raises:
-            ValueError: If the settings break a rule, or the lab is busy or closed.
+            ValueError: If the settings break a rule.
         """
-        running = self.submit(settings, warm_up=warm_up, on_progress=on_progress)
-        try:
-            return running.result()
-        except KeyboardInterrupt:
-            self.stop()
-            running.result()
-            raise
-
-    def forward_only(self, settings: MemorySettings | None = None, *, suspend_offload: bool = True) -> StepRecord:
-        """Takes a pass without gradients, backward and optimizer, as reinforcement learning does for log-probabilities.
-
-        Optimizer state is what earlier steps have made: on a lab that has taken none, Adam's moments are not there yet.
-
-        Args:
-            settings: Applied first; None keeps those that stand.
-            suspend_offload: Keep Megatron's activation offload out of the pass, as NeMo-RL #2279 does. Without it the
-                pass takes the place of the offload manager's warm-up, or uses up the groups of the next training step:
-                `apply` makes the manager start over.
-
-        Returns:
-            The record, also appended to `records`; the same loss as a training step's.
-
-        Raises:
-            ValueError: If the settings break a rule, or the lab is busy or closed.
-        """
-        wanted = self.settings if settings is None else settings
-        self._check(wanted)
-        return self._alone(lambda: self._forward_only(wanted, suspend_offload))
+        return self._session.step(settings, warm_up=warm_up, on_progress=on_progress)
 
     def submit(
         self,
@@ -209,32 +197,184 @@ class Lab(Instruments):
         """Starts a training step and returns at once.
 
         Args:
-            settings: Applied first; None keeps those that stand.
-            warm_up: After a change, take one step that is not recorded first: it makes Adam's moments and fills
-                Megatron's offload manager, so that the recorded step is like all that follow.
-            on_progress: Called on the worker's thread at each phase and layer.
+            settings: Applied first; None keeps the current settings.
+            warm_up: After a change, take one step that is not recorded first: it allocates Adam's moments and fills
+                Megatron's offload manager, so that the recorded step equals all that follow.
+            on_progress: Called on the lab's thread at each phase and layer.
 
         Returns:
-            The record to come. A step that runs out of memory or is stopped ends in a record too.
+            The future record. A step that runs out of memory or is stopped also ends in a record.
 
         Raises:
-            ValueError: If the settings break a rule, or the lab is busy or closed; nothing has then run.
+            ValueError: If the settings break a rule; nothing has run then.
         """
-        wanted = self.settings if settings is None else settings
-        self._check(wanted)
-        return self._worker.start(lambda: self._run(wanted, warm_up, on_progress), before=self._stop.clear)
+        return self._session.submit(settings, warm_up=warm_up, on_progress=on_progress)
 
     def stop(self) -> bool:
-        """Asks the running step to end between two phases or layers; its record says ``interrupted``.
+        """Requests that the running step ends between two phases or layers; its record says ``interrupted``.
 
         Returns:
             Whether a step was running.
         """
-        self._stop.set()
-        return self.busy
+        return self._session.stop()
+
+    def forward_only(self, settings: MemorySettings | None = None, *, suspend_offload: bool = True) -> StepRecord:
+        """Takes a pass without gradients, backward and optimizer, as reinforcement learning does for log-probabilities.
+
+        Optimizer state is what earlier steps have allocated: before the first training step there are no moments.
+
+        Args:
+            settings: Applied first; None keeps the current settings.
+            suspend_offload: Keep Megatron's activation offload out of the pass, as NeMo-RL #2279 does. Without it the
+                pass replaces the offload manager's warm-up, or uses up the groups of the next training step: `apply`
+                makes the manager start over.
+
+        Returns:
+            The record, also appended to `records`; the same loss as a training step's.
+
+        Raises:
+            ValueError: If the settings break a rule.
+        """
+        return self._session.forward_only(settings, suspend_offload=suspend_offload)
+
+    @property
+    def pinned_host_memory(self) -> bool:
+        """Whether host copies of parameters, gradients and optimizer state are page-locked, which copies faster.
+
+        It applies to buffers that are allocated from now on: set it before the groups are first offloaded.
+        """
+        return self._residency.pinned_host_memory
+
+    @pinned_host_memory.setter
+    def pinned_host_memory(self, pinned: bool) -> None:
+        self._residency.pinned_host_memory = pinned
+
+    def offload(self, *groups: str) -> Movement:
+        """Transfers groups from the device to the host between two steps; the next step loads them again.
+
+        Args:
+            *groups: Some of ``parameters``, ``gradients``, ``optimizer state``. Gradients are dropped, others copied.
+
+        Raises:
+            ValueError: If a name is unknown.
+        """
+        return self._residency.transfer("offload", groups)
+
+    def load(self, *groups: str) -> Movement:
+        """Transfers groups from the host to the device between two steps.
+
+        Args:
+            *groups: Some of ``parameters``, ``gradients``, ``optimizer state``.
+
+        Raises:
+            ValueError: If a name is unknown.
+        """
+        return self._residency.transfer("load", groups)
+
+    def hand_over(self) -> Movement:
+        """Copies the parameters to the host for a rollout engine, as a weight sync does.
+
+        Raises:
+            ValueError: If the parameters are not on the device.
+        """
+        return self._residency.transfer("hand over", ("parameters",))
+
+    def audit_residency(self) -> ResidencyAudit:
+        """Finds where parameters, gradients and optimizer state are, and compares it with what was requested."""
+        return self._residency.audit()
+
+    def residency_fault(self, name: str) -> AbstractContextManager[None]:
+        """Within the block, transfers have an error that a real project once had; outside it, all is on the device.
+
+        Args:
+            name: One of `memlab.model.residency.faults.FAULTS`, each of which names its source.
+
+        Raises:
+            ValueError: If there is no such fault, another one is active, or the model lacks what the fault needs.
+        """
+        return self._residency.fault(name)
+
+    def groups_used(self) -> dict[str, tuple[str, ...]]:
+        """Takes a step and a weight sync that are not recorded, and finds which groups each phase touches.
+
+        Returns:
+            ``zeroing``, ``forward``, ``backward``, ``optimizer`` and ``hand over``, each with some of `GROUPS`.
+
+        Raises:
+            torch.OutOfMemoryError: If the step runs out of memory; the model is usable afterwards.
+        """
+        return self._residency.groups_used()
+
+    @property
+    def device_memory_bytes(self) -> int | None:
+        """The size that a pretended device has: a step that needs more runs out of memory. None is unlimited.
+
+        Raises:
+            ValueError: When it is set to something other than a positive number of bytes or None.
+        """
+        return self._probes.device_memory_bytes
+
+    @device_memory_bytes.setter
+    def device_memory_bytes(self, num_bytes: int | None) -> None:
+        self._probes.device_memory_bytes = num_bytes
+
+    def fit(self, record: StepRecord, gpu_memory: str | int) -> Fit:
+        """Compares a step with a GPU's memory; if it does not fit, takes a step under each setting that may fit.
+
+        Those steps are in `records` afterwards, and the settings are again what they were.
+
+        Args:
+            record: Of a step of this lab that finished.
+            gpu_memory: Of the whole GPU, in bytes or as text such as ``"80GiB"``.
+
+        Raises:
+            ValueError: If the size is not one, or the step did not finish.
+        """
+        return self._probes.fit(record, gpu_memory)
+
+    def audit_offload(self, settings: MemorySettings) -> OffloadAccount:
+        """Compares what activation offload was expected to free with what it saves, to the byte.
+
+        Takes steps with and without offload, some of them twice or more; `records` gets the two that are measured.
+
+        Args:
+            settings: With `offload_modules`.
+
+        Raises:
+            ValueError: If nothing is offloaded, under full recompute (what is offloaded then is saved in backward), or
+                if the settings break another rule.
+        """
+        return self._probes.audit_offload(settings)
+
+    def retained(self) -> list[Retained]:
+        """Finds what module attributes keep alive between steps through their autograd graphs, and by which path."""
+        return self._probes.retained()
+
+    def tap(self, layer: int, *, guarded: bool = True) -> AbstractContextManager[Tap]:
+        """Within the block, keeps one layer's output alive after each forward, as a probe or an auxiliary head does.
+
+        Args:
+            layer: Counted from 0.
+            guarded: False lets ``release_storage`` empty the tapped storage too, as upstream's patch does (verl #7328);
+                `Tap.look` then shows what a probe would have read, without a read.
+
+        Raises:
+            ValueError: If there is no such layer.
+        """
+        return self._probes.tap(layer, guarded=guarded)
+
+    def unmetered_step_seconds(self) -> float:
+        """Takes a step without metering it and returns its duration, to compare with a metered one.
+
+        The next step under the same settings is preceded by a warm-up step, in which the meter catches up.
+
+        Raises:
+            ValueError: If no metered step has been taken under the current settings.
+        """
+        return self._probes.unmetered_step_seconds()
 
     def close(self) -> None:
-        """Gives back everything: model, optimizer, process group, thread. Records stay readable. Twice is harmless."""
+        """Frees everything: model, optimizer, process group, thread. Records stay readable. Twice is harmless."""
         self._worker.refuse_on_own_thread()
         self.stop()
         try:
@@ -243,15 +383,12 @@ class Lab(Instruments):
             self._leave()
 
     def drop(self) -> dict[str, int]:
-        """Closes the lab the careless way: drops its names alone, and says who kept how much of the model alive.
+        """Closes the lab the careless way: drops its names only, and finds what kept how much of the model alive.
 
         Returns:
-            Device bytes by holder; an empty dict if dropping the names was enough. Afterwards all of it is free.
-
-        Raises:
-            ValueError: If the lab is busy or closed.
+            Device bytes by holder; an empty dict if dropping the names was enough. All of it is free afterwards.
         """
-        left = self._alone(self._stepper.drop)
+        left = self._session.run_exclusive(self._stepper.drop)
         self._worker.end()
         self._leave()
         return left
@@ -269,60 +406,12 @@ class Lab(Instruments):
     def _leave(self) -> None:
         Lab._open = None if Lab._open is self else Lab._open
 
-    def _check(self, settings: MemorySettings) -> None:
-        if not isinstance(settings, MemorySettings):
-            raise ValueError(f"settings are {settings!r}, must be MemorySettings(...): name its fields")
-        check_on_model(settings, self.scenario.architecture, *self.scenario.layers_of_chunks)
-
-    def _on_worker(self, job: Callable[[], _Result]) -> Future[_Result]:
-        return self._worker.submit(job)
-
-    def _set_workload(self, scenario: Scenario) -> None:
-        passes_differ = scenario.num_microbatches != self.scenario.num_microbatches
-        self._stepper.set_workload(scenario)
-        if passes_differ:
-            self._stepper.apply(self.settings)  # Megatron's offload manager has learned its groups pass by pass
-
-    def _forward_only(self, settings: MemorySettings, suspend_offload: bool) -> StepRecord:
-        self._apply(settings)
-        record = self._stepper.step(settings, forward_only=True, suspend_offload=suspend_offload)
-        self._settled = self._settled and record.status == "ok"
-        self.records.append(record)
-        return record
-
-    def _apply(self, settings: MemorySettings, *, anew: bool = False) -> None:
-        if anew or settings != self.settings or not self._stepper.num_steps:
-            self._stepper.apply(settings)
-            self.settings = settings
-            self._settled = False
-
-    def _run(
-        self, settings: MemorySettings, warm_up: bool, on_progress: Callable[[Progress], None] | None
-    ) -> StepRecord:
-        self._apply(settings)
-        warms_up = warm_up and not self._settled
-        stepper = self._stepper
-        follower = Follower(stepper.labels, self.scenario, 2 if warms_up else 1, self._stop, on_progress)
-        self._settled = False
-        if warms_up:
-            follower.prefix = "warm-up "
-            stepper.settle()
-            record = stepper.step(settings, follower)
-            gc.collect()  # what the last settings left in reference cycles is not this setting's memory
-            follower.prefix = ""
-        if not warms_up or record.status == "ok":
-            record = stepper.step(settings, follower)
-        self._settled = record.status == "ok"
-        record = judge(record, self.records)
-        self.records.append(record)
-        return record
-
 
 def _close_open_lab() -> None:
     lab = Lab._open
     if lab is not None and not lab.closed:
         warnings.warn(
-            f"closing the open lab ({lab.scenario}): Megatron keeps its process groups once a process", stacklevel=3
+            f"closing the open lab ({lab.scenario}): Megatron keeps its process groups per process", stacklevel=3
         )
         lab.close()
 

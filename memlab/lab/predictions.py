@@ -55,7 +55,7 @@ def predict_ranks(
     return records
 
 
-def predict_again(measured: Sequence[StepRecord]) -> list[StepRecord]:
+def predict_measured(measured: Sequence[StepRecord]) -> list[StepRecord]:
     """Predicts steps that were measured, in the order in which they were taken.
 
     Args:

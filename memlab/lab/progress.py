@@ -1,4 +1,4 @@
-"""How far a step has come, and the way to end it: one look at each phase and each layer that it enters."""
+"""Progress of a running step, reported at each phase and layer that it enters, where a step can also be stopped."""
 
 from __future__ import annotations
 
@@ -14,26 +14,34 @@ from memlab.vocabulary import PHASES
 _LAYER = re.compile(r"decoder\.layers\.\d+")
 
 
-class StepStopped(Exception):  # noqa: N818  # asked for, not an error
-    """Raised inside a step to end it where it stands; its text is the place."""
+class StepStopped(Exception):  # noqa: N818  # requested, not an error
+    """Raised inside a step to end it; its text is the place."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """Where a step stands."""
+    """The place that a step has reached."""
 
     phase: str
-    """A phase of the timeline; ``warm-up`` stands before it while the step before the recorded one runs."""
+    """A phase of the timeline, with ``warm-up`` before it during the step that precedes the recorded one."""
     module: str
-    """The layer at work, such as ``decoder.layers.2``, or empty."""
+    """The layer that runs, such as ``decoder.layers.2``, or empty."""
     done: int
     """Passes through a layer, forward or backward, that have begun."""
     total: int
-    """Passes that there will be."""
+    """All passes through a layer, those of the warm-up step included."""
 
 
-class Follower:
-    """Follows the labels of the steps of one run, tells of each new place, and ends the run when it is asked to."""
+class StepMonitor:
+    """Reads the labels of a step and its warm-up, reports each new place, and raises `StepStopped` on request.
+
+    Args:
+        labels: The stepper's.
+        scenario: What the step runs.
+        num_steps: 2 with a warm-up step, else 1.
+        stop: Set by another thread to end the step.
+        on_progress: Called at each new place.
+    """
 
     def __init__(
         self,
@@ -51,13 +59,13 @@ class Follower:
         self._place = (-1, "")
         self._layers: dict[int, str] = {}
         self.prefix = ""
-        """Words before the phase's name."""
+        """Written before the phase's name."""
 
     def __call__(self) -> None:
-        """Looks at where the step stands.
+        """Reports the step's place if it is a new one.
 
         Raises:
-            StepStopped: If the run was asked to stop.
+            StepStopped: If `stop` is set.
         """
         labels = self._labels
         layer = self._layer(labels.module)

@@ -1,6 +1,6 @@
-"""The worker's side of a lab: everything that touches the live model, on one thread.
+"""Everything that touches the live model: the stepper builds it, applies settings, takes steps and measures them.
 
-It knows nothing of threads, records kept or who asked: it takes a step under settings and says what happened.
+It knows nothing of threads or of earlier records; a `Worker` calls it on one thread.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ from memlab.record.transfer import GROUPS
 
 
 class Stepper:
-    """One live model, its meter, and the steps it takes."""
+    """One live model, its current settings and its meter."""
 
     def __init__(self, scenario: Scenario, backend: Backend) -> None:
         self.scenario = scenario
+        self.settings = MemorySettings()
+        """The current settings: the next step runs under them."""
         self.num_steps = 0
         self.labels = Labels()
         self.meter: Meter = backend.meter(self.labels)
@@ -54,8 +56,8 @@ class Stepper:
         self.moves: Moves
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Everything below runs inside this context."""
+    def job_context(self) -> Iterator[None]:
+        """Every other method must run inside this context."""
         with ExitStack() as stack:
             stack.enter_context(quiet_megatron())
             stack.enter_context(torch.enable_grad())
@@ -71,10 +73,12 @@ class Stepper:
         self.moves = Moves(self.live, self.meter)
         with self.labels.category("workspace"):
             self.backend.fill_workspaces(self.scenario.architecture.is_moe)
+        self.apply(self.settings)
 
     def apply(self, settings: MemorySettings) -> None:
-        """Sets recompute and activation offload for the next step."""
+        """Makes these the current settings; Megatron's offload manager starts over."""
         toggles.apply(self.live, settings)
+        self.settings = settings
         self._offload_watch.misled = False
 
     def tap(self, layer: int, *, guarded: bool) -> Tap:
@@ -87,20 +91,23 @@ class Stepper:
         tap.take_off()
         self._remedy.spares_shared = True
 
-    def settle(self) -> None:
-        """Gives back what the last settings left in reference cycles and in the allocator's cache."""
+    def release_garbage(self) -> None:
+        """Frees what the previous settings left in reference cycles and in the allocator's cache."""
         gc.collect()
         torch.cuda.empty_cache()
 
     def set_workload(self, scenario: Scenario) -> None:
-        """Takes another sequence length, micro-batch size or number of micro-batches from the next step on."""
+        """Uses another sequence length, micro-batch size or number of micro-batches from the next step on."""
+        is_rescheduled = scenario.num_microbatches != self.scenario.num_microbatches
         self.scenario = self.live.scenario = scenario
+        if is_rescheduled:
+            self.apply(self.settings)  # Megatron's offload manager has learned its groups for the passes of a step
 
     def drop(self) -> dict[str, int]:
-        """Drops every name of the model, as a notebook does with ``del``, and finds out who still holds it.
+        """Drops every name of the model, as a notebook does with ``del``, and finds what still holds it.
 
         Returns:
-            Device bytes by holder: what came free when it let go, one holder after the other. Nothing is left then.
+            Device bytes by holder: what was freed when the holder let go, in this order. Nothing is allocated then.
         """
         del self.live, self.moves
         self.labels.release()
@@ -116,7 +123,7 @@ class Stepper:
         return {holder: num_bytes for holder, num_bytes in left.items() if num_bytes}
 
     def release(self) -> None:
-        """Gives the model back."""
+        """Frees the model."""
         holders.release(self.live)
         del self.live, self.moves
         self.labels.release()
@@ -124,23 +131,20 @@ class Stepper:
 
     def step(
         self,
-        settings: MemorySettings,
         on_move: Callable[[], None] | None = None,
         *,
         forward_only: bool = False,
         suspend_offload: bool = True,
     ) -> StepRecord:
-        """Takes one metered step.
+        """Takes one metered step under the current settings.
 
         Args:
-            settings: Those that were applied; what waits on the host between steps is read from them here.
             on_move: Called at each phase and module; raises `StepStopped` to end the step.
             forward_only: Without gradients, backward and optimizer.
             suspend_offload: In a forward-only step, keep Megatron's activation offload out of it.
 
         Returns:
-            The record: of a whole step, or of one that ran out of memory or was stopped. The model is usable after
-            either.
+            The record of a step that finished, ran out of memory or was stopped. The model is usable after each.
         """
         labels, meter = self.labels, self.meter
         torch.cuda.synchronize()
@@ -151,55 +155,68 @@ class Stepper:
         labels.on_move = on_move
         try:
             with self._offload_watch.watching(on_host=self.meter.track_host_tensor):
-                measured |= self._phases(settings, forward_only=forward_only, suspend_offload=suspend_offload)
+                measured |= self._phases(forward_only=forward_only, suspend_offload=suspend_offload)
         except (torch.OutOfMemoryError, StepStopped) as error:
             measured |= self._ended_early(error, forward_only=forward_only)
-            measured |= self._offload_seen(settings, forward_only=forward_only)
-            self.recover(settings, error)
+            measured |= self._offload_seen(forward_only=forward_only)
+            self._recover(error)
         except BaseException as error:
-            self.recover(settings, error)
+            self._recover(error)
             raise
         finally:
             labels.on_move = None
         torch.cuda.synchronize()
         measured["step_seconds"] = time.perf_counter() - started - self._bookkeeping_seconds
         self.num_steps += 1
-        return self._record(settings, measured | {"forward_only": forward_only})
+        return self._record(measured | {"forward_only": forward_only})
 
-    def recover(self, settings: MemorySettings, error: BaseException) -> None:
-        """Makes the model usable again after a step that did not reach its end."""
+    @contextmanager
+    def recovering(self) -> Iterator[None]:
+        """Makes the model usable again if the block, a step that is not metered, raises."""
+        try:
+            yield
+        except BaseException as error:
+            self._recover(error)
+            raise
+
+    def checkpoint_input_remedy(self) -> AbstractContextManager[None]:
+        """Returns a context for a step: the remedy of the current settings for checkpoints' inputs, where needed."""
+        is_needed = checkpoints_moe_layers(self.settings, self.scenario.architecture)
+        return self._remedy.during_step(self.settings.checkpoint_input_remedy if is_needed else None)
+
+    def _recover(self, error: BaseException) -> None:
         self.labels.on_move = None
-        recover(self.live, settings, error)
+        recover(self.live, self.settings, error)
         self._offload_watch.misled = False
 
-    def _phases(self, settings: MemorySettings, *, forward_only: bool, suspend_offload: bool) -> dict[str, Any]:
-        away = groups_on_host(settings)
+    def _phases(self, *, forward_only: bool, suspend_offload: bool) -> dict[str, Any]:
+        away = groups_on_host(self.settings)
         needed = [group for group in GROUPS if group == "parameters" or not (forward_only and group in away)]
         with self.labels.phase_of("load"):
             load_seconds = self.moves.load(needed)
         with self._off_the_clock():
             require_resident(self.live, needed)
-        with self.labels.phase_of("forward"), self.remedied(settings):
+        with self.labels.phase_of("forward"), self.checkpoint_input_remedy():
             if forward_only:
                 self._offload_watch.misled |= not suspend_offload
                 loss = forward_only_step(self.live, self.labels, suspend_offload=suspend_offload)
             else:
                 loss = train_step(self.live, self.labels)
-        with self._off_the_clock():  # what is about to leave is named while it is here
+        with self._off_the_clock():  # the groups get their category before they leave the device
             self.meter.categorise(self.moves.categories())
         with self.labels.phase_of("offload"):
-            freed, offload_seconds = self.moves.end_step(settings)
+            freed, offload_seconds = self.moves.end_step(self.settings)
         return {
             "loss": loss if self.backend.computes else None,
             "load_seconds": load_seconds,
             "offload_seconds": offload_seconds,
             "offloaded_bytes_by_group": freed,
-            **self._offload_seen(settings, forward_only=forward_only),
+            **self._offload_seen(forward_only=forward_only),
         }
 
     @contextmanager
     def _off_the_clock(self) -> Iterator[None]:
-        """Takes the block's duration off the step's: it looks at the model, and computes nothing of the step."""
+        """Subtracts the block's duration from the step's: the block inspects the model and is no part of the step."""
         torch.cuda.synchronize()
         started = time.perf_counter()
         try:
@@ -207,20 +224,16 @@ class Stepper:
         finally:
             self._bookkeeping_seconds += time.perf_counter() - started
 
-    def _offload_seen(self, settings: MemorySettings, *, forward_only: bool) -> dict[str, Any]:
+    def _offload_seen(self, *, forward_only: bool) -> dict[str, Any]:
         if forward_only:
-            without_effect = without_backward(settings)
+            without_effect = without_backward(self.settings)
         else:
-            without_effect = self._offload_watch.without_effect(self.scenario, settings) | self._remedy.without_effect()
+            of_offload = self._offload_watch.without_effect(self.scenario, self.settings)
+            without_effect = of_offload | self._remedy.without_effect()
         return {
             "offloaded_bytes_by_module": dict(self._offload_watch.moved_bytes),
             "without_effect": without_effect,
         }
-
-    def remedied(self, settings: MemorySettings) -> AbstractContextManager[None]:
-        """Returns a context in which a step has the settings' remedy for checkpoints' inputs, where one is needed."""
-        needed = checkpoints_moe_layers(settings, self.scenario.architecture)
-        return self._remedy.during_step(settings.checkpoint_input_remedy if needed else None)
 
     @staticmethod
     def _ended_early(error: Exception, *, forward_only: bool) -> dict[str, Any]:
@@ -228,11 +241,11 @@ class Stepper:
         message = f"stopped in {error}: run the step again"
         if isinstance(error, torch.OutOfMemoryError):
             status = "out_of_memory"
-            mend = "shorten" if forward_only else "recompute or offload more, or shorten"
-            message = f"{error}: {mend} the sequence"
+            remedy = "shorten" if forward_only else "recompute or offload more, or shorten"
+            message = f"{error}: {remedy} the sequence"
         return {"status": status, "message": message}
 
-    def _record(self, settings: MemorySettings, measured: dict[str, Any]) -> StepRecord:
+    def _record(self, measured: dict[str, Any]) -> StepRecord:
         self.meter.categorise(self.moves.categories())
         timeline = self.meter.finish()
         residual_bytes = self.meter.uncategorised_bytes()
@@ -243,7 +256,7 @@ class Stepper:
         return StepRecord.from_timeline(
             timeline,
             scenario=self.scenario,
-            settings=settings,
+            settings=self.settings,
             backend=self.backend.name,
             versions=versions(),
             step_index=self.num_steps - 1,

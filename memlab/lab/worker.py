@@ -1,4 +1,4 @@
-"""The one thread on which all of a lab's work runs, so that cells, widgets and headless runs do the same."""
+"""The one thread on which all of a lab's work runs, so that cells, widgets and headless runs behave the same."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ _Result = TypeVar("_Result")
 
 
 class Worker:
-    """A thread that does one job at a time, and of which only a step may be waited for later.
+    """A thread that runs one job at a time; the caller may leave a step running and wait for it later.
 
     Args:
-        at_work: The context that every job runs in.
-        describe: Says in words whose worker it is and what it steps under, for its refusals.
+        job_context: The context that every job runs in.
+        describe: Returns the scenario and the current settings in words, for error messages.
     """
 
-    def __init__(self, at_work: Callable[[], AbstractContextManager[None]], describe: Callable[[], str]) -> None:
-        self._at_work = at_work
+    def __init__(self, job_context: Callable[[], AbstractContextManager[None]], describe: Callable[[], str]) -> None:
+        self._job_context = job_context
         self._describe = describe
         self._running: Future[Any] | None = None
         self._starting = threading.Lock()
-        self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="memlab")
-        self._identity = self._thread.submit(threading.get_ident).result()
+        self._executor: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="memlab")
+        # The object and not the thread's number: the system gives the number of an ended thread to a new one.
+        self._thread = self._executor.submit(threading.current_thread).result()
 
     @property
     def busy(self) -> bool:
@@ -34,14 +35,14 @@ class Worker:
 
     @property
     def closed(self) -> bool:
-        """Whether the thread is gone."""
-        return self._thread is None
+        """Whether the thread has ended."""
+        return self._executor is None
 
-    def alone(self, job: Callable[[], _Result]) -> _Result:
-        """Does a job, and waits for it.
+    def run_exclusive(self, job: Callable[[], _Result]) -> _Result:
+        """Runs a job and waits for it.
 
         Raises:
-            ValueError: If a step is running, the worker is closed, or this is its own thread.
+            ValueError: If a step is running, the worker is closed, or the caller is the worker's own thread.
         """
         self.refuse_on_own_thread()  # before the lock, which `finish` holds while this thread ends
         with self._starting:
@@ -49,14 +50,14 @@ class Worker:
             return self.submit(job).result()
 
     def start(self, step: Callable[[], _Result], before: Callable[[], None]) -> Future[_Result]:
-        """Starts a step and returns at once; until it ends every other job is refused.
+        """Starts a step and returns at once; until it ends, `run_exclusive` and `start` refuse.
 
         Args:
             step: The job.
             before: Called once it is certain that the step will run.
 
         Raises:
-            ValueError: As `alone`; nothing has then run.
+            ValueError: As for `run_exclusive`; nothing has then run.
         """
         self.refuse_on_own_thread()
         with self._starting:
@@ -66,10 +67,10 @@ class Worker:
         return running
 
     def finish(self, last_job: Callable[[], _Result]) -> _Result | None:
-        """Waits for a running step, does a last job and ends the thread; does nothing where that has been done."""
+        """Waits for a running step, runs a last job and ends the thread; does nothing if the thread has ended."""
         self.refuse_on_own_thread()
         with self._starting:
-            if self._thread is None:
+            if self._executor is None:
                 return None
             try:
                 return self.submit(last_job).result()
@@ -78,32 +79,41 @@ class Worker:
 
     def end(self) -> None:
         """Ends the thread without a last job."""
-        assert self._thread is not None
-        self._thread.shutdown()
-        self._thread = None
+        assert self._executor is not None
+        self._executor.shutdown()
+        self._executor = None
 
     def submit(self, job: Callable[[], _Result]) -> Future[_Result]:
-        """Lines a job up, whatever is running.
+        """Queues a job behind whatever is running.
 
         Raises:
             ValueError: If the worker is closed.
         """
-        if self._thread is None:
-            raise ValueError(f"this lab ({self._describe()}) is closed: open another with Lab(...)")
+        executor = self.require_open()
 
         def run() -> _Result:
-            with self._at_work():
+            with self._job_context():
                 return job()
 
-        return self._thread.submit(run)
+        return executor.submit(run)
+
+    def require_open(self) -> ThreadPoolExecutor:
+        """Returns the executor.
+
+        Raises:
+            ValueError: If the worker is closed.
+        """
+        if self._executor is None:
+            raise ValueError(f"this lab ({self._describe()}) is closed: open another with Lab(...)")
+        return self._executor
 
     def refuse_on_own_thread(self) -> None:
         """Refuses a call that would wait for itself.
 
         Raises:
-            ValueError: If this is the worker's thread.
+            ValueError: If the caller is the worker's own thread.
         """
-        if threading.get_ident() == self._identity:
+        if threading.current_thread() is self._thread:
             raise ValueError("a progress or done callback runs on the lab's own thread: call the lab from another one")
 
     def _refuse_if_busy(self) -> None:

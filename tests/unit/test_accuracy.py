@@ -11,7 +11,7 @@ import pytest
 
 from memlab.analysis.accuracy import FIGURES, STATE, Errors, pairs_of
 from memlab.config.settings import MemorySettings
-from memlab.lab.predictions import predict_again
+from memlab.lab.predictions import predict_measured
 from memlab.record.step_record import StepRecord
 from memlab.views.text.accuracy import accuracy_page
 from tests.unit.builders import record_of
@@ -39,7 +39,7 @@ def sample(records: list[StepRecord]) -> list[StepRecord]:
 def test_a_predicted_step_is_near_the_measured_one(name: str) -> None:
     # The last rank of each kind of job: the first has no logits.
     measured = sample(GROUPS[name])
-    for pair in pairs_of(measured, predict_again(measured)):
+    for pair in pairs_of(measured, predict_measured(measured)):
         routed = pair.measured.scenario.layout.expert_model_parallel_size > 1  # by a router that the prediction lacks
         assert abs(pair.peak_error) < (0.005 if routed else 0.001), pair.measured
         assert abs(pair.activation_peak_error) < 0.02, pair.measured
@@ -71,4 +71,4 @@ def test_errors_are_shares_of_what_was_measured() -> None:
 
 def test_a_step_that_did_not_end_is_not_predicted_again() -> None:
     with pytest.raises(ValueError, match="is no whole step"):
-        predict_again([replace(record_of(None), status="out_of_memory")])
+        predict_measured([replace(record_of(None), status="out_of_memory")])

@@ -84,7 +84,7 @@ def test_warm_up_steps_are_taken_only_after_a_change(open_lab: Callable[..., Any
 
 def test_work_happens_on_one_thread_of_the_lab_s_own(open_lab: Callable[..., Any]) -> None:
     lab = open_lab("phi-4-tiny")
-    threads = {lab._on_worker(threading.get_ident).result() for _ in range(3)}
+    threads = {lab._worker.submit(threading.get_ident).result() for _ in range(3)}
     assert len(threads) == 1
     assert threading.get_ident() not in threads
 
@@ -290,7 +290,7 @@ def test_a_lab_whose_last_name_is_gone_is_closed_by_the_next(open_lab: Callable[
 
 def test_an_unmetered_step_leaves_the_account_right(open_lab: Callable[..., Any]) -> None:
     lab = open_lab("qwen3-moe-tiny")
-    with pytest.raises(ValueError, match="take a step under these settings first"):
+    with pytest.raises(ValueError, match="take a step under the current settings first"):
         lab.unmetered_step_seconds()
     for settings in (MemorySettings(), MemorySettings(offload_parameters=True, offload_optimizer=True), FULL):
         before = lab.step(settings)

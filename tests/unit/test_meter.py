@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import memlab.lab.lab
+import memlab.lab.session
 from memlab.config.settings import MemorySettings
 from memlab.lab.stepper import Stepper
 from memlab.meter.labels import Labels, labelled_by, on_host, one_kernel
@@ -75,14 +75,14 @@ def test_every_event_agrees_with_torch_s_allocation_profiler(
         offload_parameters=True,
         offload_optimizer=True,
     )
-    monkeypatch.setattr(memlab.lab.lab, "Stepper", ProfiledStepper)
+    monkeypatch.setattr(memlab.lab.session, "Stepper", ProfiledStepper)
     lab = open_lab(family, seq_length=32)
     stepper: ProfiledStepper = lab._stepper
     built = len(stepper.meter_totals)
     for settings in (MemorySettings(), FULL, recompute("layernorm", "core_attn"), moved):
         lab.step(settings)
     assert len(stepper.meter_totals) - built > 10_000
-    assert lab._on_worker(lambda: stepper.disagreements(from_mark=built)).result() == []
+    assert lab._worker.submit(lambda: stepper.disagreements(from_mark=built)).result() == []
 
 
 def metered(labels: Labels, work: Any) -> Timeline:

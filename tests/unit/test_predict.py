@@ -16,7 +16,7 @@ from memlab.config.settings import MemorySettings
 from memlab.fitting.fit import _one_thing_more, judge_fit
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.lab.lab import Lab
-from memlab.lab.predictions import predict_again, predict_ranks
+from memlab.lab.predictions import predict_measured, predict_ranks
 from memlab.record.step_record import StepRecord
 from memlab.units import GIB, MIB, parse_bytes
 from tests.unit.live import FULL
@@ -179,7 +179,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 def test_a_pass_without_backward_is_predicted_as_one() -> None:
     with Lab("phi-4-tiny", num_layers=2, seq_length=64, backend="cpu") as lab:
         measured = [lab.forward_only(), lab.step()]
-    again = predict_again(measured)
+    again = predict_measured(measured)
     assert [record.forward_only for record in again] == [True, False]
     assert again[0].peak_allocated_bytes < again[1].peak_allocated_bytes
 

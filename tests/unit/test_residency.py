@@ -54,7 +54,7 @@ def test_a_step_after_a_full_trip_down_and_up_is_bit_identical(
         groups = lab._stepper.moves.residency.tensors()
         return {name: [tensor.clone() for tensor in groups[name]] for name in ("parameters", "optimizer state")}
 
-    before = lab._on_worker(state).result()
+    before = lab._worker.submit(state).result()
 
     def down_and_up() -> None:
         lab._stepper.moves.residency.offload(GROUPS)
@@ -64,8 +64,8 @@ def test_a_step_after_a_full_trip_down_and_up_is_bit_identical(
         lab._stepper.moves.residency.load()
         lab._stepper.moves.residency.forget(GROUPS)
 
-    lab._on_worker(down_and_up).result()
-    after = lab._on_worker(state).result()
+    lab._worker.submit(down_and_up).result()
+    after = lab._worker.submit(state).result()
     for name, tensors in before.items():
         assert len(tensors) == len(after[name]) > 0
         assert all(torch.equal(old, new) for old, new in zip(tensors, after[name], strict=True)), name

@@ -240,7 +240,7 @@ def test_the_audit_finds_what_nobody_told_the_residency(open_lab: Callable[..., 
     stepper, kept = lab._stepper, []
 
     def spoil(change: Callable[[], object]) -> tuple[str, ...]:
-        lab._on_worker(change).result()
+        lab._worker.submit(change).result()
         return lab.audit_residency().complaints
 
     buffer = stepper.live.chunk.buffers[0]

@@ -63,7 +63,7 @@ def test_200_random_settings_leave_flags_and_peak_as_a_fresh_model_has_them(
         settings = random_settings(lab, rng)
         record = lab.step(settings, warm_up=False)
         assert record.loss == first.loss, settings
-        live, fresh = lab._on_worker(
+        live, fresh = lab._worker.submit(
             lambda settings=settings: (flags(lab._stepper.live.chunk.module), fresh_flags(lab, settings))
         ).result()
         assert live == fresh, settings
@@ -163,7 +163,7 @@ def test_an_offload_that_does_nothing_says_why(open_lab: Callable[..., Any]) -> 
 def test_a_refused_setting_leaves_the_model_as_it_was(open_lab: Callable[..., Any]) -> None:
     lab = open_lab("phi-4-tiny")
     before = lab.step(FULL)
-    standing = lab._on_worker(lambda: flags(lab._stepper.live.chunk.module)).result()
+    standing = lab._worker.submit(lambda: flags(lab._stepper.live.chunk.module)).result()
     for refused in (
         offload("moe_act"),
         MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=3),
@@ -171,5 +171,5 @@ def test_a_refused_setting_leaves_the_model_as_it_was(open_lab: Callable[..., An
         with pytest.raises(ValueError):
             lab.step(refused)
     assert lab.settings == FULL
-    assert lab._on_worker(lambda: flags(lab._stepper.live.chunk.module)).result() == standing
+    assert lab._worker.submit(lambda: flags(lab._stepper.live.chunk.module)).result() == standing
     assert lab.step().peak_allocated_bytes == before.peak_allocated_bytes
