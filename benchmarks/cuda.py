@@ -68,7 +68,7 @@ def offload() -> None:
                 lab.load(group)
                 pairs = [(lab.offload(group).seconds, lab.load(group).seconds) for _ in range(runs)]
                 down, up = (statistics.median(column) for column in zip(*pairs, strict=True))
-                num_bytes = first.moved_bytes[group]
+                num_bytes = first.transferred_bytes[group]
                 name = f"{group}, {'pinned' if pinned else 'pageable'}"
                 _bandwidth_row(name, num_bytes, down, up, plain, first.host_bytes, first.seconds)
                 lab.step(MemorySettings())  # the host buffer goes

@@ -55,7 +55,7 @@ def synthetic_record(num_events: int, num_modules: int) -> StepRecord:
     )
     peak = timeline.peak_index()
     return StepRecord(
-        scenario=Scenario(architecture=ARCHITECTURES["qwen3-30b-a3b"]),
+        scenario=Scenario.of(architecture=ARCHITECTURES["qwen3-30b-a3b"]),
         settings=MemorySettings(),
         backend="synthetic",
         versions={},

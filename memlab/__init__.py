@@ -15,18 +15,21 @@ if TYPE_CHECKING:
     from memlab.config.architectures import ARCHITECTURES, Architecture
     from memlab.config.layout import Layout
     from memlab.config.scenario import Scenario
-    from memlab.config.settings import MemorySettings
+    from memlab.config.settings import MemorySettings, validation_error
     from memlab.exercises import check, failure
     from memlab.lab.lab import Lab
     from memlab.lab.predictions import predict_ranks
     from memlab.record.metrics import finish
     from memlab.record.step_record import StepRecord
     from memlab.record.timeline import Timeline
+    from memlab.record.transfer import GROUPS
+    from memlab.units import format_bytes
     from memlab.views.display import compare, peaks, show
     from memlab.views.panel.panel import panel
 
 __all__ = [
     "ARCHITECTURES",
+    "GROUPS",
     "Architecture",
     "Lab",
     "Layout",
@@ -39,17 +42,20 @@ __all__ = [
     "diagnose",
     "failure",
     "finish",
+    "format_bytes",
     "panel",
     "peaks",
     "predict_ranks",
     "probability_of_exceeding",
     "show",
+    "validation_error",
     "worst",
 ]
 
 _HOMES = {
     "ARCHITECTURES": "memlab.config.architectures",
     "Architecture": "memlab.config.architectures",
+    "GROUPS": "memlab.record.transfer",
     "Lab": "memlab.lab.lab",
     "Layout": "memlab.config.layout",
     "MemorySettings": "memlab.config.settings",
@@ -61,11 +67,13 @@ _HOMES = {
     "diagnose": "memlab.analysis.diagnosis",
     "failure": "memlab.exercises",
     "finish": "memlab.record.metrics",
+    "format_bytes": "memlab.units",
     "panel": "memlab.views.panel.panel",
     "peaks": "memlab.views.display",
     "predict_ranks": "memlab.lab.predictions",
     "probability_of_exceeding": "memlab.analysis.diagnosis",
     "show": "memlab.views.display",
+    "validation_error": "memlab.config.settings",
     "worst": "memlab.analysis.diagnosis",
 }
 

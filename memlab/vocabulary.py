@@ -21,3 +21,8 @@ CATEGORIES = (
 RESIDUAL_CATEGORIES = ("activations", "recomputed", "temporary")
 """What no step needs from the one before: alive at a step's end, it is the step's residual."""
 PHASES = ("load", "forward", "backward", "optimizer", "offload", "idle")
+
+
+def place_in_words(phase: str, module: str) -> str:
+    """Says where something happened, such as ``forward of decoder.layers.2.mlp``; outside all modules the phase."""
+    return f"{phase} of {module}" if module else phase

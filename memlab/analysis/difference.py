@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from memlab.record.offload_audit import place_of
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
 from memlab.vocabulary import CATEGORIES, POOLS
@@ -123,7 +122,7 @@ def difference_of(records: Sequence[StepRecord]) -> Difference | None:
         Term(name=key[0], module=key[1], predicted_bytes=predicted.get(key, 0), measured_bytes=measured.get(key, 0))
         for key in dict.fromkeys([*predicted, *measured])
     ]
-    peaks = [place_of(timeline, timeline.peak_index()) for timeline in told]
+    peaks = [timeline.place(timeline.peak_index()) for timeline in told]
     return Difference(
         predicted=pair[0],
         measured=pair[1],
@@ -207,5 +206,5 @@ def _most_at(predicted: Timeline, measured: Timeline) -> int | None:
         return None
     there = predicted.phase == measured.phase[peak]
     there &= (predicted.module == predicted.modules.index(name)) & (predicted.pool == POOLS.index("device"))
-    there[: max(predicted.num_opening_events - 1, 0)] = False
+    there[: predicted.first_step_event] = False
     return int(predicted.total_bytes()[there].max()) if there.any() else None

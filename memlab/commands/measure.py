@@ -60,7 +60,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
             backend = find_backend(arguments.backend)
             require_ranks(backend.distributed_backend, workload["layout"])
-            backend.require_room(Scenario(**workload))
+            backend.require_room(Scenario.of(**workload))
         claimed = claims.pop_all()
     return lambda: _measure(workload, settings, arguments, claimed)
 

@@ -68,7 +68,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         raise ValueError("--snapshot has no folder to write to: give --out FOLDER")
     layouts = [layout]
     if arguments.rank is None:
-        layouts = [replace(layout, rank=number) for number in Scenario(**workload).ranks_of_every_kind]
+        layouts = [replace(layout, rank=number) for number in Scenario.of(**workload).ranks_of_every_kind]
     claimed = ExitStack()
     claimed.enter_context(claimed_folder(arguments.out))
     return lambda: _predict(workload, layouts, settings, arguments, claimed)
@@ -84,7 +84,7 @@ def _predict(
     with claimed, stdout_reserved_for_result():
         records, too_large = [], []
         for layout in layouts:
-            with stepping(Scenario(**workload | {"layout": layout})) as step:
+            with stepping(Scenario.of(**workload | {"layout": layout})) as step:
                 record = step(settings, None)
                 if arguments.out is not None:
                     folder = arguments.out / f"rank-{layout.rank}" if len(layouts) > 1 else arguments.out

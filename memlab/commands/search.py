@@ -55,7 +55,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     """
     layout = layout_of_the_job(arguments, arguments.world_size, arguments.rank)
     workload, base = checked_step(arguments, layout)
-    scenario = Scenario(**workload)
+    scenario = Scenario.of(**workload)
     limit_bytes = limit_for_torch(arguments.gpu_memory, layout)
     if arguments.max_steps is not None and arguments.max_steps < 1:
         raise ValueError(f"--max-steps is {arguments.max_steps}, must be at least 1: give a larger number")

@@ -159,10 +159,10 @@ def checked_step(arguments: argparse.Namespace, layout: Layout) -> tuple[dict[st
     for name in ("num_layers", "num_microbatches"):
         _check_limit(name, getattr(arguments, name) or 0)
     workload = _given(arguments, Scenario) | {"layout": layout}
-    scenario = Scenario(**workload)
+    scenario = Scenario.of(**workload)
     _check_sizes(scenario)
     settings = MemorySettings(**_given(arguments, MemorySettings))
-    check_on_model(settings, scenario.architecture, *scenario.layers_of_chunks)
+    check_on_model(settings, scenario)
     return workload, settings
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from memlab.config.validation import check_whole_number
+
 Family = Literal["qwen3_moe", "phi3"]
 
 
@@ -46,9 +48,7 @@ class Architecture:
         counts += ["kv_channels", "vocab_size", "default_seq_length"]
         counts += ["num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size"] if self.is_moe else []
         for name in counts:
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{self.name}: {name} is {value!r}, must be a whole number of at least 1: correct it")
+            check_whole_number(f"{self.name}: {name}", getattr(self, name), action="correct it")
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
                 f"{self.name}: num_attention_heads is {self.num_attention_heads}, must be a multiple of "

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 from memlab.config.architectures import Architecture
+from memlab.config.validation import check_whole_number, is_whole_number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +43,7 @@ class Layout:
             value = getattr(self, field.name)
             if field.name == "rank" or (value is None and field.default is None):
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{field.name} is {value!r}, must be a whole number of at least 1: give another value")
+            check_whole_number(field.name, value)
         if self.virtual_pipeline_model_parallel_size > 1 and self.pipeline_model_parallel_size == 1:
             raise ValueError(
                 f"virtual_pipeline_model_parallel_size is {self.virtual_pipeline_model_parallel_size}, must be 1 where "
@@ -60,7 +60,7 @@ class Layout:
                 f"must divide the {self.ranks_of_a_stage} ranks of a stage: for the first choose from {choices}, or "
                 "take more ranks"
             )
-        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or not 0 <= self.rank < self.world_size:
+        if not is_whole_number(self.rank, at_least=0) or self.rank >= self.world_size:
             raise ValueError(
                 f"rank is {self.rank!r}, must be from 0 to {self.world_size - 1}, of {self.world_size} ranks "
                 f"({self}): choose another rank or layout"

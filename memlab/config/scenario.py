@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from memlab.config.architectures import Architecture, find_architecture
 from memlab.config.layout import Layout
 from memlab.config.routing import Routing, find_routing
+from memlab.config.validation import check_whole_number
 
 Dtype = Literal["bf16", "fp32"]
 DTYPES = ("bf16", "fp32")
@@ -16,18 +17,17 @@ DTYPES = ("bf16", "fp32")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
-    """Architecture x cut x workload x layout. Memory settings are not part of it: they change while it stands.
+    """Architecture x cut x workload x layout. Memory settings are not part of it: they change on the live model.
 
     Raises:
         ValueError: If a value is not of its type or range.
     """
 
     architecture: Architecture
-    """Given as an `Architecture`, a known name, or the path of a Hugging Face ``config.json``."""
-    num_layers: int = cast("int", None)
-    """Transformer layers that are built; None becomes all of the architecture's."""
-    seq_length: int = cast("int", None)
-    """Tokens in a sequence; None becomes the architecture's default."""
+    num_layers: int
+    """Transformer layers that are built."""
+    seq_length: int
+    """Tokens in a sequence."""
     micro_batch_size: int = 1
     """Sequences in one forward and backward pass."""
     num_microbatches: int = 1
@@ -39,20 +39,19 @@ class Scenario:
     layout: Layout = field(default_factory=Layout)
     """How the job is spread over ranks."""
     routing: Routing = field(default_factory=Routing)
-    """Which experts tokens go to on the simulated backend, as a `Routing` or in words; elsewhere the router decides."""
+    """Which experts tokens go to on the simulated backend, elsewhere the router decides."""
     expert_buffers: bool = False
     """Gives the experts DDP buffers of their own, as Megatron does where they are spread over ranks."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.architecture, (str, Path)):
-            object.__setattr__(self, "architecture", find_architecture(self.architecture))
-        if self.num_layers is None:
-            object.__setattr__(self, "num_layers", self.architecture.num_layers)
-        if self.seq_length is None:
-            object.__setattr__(self, "seq_length", self.architecture.default_seq_length)
+        if not isinstance(self.architecture, Architecture):
+            raise ValueError(
+                f"architecture is {self.architecture!r}, must be an Architecture: use Scenario.of, which takes names "
+                "and paths as well"
+            )
         for name in ("num_layers", "seq_length", "micro_batch_size", "num_microbatches"):
-            _check_count(name, getattr(self, name), at_least=1)
-        _check_count("seed", self.seed, at_least=0)
+            check_whole_number(name, getattr(self, name))
+        check_whole_number("seed", self.seed, at_least=0)
         if self.seed >= 2**63:
             raise ValueError(f"seed is {self.seed}, must be below 2**63: give a smaller one")
         if self.dtype not in DTYPES:
@@ -61,8 +60,6 @@ class Scenario:
         self._check_experts()
 
     def _check_experts(self) -> None:
-        if isinstance(self.routing, str):
-            object.__setattr__(self, "routing", find_routing(self.routing))
         if self.architecture.num_moe_experts is not None:
             self.routing.check(self.architecture.num_moe_experts, self.architecture.moe_router_topk)
         elif self.routing != Routing():
@@ -72,6 +69,37 @@ class Scenario:
                 f"expert_buffers is {self.expert_buffers!r}, must be False, or True for an MoE architecture "
                 f"({self.architecture.name} has {self.architecture.num_moe_experts or 0} experts): leave it out"
             )
+
+    @classmethod
+    def of(
+        cls,
+        architecture: Architecture | str | Path,
+        *,
+        num_layers: int | None = None,
+        seq_length: int | None = None,
+        routing: Routing | str = Routing(),  # noqa: B008  # frozen
+        **others: Any,
+    ) -> Scenario:
+        """Builds a scenario from what a user writes: names and paths are looked up, what is left out is filled in.
+
+        Args:
+            architecture: An `Architecture`, a known name, or the path of a Hugging Face ``config.json``.
+            num_layers: None takes all layers of the architecture.
+            seq_length: None takes the architecture's default.
+            routing: A `Routing`, or what `find_routing` reads, such as ``"skewed:2"``.
+            **others: The other fields.
+
+        Raises:
+            ValueError: If a name is unknown, a file cannot be read, or a value breaks its rule.
+        """
+        found = architecture if isinstance(architecture, Architecture) else find_architecture(architecture)
+        return cls(
+            architecture=found,
+            num_layers=found.num_layers if num_layers is None else num_layers,
+            seq_length=found.default_seq_length if seq_length is None else seq_length,
+            routing=find_routing(routing) if isinstance(routing, str) else routing,
+            **others,
+        )
 
     @property
     def tokens_per_step(self) -> int:
@@ -136,8 +164,3 @@ class Scenario:
             f"{self.architecture.name}, {self.num_layers} layers{buffers}, "
             f"{self.micro_batch_size}{batches} x {self.seq_length} tokens, {self.dtype}{ranks}{rank}{routing}"
         )
-
-
-def _check_count(name: str, value: object, at_least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise ValueError(f"{name} is {value!r}, must be a whole number of at least {at_least}: give another value")

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
+from memlab.config.validation import check_whole_number, is_whole_number
+
 RecomputeGranularity = Literal["full", "selective"]
 RecomputeMethod = Literal["uniform", "block"]
 CheckpointInputRemedy = Literal["detach", "clear_gradient", "release_storage"]
@@ -82,11 +84,8 @@ class MemorySettings:
         granularity, modules = self.recompute_granularity, self.recompute_modules
         _one_of("recompute_granularity", granularity, RECOMPUTE_GRANULARITIES)
         _one_of("recompute_method", self.recompute_method, RECOMPUTE_METHODS)
-        if self.recompute_num_layers is not None and not _is_count(self.recompute_num_layers, at_least=1):
-            raise ValueError(
-                f"recompute_num_layers is {self.recompute_num_layers!r}, must be a whole number of at least 1: "
-                "give the number of layers"
-            )
+        if self.recompute_num_layers is not None:
+            check_whole_number("recompute_num_layers", self.recompute_num_layers, action="give the number of layers")
         if granularity == "full":
             if self.recompute_method is None:
                 raise ValueError(
@@ -115,7 +114,7 @@ class MemorySettings:
 
     def _check_offload(self) -> None:
         offload = self.offload_modules or ()
-        if not _is_count(self.min_offloaded_tensor_size, at_least=0):
+        if not is_whole_number(self.min_offloaded_tensor_size, at_least=0):
             raise ValueError(
                 f"min_offloaded_tensor_size is {self.min_offloaded_tensor_size!r}, must be a whole number of elements, "
                 "0 or more: use 0 to offload tensors of any size"
@@ -178,17 +177,13 @@ class MemorySettings:
         return ", ".join(words) or "none"
 
 
-def refusal(**values: Any) -> str:
-    """Returns the text with which `MemorySettings` refuses some values; an empty one where it takes them."""
+def validation_error(**fields: Any) -> str | None:
+    """Returns the text with which `MemorySettings` refuses these fields, or None if it accepts them."""
     try:
-        MemorySettings(**values)
+        MemorySettings(**fields)
     except ValueError as error:
         return str(error)
-    return ""
-
-
-def _is_count(value: object, at_least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+    return None
 
 
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from memlab.config.architectures import Architecture
+from memlab.config.scenario import Scenario
 from memlab.config.settings import (
     MOE_OFFLOAD_MODULES,
     MOE_RECOMPUTE_MODULES,
@@ -23,18 +24,18 @@ def checkpoints_moe_layers(settings: MemorySettings, architecture: Architecture)
     return architecture.is_moe and whole
 
 
-def check_on_model(settings: MemorySettings, architecture: Architecture, *layers: int) -> None:
-    """Holds the settings against a model.
+def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
+    """Checks the settings against the model that a scenario builds.
 
     Args:
         settings: Of a step.
-        architecture: The model's architecture.
-        layers: Transformer layers of each model chunk of the job; of a model in one piece, all that it really has.
+        scenario: Its architecture, and how its layers are split into model chunks, decide.
 
     Raises:
         ValueError: If a module exists only in MoE layers and the model is dense, if more layers are to be recomputed
-            than the model has, or if full recompute has offload modules beside it on pipeline stages.
+            than the model has, or if full recompute is combined with offload modules on pipeline stages.
     """
+    architecture, layers = scenario.architecture, scenario.layers_of_chunks
     num_layers = max(layers)
     if settings.recompute_num_layers is not None and settings.recompute_num_layers > num_layers:
         raise ValueError(

@@ -55,8 +55,8 @@ def born_in_whole_step(refused: OutOfMemory, scenario: Scenario) -> Born:
     Where no layer was finished, the first counts with as much as it had come to.
     """
     born = born_in_layers(refused.activations_by_module, scenario)
-    at = _LAYER.match(refused.refusal.module)
-    if refused.refusal.phase != "forward" or at is None:
+    at = _LAYER.match(refused.failed_allocation.module)
+    if refused.failed_allocation.phase != "forward" or at is None:
         return born
     num_layers, most = scenario.num_layers_of_chunk, scenario.most_passes_in_flight
     here, earlier = int(at[1]) % num_layers, min(refused.passes_in_flight, most) - 1

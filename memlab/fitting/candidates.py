@@ -90,7 +90,7 @@ def _allowed(base: MemorySettings, values: dict[str, Any], scenario: Scenario) -
     model = scenario.architecture
     try:
         settings = replace(base, **values)
-        check_on_model(settings, model, *scenario.layers_of_chunks)
+        check_on_model(settings, scenario)
     except ValueError:
         return None
     if not checkpoints_moe_layers(settings, model):

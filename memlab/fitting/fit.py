@@ -146,7 +146,7 @@ def _one_thing_more(record: StepRecord) -> Iterator[MemorySettings]:
     for values in wanted:
         try:
             choice = replace(settings, **values)
-            check_on_model(choice, scenario.architecture, *scenario.layers_of_chunks)
+            check_on_model(choice, scenario)
         except ValueError:
             continue  # a rule of the settings: this is no choice
         if not without_effect(choice, scenario.architecture).keys() - before:

@@ -42,7 +42,7 @@ def judge(record: StepRecord, records: Sequence[StepRecord]) -> StepRecord:
         return record
     records = [known for known in records if known.forward_only == record.forward_only]
     known = choices(record, records)
-    room = refused.refusal.step_room_bytes
+    room = refused.failed_allocation.step_room_bytes
     suggestion = next((choice for choice in known if choice.peak_bytes <= room), None)
     least = min(known, key=lambda choice: choice.peak_bytes, default=None)
     verdict, evidence = (
@@ -61,7 +61,7 @@ _Found = tuple[Verdict, str] | None
 
 
 def _outside(refused: OutOfMemory) -> _Found:
-    refusal = refused.refusal
+    refusal = refused.failed_allocation
     if refusal.device_free_bytes is None or refusal.outside_bytes is None or refusal.reserved_bytes is None:
         return None
     lacking = refusal.requested_bytes - refusal.device_free_bytes
@@ -77,7 +77,7 @@ def _outside(refused: OutOfMemory) -> _Found:
 
 def _fragmentation(record: StepRecord, records: Sequence[StepRecord]) -> _Found:
     assert record.out_of_memory is not None
-    refusal = record.out_of_memory.refusal
+    refusal = record.out_of_memory.failed_allocation
     largest, unused = refusal.largest_free_bytes, refusal.unused_reserved_bytes
     not_allocated = refusal.step_room_bytes - refusal.allocated_bytes - refusal.pending_free_bytes
     if largest is None or not largest < refusal.requested_bytes <= not_allocated:
@@ -95,7 +95,10 @@ def _retention(record: StepRecord, records: Sequence[StepRecord]) -> _Found:
     refused = record.out_of_memory
     assert refused is not None
     kept = retained_bytes(record, records)
-    lacking = max(refused.refusal.missing_bytes, expected_peak_bytes(record, records) - refused.refusal.step_room_bytes)
+    lacking = max(
+        refused.failed_allocation.missing_bytes,
+        expected_peak_bytes(record, records) - refused.failed_allocation.step_room_bytes,
+    )
     if not 0 < lacking <= kept:
         return None
     if kept > refused.retained_bytes:
@@ -113,7 +116,10 @@ def _retention(record: StepRecord, records: Sequence[StepRecord]) -> _Found:
 def _spike(record: StepRecord, records: Sequence[StepRecord], suggestion: Suggestion | None) -> _Found:
     refused = record.out_of_memory
     assert refused is not None
-    tokens, room = record.scenario.tokens_per_step // record.scenario.num_microbatches, refused.refusal.step_room_bytes
+    tokens, room = (
+        record.scenario.tokens_per_step // record.scenario.num_microbatches,
+        refused.failed_allocation.step_room_bytes,
+    )
     made = format_bytes(sum(refused.activations_by_module.values()))
     shorter = [
         known
@@ -136,11 +142,11 @@ def _spike(record: StepRecord, records: Sequence[StepRecord], suggestion: Sugges
 
 
 def _capacity(refused: OutOfMemory, least: Suggestion | None) -> tuple[Verdict, str]:
-    static, room = refused.static_bytes, format_bytes(refused.refusal.step_room_bytes)
+    static, room = refused.static_bytes, format_bytes(refused.failed_allocation.step_room_bytes)
     if least is None:
         return "capacity", (
             f"parameters, gradients, optimizer state and workspaces take {format_bytes(static)} of {room}, and no "
-            f"setting lowers what {refused.refusal.phase} adds"
+            f"setting lowers what {refused.failed_allocation.phase} adds"
         )
     return "capacity", (
         f"{format_bytes(static)} for parameters, gradients, optimizer state and workspaces, and a peak of at least "
@@ -149,7 +155,7 @@ def _capacity(refused: OutOfMemory, least: Suggestion | None) -> tuple[Verdict, 
 
 
 def _request(refused: OutOfMemory) -> str:
-    refusal = refused.refusal
+    refusal = refused.failed_allocation
     allocated = f"{format_bytes(refusal.allocated_bytes)} of {format_bytes(refusal.limit_bytes)} allocated"
     return f"{refusal.place}, {format_bytes(refusal.requested_bytes)} asked for with {allocated}"
 

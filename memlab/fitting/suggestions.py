@@ -69,7 +69,7 @@ def retained_bytes(record: StepRecord, records: Sequence[StepRecord]) -> int:
     """
     refused = _evidence(record)
     repeats = (known for known in records if _fitted_with(known, record.scenario, record.settings))
-    left = [known.residual_bytes for known in repeats if refused.refusal.phase not in ("load", "forward")]
+    left = [known.residual_bytes for known in repeats if refused.failed_allocation.phase not in ("load", "forward")]
     return max([refused.retained_bytes, *left])
 
 
@@ -85,14 +85,16 @@ def _measured(record: StepRecord, records: Sequence[StepRecord]) -> Iterator[tup
 
 
 def _known_too_large(record: StepRecord, records: Sequence[StepRecord]) -> set[MemorySettings]:
-    room = _evidence(record).refusal.step_room_bytes
+    room = _evidence(record).failed_allocation.step_room_bytes
     refused = (known for known in records if known.scenario == record.scenario and known.out_of_memory is not None)
-    return {record.settings} | {known.settings for known in refused if _evidence(known).refusal.step_room_bytes >= room}
+    return {record.settings} | {
+        known.settings for known in refused if _evidence(known).failed_allocation.step_room_bytes >= room
+    }
 
 
 def _reckoned(record: StepRecord, records: Sequence[StepRecord]) -> Iterator[tuple[Suggestion, Cost]]:
     refused, scenario = _evidence(record), record.scenario
-    if refused.refusal.phase not in ("forward", "backward"):
+    if refused.failed_allocation.phase not in ("forward", "backward"):
         return  # what does not fit there are the static bytes and what the optimizer adds
     at_refusal = born_in_layers(refused.activations_by_module, scenario)
     whole = born_in_whole_step(refused, scenario)
@@ -123,7 +125,7 @@ def _freed(settings: MemorySettings, born: Born, record: StepRecord, records: Se
 
 
 def _refused_bytes(refused: OutOfMemory) -> int:
-    refusal = refused.refusal
+    refusal = refused.failed_allocation
     return refusal.allocated_bytes + refusal.pending_free_bytes + refusal.requested_bytes
 
 
@@ -137,8 +139,8 @@ def _needs(record: StepRecord, records: Sequence[StepRecord], whole: Born) -> li
     made = refused.activations_by_module
     others = sum(made.values()) - sum(born_in_layers(made, scenario).values())
     sees_loss = scenario.layout.pipeline_stage == scenario.layout.pipeline_model_parallel_size - 1
-    before_loss = refused.refusal.module.startswith(("decoder.layers", "embedding"))
-    if sees_loss and refused.refusal.phase == "forward" and before_loss:
+    before_loss = refused.failed_allocation.module.startswith(("decoder.layers", "embedding"))
+    if sees_loss and refused.failed_allocation.phase == "forward" and before_loss:
         others += scenario.tokens_of_rank * scenario.architecture.vocab_size * _LOGITS_BYTES
     peaks = [_peak_at(scenario, known) for known in records if known.settings == record.settings]
     at_loss = refused.static_bytes + sum(whole.values()) + others
@@ -205,7 +207,7 @@ def _whole_layers(settings: MemorySettings, scenario: Scenario) -> Iterator[dict
 def _allowed(settings: MemorySettings, values: dict[str, Any], scenario: Scenario) -> MemorySettings | None:
     try:
         candidate = replace(settings, **values)
-        check_on_model(candidate, scenario.architecture, *scenario.layers_of_chunks)
+        check_on_model(candidate, scenario)
     except ValueError:
         return None  # a rule of the settings: this is no choice
     return candidate

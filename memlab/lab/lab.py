@@ -26,10 +26,10 @@ from memlab.model.process_group import require_ranks
 from memlab.model.retention import holders
 from memlab.model.retention.remedies import Tap
 from memlab.model.retention.retained_leaves import Retained
-from memlab.record.offload_audit import OffloadAccount
+from memlab.record.offload_audit import OffloadAudit
 from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.step_record import StepRecord
-from memlab.record.transfer import Movement
+from memlab.record.transfer import Transfer
 
 __all__ = ["Lab", "Progress"]
 
@@ -76,16 +76,16 @@ class Lab:
         expert_buffers: bool = False,
         backend: str = "auto",
     ) -> None:
-        scenario = Scenario(
-            architecture=architecture,  # type: ignore[arg-type]  # the Scenario finds names and paths itself
-            num_layers=num_layers,  # type: ignore[arg-type]  # None becomes the architecture's
-            seq_length=seq_length,  # type: ignore[arg-type]
+        scenario = Scenario.of(
+            architecture,
+            num_layers=num_layers,
+            seq_length=seq_length,
             micro_batch_size=micro_batch_size,
             num_microbatches=num_microbatches,
             seed=seed,
             dtype=dtype,
             layout=layout or Layout(),
-            routing=routing,  # type: ignore[arg-type]
+            routing=routing,
             expert_buffers=expert_buffers,
         )
         self.backend = find_backend(backend)
@@ -249,7 +249,7 @@ class Lab:
     def pinned_host_memory(self, pinned: bool) -> None:
         self._residency.pinned_host_memory = pinned
 
-    def offload(self, *groups: str) -> Movement:
+    def offload(self, *groups: str) -> Transfer:
         """Transfers groups from the device to the host between two steps; the next step loads them again.
 
         Args:
@@ -260,7 +260,7 @@ class Lab:
         """
         return self._residency.transfer("offload", groups)
 
-    def load(self, *groups: str) -> Movement:
+    def load(self, *groups: str) -> Transfer:
         """Transfers groups from the host to the device between two steps.
 
         Args:
@@ -271,7 +271,7 @@ class Lab:
         """
         return self._residency.transfer("load", groups)
 
-    def hand_over(self) -> Movement:
+    def hand_over(self) -> Transfer:
         """Copies the parameters to the host for a rollout engine, as a weight sync does.
 
         Raises:
@@ -332,7 +332,7 @@ class Lab:
         """
         return self._probes.fit(record, gpu_memory)
 
-    def audit_offload(self, settings: MemorySettings) -> OffloadAccount:
+    def audit_offload(self, settings: MemorySettings) -> OffloadAudit:
         """Compares what activation offload was expected to free with what it saves, to the byte.
 
         Takes steps with and without offload, some of them twice or more; `records` gets the two that are measured.

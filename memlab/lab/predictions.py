@@ -45,7 +45,7 @@ def predict_ranks(
         ValueError: If a value breaks its rule.
     """
     if ranks is None:
-        job = Scenario(architecture=architecture, layout=layout, routing=routing, **workload)  # type: ignore[arg-type]  # it finds names and words
+        job = Scenario.of(architecture, layout=layout, routing=routing, **workload)
         ranks = job.ranks_of_every_kind
     records = {}
     for rank in ranks:

@@ -17,7 +17,7 @@ from memlab.model.offload.audit import SavedInRegions, audit_offload
 from memlab.model.retention.remedies import Tap
 from memlab.model.retention.retained_leaves import Retained, find_retained
 from memlab.model.training_step import train_step
-from memlab.record.offload_audit import OffloadAccount
+from memlab.record.offload_audit import OffloadAudit
 from memlab.record.step_record import StepRecord
 from memlab.units import parse_bytes
 
@@ -49,7 +49,7 @@ class Probes:
         # A job on a device of that size would have allocated its optimizer state within it: warm up again.
         self._session.run_exclusive(set_limit, disturbs=num_bytes != meter.device_memory_bytes)
 
-    def audit_offload(self, settings: MemorySettings) -> OffloadAccount:
+    def audit_offload(self, settings: MemorySettings) -> OffloadAudit:
         """Implements `Lab.audit_offload`."""
         self._session.check(settings)
         if not settings.offload_modules or settings.recompute_granularity == "full":
@@ -116,7 +116,7 @@ def _saved_in_regions(stepper: Stepper) -> SavedInRegions:
     return saved
 
 
-def _audit_offload(stepper: Stepper, saved: SavedInRegions, plain: StepRecord, offloaded: StepRecord) -> OffloadAccount:
+def _audit_offload(stepper: Stepper, saved: SavedInRegions, plain: StepRecord, offloaded: StepRecord) -> OffloadAudit:
     """Repeats `offloaded`, the last step, to look at the model in the middle of it."""
 
     def repeat(num_events: int, look: Callable[[], None]) -> StepRecord:

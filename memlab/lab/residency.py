@@ -14,7 +14,7 @@ from memlab.model.residency.group_use import GroupUse
 from memlab.model.residency.walk import require_resident
 from memlab.model.training_step import train_step
 from memlab.record.residency_audit import ResidencyAudit
-from memlab.record.transfer import Action, Movement, check_groups
+from memlab.record.transfer import Action, Transfer, check_groups
 
 
 class ResidencyControl:
@@ -37,7 +37,7 @@ class ResidencyControl:
 
         self._session.run_exclusive(set_pinned)
 
-    def transfer(self, action: Action, groups: tuple[str, ...]) -> Movement:
+    def transfer(self, action: Action, groups: tuple[str, ...]) -> Transfer:
         """Implements `Lab.offload`, `Lab.load` and `Lab.hand_over`."""
         check_groups(groups)
         return self._session.run_exclusive(lambda: self._stepper.moves.move(action, groups), disturbs=True)

@@ -129,7 +129,7 @@ class Session:
         if not isinstance(settings, MemorySettings):
             raise ValueError(f"settings are {settings!r}, must be MemorySettings(...): name its fields")
         scenario = self.stepper.scenario
-        check_on_model(settings, scenario.architecture, *scenario.layers_of_chunks)
+        check_on_model(settings, scenario)
 
     def _apply_if_changed(self, settings: MemorySettings) -> None:
         if settings != self.stepper.settings:

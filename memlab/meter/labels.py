@@ -13,7 +13,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from memlab.meter.module_tracker import ModuleTracker
-from memlab.vocabulary import CATEGORIES, PHASES
+from memlab.vocabulary import CATEGORIES, PHASES, place_in_words
 
 
 class Labels:
@@ -50,8 +50,7 @@ class Labels:
     @property
     def place(self) -> str:
         """Phase and module in words, such as ``forward of decoder.layers.2.mlp``."""
-        module = self.modules[self.module]
-        return f"{PHASES[self.phase]} of {module}" if module else PHASES[self.phase]
+        return place_in_words(PHASES[self.phase], self.modules[self.module])
 
     def enter_phase(self, name: str) -> None:
         """Starts a phase (one of `PHASES`); the last one ends."""

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from memlab.record.out_of_memory import Refusal
+from memlab.record.out_of_memory import FailedAllocation
 from memlab.record.timeline import Timeline
 
 
@@ -20,7 +20,7 @@ class Meter(Protocol):
     device's own."""
 
     @property
-    def out_of_memory(self) -> Refusal | None:
+    def out_of_memory(self) -> FailedAllocation | None:
         """The last failed allocation of this timeline; complete once `finish` has returned."""
 
     def watching(self) -> AbstractContextManager[None]:

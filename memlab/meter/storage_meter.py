@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memlab.meter.allocations import Allocation, Event, timeline_of
 from memlab.meter.labels import Labels
 from memlab.meter.observers import Frees, ObserveResults, observe_resizes, tensors_in
-from memlab.record.out_of_memory import Refusal
+from memlab.record.out_of_memory import FailedAllocation
 from memlab.record.timeline import Timeline
 from memlab.units import format_bytes
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
@@ -43,7 +43,7 @@ class StorageMeter:
 
     def __init__(self, labels: Labels) -> None:
         self.device_memory_bytes: int | None = None
-        self.out_of_memory: Refusal | None = None
+        self.out_of_memory: FailedAllocation | None = None
         self._on_device_event: Callable[[int], None] | None = None
         self._num_device_events = 0
         self._labels = labels
@@ -179,7 +179,7 @@ class StorageMeter:
 
     def _fail_allocation(self, num_bytes: int, limit_bytes: int, **of_an_allocator: int) -> NoReturn:
         labels = self._labels
-        self.out_of_memory = Refusal(
+        self.out_of_memory = FailedAllocation(
             phase=PHASES[labels.phase],
             module=labels.modules[labels.module],
             nanoseconds=time.perf_counter_ns() - self._started,

@@ -31,7 +31,7 @@ def apply(live: LiveModel, settings: MemorySettings) -> None:
     Raises:
         ValueError: If the settings break a rule on this model.
     """
-    check_on_model(settings, live.scenario.architecture, *live.scenario.layers_of_chunks)
+    check_on_model(settings, live.scenario)
     # Megatron's own checks and defaults, on a config that nothing uses.
     reference = transformer_config(live.scenario, settings)
     for name in settings_fields(settings):

@@ -27,11 +27,11 @@ class ModuleAccount:
     """Of that, in tensors under ``min_offloaded_tensor_size``."""
     last_group_bytes: int
     """Of that, in the last group of each micro-batch, which Megatron keeps on the device."""
-    moved_bytes: int
+    transferred_bytes: int
     """What went to the host in a step with offload."""
     away_bytes: int
     """Moved, and not on the device."""
-    held_bytes: int
+    still_resident_bytes: int
     """Moved, and on the device all the same: somebody else refers to the storage."""
     back_bytes: int
     """Moved, and already back for backward."""
@@ -46,13 +46,13 @@ class ModuleAccount:
         return self.saved_bytes - self.too_small_bytes - self.last_group_bytes
 
     @property
-    def never_moved_bytes(self) -> int:
+    def never_transferred_bytes(self) -> int:
         """Expected, and not moved."""
-        return self.expected_bytes - self.moved_bytes
+        return self.expected_bytes - self.transferred_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
+class StillResident:
     """A tensor that was copied to the host and is on the device all the same."""
 
     name: str
@@ -64,14 +64,14 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OffloadAccount:
+class OffloadAudit:
     """Expected against saved, to the byte."""
 
     plain: StepRecord = field(repr=False)
     """The step without offload."""
     offloaded: StepRecord = field(repr=False)
     modules: tuple[ModuleAccount, ...]
-    held: tuple[Held, ...]
+    still_resident: tuple[StillResident, ...]
     """Where the step without offload is fullest."""
     plain_peak: str
     """The moment where the step without offload is fullest, in words."""
@@ -86,9 +86,9 @@ class OffloadAccount:
         return sum(module.expected_bytes for module in self.modules)
 
     @property
-    def moved_bytes(self) -> int:
+    def transferred_bytes(self) -> int:
         """What went to the host."""
-        return sum(module.moved_bytes for module in self.modules)
+        return sum(module.transferred_bytes for module in self.modules)
 
     @property
     def saved_bytes(self) -> int:
@@ -104,9 +104,9 @@ class OffloadAccount:
         """Returns where the expected bytes are, in words; the values add up to `expected_bytes`."""
         modules = self.modules
         return {
-            "never moved": sum(module.never_moved_bytes for module in modules),
+            "never moved": sum(module.never_transferred_bytes for module in modules),
             "copied a second time": sum(module.copied_twice_bytes for module in modules),
-            "still on the device": sum(module.held_bytes for module in modules),
+            "still on the device": sum(module.still_resident_bytes for module in modules),
             "back on the device": sum(module.back_bytes for module in modules),
             "not due at that moment": sum(module.not_due_bytes for module in modules),
             "added by offload itself": sum(module.away_bytes for module in modules) - self.freed_bytes,
@@ -119,12 +119,6 @@ def peak_of(record: StepRecord) -> int:
     """Returns the index of the event at which a step's forward and backward are fullest."""
     assert record.timeline is not None
     return record.timeline.peak_index(phases=("forward", "backward"))
-
-
-def place_of(timeline: Timeline, index: int) -> str:
-    """Says in words where an event stands, such as ``forward of gpt_model``."""
-    module = timeline.modules[timeline.module[index]]
-    return PHASES[timeline.phase[index]] + (f" of {module}" if module else "")
 
 
 def device_event_number(timeline: Timeline, index: int) -> int:
@@ -157,7 +151,7 @@ def same_moment(timeline: Timeline, index: int, other: Timeline) -> int:
     """
     rank = int(_alike(timeline, index, timeline)[:index].sum())
     matches = _alike(timeline, index, other).nonzero()[0]
-    place = place_of(timeline, index)
+    place = timeline.place(index)
     assert rank < len(matches), f"{place} makes {timeline.delta_bytes[index]} bytes in one step and not in the other"
     return int(matches[rank])
 

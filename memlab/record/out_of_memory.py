@@ -9,7 +9,7 @@ import numpy as np
 
 from memlab.config.settings import MemorySettings
 from memlab.record.timeline import Timeline
-from memlab.vocabulary import CATEGORIES, POOLS
+from memlab.vocabulary import CATEGORIES, POOLS, place_in_words
 
 Verdict = Literal["outside torch", "fragmentation", "retention", "spike", "capacity"]
 Source = Literal["measured", "estimated, at most"]
@@ -19,7 +19,7 @@ _WITHIN_STEP = [CATEGORIES.index(name) for name in ("activations", "recomputed",
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Refusal:
+class FailedAllocation:
     """One request that a device had no room for, as its meter knew it. What only a real GPU knows is None elsewhere."""
 
     phase: str
@@ -44,7 +44,7 @@ class Refusal:
     @property
     def place(self) -> str:
         """Phase and module in words."""
-        return f"{self.phase} of {self.module}" if self.module else self.phase
+        return place_in_words(self.phase, self.module)
 
     @property
     def unused_reserved_bytes(self) -> int:
@@ -98,7 +98,7 @@ class Suggestion:
 class OutOfMemory:
     """The evidence, and what `memlab.fitting.oom_verdict` makes of it."""
 
-    refusal: Refusal
+    failed_allocation: FailedAllocation
     alive_by_category: dict[str, int]
     """Allocated when the request was refused, the largest first."""
     alive_by_module: dict[str, int]
@@ -119,16 +119,16 @@ class OutOfMemory:
     """None where none of the known settings fits."""
 
     @classmethod
-    def at(cls, refusal: Refusal, timeline: Timeline, *, passes_in_flight: int = 1) -> OutOfMemory:
+    def at(cls, failed: FailedAllocation, timeline: Timeline, *, passes_in_flight: int = 1) -> OutOfMemory:
         """Looks up in a step's timeline what was alive when a request was refused."""
-        index = int(np.searchsorted(timeline.nanoseconds, refusal.nanoseconds, side="right")) - 1
-        index = max(index, timeline.num_opening_events - 1)
+        index = int(np.searchsorted(timeline.nanoseconds, failed.nanoseconds, side="right")) - 1
+        index = max(index, timeline.first_step_event)
         head = slice(0, index + 1)
         within_step = np.isin(timeline.category[head], _WITHIN_STEP) & (timeline.pool[head] == POOLS.index("device"))
         from_before = timeline.storage[: timeline.num_opening_events]
         retained = within_step & np.isin(timeline.storage[head], from_before)
         return cls(
-            refusal=refusal,
+            failed_allocation=failed,
             alive_by_category=timeline.breakdown(index),
             alive_by_module=timeline.breakdown(index, by="module"),
             activations_by_module=_by_module(timeline, within_step),
@@ -149,6 +149,7 @@ class OutOfMemory:
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON-ready values."""
         values = asdict(self)
+        values = {"refusal": values.pop("failed_allocation")} | values
         if self.suggestion is not None:
             values["suggestion"]["settings"] = self.suggestion.settings.to_dict()
         return values
@@ -159,7 +160,8 @@ class OutOfMemory:
         suggestion = values["suggestion"]
         if suggestion is not None:
             suggestion = Suggestion(**suggestion | {"settings": MemorySettings.from_dict(suggestion["settings"])})
-        return cls(**values | {"refusal": Refusal(**values["refusal"]), "suggestion": suggestion})
+        others = {name: value for name, value in values.items() if name not in ("refusal", "suggestion")}
+        return cls(failed_allocation=FailedAllocation(**values["refusal"]), suggestion=suggestion, **others)
 
 
 def _by_module(timeline: Timeline, mask: Any) -> dict[str, int]:

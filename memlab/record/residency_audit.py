@@ -12,7 +12,7 @@ from memlab.units import format_bytes
 
 
 @dataclass(slots=True)
-class Asked:
+class RequestedPlacement:
     """What a lab was asked to move: an audit goes by this, never by what the code that moves believes."""
 
     away: set[str] = field(default_factory=set)

@@ -99,7 +99,7 @@ class StepRecord:
             peak_by_category=timeline.breakdown(peak),
             peak_by_module=timeline.breakdown(peak, by="module"),
             host_bytes=timeline.peak_bytes("host"),
-            recomputed_bytes=timeline.born_bytes("recomputed"),
+            recomputed_bytes=timeline.allocated_bytes_of("recomputed"),
             timeline=timeline,
             **others,
         )
@@ -114,7 +114,7 @@ class StepRecord:
     @property
     def recomputed_by_module(self) -> dict[str, int]:
         """`recomputed_bytes` by the module that made them again; empty without a timeline."""
-        return {} if self.timeline is None else self.timeline.born_by_module("recomputed")
+        return {} if self.timeline is None else self.timeline.allocated_bytes_by_module("recomputed")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything but the timeline as JSON-ready values."""

@@ -15,9 +15,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from memlab.snapshot.reader import POOLS as SNAPSHOT_POOLS
-from memlab.snapshot.reader import read_snapshot
-from memlab.vocabulary import CATEGORIES, PHASES, POOLS
+from memlab.snapshot.reader import SNAPSHOT_POOLS, read_snapshot
+from memlab.vocabulary import CATEGORIES, PHASES, POOLS, place_in_words
 
 IntArray = npt.NDArray[np.int64]
 _COLUMNS = ("nanoseconds", "delta_bytes", "pool", "category", "phase", "module", "storage")
@@ -66,6 +65,15 @@ class Timeline:
         in_pool = np.where(self.pool == POOLS.index(pool), self.delta_bytes, 0)
         return np.stack([np.cumsum(np.where(self.category == code, in_pool, 0)) for code in range(len(CATEGORIES))])
 
+    @property
+    def first_step_event(self) -> int:
+        """Index of the event after which the step starts: the last opening event, or 0 if there is none."""
+        return max(self.num_opening_events - 1, 0)
+
+    def place(self, index: int) -> str:
+        """Says in words where event `index` happened, such as ``forward of gpt_model``."""
+        return place_in_words(PHASES[self.phase[index]], self.modules[self.module[index]])
+
     def peak_index(self, pool: str = "device", phases: Sequence[str] | None = None) -> int:
         """Returns the index of the first event after which the pool is fullest.
 
@@ -73,7 +81,7 @@ class Timeline:
             pool: One of `POOLS`.
             phases: Looks only at events of these phases; None looks at all, opening events included (from their last).
         """
-        first = max(self.num_opening_events - 1, 0)
+        first = self.first_step_event
         totals = self.total_bytes(pool)[first:]
         if len(totals) == 0:
             return 0
@@ -87,7 +95,7 @@ class Timeline:
 
     def peak_active_bytes(self) -> int:
         """Returns the most bytes in use on the device, those included that only another stream still uses."""
-        first = max(self.num_opening_events - 1, 0)
+        first = self.first_step_event
         return int((self.total_bytes("device") + self.total_bytes("pending_free"))[first:].max(initial=0))
 
     def peak_bytes(self, pool: str = "device", phases: Sequence[str] | None = None) -> int:
@@ -131,7 +139,7 @@ class Timeline:
         order = np.argsort(-sums, kind="stable")
         return {names[code]: int(sums[code]) for code in order if sums[code] != 0}
 
-    def born_by_module(self, category: str) -> dict[str, int]:
+    def allocated_bytes_by_module(self, category: str) -> dict[str, int]:
         """Returns the device bytes of a category that were born during the step, by module, deaths not taken off."""
         mask = (
             (self.category == CATEGORIES.index(category))
@@ -143,9 +151,9 @@ class Timeline:
         np.add.at(sums, self.module[mask], self.delta_bytes[mask])
         return {self.modules[code]: int(sums[code]) for code in np.flatnonzero(sums)}
 
-    def born_bytes(self, category: str) -> int:
-        """Returns the sum of `born_by_module`."""
-        return sum(self.born_by_module(category).values())
+    def allocated_bytes_of(self, category: str) -> int:
+        """Returns the sum of `allocated_bytes_by_module`."""
+        return sum(self.allocated_bytes_by_module(category).values())
 
     def save(self, path: Path) -> None:
         """Writes the columns to a compressed ``.npz`` file."""

@@ -14,11 +14,11 @@ Action = Literal["load", "offload", "hand over"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Movement:
+class Transfer:
     """What moved, how long it took, and what is where afterwards."""
 
     action: Action
-    moved_bytes: dict[str, int]
+    transferred_bytes: dict[str, int]
     """Bytes by group that arrived on the device, or left it; empty if nothing had to move."""
     seconds: float
     """Exactly 0.0 where nothing moved."""
@@ -30,7 +30,8 @@ class Movement:
     """The most bytes held on the host at any moment of the move."""
 
     def __str__(self) -> str:
-        what = ", ".join(f"{group} {format_bytes(size)}" for group, size in self.moved_bytes.items()) or "nothing moved"
+        groups = [f"{group} {format_bytes(size)}" for group, size in self.transferred_bytes.items()]
+        what = ", ".join(groups) or "nothing transferred"
         return (
             f"{self.action}: {what} in {self.seconds * 1e3:.1f} ms; then {format_bytes(self.device_bytes)} on the "
             f"device, {format_bytes(self.host_bytes)} on the host"

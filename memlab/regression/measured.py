@@ -151,7 +151,7 @@ def _machine() -> str:
 
 def _told(scenario: dict[str, Any]) -> dict[str, Any]:
     """Returns a scenario as plain values for a reader, without what is as it always is: one rank, balanced experts."""
-    usual = Scenario(architecture=Architecture(**scenario["architecture"])).to_dict()
+    usual = Scenario.of(architecture=Architecture(**scenario["architecture"])).to_dict()
     nested = ("layout", "routing", "expert_buffers")
     rest = {name: value for name, value in scenario.items() if name not in nested or value != usual[name]}
     return rest | {"architecture": scenario["architecture"]["name"]}

@@ -31,7 +31,7 @@ from memlab.snapshot.places import places_of
 from memlab.snapshot.plain_data import load_plain_data, without_garbage_collection
 from memlab.snapshot.remainders import bytes_with_rests
 
-POOLS = ("device", "pending_free", "reserved")
+SNAPSHOT_POOLS = ("device", "pending_free", "reserved")
 _ACTIONS = {
     "alloc": ALLOC,
     "free_requested": FREE_REQUESTED,
@@ -52,7 +52,7 @@ class SnapshotEvents:
     nanoseconds: IntArray
     delta_bytes: IntArray
     pool: IntArray
-    """Index into `POOLS`."""
+    """Index into `SNAPSHOT_POOLS`."""
     category: IntArray
     """Index into `categories`."""
     module: IntArray
@@ -194,7 +194,7 @@ def _rows(
     lives: Lives, num_bytes: IntArray, entries: Entries, reserved_bytes: int
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Returns moments, changes, pools and storages of all events, in order."""
-    device, pending, reserved = range(len(POOLS))
+    device, pending, reserved = range(len(SNAPSHOT_POOLS))
     end = entries.num_traced
     row = np.arange(len(num_bytes))
     is_freed, is_completed = lives.freed <= end, lives.completed <= end

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from memlab.analysis.diagnosis import Finding
 from memlab.fitting.fit import Fit
 from memlab.fitting.outside_torch import estimate_outside_torch
-from memlab.record.offload_audit import OffloadAccount
+from memlab.record.offload_audit import OffloadAudit
 from memlab.record.out_of_memory import OutOfMemory
 from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
-from memlab.record.transfer import GROUPS, Movement
+from memlab.record.transfer import GROUPS, Transfer
 from memlab.units import format_bytes, parse_bytes
 from memlab.views.text.audits import (
     RetainedLeaf,
@@ -125,7 +125,7 @@ def show(*things: Any, pool: str = "device", axis: Axis = "time", above_start: b
 def _blocks_of(things: Sequence[Any]) -> list[Block]:
     """Describes one thing, or several of one kind."""
     first = things[0] if things else None
-    if isinstance(first, OffloadAccount) and all(isinstance(thing, OffloadAccount) for thing in things):
+    if isinstance(first, OffloadAudit) and all(isinstance(thing, OffloadAudit) for thing in things):
         return offload_blocks(*things)
     if isinstance(first, ResidencyAudit) and all(isinstance(thing, ResidencyAudit) for thing in things):
         return [block for audit in things for block in residency_blocks(audit)]
@@ -138,7 +138,7 @@ def _blocks_of(things: Sequence[Any]) -> list[Block]:
             return [[f"{first}", *(f"  {choice}" for choice in first.alternatives)]]
         if isinstance(first, (list, tuple)):
             return _sequence_blocks(first)
-    if things and all(isinstance(thing, (Finding, Movement)) for thing in things):
+    if things and all(isinstance(thing, (Finding, Transfer)) for thing in things):
         return [[f"{thing}" for thing in things]]
     if things and all(isinstance(thing, StepRecord) for thing in things):
         raise ValueError(f"show got {len(things)} steps, must be 1: compare(...) shows several next to each other")

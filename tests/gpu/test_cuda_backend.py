@@ -170,4 +170,4 @@ def test_the_audit_of_offload_adds_up(family: str, open_gpu_lab: Callable[..., A
     assert sum(terms.values()) == account.expected_bytes > 0
     # What nobody named is at most the rests that the allocator leaves unsplit.
     assert abs(terms["added by offload itself"]) <= 16 * MIB
-    assert [held for held in account.held if not held.holders] == []
+    assert [held for held in account.still_resident if not held.holders] == []

@@ -33,7 +33,7 @@ def refused_step(lab: Lab) -> OutOfMemory:
     assert record.status == "out_of_memory", record
     seen = record.out_of_memory
     assert seen is not None and seen.verdict is not None
-    refusal = seen.refusal
+    refusal = seen.failed_allocation
     assert record.message.startswith(f"{seen.verdict} in {refusal.phase}"), record.message
     assert sum(seen.alive_by_category.values()) == refusal.allocated_bytes
     assert refusal.missing_bytes > 0 or seen.verdict == "fragmentation"
@@ -88,7 +88,7 @@ def test_what_is_held_beside_torch_is_outside_torch(lab: Lab) -> None:
     with _held_outside_torch(_free_bytes() - plain.activation_peak_bytes // 2) as num_bytes:
         seen = refused_step(lab)
     assert seen.verdict == "outside torch", seen.evidence
-    assert (seen.refusal.outside_bytes or 0) >= num_bytes
+    assert (seen.failed_allocation.outside_bytes or 0) >= num_bytes
     check_same_step(lab, plain)
 
 
@@ -107,7 +107,7 @@ def test_a_device_in_pieces_is_fragmentation(lab: Lab) -> None:
     fillers.clear()
     lab.device_memory_bytes = torch.cuda.memory_reserved() + 512 * MIB
     seen = refused_step(lab)
-    refusal = seen.refusal
+    refusal = seen.failed_allocation
     assert seen.verdict == "fragmentation", seen.evidence
     assert refusal.largest_free_bytes is not None
     assert refusal.largest_free_bytes < refusal.requested_bytes <= refusal.unused_reserved_bytes

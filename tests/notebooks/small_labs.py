@@ -10,7 +10,7 @@ PARAMETERS = "count: int = 1\nrate: float = 0.5\nname: str = 'a'\nmodules: list[
 RECORD = """\
 from memlab import MemorySettings, Scenario, StepRecord, finish
 record = StepRecord(
-    scenario=Scenario(architecture="phi-4-tiny"), settings=MemorySettings(), backend="cpu", versions={"torch": "0"},
+    scenario=Scenario.of(architecture="phi-4-tiny"), settings=MemorySettings(), backend="cpu", versions={"torch": "0"},
     step_index=2, static_bytes=10, peak_allocated_bytes=30, activation_peak_bytes=20, residual_bytes=0, host_bytes=0,
     peak_by_category={"parameters": 30}, peak_by_module={"embedding": 30}, loss=1.5,
 )

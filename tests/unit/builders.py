@@ -180,7 +180,7 @@ def random_timeline(
 def scenario(**changes: Any) -> Scenario:
     """The cut that the figures are tried on."""
     values: dict[str, Any] = {"architecture": ARCHITECTURES["qwen3-30b-a3b"], "num_layers": 4, "seq_length": 4096}
-    return Scenario(**(values | changes))
+    return Scenario.of(**(values | changes))
 
 
 def record_of(timeline: Timeline | None, settings: MemorySettings | None = None, **changes: Any) -> StepRecord:
@@ -212,7 +212,7 @@ def record_of(timeline: Timeline | None, settings: MemorySettings | None = None,
             "peak_by_category": timeline.breakdown(peak),
             "peak_by_module": timeline.breakdown(peak, by="module"),
             "host_bytes": timeline.peak_bytes("host"),
-            "recomputed_bytes": timeline.born_bytes("recomputed"),
+            "recomputed_bytes": timeline.allocated_bytes_of("recomputed"),
         }
     return StepRecord(**(values | changes))
 

@@ -30,7 +30,7 @@ class FakeLab:
     """Its steps end at once, or with ``holds`` when ``end`` is called."""
 
     def __init__(self, architecture: str = "qwen3-moe-tiny", timeline: Timeline | None = None, **options: Any) -> None:
-        self.scenario = Scenario(architecture=architecture, **({"seq_length": 64} | options))
+        self.scenario = Scenario.of(architecture=architecture, **({"seq_length": 64} | options))
         self.backend = SimpleNamespace(name="cpu")
         self.settings = MemorySettings()
         self.records: list[StepRecord] = []
@@ -53,7 +53,7 @@ class FakeLab:
     def submit(
         self, settings: MemorySettings, *, on_progress: Callable[[Any], None] | None = None
     ) -> Future[StepRecord]:
-        check_on_model(settings, self.scenario.architecture, self.scenario.num_layers)
+        check_on_model(settings, self.scenario)
         self._refuse_if_busy()
         self.settings, self._on_progress = settings, on_progress
         self.submitted.append(settings)

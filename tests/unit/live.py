@@ -48,7 +48,7 @@ def random_settings(lab: Lab, rng: random.Random) -> MemorySettings:
             values[name] = rng.random() < 0.3
         try:
             settings = MemorySettings(**values)
-            check_on_model(settings, lab.scenario.architecture, lab.scenario.num_layers)
+            check_on_model(settings, lab.scenario)
         except ValueError:
             continue
         return settings

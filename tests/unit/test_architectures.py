@@ -44,7 +44,7 @@ def test_the_live_model_has_the_published_number_of_parameters(name: str, megatr
     from memlab.model.config import transformer_config
     from memlab.model.layers.torch_layers import TorchProvider
 
-    scenario = Scenario(architecture=name)  # type: ignore[arg-type]
+    scenario = Scenario.of(name)
     with megatron(), FakeTensorMode():  # type: ignore[operator]
         config = transformer_config(scenario, MemorySettings())
         config.perform_initialization = False

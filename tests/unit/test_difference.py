@@ -286,7 +286,7 @@ def test_what_an_h200_needed_is_told_by_category() -> None:
             }
             measured = measured_as(
                 None,
-                scenario=Scenario(**values),
+                scenario=Scenario.of(**values),
                 settings=settings,
                 peak_allocated_bytes=metrics["peak_allocated_bytes"],
                 peak_by_category=by_category,

@@ -9,7 +9,6 @@ import pytest
 from memlab.backends import host
 from memlab.backends.cpu import require_host_memory
 from memlab.backends.host import cgroup_limits_bytes, host_memory_bytes, processors_of
-from memlab.config.architectures import find_architecture
 from memlab.config.scenario import Scenario
 
 
@@ -52,7 +51,7 @@ def test_a_system_without_control_groups_has_no_limits(tmp_path: Path) -> None:
 
 
 def test_a_model_larger_than_the_container_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scenario = Scenario(architecture=find_architecture("phi-4-tiny"))
+    scenario = Scenario.of("phi-4-tiny")
     require_host_memory(scenario)
     (tmp_path / "own").write_text("0::/\n")
     (tmp_path / "memory.max").write_text(f"{1024**2}\n")

@@ -30,12 +30,15 @@ def test_importing_memlab_loads_neither_torch_nor_plotly(statement: str) -> None
 
 @pytest.mark.parametrize("name", memlab.__all__)
 def test_every_exported_name_is_there(name: str) -> None:
-    assert getattr(memlab, name).__name__ == name if name != "ARCHITECTURES" else memlab.ARCHITECTURES
+    value = getattr(memlab, name)
+    assert value if name.isupper() else value.__name__ == name
     assert name in dir(memlab)
 
 
 def test_an_unknown_name_is_an_attribute_error_with_the_choices() -> None:
-    with pytest.raises(AttributeError, match=r"no attribute 'Labb': choose from ARCHITECTURES, Architecture, Lab,"):
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'Labb': choose from ARCHITECTURES, GROUPS, Architecture, Lab,"
+    ):
         _ = memlab.Labb
 
 

@@ -115,19 +115,19 @@ def test_what_megatron_refuses_is_refused_with_the_choices(
     sizes: dict[str, int], others: dict[str, int], refusal: str
 ) -> None:
     with pytest.raises(ValueError, match=refusal):
-        Scenario(architecture="phi-4-tiny", layout=Layout(**sizes), **({"num_layers": 8} | others))
+        Scenario.of(architecture="phi-4-tiny", layout=Layout(**sizes), **({"num_layers": 8} | others))
 
 
 def test_layers_are_grouped_within_a_chunk() -> None:
     """Megatron's uniform recompute reads past the end of a chunk whose layers do not divide."""
     layout = Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
-    scenario = Scenario(architecture="phi-4-tiny", num_layers=12, num_microbatches=2, layout=layout)
+    scenario = Scenario.of(architecture="phi-4-tiny", num_layers=12, num_microbatches=2, layout=layout)
     pairs = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
     with pytest.raises(ValueError, match=r"but a model chunk's 3 layers do not divide .* choose from 1, 3"):
-        check_on_model(pairs, scenario.architecture, *scenario.layers_of_chunks)
+        check_on_model(pairs, scenario)
     many = MemorySettings(recompute_granularity="full", recompute_method="block", recompute_num_layers=4)
     with pytest.raises(ValueError, match="but a model chunk has 3 layers: give a number from 1 to 3"):
-        check_on_model(many, scenario.architecture, *scenario.layers_of_chunks)
+        check_on_model(many, scenario)
 
 
 def test_uneven_stages_are_interleaved_where_each_divides() -> None:

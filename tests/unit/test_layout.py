@@ -22,7 +22,7 @@ QWEN, PHI = find_architecture("qwen3-30b-a3b"), find_architecture("phi-4")
 
 def test_a_rank_alone_is_the_default() -> None:
     assert (Layout().world_size, Layout().sequence_parallel, str(Layout())) == (1, False, "one rank")
-    assert Scenario(architecture=QWEN).layout == Layout()
+    assert Scenario.of(architecture=QWEN).layout == Layout()
 
 
 def test_the_world_is_tensor_times_pipeline_times_data() -> None:
@@ -82,18 +82,18 @@ def test_sizes_that_make_no_job_are_refused(sizes: dict[str, int], text: str) ->
 )
 def test_what_does_not_divide_is_refused_with_the_choices(sizes: dict[str, int], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        Scenario(architecture=QWEN, layout=Layout(**sizes))
+        Scenario.of(architecture=QWEN, layout=Layout(**sizes))
 
 
 def test_a_dense_model_has_no_experts_to_spread() -> None:
     with pytest.raises(ValueError, match="must be 1, since phi-4 is dense: choose from 1"):
-        Scenario(architecture=PHI, layout=Layout(expert_model_parallel_size=2, data_parallel_size=2))
+        Scenario.of(architecture=PHI, layout=Layout(expert_model_parallel_size=2, data_parallel_size=2))
     with pytest.raises(ValueError, match="expert_tensor_parallel_size is 2, and phi-4 is dense: leave it out"):
-        Scenario(architecture=PHI, layout=Layout(expert_tensor_parallel_size=2, data_parallel_size=2))
+        Scenario.of(architecture=PHI, layout=Layout(expert_tensor_parallel_size=2, data_parallel_size=2))
 
 
 def test_a_scenario_keeps_its_layout_in_json() -> None:
-    scenario = Scenario(architecture=QWEN, layout=Layout(tensor_model_parallel_size=2))
+    scenario = Scenario.of(architecture=QWEN, layout=Layout(tensor_model_parallel_size=2))
     assert Scenario.from_dict(scenario.to_dict()) == scenario
     assert str(scenario).endswith("bf16, TP2")
 
@@ -129,7 +129,7 @@ def test_the_first_and_the_last_stage_may_have_other_numbers_of_layers() -> None
 
 
 def test_the_table_marks_the_rank_with_the_highest_peak() -> None:
-    scenarios = [Scenario(architecture=QWEN, layout=Layout(data_parallel_size=3, rank=rank)) for rank in range(3)]
+    scenarios = [Scenario.of(architecture=QWEN, layout=Layout(data_parallel_size=3, rank=rank)) for rank in range(3)]
     records = [
         replace(record_of(None, peak_allocated_bytes=size), scenario=scenario)
         for size, scenario in zip((3 * 2**30, 5 * 2**30, 4 * 2**30), scenarios, strict=True)

@@ -148,7 +148,7 @@ def test_lifetime_tells_activations_from_temporaries() -> None:
         del kept, again, gradient
 
     timeline = metered(labels, work)
-    born = {name: timeline.born_bytes(name) for name in ("activations", "temporary", "recomputed")}
+    born = {name: timeline.allocated_bytes_of(name) for name in ("activations", "temporary", "recomputed")}
     assert born == {"activations": 100, "temporary": 17, "recomputed": 40}
 
 

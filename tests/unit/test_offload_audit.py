@@ -57,26 +57,26 @@ def test_expected_is_the_formula_and_each_byte_of_it_is_in_one_place(
     for module in account.modules:
         assert module.expected_bytes == (LAYERS - 1) * saved_by_formula(module.name, architecture), module
         assert module.last_group_bytes == saved_by_formula(module.name, architecture)
-        assert module.moved_bytes == account.offloaded.offloaded_bytes_by_module.get(module.name, 0)
+        assert module.transferred_bytes == account.offloaded.offloaded_bytes_by_module.get(module.name, 0)
     terms = account.terms()
     assert sum(terms.values()) == account.expected_bytes
     assert terms["saved"] == account.plain.activation_peak_bytes - account.offloaded.activation_peak_bytes
     # The tensors that were looked at, one by one, account for the whole difference between the two steps.
     assert (terms["never moved"], terms["added by offload itself"]) == (0, 0)
     assert all(size >= 0 for size in terms.values())
-    assert all(held.holders for held in account.held)
+    assert all(held.holders for held in account.still_resident)
 
 
 def test_attention_alone_leaves_its_output_to_the_linear_after_it(open_lab: Callable[..., Lab]) -> None:
     lab = open_lab("qwen3-moe-tiny")
     output = T * 128 * 2
     alone = lab.audit_offload(offload("core_attn"))
-    assert [held.num_bytes for held in alone.held] == [output] * (LAYERS - 1)
-    assert [held.holders for held in alone.held] == [
+    assert [held.num_bytes for held in alone.still_resident] == [output] * (LAYERS - 1)
+    assert [held.holders for held in alone.still_resident] == [
         (f"LinearBackward of decoder.layers.{layer}.self_attention.linear_proj",) for layer in range(LAYERS - 1)
     ]
     both = lab.audit_offload(offload("core_attn", "attn_proj"))
-    assert not both.held
+    assert not both.still_resident
     assert both.terms()["copied a second time"] == output * (LAYERS - 1)
 
 
@@ -91,7 +91,7 @@ def test_whoever_keeps_a_moved_tensor_is_named(open_lab: Callable[..., Lab]) -> 
     handle = linear.register_forward_pre_hook(keep)
     after = lab.audit_offload(offload("qkv_linear"))
     handle.remove()
-    kept = [held for held in after.held if held not in before.held]
+    kept = [held for held in after.still_resident if held not in before.still_resident]
     assert [(held.num_bytes, held.holders) for held in kept] == [
         (T * 128 * 2, ("attribute decoder.layers.1.self_attention.linear_qkv.probe",))
     ]
@@ -106,8 +106,8 @@ def test_a_peak_that_moved_is_told_from_a_tensor_that_stayed(open_lab: Callable[
     assert terms["lost to a peak elsewhere"] > 0
     # A checkpoint saves detached inputs; the fc1 output among them is emptied by Megatron, the probabilities are not.
     top_k = find_architecture("qwen3-moe-tiny").moe_router_topk or 0
-    assert [held.num_bytes for held in account.held] == [256 * top_k * 4] * (LAYERS - 1)
-    assert all("AccumulateGrad" in held.holders[0] for held in account.held)
+    assert [held.num_bytes for held in account.still_resident] == [256 * top_k * 4] * (LAYERS - 1)
+    assert all("AccumulateGrad" in held.holders[0] for held in account.still_resident)
     assert sum(terms.values()) == account.expected_bytes
     assert terms["added by offload itself"] == 0
 
@@ -125,7 +125,7 @@ def test_tensors_under_the_minimum_are_not_expected(open_lab: Callable[..., Lab]
     settings = replace(offload("mlp_norm"), min_offloaded_tensor_size=T + 1)  # between the statistics and the input
     (module,) = open_lab("qwen3-moe-tiny").audit_offload(settings).modules
     assert module.too_small_bytes == LAYERS * T * 4
-    assert module.expected_bytes == module.moved_bytes == (LAYERS - 1) * T * 128 * 2
+    assert module.expected_bytes == module.transferred_bytes == (LAYERS - 1) * T * 128 * 2
 
 
 def test_an_audit_leaves_the_lab_as_it_was(open_lab: Callable[..., Lab]) -> None:
@@ -154,7 +154,7 @@ def test_on_a_pipeline_stage_what_is_expected_moves_to_the_byte(rank: int, chunk
     with Lab("qwen3-moe-tiny", layout=layout, backend="simulated", **workload) as lab:
         account = lab.audit_offload(offload("moe_act", "expert_fc1"))
     for module in account.modules:
-        assert module.moved_bytes == module.expected_bytes > 0
+        assert module.transferred_bytes == module.expected_bytes > 0
         assert module.last_group_bytes * (4 * num_microbatches) == module.saved_bytes * (
             num_microbatches if rank else 1
         )

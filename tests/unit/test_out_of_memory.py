@@ -18,7 +18,7 @@ from memlab.fitting.bounds import offloaded_bytes, recomputed_bytes
 from memlab.fitting.oom_verdict import judge
 from memlab.fitting.suggestions import choices
 from memlab.lab.lab import Lab
-from memlab.record.out_of_memory import OutOfMemory, Refusal
+from memlab.record.out_of_memory import FailedAllocation, OutOfMemory
 from memlab.record.step_record import StepRecord
 from memlab.units import GIB
 from memlab.views.text.record import record_table
@@ -31,7 +31,7 @@ LAYER = "decoder.layers.1.mlp.experts.linear_fc1"
 STATIC = {"optimizer state": 32 * GIB, "gradients": 12 * GIB, "parameters": 6 * GIB}
 
 
-def refusal(**changes: Any) -> Refusal:
+def failed_allocation(**changes: Any) -> FailedAllocation:
     """An 80 GiB GPU, of which 70 GiB are allocated and 2 GiB belong to the context, cannot give 10 GiB more."""
     values: dict[str, Any] = {
         "phase": "backward",
@@ -45,7 +45,7 @@ def refusal(**changes: Any) -> Refusal:
         "device_free_bytes": 7 * GIB,
         "device_total_bytes": 80 * GIB,
     }
-    return Refusal(**(values | changes))
+    return FailedAllocation(**(values | changes))
 
 
 def refused(
@@ -53,7 +53,7 @@ def refused(
 ) -> StepRecord:
     activations = {LAYER: 20 * GIB} if activations is None else activations
     evidence = OutOfMemory(
-        refusal=refusal(**changes),
+        failed_allocation=failed_allocation(**changes),
         alive_by_category=STATIC | {"activations": sum(activations.values())},
         alive_by_module={},
         activations_by_module=activations,
@@ -73,14 +73,16 @@ def verdict_of(record: StepRecord, records: Iterable[StepRecord] = ()) -> OutOfM
 
 
 def test_evidence_adds_up() -> None:
-    seen = refusal(pending_free_bytes=GIB // 4)
+    seen = failed_allocation(pending_free_bytes=GIB // 4)
     assert seen.outside_bytes == 2 * GIB
     assert seen.unused_reserved_bytes == GIB * 3 // 4
     assert seen.room_bytes == 77 * GIB + GIB // 4
     assert seen.missing_bytes == 3 * GIB
-    capped = refusal(limit_bytes=72 * GIB)
+    capped = failed_allocation(limit_bytes=72 * GIB)
     assert (capped.room_bytes, capped.missing_bytes) == (71 * GIB, 9 * GIB)
-    on_cpu = refusal(reserved_bytes=None, device_free_bytes=None, device_total_bytes=None, largest_free_bytes=None)
+    on_cpu = failed_allocation(
+        reserved_bytes=None, device_free_bytes=None, device_total_bytes=None, largest_free_bytes=None
+    )
     assert (on_cpu.room_bytes, on_cpu.outside_bytes, on_cpu.unused_reserved_bytes) == (80 * GIB, None, 0)
 
 
@@ -137,7 +139,7 @@ def test_activations_that_a_setting_lowers_are_a_spike_and_static_bytes_are_capa
     spike = verdict_of(refused())
     assert spike.verdict == "spike" and spike.suggestion is not None
     assert spike.suggestion.source == "estimated, at most"
-    assert spike.suggestion.peak_bytes <= refusal().room_bytes
+    assert spike.suggestion.peak_bytes <= failed_allocation().room_bytes
     capacity = verdict_of(refused({LAYER: GIB}))
     assert (capacity.verdict, capacity.suggestion) == ("capacity", None)
     assert "50.000 GiB for parameters" in capacity.evidence and "None of the known settings fits" in capacity.advice
@@ -177,7 +179,7 @@ def test_nothing_is_proposed_that_is_refused_or_without_effect(family: str, stan
     proposed = [choice.settings for choice in choices(record, [])]
     model = record.scenario.architecture
     for settings in proposed:
-        check_on_model(settings, model, 4)
+        check_on_model(settings, record.scenario)
         assert without_effect(settings, model).keys() <= without_effect(standing, model).keys()
         assert (settings.offload_parameters, settings.offload_optimizer) == (False, False)
     assert len(set(proposed)) == len(proposed)
@@ -195,7 +197,7 @@ def test_what_was_alive_is_read_from_the_timeline_at_the_refusal() -> None:
     step.event(5, "temporary", after=1)
     step.event(500, "activations", pool="host")
     step.event(-30, "activations", "decoder.layers.0.mlp", after=5)
-    seen = OutOfMemory.at(refusal(nanoseconds=3_000_000), step.build())
+    seen = OutOfMemory.at(failed_allocation(nanoseconds=3_000_000), step.build())
     assert seen.alive_by_category == {"parameters": 100, "activations": 37, "temporary": 5}
     assert seen.activations_by_module == {"decoder.layers.0.mlp": 30, "decoder.layers.0": 7, "": 5}
     assert seen.retained_by_module == {"decoder.layers.0": 7}
@@ -244,8 +246,8 @@ def test_an_injected_one_is_judged_and_following_the_proposals_ends_in_a_step_th
     record = lab.step()
     seen = record.out_of_memory
     assert seen.verdict == "spike" and record.message.startswith("spike in forward of decoder.layers")
-    assert sum(seen.alive_by_category.values()) == seen.refusal.allocated_bytes
-    assert seen.refusal.allocated_bytes + seen.refusal.requested_bytes > lab.device_memory_bytes
+    assert sum(seen.alive_by_category.values()) == seen.failed_allocation.allocated_bytes
+    assert seen.failed_allocation.allocated_bytes + seen.failed_allocation.requested_bytes > lab.device_memory_bytes
     assert StepRecord.load(record.save(tmp_path)) == record
     assert json.dumps(record.to_dict())
     first = record
@@ -340,11 +342,11 @@ def test_what_is_proposed_to_a_rank_of_a_job_can_be_set_and_frees_no_more_than_t
         refused = lab.step()
         assert refused.status == "out_of_memory"
         evidence = refused.out_of_memory
-        assert evidence is not None and evidence.refusal.step_room_bytes <= lab.device_memory_bytes
+        assert evidence is not None and evidence.failed_allocation.step_room_bytes <= lab.device_memory_bytes
         assert 1 <= evidence.passes_in_flight <= lab.scenario.most_passes_in_flight
         proposed = choices(refused, [])
         for choice in proposed:
-            check_on_model(choice.settings, lab.scenario.architecture, *lab.scenario.layers_of_chunks)
+            check_on_model(choice.settings, lab.scenario)
         lab.device_memory_bytes = None
         whole_layers = [choice for choice in proposed if choice.settings.recompute_granularity == "full"]
         assert whole_layers

@@ -19,6 +19,7 @@ from memlab.cli import build_parser
 from memlab.commands.step_flags import layout_of_the_job
 from memlab.config.architectures import ARCHITECTURES
 from memlab.config.layout import Layout
+from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
 from memlab.config.settings_on_model import check_on_model, without_effect
@@ -59,7 +60,7 @@ def run_with(state: LabState, **changes: Any) -> Run:
 
 @pytest.mark.parametrize("settings", CASES, ids=str)
 def test_draft_of_settings_gives_the_same_settings_back(settings: MemorySettings) -> None:
-    scenario = Scenario(architecture="qwen3-moe-tiny")
+    scenario = Scenario.of(architecture="qwen3-moe-tiny")
 
     assert Draft.of(settings, scenario).settings(scenario) == settings
 
@@ -84,7 +85,7 @@ def test_draft_keeps_what_does_not_apply_and_leaves_it_out() -> None:
         ),
         (
             {"recompute_granularity": "full", "recompute_num_layers": 3},
-            lambda: check_on_model(replace(FULL, recompute_num_layers=3), ARCHITECTURES["qwen3-moe-tiny"], 4),
+            lambda: check_on_model(replace(FULL, recompute_num_layers=3), Scenario.of("qwen3-moe-tiny")),
         ),
         (
             {"recompute_granularity": "selective", "recompute_modules": ()},
@@ -95,8 +96,8 @@ def test_draft_keeps_what_does_not_apply_and_leaves_it_out() -> None:
             lambda: MemorySettings(recompute_granularity="full"),
         ),
         ({"min_offloaded_tensor_size": -1}, lambda: MemorySettings(min_offloaded_tensor_size=-1)),
-        ({"seq_length": -1}, lambda: Scenario(architecture="qwen3-moe-tiny", seq_length=-1)),
-        ({"micro_batch_size": 0}, lambda: Scenario(architecture="qwen3-moe-tiny", micro_batch_size=0)),
+        ({"seq_length": -1}, lambda: Scenario.of(architecture="qwen3-moe-tiny", seq_length=-1)),
+        ({"micro_batch_size": 0}, lambda: Scenario.of(architecture="qwen3-moe-tiny", micro_batch_size=0)),
     ],
 )
 def test_refused_draft_shows_exactly_the_rules_text_and_runs_nothing(changes: dict[str, Any], refused: Any) -> None:
@@ -117,7 +118,7 @@ def test_refused_draft_shows_exactly_the_rules_text_and_runs_nothing(changes: di
 @pytest.mark.parametrize("architecture", ["qwen3-moe-tiny", "phi-4-tiny"])
 def test_what_does_not_apply_is_what_is_refused_or_without_effect_by_itself(architecture: str) -> None:
     model = ARCHITECTURES[architecture]
-    draft = Draft.of(MemorySettings(recompute_granularity="selective"), Scenario(architecture=model))
+    draft = Draft.of(MemorySettings(recompute_granularity="selective"), Scenario.of(architecture=model))
     reasons = draft.not_applicable(model)
 
     for field, module in [
@@ -127,7 +128,7 @@ def test_what_does_not_apply_is_what_is_refused_or_without_effect_by_itself(arch
         values: dict[str, Any] = {field: [module, "core_attn"] if module == "attn_proj" else [module]}
         settings = MemorySettings(**(values | ({"recompute_granularity": "selective"} if "recompute" in field else {})))
         try:
-            check_on_model(settings, model, model.num_layers)
+            check_on_model(settings, Scenario.of(model))
             reason = without_effect(settings, model).get(f"{field}:{module}")
         except ValueError as error:
             reason = str(error)
@@ -422,7 +423,7 @@ def test_a_click_names_the_event_whose_mark_then_stands_there(axis: Any) -> None
 
 def random_run(rng: random.Random) -> Run:
     architecture = ARCHITECTURES[rng.choice(["qwen3-moe-tiny", "phi-4-tiny"])]
-    scenario = Scenario(
+    scenario = Scenario.of(
         architecture=architecture,
         num_layers=rng.choice([None, 2]),
         seq_length=rng.choice([None, 64]),
@@ -445,14 +446,14 @@ def test_the_command_and_the_line_repeat_the_run(seed: int) -> None:
 
     given = {name: value for name, value in arguments.items() if value is not None}
     assert words[0] == "memlab"
-    assert Scenario(**{name: given[name] for name in Scenario.__slots__ if name in given}) == run.scenario
+    assert Scenario.of(**{name: given[name] for name in Scenario.__slots__ if name in given}) == run.scenario
     assert MemorySettings(**{name: given[name] for name in MemorySettings.__slots__ if name in given}) == run.settings
     assert arguments["backend"] == "cpu"
     assert eval(exports.settings_line(run.settings), {"MemorySettings": MemorySettings}) == run.settings  # noqa: S307
 
 
 def test_the_command_of_an_unknown_model_says_what_to_fill_in() -> None:
-    scenario = Scenario(architecture=replace(ARCHITECTURES["phi-4-tiny"], name="mine"))
+    scenario = Scenario.of(architecture=replace(ARCHITECTURES["phi-4-tiny"], name="mine"))
     run = Run(number=1, scenario=scenario, settings=MemorySettings(), backend="cpu")
 
     assert exports.measure_command(run) == "memlab measure path/to/mine/config.json --backend cpu"
@@ -520,8 +521,8 @@ def test_csv_has_a_row_a_run_with_plain_numbers() -> None:
 )
 def test_the_command_of_a_rank_of_a_job_repeats_its_layout(backend: str, words: str) -> None:
     layout = Layout(pipeline_model_parallel_size=2, data_parallel_size=2, rank=3 if backend == "simulated" else 0)
-    scenario = Scenario(architecture="qwen3-moe-tiny", num_microbatches=2, layout=layout, routing="skewed:2")
-    scenario = scenario if backend == "simulated" else replace(scenario, routing="balanced")
+    scenario = Scenario.of(architecture="qwen3-moe-tiny", num_microbatches=2, layout=layout, routing="skewed:2")
+    scenario = scenario if backend == "simulated" else replace(scenario, routing=Routing())
     command = exports.measure_command(Run(number=1, scenario=scenario, settings=MemorySettings(), backend=backend))
     assert command.startswith(words)
     arguments = build_parser().parse_args(shlex.split(command.partition("memlab ")[2]))

@@ -186,9 +186,9 @@ def test_a_pass_without_backward_is_predicted_as_one() -> None:
 
 def test_every_rank_is_of_its_own_kind_where_each_draws_its_experts() -> None:
     job: dict[str, Any] = {"layout": Layout(data_parallel_size=4, expert_model_parallel_size=2)}
-    assert Scenario(architecture="qwen3-moe-tiny", routing="random:0", **job).ranks_of_every_kind == (0, 1, 2, 3)
-    assert Scenario(architecture="qwen3-moe-tiny", routing="skewed:2", **job).ranks_of_every_kind == (0, 1)
-    assert Scenario(architecture="qwen3-moe-tiny", **job).ranks_of_every_kind == (0,)
+    assert Scenario.of(architecture="qwen3-moe-tiny", routing="random:0", **job).ranks_of_every_kind == (0, 1, 2, 3)
+    assert Scenario.of(architecture="qwen3-moe-tiny", routing="skewed:2", **job).ranks_of_every_kind == (0, 1)
+    assert Scenario.of(architecture="qwen3-moe-tiny", **job).ranks_of_every_kind == (0,)
 
 
 def test_fitting_refuses_what_is_no_step_or_no_size_and_leaves_the_settings() -> None:

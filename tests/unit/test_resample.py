@@ -32,7 +32,7 @@ def held_after_every_event(timeline: Timeline, pool: str) -> list[list[int]]:
 
 
 def of_the_step(timeline: Timeline, rows: list[list[int]]) -> list[list[int]]:
-    return rows[max(timeline.num_opening_events - 1, 0) :]
+    return rows[timeline.first_step_event :]
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -59,7 +59,7 @@ def test_each_drawn_point_holds_what_the_pool_held_right_after_its_event(timelin
 @pytest.mark.parametrize("timeline", CASES[:3])
 def test_each_bin_keeps_its_first_last_lowest_and_highest_event(timeline: Timeline, axis: Axis) -> None:
     num_bins = 25
-    first = max(timeline.num_opening_events - 1, 0)
+    first = timeline.first_step_event
     totals = [sum(row) for row in held_after_every_event(timeline, "device")]
     times = timeline.nanoseconds.tolist()
     bins: dict[int, list[int]] = {}

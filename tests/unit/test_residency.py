@@ -107,21 +107,21 @@ def test_groups_move_one_by_one_between_steps_and_the_next_step_is_the_same(open
     lab = open_lab("qwen3-moe-tiny")
     plain = lab.step(NONE)
     down = lab.offload("optimizer state", "gradients")
-    assert list(down.moved_bytes) == ["gradients", "optimizer state"]
-    assert down.device_bytes == plain.static_bytes - sum(down.moved_bytes.values())
+    assert list(down.transferred_bytes) == ["gradients", "optimizer state"]
+    assert down.device_bytes == plain.static_bytes - sum(down.transferred_bytes.values())
     assert down.seconds > 0
     again = lab.offload("gradients")
-    assert (again.moved_bytes, again.seconds) == ({}, 0.0)
-    assert (lab.load("parameters").moved_bytes, lab.load("parameters").seconds) == ({}, 0.0)
+    assert (again.transferred_bytes, again.seconds) == ({}, 0.0)
+    assert (lab.load("parameters").transferred_bytes, lab.load("parameters").seconds) == ({}, 0.0)
     handed = lab.hand_over()
-    assert handed.moved_bytes == {"parameters": lab.offload("parameters").moved_bytes["parameters"]}
+    assert handed.transferred_bytes == {"parameters": lab.offload("parameters").transferred_bytes["parameters"]}
     with pytest.raises(ValueError, match="wait on the host, and are handed over from the device: load them first"):
         lab.hand_over()
     with pytest.raises(ValueError, match=r"groups are \['weights'\], must be some of parameters, gradients"):
         lab.load("weights")
     # Loading gradients only to read weights takes twice the parameters' bytes for nothing (SkyRL #563).
     careless = lab.load("parameters", "gradients")
-    assert careless.moved_bytes["gradients"] == 2 * careless.moved_bytes["parameters"]
+    assert careless.transferred_bytes["gradients"] == 2 * careless.transferred_bytes["parameters"]
     after = lab.step(NONE)
     for name in ("loss", "static_bytes", "peak_allocated_bytes", "host_bytes"):
         assert getattr(after, name) == getattr(plain, name), name
@@ -131,9 +131,11 @@ def test_a_weight_sync_needs_the_parameters_alone(open_lab: Callable[..., Any]) 
     lab = open_lab("phi-4-tiny")
     away = lab.step(MemorySettings(offload_parameters=True, offload_optimizer=True))
     up, handed, down = lab.load("parameters"), lab.hand_over(), lab.offload("parameters")
-    assert list(up.moved_bytes) == list(handed.moved_bytes) == list(down.moved_bytes) == ["parameters"]
+    assert (
+        list(up.transferred_bytes) == list(handed.transferred_bytes) == list(down.transferred_bytes) == ["parameters"]
+    )
     idle = away.timeline.closing_bytes
-    assert up.device_bytes == idle + up.moved_bytes["parameters"]
+    assert up.device_bytes == idle + up.transferred_bytes["parameters"]
     assert down.device_bytes == idle
     assert down.host_bytes == up.host_bytes, "the host copy is made once"
     assert lab.step().loss == away.loss
@@ -151,4 +153,4 @@ def test_a_host_buffer_that_cannot_be_made_leaves_everything_on_the_device(
     assert not lab.audit_residency().complaints
     again = lab.step()
     assert (again.status, again.loss) == ("ok", plain.loss)
-    assert lab.offload("parameters").moved_bytes
+    assert lab.offload("parameters").transferred_bytes

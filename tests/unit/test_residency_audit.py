@@ -14,7 +14,7 @@ from memlab.config.settings import MemorySettings
 from memlab.exercises import check
 from memlab.model.residency.faults import FAULTS
 from memlab.model.residency.residency import Residency
-from memlab.record.residency_audit import Asked, Holding, HostCopy, ResidencyAudit
+from memlab.record.residency_audit import Holding, HostCopy, RequestedPlacement, ResidencyAudit
 from memlab.record.transfer import GROUPS
 from memlab.units import format_bytes
 from memlab.views.text.audits import groups_used_table, residency_table
@@ -276,7 +276,7 @@ def test_what_a_checkpoint_retains_is_what_the_audit_cannot_name(open_lab: Calla
 
 
 def test_what_was_asked_for_is_kept_group_by_group() -> None:
-    asked = Asked()
+    asked = RequestedPlacement()
     asked.move("offload", ("gradients", "optimizer state"))
     asked.move("hand over", ("parameters",))
     assert (asked.away, asked.copied) == ({"gradients", "optimizer state"}, {"optimizer state", "parameters"})

@@ -56,9 +56,9 @@ def figures(found: Search) -> set[Figures]:
 @pytest.mark.parametrize(
     ("scenario", "base"),
     [
-        (Scenario(architecture="phi-4-tiny", num_layers=2, seq_length=64), PLAIN),
+        (Scenario.of(architecture="phi-4-tiny", num_layers=2, seq_length=64), PLAIN),
         (
-            Scenario(architecture="qwen3-moe-tiny", num_layers=2, seq_length=64),
+            Scenario.of(architecture="qwen3-moe-tiny", num_layers=2, seq_length=64),
             MemorySettings(
                 recompute_granularity="selective",
                 recompute_modules=("layernorm",),
@@ -128,7 +128,7 @@ def offload_names() -> tuple[str, ...]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_reckoned_and_not_predicted_is_on_no_front(seed: int) -> None:
-    scenario = Scenario(architecture="qwen3-30b-a3b")
+    scenario = Scenario.of(architecture="qwen3-30b-a3b")
     step = machine(seed, scenario)
     found = search(PLAIN, scenario, step, 59 * GIB)
     wanted = candidates(PLAIN, scenario)
@@ -148,11 +148,11 @@ def test_what_is_reckoned_and_not_predicted_is_on_no_front(seed: int) -> None:
 
 
 def test_candidates_are_allowed_have_an_effect_and_do_what_the_base_does() -> None:
-    scenario = Scenario(architecture="qwen3-30b-a3b")
+    scenario = Scenario.of(architecture="qwen3-30b-a3b")
     wanted = candidates(PLAIN, scenario)
     assert wanted[0] == PLAIN and len(set(wanted)) == len(wanted)
     for settings in wanted:
-        check_on_model(settings, scenario.architecture, scenario.num_layers)
+        check_on_model(settings, scenario)
         assert without_effect(settings, scenario.architecture) == {}
     assert {PLAIN, FULL, recompute("moe"), recompute("layernorm", "moe_act")} <= set(wanted)
     assert replace(offload("expert_fc1", "moe_act"), min_offloaded_tensor_size=1024**2) in wanted
@@ -170,14 +170,14 @@ def test_candidates_are_allowed_have_an_effect_and_do_what_the_base_does() -> No
     by_remedy = {checkpoints_moe_layers(s, scenario.architecture): s.checkpoint_input_remedy for s in detached[1:]}
     assert by_remedy == {True: "detach", False: None}
 
-    small = Scenario(architecture="phi-4-tiny", seq_length=64)
+    small = Scenario.of(architecture="phi-4-tiny", seq_length=64)
     sizes = {s.min_offloaded_tensor_size for s in candidates(PLAIN, small) if s.offload_modules}
     assert sizes == {0}, "of a small model Megatron's default would move nothing"
 
 
 def test_a_stage_of_a_pipeline_counts_its_own_layers() -> None:
-    scenario = Scenario(architecture="qwen3-30b-a3b", layout=Layout(pipeline_model_parallel_size=4, rank=3))
-    whole = Scenario(architecture="qwen3-30b-a3b")
+    scenario = Scenario.of(architecture="qwen3-30b-a3b", layout=Layout(pipeline_model_parallel_size=4, rank=3))
+    whole = Scenario.of(architecture="qwen3-30b-a3b")
     assert scenario.num_layers_of_stage == 12
     assert recomputed_operations(FULL, scenario) * 4 == recomputed_operations(FULL, whole)
     assert {s.recompute_num_layers for s in candidates(PLAIN, scenario) if s.recompute_method == "uniform"} == {
@@ -199,7 +199,7 @@ def point(peak_mib: int, operations: float, moved_mib: int, *, fits: bool = True
 
 def search_of(*points: Point, room_mib: int = 100, resolution_mib: int = 10) -> Search:
     return Search(
-        scenario=Scenario(architecture="qwen3-moe-tiny"),
+        scenario=Scenario.of(architecture="qwen3-moe-tiny"),
         base=PLAIN,
         room_bytes=room_mib * MIB,
         outside_torch_bytes=0,
@@ -284,10 +284,10 @@ def test_a_search_in_a_process_of_its_own_ends_in_what_it_found_or_in_words() ->
         process.wait()
         return lines, ended[0]
 
-    lines, found = run(Scenario(architecture="phi-4-tiny", num_layers=1, seq_length=32))
+    lines, found = run(Scenario.of(architecture="phi-4-tiny", num_layers=1, seq_length=32))
     assert isinstance(found, Search) and found.cheapest[0].settings == PLAIN
     assert len(lines) == len(found.points)
-    broken = Scenario(architecture="phi-4-tiny", num_layers=1, seq_length=32)
+    broken = Scenario.of(architecture="phi-4-tiny", num_layers=1, seq_length=32)
     object.__setattr__(broken, "seq_length", 0)
     _, words = run(broken)
     assert isinstance(words, str) and "seq_length is 0" in words
@@ -312,5 +312,5 @@ def test_ctrl_c_before_anything_was_found_is_no_search() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt) as error:
-        search(PLAIN, Scenario(architecture="phi-4-tiny", num_layers=2, seq_length=64), interrupted, GIB)
+        search(PLAIN, Scenario.of(architecture="phi-4-tiny", num_layers=2, seq_length=64), interrupted, GIB)
     assert not isinstance(error.value, SearchInterrupted)

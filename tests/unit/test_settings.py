@@ -8,7 +8,9 @@ import json
 import pytest
 
 from memlab.config.architectures import find_architecture
-from memlab.config.settings import OFFLOAD_MODULES, MemorySettings, refusal
+from memlab.config.layout import Layout
+from memlab.config.scenario import Scenario
+from memlab.config.settings import OFFLOAD_MODULES, MemorySettings, validation_error
 from memlab.config.settings_on_model import check_on_model, without_effect
 
 MOE, DENSE = find_architecture("qwen3-moe-tiny"), find_architecture("phi-4-tiny")
@@ -91,7 +93,7 @@ def test_a_broken_rule_is_refused_in_one_line_with_value_and_remedy(
 def test_what_the_model_cannot_do_is_refused_on_that_model(values: dict[str, object], words: list[str]) -> None:
     settings = MemorySettings(**values)  # type: ignore[arg-type]
     with pytest.raises(ValueError) as refusal:
-        check_on_model(settings, DENSE, 4)
+        check_on_model(settings, Scenario.of(DENSE, num_layers=4))
     assert [word for word in words if word not in str(refusal.value)] == []
 
 
@@ -161,8 +163,10 @@ def test_the_short_name_tells_settings_apart() -> None:
 
 
 def test_a_refusal_is_the_rule_s_text_or_nothing() -> None:
-    assert refusal(offload_modules=["core_attn"]) == ""
-    assert refusal(offload_modules=["attn_proj"]).startswith("offload_modules has 'attn_proj' without 'core_attn'")
+    assert validation_error(offload_modules=["core_attn"]) is None
+    assert (validation_error(offload_modules=["attn_proj"]) or "").startswith(
+        "offload_modules has 'attn_proj' without 'core_attn'"
+    )
 
 
 @pytest.mark.parametrize("optimizer", [False, True])
@@ -180,6 +184,6 @@ def test_offload_beside_full_recompute_is_refused_on_pipeline_stages_alone() -> 
         recompute_num_layers=1,
         offload_modules=["qkv_linear"],
     )
-    check_on_model(settings, MOE, 4)
+    check_on_model(settings, Scenario.of(MOE, num_layers=4))
     with pytest.raises(ValueError, match="must have none on pipeline stages"):
-        check_on_model(settings, MOE, 2, 2)
+        check_on_model(settings, Scenario.of(MOE, num_layers=4, layout=Layout(pipeline_model_parallel_size=2)))

@@ -137,7 +137,7 @@ def test_a_limit_is_the_allocator_s() -> None:
             refused = lab.step(settings)
             assert refused.status == "out_of_memory", settings
         assert refused.out_of_memory is not None
-        assert refused.out_of_memory.refusal.reserved_bytes <= plain.static_bytes + 20 * 1024**2
+        assert refused.out_of_memory.failed_allocation.reserved_bytes <= plain.static_bytes + 20 * 1024**2
         lab.device_memory_bytes = None
         assert lab.step(plain.settings).peak_allocated_bytes == plain.peak_allocated_bytes
 

@@ -18,8 +18,8 @@ from memlab.analysis.diagnosis import Finding
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, MemorySettings
-from memlab.record.offload_audit import Held, ModuleAccount, OffloadAccount
-from memlab.record.out_of_memory import OutOfMemory, Refusal
+from memlab.record.offload_audit import ModuleAccount, OffloadAudit, StillResident
+from memlab.record.out_of_memory import FailedAllocation, OutOfMemory
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
 from memlab.units import GIB, KIB, MIB
@@ -134,7 +134,7 @@ def totals_event_by_event(timeline: Timeline, pool: str) -> list[int]:
     for code, delta in zip(timeline.pool, timeline.delta_bytes, strict=True):
         total += int(delta) if POOLS[code] == pool else 0
         totals.append(total)
-    return totals[max(timeline.num_opening_events - 1, 0) :]
+    return totals[timeline.first_step_event :]
 
 
 @pytest.mark.parametrize("above_start", [True, False], ids=["above the start", "from zero"])
@@ -460,7 +460,7 @@ def test_compared_scenarios_are_named_where_they_differ() -> None:
     assert "qwen3-30b-a3b, 1 x 4096 tokens, bf16 " in texts(compare_figure(PLAIN, other))
     assert str(scenario()) in texts(compare_figure(PLAIN, RECOMPUTED))
     assert compare_table(PLAIN, other).startswith("qwen3-30b-a3b, 1 x 4096 tokens, bf16;")
-    stranger = replace(PLAIN, scenario=Scenario(architecture="phi-4"))
+    stranger = replace(PLAIN, scenario=Scenario.of(architecture="phi-4"))
     assert compare_table(PLAIN, stranger).startswith("different scenarios")
 
 
@@ -680,34 +680,40 @@ def test_display_imports_plotly_only_when_it_draws_and_torch_never() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def account(saved: int, **changes: int) -> OffloadAccount:
+def account(saved: int, **changes: int) -> OffloadAudit:
     """An account of two layers' worth of one module; `changes` are places of its bytes at the moment."""
-    places = {"away_bytes": 0, "held_bytes": 0, "back_bytes": 0, "copied_twice_bytes": 0, "not_due_bytes": 0} | changes
+    places = {
+        "away_bytes": 0,
+        "still_resident_bytes": 0,
+        "back_bytes": 0,
+        "copied_twice_bytes": 0,
+        "not_due_bytes": 0,
+    } | changes
     moved = sum(places.values())
     module = ModuleAccount(
         name="core_attn",
         saved_bytes=moved + 30 * MIB,
         too_small_bytes=10 * MIB,
         last_group_bytes=20 * MIB,
-        moved_bytes=moved,
+        transferred_bytes=moved,
         **places,
     )
     held = tuple(
-        Held(
+        StillResident(
             name="core_attn",
             shape=(4,),
-            num_bytes=places["held_bytes"] // 2,
+            num_bytes=places["still_resident_bytes"] // 2,
             holders=(f"node of decoder.layers.{layer}.proj",),
         )
-        for layer in range(2 if places["held_bytes"] else 0)
+        for layer in range(2 if places["still_resident_bytes"] else 0)
     )
-    return OffloadAccount(
+    return OffloadAudit(
         plain=record_of(None, activation_peak_bytes=900 * MIB),
         offloaded=record_of(
             None, MemorySettings(offload_modules=["core_attn"]), activation_peak_bytes=900 * MIB - saved
         ),
         modules=(module,),
-        held=held,
+        still_resident=held,
         plain_peak="forward of gpt_model",
         offloaded_peak="backward of mlp",
         freed_bytes=places["away_bytes"],
@@ -728,7 +734,7 @@ def shown_things() -> dict[str, tuple[Any, list[str]]]:
         Leaf(f"decoder.layers.{layer}.mlp.probs", ("TopK", *["Node"] * 40), (4, 8), MIB, MIB) for layer in range(4)
     ]
     failed = OutOfMemory(
-        refusal=Refusal(
+        refusal=FailedAllocation(
             phase="forward", module="m", nanoseconds=0, requested_bytes=GIB, allocated_bytes=1, limit_bytes=2
         ),
         alive_by_category={"parameters": 7},
@@ -779,7 +785,7 @@ def test_show_says_what_it_takes(things: Any) -> None:
 
 
 def test_audit_table_shows_terms_that_add_up_and_who_holds_what() -> None:
-    table = audit_table(account(70 * MIB, away_bytes=80 * MIB, held_bytes=20 * MIB))
+    table = audit_table(account(70 * MIB, away_bytes=80 * MIB, still_resident_bytes=20 * MIB))
     assert re.search(r"offload core_attn +100.00 +100.00 +20.00 +10.00 +70.00 +0.70\n", table)
     assert "twice" not in table, "a term that is 0 in every row is left out"
     assert "2 of core_attn, 20.00 MiB, still held by node of decoder.layers.*.proj" in table
@@ -789,7 +795,7 @@ def test_audit_table_shows_terms_that_add_up_and_who_holds_what() -> None:
 
 
 def test_audit_table_of_every_term_is_no_wider_than_a_line() -> None:
-    full = account(1, away_bytes=2, held_bytes=2 * GIB, back_bytes=5, copied_twice_bytes=7, not_due_bytes=11)
+    full = account(1, away_bytes=2, still_resident_bytes=2 * GIB, back_bytes=5, copied_twice_bytes=7, not_due_bytes=11)
     lines = audit_table(full, account(0)).splitlines()
     assert max(len(line) for line in lines) <= LINE_WIDTH
     with pytest.raises(ValueError, match="0 audits"):

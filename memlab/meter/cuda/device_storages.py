@@ -12,7 +12,7 @@ from memlab.allocator.replay import Blocks
 from memlab.meter.allocations import Allocation, Event
 from memlab.meter.cuda.stamps import Stamp
 from memlab.meter.labels import Labels
-from memlab.record.out_of_memory import Refusal
+from memlab.record.out_of_memory import FailedAllocation
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
 _DEVICE, _PENDING, _RESERVED = (POOLS.index(name) for name in ("device", "pending_free", "reserved"))
@@ -32,7 +32,7 @@ class DeviceStorages:
         """When `start` was called last, in nanoseconds since the epoch."""
         self.limit_bytes: int | None = None
         """The most that torch may reserve; None: the whole device."""
-        self.refusal: Refusal | None = None
+        self.refusal: FailedAllocation | None = None
         """The last failed allocation since `start`."""
         self._labels = labels
         self._num_starts = 0
@@ -111,7 +111,7 @@ class DeviceStorages:
     def _record_failed_allocation(self, entry: Mapping[str, Any], stamp: Stamp) -> None:
         assert self.blocks is not None
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        self.refusal = Refusal(
+        self.refusal = FailedAllocation(
             phase=PHASES[stamp.phase],
             module=self._labels.modules[stamp.module],
             nanoseconds=max(0, entry["time_us"] * 1000 - self.started),

@@ -19,7 +19,7 @@ from memlab.meter.cuda.device_storages import DeviceStorages
 from memlab.meter.cuda.host_storages import HostStorages, pinned_bytes
 from memlab.meter.cuda.stamps import Stamps
 from memlab.meter.labels import Labels
-from memlab.record.out_of_memory import Refusal
+from memlab.record.out_of_memory import FailedAllocation
 from memlab.record.timeline import Timeline
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
@@ -45,7 +45,7 @@ class AllocatorMeter:
         self._stamps_of_events: list[int] = []
 
     @property
-    def out_of_memory(self) -> Refusal | None:
+    def out_of_memory(self) -> FailedAllocation | None:
         return self._device.refusal
 
     @property

@@ -22,13 +22,12 @@ from memlab.config.scenario import Scenario
 from memlab.model.build import LiveModel
 from memlab.model.retention.storage_holders import find_holders
 from memlab.record.offload_audit import (
-    Held,
     ModuleAccount,
-    OffloadAccount,
+    OffloadAudit,
+    StillResident,
     device_event_index,
     device_event_number,
     peak_of,
-    place_of,
     roughness_bytes,
     same_moment,
 )
@@ -135,7 +134,7 @@ class OffloadTrace:
     """Follows each tensor that a step moves, and says at a moment where each of them is."""
 
     def __init__(self) -> None:
-        self.held: list[Held] = []
+        self.still_resident: list[StillResident] = []
         self._moves: list[_Move] = []
         self._states: list[State] = []
 
@@ -183,8 +182,8 @@ class OffloadTrace:
         held = [move for move, state in zip(self._moves, self._states, strict=True) if state == "held"]
         storages = [move.source()._cdata for move in held]  # type: ignore[union-attr]  # held: it is alive
         holders = find_holders(live, modules, storages) if held else {}
-        self.held = [
-            Held(
+        self.still_resident = [
+            StillResident(
                 name=move.name,
                 shape=move.shape,
                 num_bytes=move.num_bytes,
@@ -203,9 +202,9 @@ class OffloadTrace:
         return ModuleAccount(
             name=name,
             **expected,
-            moved_bytes=sum(places.values()),
+            transferred_bytes=sum(places.values()),
             away_bytes=places.get("away", 0),
-            held_bytes=places.get("held", 0),
+            still_resident_bytes=places.get("held", 0),
             back_bytes=places.get("back", 0),
             copied_twice_bytes=places.get("copied twice", 0),
             not_due_bytes=places.get("not due", 0),
@@ -219,7 +218,7 @@ def audit_offload(
     plain: StepRecord,
     offloaded: StepRecord,
     repeat: Callable[[int, Callable[[], None]], StepRecord],
-) -> OffloadAccount:
+) -> OffloadAudit:
     """Accounts for what a step was expected to free, where the same step without offload is fullest.
 
     Args:
@@ -248,13 +247,13 @@ def audit_offload(
         name: saved.account(name, live.scenario, settings.min_offloaded_tensor_size)
         for name in settings.offload_modules or ()
     }
-    return OffloadAccount(
+    return OffloadAudit(
         plain=plain,
         offloaded=offloaded,
         modules=tuple(trace.module_account(name, of_module) for name, of_module in expected.items()),
-        held=tuple(trace.held),
-        plain_peak=place_of(plain.timeline, plain_peak),
-        offloaded_peak=place_of(offloaded.timeline, peak_of(offloaded)),
+        still_resident=tuple(trace.still_resident),
+        plain_peak=plain.timeline.place(plain_peak),
+        offloaded_peak=offloaded.timeline.place(peak_of(offloaded)),
         freed_bytes=plain.activation_peak_bytes - (bytes_then - offloaded.static_bytes),
     )
 

@@ -14,8 +14,8 @@ from memlab.model.residency.faults import FAULTS, repair
 from memlab.model.residency.residency import Residency, groups_on_host
 from memlab.model.residency.walk import audit_residency
 from memlab.model.retention import holders
-from memlab.record.residency_audit import Asked, ResidencyAudit
-from memlab.record.transfer import GROUPS, Action, Movement
+from memlab.record.residency_audit import RequestedPlacement, ResidencyAudit
+from memlab.record.transfer import GROUPS, Action, Transfer
 
 
 class Moves:
@@ -25,7 +25,7 @@ class Moves:
         self.residency = Residency(live)
         self._live = live
         self._meter = meter
-        self._asked = Asked()
+        self._asked = RequestedPlacement()
         self._host_bytes = (0, 0)
         """On the host around the last move (the more of before and after), and at its peak."""
 
@@ -54,7 +54,7 @@ class Moves:
 
         return self._timed(send_down)
 
-    def move(self, action: Action, groups: tuple[str, ...]) -> Movement:
+    def move(self, action: Action, groups: tuple[str, ...]) -> Transfer:
         """Moves groups between two steps, or hands the parameters over.
 
         Raises:
@@ -65,12 +65,12 @@ class Moves:
             "offload": lambda: self.residency.offload(groups),
             "hand over": self.residency.hand_over,
         }
-        moved_bytes, seconds = self._timed(moves[action])
+        transferred_bytes, seconds = self._timed(moves[action])
         self._asked.move(action, groups)
         self._meter.categorise(self.categories())
-        return Movement(
+        return Transfer(
             action=action,
-            moved_bytes=moved_bytes,
+            transferred_bytes=transferred_bytes,
             seconds=seconds,
             device_bytes=self._meter.live_bytes("device"),
             host_bytes=self._meter.live_bytes("host"),
@@ -96,7 +96,7 @@ class Moves:
         pinned = self.residency.pinned
         self.residency = Residency(self._live) if name is None else FAULTS[name](self._live)
         self.residency.pinned = pinned
-        self._asked, self._host_bytes = Asked(), (0, 0)
+        self._asked, self._host_bytes = RequestedPlacement(), (0, 0)
 
     def _timed(self, move: Callable[[], dict[str, int]]) -> tuple[dict[str, int], float]:
         before = self._meter.live_bytes("host")

@@ -15,7 +15,7 @@ import torch
 from memlab.meter.protocol import Meter
 from memlab.model.build import LiveModel
 from memlab.model.retention import holders
-from memlab.record.residency_audit import Asked, Holding, HostCopy, ResidencyAudit
+from memlab.record.residency_audit import Holding, HostCopy, RequestedPlacement, ResidencyAudit
 from memlab.record.transfer import GROUPS
 from memlab.units import format_bytes
 
@@ -37,7 +37,7 @@ class _Found:
 def audit_residency(
     live: LiveModel,
     meter: Meter,
-    asked: Asked,
+    asked: RequestedPlacement,
     kept: Mapping[str, list[torch.Tensor]],
     move_host_bytes: tuple[int, int],
 ) -> ResidencyAudit:
@@ -90,7 +90,9 @@ def require_resident(live: LiveModel, groups: Collection[str] = GROUPS) -> None:
                 )
 
 
-def _host_copy(group: str, found: list[_Found], kept: list[torch.Tensor], meter: Meter, asked: Asked) -> HostCopy:
+def _host_copy(
+    group: str, found: list[_Found], kept: list[torch.Tensor], meter: Meter, asked: RequestedPlacement
+) -> HostCopy:
     needed = sum(entry.needed_bytes for entry in found if entry.group == group)
     return HostCopy(
         group=group,

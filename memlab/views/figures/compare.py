@@ -38,7 +38,6 @@ from memlab.views.figures.resample import (
     DrawnPoints,
     PhaseSpan,
     align_phases,
-    first_event,
     resample,
 )
 from memlab.views.figures.waterfall import add_waterfall
@@ -142,7 +141,7 @@ def _drawn(named: Sequence[tuple[str, Timeline]], axis: CompareAxis) -> tuple[li
         return [], []
     spans, positions = align_phases([timeline for _, timeline, _ in drawn])
     moved = [
-        (name, timeline, replace(points, position=every[points.event_index - first_event(timeline)], end=100.0))
+        (name, timeline, replace(points, position=every[points.event_index - timeline.first_step_event], end=100.0))
         for (name, timeline, points), every in zip(drawn, positions, strict=True)
     ]
     return moved, spans

@@ -82,7 +82,7 @@ def resample(timeline: Timeline, pool: str = "device", axis: Axis = "time", num_
     Returns:
         The kept events: all of them, if there are no more than fit. None, if the timeline is empty.
     """
-    first = first_event(timeline)
+    first = timeline.first_step_event
     category_bytes = timeline.category_bytes(pool)[:, first:]
     if category_bytes.shape[1] == 0:
         nothing = np.zeros(0, dtype=np.int64)
@@ -124,7 +124,7 @@ def phase_spans(timeline: Timeline, axis: Axis = "time", narrowest: float = 1 / 
     phase = timeline.phase[first:stop]
     if len(phase) == 0:
         return []
-    position = _positions(timeline, axis)[first - first_event(timeline) : stop - first_event(timeline)]
+    position = _positions(timeline, axis)[first - timeline.first_step_event : stop - timeline.first_step_event]
     end = float(position[-1])
     starts = np.flatnonzero(np.diff(phase, prepend=-1))
     width = np.diff(position[starts], append=end)
@@ -167,7 +167,7 @@ def align_phases(timelines: Sequence[Timeline]) -> tuple[list[PhaseSpan], list[n
     positions = []
     for timeline, mine, at in zip(timelines, spans, slots, strict=True):
         assert at is not None
-        events = np.arange(len(timeline) - first_event(timeline), dtype=np.float64)
+        events = np.arange(len(timeline) - timeline.first_step_event, dtype=np.float64)
         number = np.searchsorted([span.start for span in mine[1:]], events, side="right")
         start, end = (np.array([getattr(span, side) for span in mine])[number] for side in ("start", "end"))
         low, high = edges[np.array(at)[number]], edges[np.array(at)[number] + 1]
@@ -247,11 +247,6 @@ def _largest(in_use: IntArray, names: tuple[str, ...], count: int) -> list[list[
     return rows
 
 
-def first_event(timeline: Timeline) -> int:
-    """Returns the index of the event after which the step starts: the last of those that opened the timeline."""
-    return max(timeline.num_opening_events - 1, 0)
-
-
 def _last_index(timeline: Timeline, axis: Axis) -> int:
     """The event at which the axis ends. Recovery takes many times the step's time, and few events."""
     first = timeline.num_opening_events
@@ -260,7 +255,7 @@ def _last_index(timeline: Timeline, axis: Axis) -> int:
 
 
 def _ticks(timeline: Timeline, axis: Axis) -> IntArray:
-    first = first_event(timeline)
+    first = timeline.first_step_event
     return timeline.nanoseconds[first:] if axis == "time" else np.arange(len(timeline) - first)
 
 

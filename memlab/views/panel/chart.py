@@ -28,11 +28,6 @@ TRACES = (BASE, *CATEGORY_LOOKS, TOTAL, PEAK, PINNED, MOMENT)
 _NOTHING: dict[str, Any] = {"x": np.zeros(0), "y": np.zeros(0), "visible": False}
 
 
-def first_event(timeline: Timeline) -> int:
-    """Returns the index of the event after which the step starts: moment 0."""
-    return max(timeline.num_opening_events - 1, 0)
-
-
 def chart_figure(shown: Run | None, pinned: Run | None, pool: str = "device", axis: Axis = "time") -> go.Figure:
     """Draws the panel's chart, without the mark of a moment.
 
@@ -87,7 +82,7 @@ def mark_moment(figure: go.Figure, shown: Run | None, moment: int | None, pool: 
     if timeline is None or moment is None:
         trace.update(_NOTHING)
         return figure
-    index = first_event(timeline) + moment
+    index = timeline.first_step_event + moment
     unit_bytes, _ = binary_unit(timeline.peak_bytes(pool))
     low, high = figure.layout.yaxis.range
     position = float(moment) if axis == "event" else timeline.nanoseconds[index] / 1e6
@@ -106,7 +101,7 @@ def mark_moment(figure: go.Figure, shown: Run | None, moment: int | None, pool: 
 
 def event_at(timeline: Timeline, point: int, pool: str, axis: Axis) -> int:
     """Returns the moment of a drawn point, which is what a click on the chart names."""
-    return int(resample(timeline, pool, axis).event_index[point]) - first_event(timeline)
+    return int(resample(timeline, pool, axis).event_index[point]) - timeline.first_step_event
 
 
 def _timeline_of(run: Run | None) -> Timeline | None:
@@ -119,7 +114,7 @@ def _is_far_below(run: Run, y_range: tuple[float, float], unit_bytes: int, pool:
     """Whether a run goes further below the axis than the axis is long; a little is cut off instead."""
     timeline = _timeline_of(run)
     assert timeline is not None
-    lowest = float(timeline.total_bytes(pool)[first_event(timeline) :].min()) / unit_bytes
+    lowest = float(timeline.total_bytes(pool)[timeline.first_step_event :].min()) / unit_bytes
     return lowest < y_range[0] - (y_range[1] - y_range[0])
 
 

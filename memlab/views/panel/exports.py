@@ -35,7 +35,7 @@ def measure_command(run: Run) -> str:
     # A scenario does not say which file a model that memlab does not know was read from.
     words = [architecture.name if is_known else f"path/to/{architecture.name}/config.json"]
     of_layout = [field.name for field in fields(Layout) if field.name not in ("data_parallel_size", "rank")]
-    plain = Scenario(architecture=architecture)
+    plain = Scenario.of(architecture=architecture)
     of_scenario = [field.name for field in fields(Scenario) if field.name != "layout"]
     for values, usual, names in ((scenario, plain, of_scenario), (layout, Layout(), of_layout)):
         for name in names:

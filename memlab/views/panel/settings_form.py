@@ -18,7 +18,7 @@ from memlab.config.settings import (
     MemorySettings,
     RecomputeGranularity,
     RecomputeMethod,
-    refusal,
+    validation_error,
 )
 from memlab.config.settings_on_model import check_on_model, without_effect
 
@@ -80,7 +80,7 @@ class Draft:
             values[name] = None
         values["offload_modules"] = self.offload_modules or None
         settings = MemorySettings(**values)
-        check_on_model(settings, scenario.architecture, *scenario.layers_of_chunks)
+        check_on_model(settings, scenario)
         return settings
 
     def scenario(self, scenario: Scenario) -> Scenario:
@@ -129,7 +129,7 @@ def _not_read(granularity: RecomputeGranularity | None) -> tuple[str, ...]:
 
 
 def _refusal(**values: Any) -> str:
-    text = refusal(**values)
+    text = validation_error(**values)
     assert text, f"no rule refuses {values}"
     return text
 
@@ -141,7 +141,7 @@ def _reason_against(field: str, module: str, architecture: Architecture) -> str:
         values["recompute_granularity"] = "selective"
     settings = MemorySettings(**values)
     try:
-        check_on_model(settings, architecture, architecture.num_layers)
+        check_on_model(settings, Scenario.of(architecture))
     except ValueError as error:
         return str(error)
     return without_effect(settings, architecture).get(f"{field}:{module}", "")

@@ -191,7 +191,7 @@ class LabState(traitlets.HasTraits):
         with self.lock:
             record = self.shown.record if self.shown is not None else None
             timeline = record.timeline if record is not None else None
-            num_moments = len(timeline) - max(timeline.num_opening_events - 1, 0) if timeline is not None else 0
+            num_moments = len(timeline) - timeline.first_step_event if timeline is not None else 0
             if moment is not None and not 0 <= moment < num_moments:
                 raise ValueError(f"moment is {moment}, but the shown run has {num_moments} events: count them from 0")
             self.moment = moment

@@ -11,7 +11,7 @@ from memlab.record.timeline import Timeline
 from memlab.units import format_bytes
 from memlab.views.figures.palette import CATEGORY_LOOKS
 from memlab.views.figures.resample import AXES
-from memlab.views.panel.chart import chart_figure, event_at, first_event, mark_moment
+from memlab.views.panel.chart import chart_figure, event_at, mark_moment
 from memlab.views.panel.chart_widget import ChartWidget
 from memlab.views.panel.slider import Slider
 from memlab.views.panel.state import POOLS_SHOWN, LabState
@@ -89,7 +89,7 @@ class TimelineView:
 
     def _moment(self, timeline: Timeline) -> int:
         moment = self._state.moment
-        return timeline.peak_index(self._state.pool) - first_event(timeline) if moment is None else moment
+        return timeline.peak_index(self._state.pool) - timeline.first_step_event if moment is None else moment
 
     def _follow_chart(self) -> None:
         with self._state.lock:
@@ -102,7 +102,7 @@ class TimelineView:
         if timeline is None:
             self.breakdown.value = ""
             return
-        moment, last = self._moment(timeline), len(timeline) - 1 - first_event(timeline)
+        moment, last = self._moment(timeline), len(timeline) - 1 - timeline.first_step_event
         for control in (self.slider, self.number):
             # In the order in which no value is ever beyond its end: a page would answer with a moment of its own.
             if moment > control.max:
@@ -114,7 +114,7 @@ class TimelineView:
 
 def breakdown_html(timeline: Timeline, moment: int, pool: str, *, is_peak: bool) -> str:
     """Writes what is alive after an event: by category and by module, the largest first."""
-    index = first_event(timeline) + moment
+    index = timeline.first_step_event + moment
     total = timeline.bytes_at(index, pool)
     where = f"event {moment:,}, {timeline.nanoseconds[index] / 1e6:,.3f} ms, {PHASES[timeline.phase[index]]}"
     head = f"Alive on the {pool} at {'the peak, ' if is_peak else ''}{where}: {format_bytes(total)}"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from memlab.record.offload_audit import OffloadAccount
+from memlab.record.offload_audit import OffloadAudit
 from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.transfer import GROUPS
 from memlab.units import binary_unit, format_bytes
@@ -56,12 +56,12 @@ def groups_used_blocks(used: Mapping[str, Sequence[str]]) -> list[Block]:
     return [Table(rows)]
 
 
-def audit_table(*audits: OffloadAccount) -> str:
+def audit_table(*audits: OffloadAudit) -> str:
     """Writes `offload_blocks` as text, in lines of at most `LINE_WIDTH` characters."""
     return as_text(offload_blocks(*audits))
 
 
-def offload_blocks(*audits: OffloadAccount) -> list[Block]:
+def offload_blocks(*audits: OffloadAudit) -> list[Block]:
     """Describes where the bytes are that activation offload was expected to free, one row per audit.
 
     Args:
@@ -79,7 +79,7 @@ def offload_blocks(*audits: OffloadAccount) -> list[Block]:
     terms = [audit.terms() for audit in audits]
     names = [name for name in terms[0] if name == "saved" or any(row[name] for row in terms)]
     sizes = {
-        ("", "transferred"): [audit.moved_bytes for audit in audits],
+        ("", "transferred"): [audit.transferred_bytes for audit in audits],
         ("", "expected"): [audit.expected_bytes for audit in audits],
         **{_TERM_HEADS[name]: [row[name] for row in terms] for name in names},
     }
@@ -111,14 +111,14 @@ _TERM_HEADS = {
 }
 
 
-def _holder_sentences(audits: Iterable[OffloadAccount]) -> Iterable[str]:
+def _holder_sentences(audits: Iterable[OffloadAudit]) -> Iterable[str]:
     for audit in audits:
         if audit.plain_peak != audit.offloaded_peak:
             yield f"{audit.offloaded.settings}: peaks in {audit.offloaded_peak}, without offload in {audit.plain_peak}"
         for setting, reason in audit.offloaded.without_effect.items():
             yield f"{audit.offloaded.settings}: {setting.replace(':', ' ')} had no effect ({reason})"
         sizes: dict[tuple[str, str], list[int]] = {}
-        for resident in audit.held:
+        for resident in audit.still_resident:
             holders = _without_layer_numbers(", ".join(resident.holders)) or "a holder that was not found"
             sizes.setdefault((resident.name, holders), []).append(resident.num_bytes)
         for (name, holders), resident_bytes in sizes.items():

@@ -152,7 +152,7 @@ def out_of_memory_blocks(failed: OutOfMemory) -> list[Block]:
 
 def _evidence_blocks(failed: OutOfMemory) -> list[Block]:
     """Describes the failed request; a record's message already has the verdict."""
-    request = failed.refusal
+    request = failed.failed_allocation
     sizes = {
         "requested": request.requested_bytes,
         "allocated": request.allocated_bytes,
