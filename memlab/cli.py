@@ -86,21 +86,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     try:
+        return _checked_and_run(argv)
+    except ModuleNotFoundError as error:
+        if (error.name or "memlab").partition(".")[0] == "memlab":
+            raise
+        return _refused(f"{error.name} is not installed: memlab doctor says how to install it", exit_code=1)
+
+
+def _checked_and_run(argv: Sequence[str]) -> int:
+    try:
         arguments = _parsed(argv)
         job: Callable[[], int] = arguments.prepare(arguments)
     except ValueError as error:
         return _refused(error)
     except OSError as error:
-        if error.filename is None:
-            raise
-        return _refused(f"{os.fsdecode(error.filename)}: {_reason(error)}: give another path")
+        name = "a path of the command line" if error.filename is None else os.fsdecode(error.filename)
+        return _refused(f"{name}: {_reason(error)}: give another path")
     except (MemoryError, OverflowError, RecursionError) as error:
         what = "is nested too deeply" if isinstance(error, RecursionError) else "has a number that is too large"
         return _refused(f"the input {what} ({error or type(error).__name__}): give a smaller one")
-    except ModuleNotFoundError as error:
-        if (error.name or "memlab").partition(".")[0] == "memlab":
-            raise
-        return _refused(f"{error.name} is not installed: memlab doctor says how to install it", exit_code=1)
     try:
         return job()
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import pytest
 
-from memlab.cli import main
+from memlab.cli import main, one_line
 from memlab.commands.process import stdout_reserved_for_result
 from memlab.config.layout import Layout
 from memlab.config.settings import MemorySettings
@@ -284,6 +285,117 @@ def test_a_live_measurement_is_one_json_object() -> None:
     assert sum(values["peak_by_category"].values()) == values["peak_allocated_bytes"]
 
 
+def test_a_folder_that_another_measure_writes_to_is_refused(
+    fake_lab: type[FakeLab], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["measure", "phi-4-tiny", "--out", str(tmp_path / "same")]
+    inner: list[int] = []
+    step = fake_lab.step
+
+    def step_while_another_starts(lab: FakeLab, settings: MemorySettings) -> StepRecord:
+        monkeypatch.setattr(fake_lab, "step", step)
+        inner.append(main(command))
+        return step(lab, settings)
+
+    monkeypatch.setattr(fake_lab, "step", step_while_another_starts)
+    assert main(command) == 0
+    assert inner == [2]
+    assert "which another memlab command is writing to now: choose another folder" in capfd.readouterr().err
+    assert sorted(path.name for path in (tmp_path / "same").iterdir()) == ["record.json", "timeline.npz"]
+
+
+def test_a_measure_that_fails_leaves_no_folder(
+    fake_lab: type[FakeLab], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> StepRecord:
+        raise RuntimeError
+
+    monkeypatch.setattr(fake_lab, "step", fail)
+    with pytest.raises(RuntimeError):
+        main(["measure", "phi-4-tiny", "--out", str(tmp_path / "out")])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_under_out_is_one_line(
+    fake_lab: type[FakeLab], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fill(record: StepRecord, folder: Path) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder / "timeline.npz"))
+
+    monkeypatch.setattr(StepRecord, "save", fill)
+    assert main(["measure", "phi-4-tiny", "--out", str(tmp_path / "out")]) == 1
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last == f"{tmp_path / 'out' / 'timeline.npz'}: no space left on device: free space or choose another path"
+
+
+def test_long_values_are_shortened_and_line_ends_escaped() -> None:
+    line = one_line(f"name is 'a\nb {'x y ' * 400}', must be shorter; {'9' * 3000} \n")
+    assert len(line) < 1000 and line.count("\n") == 0
+    assert "name is 'a\\nb x y" in line and "(1607 characters)" in line and "(3000 characters)" in line
+    assert one_line("a short value, 42: choose another") == "a short value, 42: choose another"
+
+
+WITHOUT = """
+import sys
+from importlib import metadata
+
+names, *arguments = sys.argv[1:]
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in names.split(","):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+def not_installed(name):
+    raise metadata.PackageNotFoundError(name)
+
+sys.meta_path.insert(0, Missing())
+if "nothing" in names:
+    metadata.requires = metadata.version = not_installed
+from memlab.cli import main
+sys.exit(main(arguments))
+"""
+
+
+def run_without(names: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command where packages cannot be imported; after ``nothing``, none has an installation's metadata."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", WITHOUT, names, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+@pytest.mark.parametrize("names", ["numpy,torch,packaging", "nothing", "nothing,numpy,torch,packaging"])
+def test_doctor_works_in_a_broken_installation(names: str) -> None:
+    done = run_without(names, "doctor", "--json")
+    assert (done.returncode, done.stderr) == (1, ""), done.stderr
+    found = json.loads(done.stdout)
+    assert not found["backends"]["cpu"]["ok"] and found["backends"]["cpu"]["remedy"]
+    assert {"torch", "megatron-core", "numpy", "plotly"} <= found["packages"].keys()
+    assert found["packages"]["memlab"]["ok"] == ("nothing" not in names)
+
+
+def test_other_commands_send_a_broken_installation_to_the_doctor() -> None:
+    done = run_without("numpy", "predict", "phi-4-tiny")
+    assert (done.returncode, done.stderr) == (1, "numpy is not installed: memlab doctor says how to install it\n")
+
+
+def test_doctor_names_the_hardware_and_versions_that_were_never_run(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    installed = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "0.17.1" if name == "megatron-core" else installed(name))
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB, 580.159.04'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["packages"]["megatron-core"]["note"] == "memlab was never run with it, only with 0.16 and 0.19"
+    assert found["hardware"]["GPU 0"] == "NVIDIA H200, 143771 MiB"
+    assert found["hardware"]["driver"] == "580.159.04"
+    assert {"CUDA", "CPU", "host memory"} <= found["hardware"].keys()
+
+
 def test_doctor_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     installed = metadata.version
 
@@ -301,6 +413,7 @@ def test_doctor_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch, capfd: 
         "version": None,
         "problem": "not installed",
         "remedy": "pip install -e '.[cpu]'",
+        "note": None,
     }
     assert found["packages"]["megatron-core"]["version"] == "0.12.0"
     assert ">=0.16.1" in found["packages"]["megatron-core"]["problem"]
