@@ -8,6 +8,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
+import memlab
 from memlab.regression.run.runner import run_lab
 from memlab.regression.suite.notebooks import INTERACTIVE_TAG, PARAMETERS_TAG, RECORD_TAG, has_tag, read_notebook
 from memlab.regression.suite.parameters import INTERACTIVE, read_parameters
@@ -64,6 +65,30 @@ def test_a_lab_holds_no_logic(path: Path) -> None:
         assert cell.source.count("\n") < 15
         for node in ast.walk(ast.parse(cell.source)):
             assert not isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.While, ast.Try)), cell.source
+
+
+@every_lab
+def test_a_lab_imports_only_the_public_api_and_the_standard_library(path: Path) -> None:
+    for cell in code_cells(read_notebook(path)):
+        for node in ast.walk(ast.parse(cell.source)):
+            if isinstance(node, ast.ImportFrom):
+                assert node.module in ("memlab", "dataclasses")
+                assert node.module != "memlab" or {alias.name for alias in node.names} <= set(memlab.__all__)
+            assert not isinstance(node, ast.Import), cell.source
+
+
+@every_lab
+def test_a_lab_links_to_the_glossary(path: Path) -> None:
+    assert "(GLOSSARY.md)" in read_notebook(path).cells[0].source
+
+
+@every_lab
+def test_an_exercise_is_skipped_headless_and_ends_with_its_check(path: Path) -> None:
+    for cell in code_cells(read_notebook(path)):
+        if has_tag(cell, "exercise"):
+            assert has_tag(cell, INTERACTIVE_TAG)
+            assert cell.source.splitlines()[-1].startswith("check(")
+            assert cell.source.count("  # change me") == 1
 
 
 @pytest.mark.notebook

@@ -26,6 +26,7 @@ code, pre { font: 13.5px/1.45 ui-monospace, Menlo, Consolas, monospace; }
 .highlight pre { background: #f6f8fa; border-left: 3px solid #c8d1da; margin: .8em 0; overflow-x: auto;
                  padding: .7em 1em; }
 .output pre { margin: .5em 0; overflow-x: auto; padding: 0 1em; }
+@media (min-width: 70rem) { .output pre { white-space: pre-wrap; } }
 .output_stderr pre { background: #fdf5e6; padding: .6em 1em; }
 .output_error pre { background: #fdeeee; padding: .6em 1em; }
 table { border-collapse: collapse; }
