@@ -101,7 +101,7 @@ def heap_bytes(session: CDPSession) -> float:
 def time_controls(page: Page) -> None:
     """Times ways from a click to what the kernel's answer changes."""
     cases = {
-        "a tick, the rule's text": (".memlab-offload-modules-attn-proj input", ".memlab-refusal", "innerText"),
+        "a tick, the rule's text": (".memlab-offload-modules-attn-proj input", ".memlab-validation-error", "innerText"),
         "host or device, the drawn chart": (
             ".memlab-pool button:not(.mod-active)",
             ".memlab-panel .gtitle",

@@ -103,7 +103,7 @@ def main() -> None:
     started = time.perf_counter()
     shown = panel(FakeLab(timeline=random_timeline(10_000)))
     print(f"a panel: {(time.perf_counter() - started) * 1e3:.0f} ms, {len(_instances)} widgets")
-    shown.state.draft = shown.state.draft.with_settings(MemorySettings())
+    shown.state.form = shown.state.form.with_settings(MemorySettings())
     controls(shown)
     shown.state.run()
     hundred_runs(shown)

@@ -25,7 +25,7 @@ class PanelPage:
         self.notebook = notebook
         self.root = notebook.page.locator(".memlab-panel")
         self.rows = self.root.locator(".memlab-runs tbody tr[data-run]")
-        self.refusals = self.root.locator(".memlab-refusal").filter(has_text=re.compile(r"\S"))
+        self.error_boxes = self.root.locator(".memlab-validation-error").filter(has_text=re.compile(r"\S"))
 
     def part(self, hook: str, inside: str = "") -> Locator:
         """Returns a part of the panel, or an element inside it."""

@@ -111,8 +111,8 @@ def test_a_double_click_goes_back_to_the_picture_s_own_axes(panel: PanelPage) ->
 
 def test_an_impossible_combination_is_refused_in_the_rules_words(panel: PanelPage) -> None:
     panel.tick("offload-modules-attn-proj")
-    expect(panel.refusals).to_have_count(1)
-    expect(panel.refusals).to_contain_text("offload_modules has 'attn_proj' without 'core_attn'")
+    expect(panel.error_boxes).to_have_count(1)
+    expect(panel.error_boxes).to_contain_text("offload_modules has 'attn_proj' without 'core_attn'")
     run = panel.part("run")
     if run.is_enabled():
         panel.press("run")
@@ -120,7 +120,7 @@ def test_an_impossible_combination_is_refused_in_the_rules_words(panel: PanelPag
     assert panel.notebook.ask("len(lab.records)") == 0
     assert panel.rows.count() == 0
     panel.tick("offload-modules-core-attn")
-    expect(panel.refusals).to_have_count(0)
+    expect(panel.error_boxes).to_have_count(0)
     panel.run()
 
 

@@ -78,7 +78,7 @@ def test_nothing_sticks_out_of_the_page(panel: PanelPage, width: int) -> None:
     page = panel.notebook.page
     page.set_viewport_size({"width": width, "height": SCREEN["height"]})
     panel.tick("offload-modules-attn-proj")
-    expect(panel.refusals).to_have_count(1)
+    expect(panel.error_boxes).to_have_count(1)
     assert panel.root.evaluate(STICKS_OUT) == []
     page.set_viewport_size(SCREEN)
 

@@ -1,4 +1,4 @@
-"""A lab without a model: it has the API that the panel uses, and its steps end when and how a test says."""
+"""A lab without a model: it has the methods that the panel calls, and its steps end when and how a test says."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -16,6 +15,9 @@ from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
 
 from .builders import record_of, training_step
+
+if TYPE_CHECKING:
+    from memlab.views.panel.lab_like import LabLike
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +28,20 @@ class FakeProgress:
     total: int = 8
 
 
+@dataclass(frozen=True)
+class FakeBackend:
+    name: str = "cpu"
+
+
 class FakeLab:
-    """Its steps end at once, or with ``holds`` when ``end`` is called."""
+    """A `LabLike`, as mypy checks. Its steps end at once, or with ``holds`` when ``end`` is called."""
 
     def __init__(self, architecture: str = "qwen3-moe-tiny", timeline: Timeline | None = None, **options: Any) -> None:
         self.scenario = Scenario.of(architecture=architecture, **({"seq_length": 64} | options))
-        self.backend = SimpleNamespace(name="cpu")
+        self.backend = FakeBackend()
         self.settings = MemorySettings()
+        self.device_memory_bytes: int | None = None
+        self.closed = False
         self.records: list[StepRecord] = []
         self.submitted: list[MemorySettings] = []
         self.timeline = training_step(scale=1024) if timeline is None else timeline
@@ -48,11 +57,13 @@ class FakeLab:
 
     def set_workload(self, **workload: int | None) -> None:
         self._refuse_if_busy()
-        self.scenario = replace(self.scenario, **{name: value for name, value in workload.items() if value is not None})
+        changes: dict[str, Any] = {name: value for name, value in workload.items() if value is not None}
+        self.scenario = replace(self.scenario, **changes)
 
     def submit(
-        self, settings: MemorySettings, *, on_progress: Callable[[Any], None] | None = None
+        self, settings: MemorySettings | None = None, *, on_progress: Callable[[Any], None] | None = None
     ) -> Future[StepRecord]:
+        settings = self.settings if settings is None else settings
         check_on_model(settings, self.scenario)
         self._refuse_if_busy()
         self.settings, self._on_progress = settings, on_progress
@@ -94,3 +105,9 @@ class FakeLab:
     def _refuse_if_busy(self) -> None:
         if self.busy:
             raise ValueError(f"this lab is busy with a step ({self.settings}): wait for it, or stop it")
+
+
+if TYPE_CHECKING:
+
+    def _fake_lab_is_like_that(lab: FakeLab) -> LabLike:
+        return lab

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import html
 import json
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -127,7 +129,7 @@ def test_each_control_by_message_gives_what_the_api_gives(
     shown, by_api = make_panel(), make_panel()
     for name, value in messages:
         drive(shown, name, value)
-    by_api.state.draft = by_api.state.draft.with_settings(MemorySettings(**settings))
+    by_api.state.form = by_api.state.form.with_settings(MemorySettings(**settings))
 
     press(shown.run_bar.run)
     by_api.state.run()
@@ -151,7 +153,7 @@ def test_settings_by_message_give_the_record_that_the_api_gives(open_lab: Callab
     lab = open_lab("qwen3-moe-tiny", seq_length=64)
     shown = panel(lab)
     for messages, settings in [CONTROLS[2], CONTROLS[6], CONTROLS[8], CONTROLS[-2]]:
-        shown.state.draft = shown.state.draft.with_settings(MemorySettings())
+        shown.state.form = shown.state.form.with_settings(MemorySettings())
         drive(shown, "min_offloaded_tensor_size", 1024 * 1024)
         for name, value in messages:
             drive(shown, name, value)
@@ -184,7 +186,7 @@ def test_a_real_step_ends_on_the_panel_and_out_of_memory_too(open_lab: Callable[
     shown = panel(lab)
     press(shown.run_bar.run)
     wait_for(shown)
-    assert shown.timeline.chart.picture["layout"]["title"]["text"].startswith("<b>Memory allocated on the device")
+    assert "memory allocated on the device" in shown.timeline.chart.picture["layout"]["title"]["text"]
 
     lab.device_memory_bytes = lab.records[0].peak_allocated_bytes - 1
     press(shown.run_bar.run)
@@ -245,23 +247,23 @@ def test_a_refusal_stands_beside_its_control_in_the_rules_words(
     for name, value in messages:
         drive(shown, name, value)
 
-    texts = {prefix: box.value for prefix, box in shown.controls.refusals.items() if box.value}
-    assert shown.state.refusal
-    assert set(texts.values()) == {f'<div role="alert">{html.escape(shown.state.refusal, quote=False)}</div>'}
+    texts = {prefix: box.value for prefix, box in shown.controls.error_boxes.items() if box.value}
+    assert shown.state.validation_error
+    assert set(texts.values()) == {f'<div role="alert">{html.escape(shown.state.validation_error, quote=False)}</div>'}
     assert group in texts
     press(shown.run_bar.run)
     assert shown.state.lab.submitted == []
-    assert html.escape(shown.state.refusal, quote=False) in shown.run_bar.status.value
+    assert html.escape(shown.state.validation_error, quote=False) in shown.run_bar.status.value
 
-    shown.state.draft = shown.state.draft.of(MemorySettings(), shown.state.scenario)
-    assert not any(box.value for box in shown.controls.refusals.values())
+    shown.state.form = shown.state.form.of(MemorySettings(), shown.state.scenario)
+    assert not any(box.value for box in shown.controls.error_boxes.values())
 
 
-def test_a_value_the_slider_cannot_take_stays_in_the_draft(make_panel: Callable[..., Panel]) -> None:
+def test_a_value_the_slider_cannot_take_stays_in_the_form(make_panel: Callable[..., Panel]) -> None:
     shown = make_panel()
     shown.state.edit(recompute_granularity="full", recompute_num_layers=9)
 
-    assert shown.state.draft.recompute_num_layers == 9
+    assert shown.state.form.recompute_num_layers == 9
     assert shown.controls.by_name["recompute_num_layers"].value == 9
 
 
@@ -284,20 +286,38 @@ def test_run_bar_tells_how_far_the_step_is(make_panel: Callable[..., Panel]) -> 
     assert shown.runs.table.rows[0]["status"] == "interrupted"
 
 
-def test_bytes_moved_stand_beside_what_moved_them(make_panel: Callable[..., Panel]) -> None:
+def test_a_note_says_what_an_offload_transferred_in_the_shown_run_only(make_panel: Callable[..., Panel]) -> None:
     shown = make_panel()
     shown.state.lab.outcome = {
         "offloaded_bytes_by_module": {"core_attn": 2048},
         "offloaded_bytes_by_group": {"gradients": 1024, "optimizer state": 4096},
     }
     press(shown.run_bar.run)
-    notes = {name: note.value for name, note in shown.controls.notes.items() if note.value.endswith("last time")}
-
-    assert notes == {
-        "offload_modules:core_attn": "2.0 KiB moved last time",
-        "offload_gradients": "1.0 KiB dropped last time",
-        "offload_optimizer": "4.0 KiB moved last time",
+    transferred = {
+        "offload_modules:core_attn": "2.0 KiB transferred in run 1",
+        "offload_gradients": "1.0 KiB dropped in run 1",
+        "offload_optimizer": "4.0 KiB transferred in run 1",
     }
+    assert notes(shown) == transferred
+    assert "ok; transferred to the host: core_attn 2.0 KiB, optimizer state 4.0 KiB" in shown.run_bar.status.value
+
+    reason = "its largest saved tensor has 40960 elements"
+    shown.state.lab.outcome = {"without_effect": {f"offload_modules:{m}": reason for m in ("core_attn", "expert_fc1")}}
+    press(shown.run_bar.run)
+
+    without = {f"offload_modules:{m}": f"no effect in run 2: {reason}" for m in ("core_attn", "expert_fc1")}
+    assert notes(shown) == without
+    assert f"ok; without effect: core_attn, expert_fc1 ({reason})" in shown.run_bar.status.value
+    receive(shown.runs.table, shown=1)
+    assert notes(shown) == transferred
+    assert "run 1 (none): ok; transferred" in shown.run_bar.status.value
+    shown.state.lab.outcome = {"status": "out_of_memory", "message": "no", "offloaded_bytes_by_module": {"mlp": 1}}
+    press(shown.run_bar.run)
+    assert notes(shown) == {}
+
+
+def notes(shown: Panel) -> dict[str, str]:
+    return {name: note.value for name, note in shown.controls.notes.items() if "in run" in note.value}
 
 
 def test_a_tick_without_effect_under_the_other_settings_says_so(make_panel: Callable[..., Panel]) -> None:
@@ -506,6 +526,25 @@ def test_a_cell_that_is_run_again_has_the_same_panel() -> None:
     assert memlab.panel(other) is not shown
     memlab.panel(other).close()
     shown.close()
+
+
+def test_the_panel_of_a_closed_lab_goes_when_another_lab_gets_one() -> None:
+    before = set(open_widgets)
+    first = FakeLab()
+    kept = panel(first)
+    press(kept.run_bar.run)
+    first.closed = True
+    assert panel(first) is kept, "its runs are there to look at"
+    lab = weakref.ref(first)
+    num_widgets = len(set(open_widgets) - before)
+
+    second = panel(FakeLab())
+
+    assert len(set(open_widgets) - before) == num_widgets
+    del first, kept
+    gc.collect()
+    assert lab() is None, "the panel keeps neither its lab nor the records"
+    second.close()
 
 
 def test_a_closed_panel_leaves_no_widget() -> None:

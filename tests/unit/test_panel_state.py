@@ -28,7 +28,7 @@ from memlab.views.panel import exports
 from memlab.views.panel import state as state_module
 from memlab.views.panel.chart import TRACES, chart_figure, event_at, mark_moment
 from memlab.views.panel.run import Run, rows
-from memlab.views.panel.settings_form import Draft
+from memlab.views.panel.settings_form import SettingsForm
 from memlab.views.panel.state import LabState
 
 from .builders import TimelineBuilder, training_step
@@ -59,13 +59,13 @@ def run_with(state: LabState, **changes: Any) -> Run:
 
 
 @pytest.mark.parametrize("settings", CASES, ids=str)
-def test_draft_of_settings_gives_the_same_settings_back(settings: MemorySettings) -> None:
+def test_form_of_settings_gives_the_same_settings_back(settings: MemorySettings) -> None:
     scenario = Scenario.of(architecture="qwen3-moe-tiny")
 
-    assert Draft.of(settings, scenario).settings(scenario) == settings
+    assert SettingsForm.of(settings, scenario).settings(scenario) == settings
 
 
-def test_draft_keeps_what_does_not_apply_and_leaves_it_out() -> None:
+def test_form_keeps_what_does_not_apply_and_leaves_it_out() -> None:
     _, state = lab_state()
     state.edit(recompute_granularity="full", recompute_method="block", recompute_num_layers=2)
     state.edit(recompute_granularity="selective")
@@ -100,26 +100,26 @@ def test_draft_keeps_what_does_not_apply_and_leaves_it_out() -> None:
         ({"micro_batch_size": 0}, lambda: Scenario.of(architecture="qwen3-moe-tiny", micro_batch_size=0)),
     ],
 )
-def test_refused_draft_shows_exactly_the_rules_text_and_runs_nothing(changes: dict[str, Any], refused: Any) -> None:
+def test_refused_form_shows_exactly_the_rules_text_and_runs_nothing(changes: dict[str, Any], refused: Any) -> None:
     lab, state = lab_state()
     state.edit(**changes)
     with pytest.raises(ValueError) as rule:
         refused()
 
-    assert (state.settings, state.refusal) == (None, str(rule.value))
+    assert (state.settings, state.validation_error) == (None, str(rule.value))
     assert state.run() is None
     assert state.notice == f"Not started: {rule.value}"
     assert lab.submitted == []
 
-    state.draft = Draft.of(MemorySettings(), lab.scenario)
-    assert (state.settings, state.refusal) == (MemorySettings(), "")
+    state.form = SettingsForm.of(MemorySettings(), lab.scenario)
+    assert (state.settings, state.validation_error) == (MemorySettings(), "")
 
 
 @pytest.mark.parametrize("architecture", ["qwen3-moe-tiny", "phi-4-tiny"])
 def test_what_does_not_apply_is_what_is_refused_or_without_effect_by_itself(architecture: str) -> None:
     model = ARCHITECTURES[architecture]
-    draft = Draft.of(MemorySettings(recompute_granularity="selective"), Scenario.of(architecture=model))
-    reasons = draft.not_applicable(model)
+    form = SettingsForm.of(MemorySettings(recompute_granularity="selective"), Scenario.of(architecture=model))
+    reasons = form.not_applicable(model)
 
     for field, module in [
         *product(["recompute_modules"], RECOMPUTE_MODULES),
@@ -302,31 +302,42 @@ def test_delete_forgets_the_run_and_its_record() -> None:
     assert run_with(state).number == 4
 
 
-def test_reuse_puts_a_runs_settings_back_into_the_draft() -> None:
+def test_reuse_puts_a_runs_settings_back_into_the_form() -> None:
     _, state = lab_state()
     run_with(state, recompute_granularity="full", seq_length=32, offload_optimizer=True)
     run = state.shown
-    state.draft = Draft.of(MemorySettings(), run.scenario)
+    state.form = SettingsForm.of(MemorySettings(), run.scenario)
     state.edit(seq_length=64)
 
     state.reuse()
 
     assert state.settings == run.settings
-    assert state.draft.seq_length == 32
+    assert state.form.seq_length == 32
 
 
-def test_moved_bytes_are_those_of_the_last_run_that_moved_them() -> None:
+def test_a_record_that_arrives_during_a_delete_stays() -> None:
     lab, state = lab_state()
-    for moved in ({"core_attn": 100}, {"core_attn": 50, "moe_act": 7}, {}):
-        lab.outcome = {
-            "offloaded_bytes_by_module": moved,
-            "offloaded_bytes_by_group": {"parameters": 3} if moved else {},
-        }
+    for _ in range(3):
         run_with(state)
-    lab.outcome = {"offloaded_bytes_by_module": {"core_attn": 1}, "status": "out_of_memory"}
-    run_with(state)
 
-    assert state.moved_bytes() == {"core_attn": 50, "moe_act": 7, "parameters": 3}
+    class Records(list[Any]):
+        """Appends as the worker does, whenever the list is changed from outside."""
+
+        def __setitem__(self, at: Any, value: Any) -> None:
+            self.append("arrived")
+            super().__setitem__(at, value)
+
+        def __delitem__(self, at: Any) -> None:
+            self.append("arrived")
+            super().__delitem__(at)
+
+    first, second, third = lab.records
+    lab.records = Records(lab.records)
+    state.show(2)
+    state.delete()
+
+    assert lab.records == [first, third, "arrived"]
+    assert second not in lab.records
 
 
 def test_show_and_look_at_refuse_what_is_not_there() -> None:

@@ -96,7 +96,7 @@ def test_the_table_says_what_was_left_out(found: Search) -> None:
     assert text.count("fits\n") >= len(found.cheapest)
 
 
-def test_a_search_is_of_the_draft_s_workload_and_what_waits_between_steps(state: SearchState) -> None:
+def test_a_search_is_of_the_form_s_workload_and_what_waits_between_steps(state: SearchState) -> None:
     state._state.edit(seq_length=128, offload_optimizer=True, recompute_granularity="full")
     state.room = "30 MiB"
     state.start()

@@ -1,4 +1,4 @@
-"""The controls of the settings and the workload: they mirror the draft, and say why one does not apply."""
+"""The controls of the settings and the workload: they mirror the form, and a note next to each says what it did."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ import ipywidgets
 from memlab.config.settings import CHECKPOINT_INPUT_REMEDIES, OFFLOAD_MODULES, RECOMPUTE_METHODS, RECOMPUTE_MODULES
 from memlab.config.settings_on_model import without_effect
 from memlab.units import format_bytes
-from memlab.views.panel.settings_form import Draft
+from memlab.views.panel.run import GRADIENTS
+from memlab.views.panel.settings_form import SettingsForm
 from memlab.views.panel.slider import Slider
 from memlab.views.panel.state import LabState
 
-# By what a control shows. A Dropdown takes the value None for no choice at all, so its values are these words.
+# Values by the words that a control shows. A Dropdown reads the value None as "nothing chosen", so it holds the words.
 _GRANULARITIES = {"none": None, "full": "full", "selective": "selective"}
 _METHODS = {method: method for method in RECOMPUTE_METHODS}
 _REMEDIES = {"kept": None, **{name.replace("_", " "): name for name in CHECKPOINT_INPUT_REMEDIES}}
 _DEVICE_OR_HOST = {"device": False, "host": True}
-# Gradients are dropped, not copied: between steps they hold nothing that the optimizer has not used.
+# Gradients are dropped, not copied: between steps the optimizer has already used them.
 _GRADIENTS = {"with the optimizer state": None, "device": False, "dropped": True}
-_WAITING = {
+_GROUPS = {
     "offload_parameters": "parameters",
-    "offload_gradients": "gradients",
+    "offload_gradients": GRADIENTS,
     "offload_optimizer": "optimizer state",
 }
 
@@ -38,17 +39,17 @@ class SettingsControls:
     def __init__(self, state: LabState) -> None:
         self._state = state
         self.by_name: dict[str, Any] = {}
-        self.refusals: dict[str, Any] = {}
+        self.error_boxes: dict[str, Any] = {}
         self.notes: dict[str, Any] = {}
-        self._reads: dict[str, Callable[[Draft], Any]] = {}
+        self._reads: dict[str, Callable[[SettingsForm], Any]] = {}
         last_column = ipywidgets.VBox([self._between_steps(), self._workload()])
         last_column.add_class("memlab-column")
         self.box = ipywidgets.Box([self._recompute(), self._offload(), last_column])
         self.box.add_class("memlab-settings")
-        self._follow_draft()
-        state.observe(lambda _: self._follow_draft(), names=["draft"])
-        state.observe(lambda _: self._follow_refusal(), names=["refusal"])
-        state.observe(lambda _: self._follow_reasons(), names=["runs"])
+        self._show_form()
+        state.observe(lambda _: self._show_form(), names=["form"])
+        state.observe(lambda _: self._show_validation_error(), names=["validation_error"])
+        state.observe(lambda _: self._show_notes(), names=["shown"])
 
     def _recompute(self) -> Any:
         num_layers = max(self._state.scenario.layers_of_chunks)
@@ -77,9 +78,9 @@ class SettingsControls:
         )
 
     def _between_steps(self) -> Any:
-        places = {name: _GRADIENTS if name == "offload_gradients" else _DEVICE_OR_HOST for name in _WAITING}
-        boxes = [self._choice(name, _WAITING[name], choices) for name, choices in places.items()]
-        return self._group("Between steps", boxes, tuple(_WAITING))
+        places = {name: _GRADIENTS if name == "offload_gradients" else _DEVICE_OR_HOST for name in _GROUPS}
+        boxes = [self._choice(name, _GROUPS[name], choices) for name, choices in places.items()]
+        return self._group("Between steps", boxes, tuple(_GROUPS))
 
     def _workload(self) -> Any:
         fields = {"seq_length": "sequence length", "micro_batch_size": "micro-batch size"}
@@ -87,35 +88,35 @@ class SettingsControls:
         return self._group("Workload", numbers, tuple(fields))
 
     def _group(self, title: str, children: list[Any], prefixes: tuple[str, ...]) -> Any:
-        """A titled group with room for the text of a rule about one of its fields, which begins with the field."""
-        refusal = ipywidgets.HTML()
-        refusal.add_class("memlab-refusal")
-        self.refusals |= dict.fromkeys(prefixes, refusal)
-        box = ipywidgets.VBox([ipywidgets.HTML(f"<h4>{title}</h4>"), refusal, *children])
+        """A titled group with a place for the text of a rule, which begins with the field that breaks it."""
+        error_box = ipywidgets.HTML()
+        error_box.add_class("memlab-validation-error")
+        self.error_boxes |= dict.fromkeys(prefixes, error_box)
+        box = ipywidgets.VBox([ipywidgets.HTML(f"<h4>{title}</h4>"), error_box, *children])
         box.add_class("memlab-group")
         return box
 
     def _choice(self, field: str, label: str, choices: dict[str, Any]) -> Any:
-        """A choice among values of a field of the draft, by their words."""
+        """A choice among values of a field of the form, by their words."""
         control = ipywidgets.Dropdown(options=list(choices), description=label)
         control.style.description_width = "initial"
         control.observe(lambda change: self._state.edit(**{field: choices[change["new"]]}), names=["value"])
         words = {value: word for word, value in choices.items()}
-        return self._register(field, control, lambda draft: words.get(getattr(draft, field)))
+        return self._register(field, control, lambda form: words.get(getattr(form, field)))
 
     def _number(self, name: str, control: Any) -> Any:
-        """A number that is a field of the draft: the name up to its colon."""
+        """A number that is a field of the form: the name up to its colon."""
         field = name.partition(":")[0]
         control.observe(lambda change: self._state.edit(**{field: change["new"]}), names=["value"])
-        return self._register(name, control, lambda draft: getattr(draft, field))
+        return self._register(name, control, lambda form: getattr(form, field))
 
     def _tick(self, field: str, module: str) -> Any:
         control = ipywidgets.Checkbox(description=module, indent=False)
         control.observe(lambda change: self._state.toggle(field, module, on=change["new"]), names=["value"])
-        return self._register(f"{field}:{module}", control, lambda draft: module in getattr(draft, field))
+        return self._register(f"{field}:{module}", control, lambda form: module in getattr(form, field))
 
-    def _register(self, name: str, control: Any, read: Callable[[Draft], Any]) -> Any:
-        """Puts a note beside a control: what it moved last time, or why it does not apply."""
+    def _register(self, name: str, control: Any, read: Callable[[SettingsForm], Any]) -> Any:
+        """Puts a note next to a control: what it transferred in the shown run, or why it has no effect."""
         self.by_name[name], self._reads[name] = control, read
         note = self.notes[name] = ipywidgets.HTML()
         hook = name.replace("_", "-").replace(":", "-")
@@ -125,43 +126,51 @@ class SettingsControls:
         box.add_class("memlab-noted")
         return box
 
-    def _follow_draft(self) -> None:
-        draft = self._state.draft
+    def _show_form(self) -> None:
+        form = self._state.form
         for name, control in self.by_name.items():
-            value = self._reads[name](draft)
-            # A slider that cannot stand at a value stays where it is; the typed number beside it and the rule tell.
+            value = self._reads[name](form)
+            # A slider cannot show a value beyond its limits; the typed number next to it does.
             if value is not None and not (hasattr(control, "max") and not control.min <= value <= control.max):
                 control.value = value
-        self._follow_reasons()
-        self._follow_refusal()
+        self._show_notes()
+        self._show_validation_error()
 
-    def _follow_reasons(self) -> None:
-        reasons = self._state.draft.not_applicable(self._state.scenario.architecture)
-        moved = self._state.moved_bytes()
+    def _show_notes(self) -> None:
+        reasons = self._state.form.not_applicable(self._state.scenario.architecture)
         settings = self._state.settings
         idle = without_effect(settings, self._state.scenario.architecture) if settings is not None else {}
         for name, control in self.by_name.items():
             reason = reasons.get(name.removesuffix(":slider"))
             control.disabled = reason is not None
-            subject = _WAITING.get(name) or name.removeprefix("offload_modules:")
             if reason:
-                # The note lies over the control: JupyterLab's own tooltips stand on a part of it, or nowhere.
+                # The note covers the control: JupyterLab shows the tooltip of a disabled control nowhere.
                 why = html.escape(reason)
                 self.notes[name].value = f'<i class="memlab-why" tabindex="0" title="{why}" aria-label="{why}"></i>'
             elif name in idle:
                 self.notes[name].value = html.escape(f"no effect: {idle[name]}")
-            elif subject in moved and "offload" in name:
-                verb = "dropped" if subject == "gradients" else "moved"
-                self.notes[name].value = f"{format_bytes(moved[subject])} {verb} last time"
             else:
-                self.notes[name].value = ""
+                self.notes[name].value = html.escape(self._note_of_shown_run(name))
 
-    def _follow_refusal(self) -> None:
-        refusal = self._state.refusal
-        about = [box for prefix, box in self.refusals.items() if refusal.startswith(prefix)]
-        for box in self.refusals.values():
-            is_about = bool(refusal) and box is (about[0] if about else self.refusals["seq_length"])
-            box.value = f'<div role="alert">{html.escape(refusal, quote=False)}</div>' if is_about else ""
+    def _note_of_shown_run(self, name: str) -> str:
+        """What a control's setting did in the shown run; empty if it was not set, or is not an offload."""
+        run = self._state.shown
+        if run is None:
+            return ""
+        if name in run.without_effect:
+            return f"no effect in run {run.number}: {run.without_effect[name]}"
+        subject = _GROUPS.get(name) or name.removeprefix("offload_modules:")
+        if "offload" not in name or subject not in run.transferred_bytes:
+            return ""
+        verb = "dropped" if subject == GRADIENTS else "transferred"
+        return f"{format_bytes(run.transferred_bytes[subject])} {verb} in run {run.number}"
+
+    def _show_validation_error(self) -> None:
+        text = self._state.validation_error
+        about = [box for prefix, box in self.error_boxes.items() if text.startswith(prefix)]
+        for box in self.error_boxes.values():
+            is_about = bool(text) and box is (about[0] if about else self.error_boxes["seq_length"])
+            box.value = f'<div role="alert">{html.escape(text, quote=False)}</div>' if is_about else ""
 
 
 def _typed(label: str) -> Any:

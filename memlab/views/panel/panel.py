@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import html
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets
 
 from memlab.views.panel.controls import SettingsControls
+from memlab.views.panel.lab_like import LabLike
 from memlab.views.panel.page_code import page_code
 from memlab.views.panel.run_bar import RunBar
 from memlab.views.panel.runs import RunsView, text_twin
@@ -16,20 +17,17 @@ from memlab.views.panel.search_view import SearchView
 from memlab.views.panel.state import LabState
 from memlab.views.panel.timeline_view import TimelineView
 
-if TYPE_CHECKING:
-    from memlab.lab.lab import Lab
-
-# By the lab's id, which stays its own: the panel keeps its lab.
+# By the lab's id, which no other object gets: the panel keeps its lab.
 _panels: dict[int, Panel] = {}
 
 
 class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
-    """The widgets on one lab. What they show is in `state`, which can be driven without them.
+    """The widgets of one lab. What they show is in `state`, which works without them.
 
-    `memlab.panel` makes it, one for each lab.
+    `memlab.panel` makes it, one per lab.
     """
 
-    def __init__(self, lab: Lab) -> None:
+    def __init__(self, lab: LabLike) -> None:
         self.state = LabState(lab)
         self.controls = SettingsControls(self.state)
         self.run_bar = RunBar(self.state)
@@ -58,11 +56,11 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
         self.add_class("memlab-panel")
         state = self.state
         self.table_toggle.observe(lambda change: state.set_trait("table_open", change["new"]), names=["value"])
-        state.observe(lambda _: self._follow_table(), names=["table_open", "shown", "pinned"])
-        self._follow_table()
+        state.observe(lambda _: self._show_table(), names=["table_open", "shown", "pinned"])
+        self._show_table()
 
     def close(self) -> None:
-        """Takes the panel and all its widgets off the page; the lab and its records stay."""
+        """Removes the panel and all its widgets from the page; the lab and its records stay."""
         _panels.pop(id(self.state.lab), None)
         self.search.state.stop()
         self.search.state.unobserve_all()
@@ -77,12 +75,12 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
         return f"Panel({len(self.state.runs)} runs on {self.state.lab!r})"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        """Returns the widget for a page, and for everybody else the text that says the same."""
+        """Returns the widget for a page, and the same as text for a front end without widgets."""
         view = {"version_major": 2, "version_minor": 0, "model_id": self.model_id}
         text = f"{self!r}\n\n{text_twin(self.state.shown, self.state.pinned)}"
         return {"text/plain": text, "application/vnd.jupyter.widget-view+json": view}
 
-    def _follow_table(self) -> None:
+    def _show_table(self) -> None:
         state = self.state
         self.table_toggle.value = state.table_open
         self.table.layout.display = None if state.table_open else "none"
@@ -90,15 +88,20 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
         self.table.value = f'<pre tabindex="0">{text}</pre>'
 
 
-def panel(lab: Lab) -> Panel:
+def panel(lab: LabLike) -> Panel:
     """Shows a lab's memory settings as controls, with its runs. As the last expression of a cell it shows itself.
+
+    Panels of labs that have been closed are removed, from their cells too: each would keep its lab and all timelines,
+    and a page that is loaded again waits for the widgets of all panels of the kernel.
 
     Args:
         lab: An open lab. Steps that cells took are in the table too.
 
     Returns:
-        The same panel each time for the same lab, so that a cell that is run again shows one panel.
+        The same panel for the same lab, so that a cell that runs again shows the panel that it showed.
     """
+    for other in [other for other in _panels.values() if other.state.lab.closed and other.state.lab is not lab]:
+        other.close()
     shown = _panels.get(id(lab))
     if shown is None:
         shown = _panels[id(lab)] = Panel(lab)

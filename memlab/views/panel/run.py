@@ -1,4 +1,4 @@
-"""A run of the panel: what was asked for and what came of it, and the rows that a table of runs shows."""
+"""A run of the panel: its settings and its result, and the rows that a table of runs shows."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ COLUMNS = {
 }
 """Of the table, in their order: a row's key to the column's heading."""
 
+GRADIENTS = "gradients"
+"""The group that offload drops instead of transferring."""
 _MINUS = "\N{MINUS SIGN}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Run:
-    """One row of the table. Two runs are never the same, however alike their records are."""
+    """One row of the table. Two runs are never equal, even if their records are."""
 
     number: int
-    """From 1, in the order of the runs; a number is not used twice."""
+    """From 1, in the order of the runs; the number of a deleted run is not used again."""
     scenario: Scenario
     settings: MemorySettings
     backend: str
     record: StepRecord | None = None
-    """None, if the step ended in an error that nobody foresaw."""
+    """None if the step ended in an unexpected error."""
     error: str = ""
     """Type and text of that error."""
 
@@ -54,19 +56,48 @@ class Run:
     def message(self) -> str:
         """Why a run that is not ok ended, and what to do."""
         if self.record is None:
-            return f"{self.error}: the model may be half way through a step: run again, or open the lab anew"
+            return f"{self.error}: the model may be in the middle of a step: run the step again, or open a new lab"
         return self.record.message
+
+    @property
+    def transferred_bytes(self) -> dict[str, int]:
+        """Bytes that offload transferred to the host, by module and by group; for gradients, those that it dropped."""
+        if self.record is None or not self.is_ok:
+            return {}
+        return self.record.offloaded_bytes_by_module | self.record.offloaded_bytes_by_group
+
+    @property
+    def without_effect(self) -> dict[str, str]:
+        """Why a setting changed nothing in this run, by ``field`` or ``field:module``."""
+        return self.record.without_effect if self.record is not None and self.is_ok else {}
+
+    @property
+    def outcome(self) -> str:
+        """How the run ended, in one line: what was transferred, and which settings had no effect and why."""
+        if not self.is_ok:
+            return self.message
+        moved = [f"{name} {format_bytes(size)}" for name, size in self.transferred_bytes.items() if name != GRADIENTS]
+        names: dict[str, list[str]] = {}
+        for name, reason in self.without_effect.items():
+            names.setdefault(reason, []).append(name.partition(":")[2] or name)
+        idle = [f"{', '.join(settings)} ({reason})" for reason, settings in names.items()]
+        parts = ["ok"]
+        if moved:
+            parts.append(f"transferred to the host: {', '.join(moved)}")
+        if idle:
+            parts.append(f"without effect: {'; '.join(idle)}")
+        return "; ".join(parts)
 
     def __str__(self) -> str:
         return f"run {self.number} ({self.settings})"
 
 
 def rows(runs: Sequence[Run], pinned: Run | None) -> list[dict[str, str]]:
-    """Writes every run as a row of text, with what changed against the pinned one.
+    """Writes each run as a row of text, with its differences from the pinned run.
 
     Args:
         runs: In the order of the table.
-        pinned: What the others are held against; None leaves the differences out.
+        pinned: The run that the others are compared with; None leaves the differences out.
     """
     return [
         _row(run, pinned.record if pinned is not None and pinned.is_ok and run is not pinned else None) for run in runs
@@ -87,7 +118,7 @@ def _row(run: Run, base: StepRecord | None) -> dict[str, str]:
         "peak": format_bytes(record.peak_allocated_bytes),
         "loss": "" if record.loss is None else f"{record.loss:.6f}",
     }
-    is_timed = record.tokens_per_second > 0  # a prediction has no rate, and its seconds tell nothing of a GPU
+    is_timed = record.tokens_per_second > 0  # a prediction has no rate, and its seconds say nothing about a GPU
     if is_timed:
         cells["step_time"] = f"{record.step_seconds * 1e3:,.1f} ms"
         cells["tokens_per_second"] = f"{record.tokens_per_second:,.0f}"

@@ -30,12 +30,12 @@ class RunBar:
         self.stop.on_click(lambda _: state.stop())
         self.box = ipywidgets.Box([self.run, self.stop, self.progress, self.place, self.status])
         self.box.add_class("memlab-run-bar")
-        self._follow_progress()
-        self._follow_notice()
-        state.observe(lambda _: self._follow_progress(), names=["busy", "progress"])
-        state.observe(lambda _: self._follow_notice(), names=["notice"])
+        self._show_progress()
+        self._show_notice()
+        state.observe(lambda _: self._show_progress(), names=["busy", "progress"])
+        state.observe(lambda _: self._show_notice(), names=["notice"])
 
-    def _follow_progress(self) -> None:
+    def _show_progress(self) -> None:
         progress, busy = self._state.progress, self._state.busy
         self.stop.disabled = not busy
         self.progress.layout.visibility = "visible" if busy else "hidden"
@@ -43,7 +43,7 @@ class RunBar:
         self.progress.value = progress.done if progress else 0
         self.place.value = html.escape(_place(progress)) if busy else ""
 
-    def _follow_notice(self) -> None:
+    def _show_notice(self) -> None:
         self.status.value = f'<div role="status">{html.escape(self._state.notice, quote=False)}</div>'
 
 

@@ -60,8 +60,8 @@ class RunsView:
         actions = ipywidgets.Box([self.pin, reuse, delete, self.folder, *exports])
         actions.add_class("memlab-actions")
         self.box = ipywidgets.VBox([self.table, actions, self.repeat])
-        self._follow()
-        state.observe(lambda _: self._follow(), names=["runs", "shown", "pinned", "export_folder"])
+        self._show()
+        state.observe(lambda _: self._show(), names=["runs", "shown", "pinned", "export_folder"])
 
     def export(self, kind: str) -> Path | None:
         """Writes a file of the shown run, and says in the state's notice where it is, or what is wrong.
@@ -106,7 +106,7 @@ class RunsView:
         state.notice = f"Exported {path.resolve()}"
         return path
 
-    def _follow(self) -> None:
+    def _show(self) -> None:
         state = self._state
         shown, pinned = state.shown, state.pinned
         self.table.rows = rows(state.runs, pinned)

@@ -1,4 +1,4 @@
-"""The table of runs, one widget however many runs there are: a click or an arrow key chooses the run that is shown."""
+"""The table of runs, one widget for any number of runs: a click or an arrow key chooses the run that is shown."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ class RunsTable(anywidget.AnyWidget):
     rows: Any = traitlets.List().tag(sync=True)
     """As `memlab.views.panel.run.rows` writes them."""
     shown = traitlets.Int(0).tag(sync=True)
-    """Number of a run; 0 is none."""
+    """Number of a run; 0 for no run."""
     pinned = traitlets.Int(0).tag(sync=True)
-    """Number of a run; 0 is none."""
+    """Number of a run; 0 for no run."""

@@ -24,7 +24,7 @@ class SearchState(traitlets.HasTraits):
     """A search beside a lab: it steps a simulated one of the same scenario, in a process of its own.
 
     Args:
-        state: Of the panel; what is taken from the front goes into its draft.
+        state: Of the panel; what is taken from the front goes into its form.
         start_process: Starts the search.
     """
 
@@ -51,23 +51,23 @@ class SearchState(traitlets.HasTraits):
             self.room = format_bytes(limit or int(peak * _SHARE_OF_PEAK) or _USUAL_ROOM_BYTES)
 
     def start(self) -> None:
-        """Starts a search from the draft's workload, or says in `notice` why not.
+        """Starts a search from the form's workload, or says in `notice` why not.
 
-        Each setting keeps what the draft says of the time between steps, and of checkpoints' inputs.
+        Each setting keeps what the form says of the time between steps, and of checkpoints' inputs.
         """
         with self._state.lock:
             if self.busy:
                 self.notice = "A search is running: wait for it, or stop it."
                 return
-            draft = self._state.draft
+            form = self._state.form
             try:
                 room_bytes = parse_bytes(self.room)
-                scenario = draft.scenario(self._state.scenario)
+                scenario = form.scenario(self._state.scenario)
                 base = MemorySettings(
-                    offload_parameters=draft.offload_parameters,
-                    offload_gradients=draft.offload_gradients,
-                    offload_optimizer=draft.offload_optimizer,
-                    checkpoint_input_remedy=draft.checkpoint_input_remedy,
+                    offload_parameters=form.offload_parameters,
+                    offload_gradients=form.offload_gradients,
+                    offload_optimizer=form.offload_optimizer,
+                    checkpoint_input_remedy=form.checkpoint_input_remedy,
                 )
                 self._process = self._start_process(
                     scenario,
@@ -98,7 +98,7 @@ class SearchState(traitlets.HasTraits):
                 self.notice = "Nothing was searched: press Search first."
                 return
             point = self.found.points[number]
-            self._state.draft = self._state.draft.with_settings(point.settings)
+            self._state.form = self._state.form.with_settings(point.settings)
             self.notice = f"The controls show '{point.settings}': press Run to take the step."
 
     def _say(self, line: str) -> None:

@@ -46,9 +46,9 @@ class SearchView:
         self.search.on_click(lambda _: state.start())
         self.stop.on_click(lambda _: state.stop())
         self.choice.observe(self._take_choice, names=["value"])
-        state.observe(lambda _: self._follow(), names=["is_open", "room", "busy", "notice"])
+        state.observe(lambda _: self._show(), names=["is_open", "room", "busy", "notice"])
         state.observe(lambda _: self._show_found(), names=["found"])
-        self._follow()
+        self._show()
 
     def _take_choice(self, change: Any) -> None:
         if change["new"] != _NO_CHOICE:
@@ -60,7 +60,7 @@ class SearchView:
         else:
             self.state.take(point)
 
-    def _follow(self) -> None:
+    def _show(self) -> None:
         state = self.state
         self.toggle.value = state.is_open
         self._section.layout.display = None if state.is_open else "none"
@@ -88,5 +88,5 @@ class SearchView:
             for point in found.front
         ]
         self.choice.options = [("take a setting into the controls", _NO_CHOICE), *options]
-        self._follow()
+        self._show()
         self.table.value = f'<pre tabindex="0">{html.escape(search_table(found), quote=False)}</pre>'

@@ -1,7 +1,7 @@
-"""Settings while they are being edited: what the controls show, whether it makes sense yet or not.
+"""Settings while they are being edited: what the controls show, whether it breaks a rule or not.
 
-`MemorySettings` cannot hold a combination that is refused, and half way from one setting to another there is
-often one. A draft can; asked for its settings it answers with them, or with the rule's own words.
+`MemorySettings` cannot hold a combination that breaks a rule, and the way from one setting to another often leads
+through one. A `SettingsForm` can hold it; its method `settings` raises the error with the rule's text.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ MODULE_FIELDS = {"recompute_modules": RECOMPUTE_MODULES, "offload_modules": OFFL
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Draft:
-    """Fields of `MemorySettings` and of the workload. Values of fields that do not apply are kept, and not read.
+class SettingsForm:
+    """Fields of `MemorySettings` and of the workload. Values of fields that do not apply are kept, but not read.
 
-    So a method that was chosen under full recompute is still there after a visit to selective.
+    So a method that was chosen under full recompute is still chosen after a change to selective and back.
     """
 
     recompute_granularity: RecomputeGranularity | None = None
@@ -46,13 +46,13 @@ class Draft:
     micro_batch_size: int
 
     @classmethod
-    def of(cls, settings: MemorySettings, scenario: Scenario) -> Draft:
-        """Returns the draft that stands for some settings on some workload."""
-        draft = cls(seq_length=scenario.seq_length, micro_batch_size=scenario.micro_batch_size)
-        return draft.with_settings(settings)
+    def of(cls, settings: MemorySettings, scenario: Scenario) -> SettingsForm:
+        """Returns the form of some settings on some workload."""
+        form = cls(seq_length=scenario.seq_length, micro_batch_size=scenario.micro_batch_size)
+        return form.with_settings(settings)
 
-    def with_settings(self, settings: MemorySettings) -> Draft:
-        """Returns this draft with other settings; what they leave open stays as it was."""
+    def with_settings(self, settings: MemorySettings) -> SettingsForm:
+        """Returns this form with other settings; fields that those settings do not set keep their values."""
         values = settings.to_dict()
         if settings.offload_gradients == settings.offload_optimizer:
             values["offload_gradients"] = None
@@ -64,8 +64,8 @@ class Draft:
         }
         return replace(self, **kept)
 
-    def toggled(self, field: str, module: str, *, on: bool) -> Draft:
-        """Returns this draft with one module of a list of modules ticked or not."""
+    def toggled(self, field: str, module: str, *, on: bool) -> SettingsForm:
+        """Returns this form with one module of a field of modules ticked or not."""
         ticked = {*getattr(self, field)} - {module} | ({module} if on else set())
         return replace(self, **{field: tuple(name for name in MODULE_FIELDS[field] if name in ticked)})  # type: ignore[arg-type]  # one name stands for either field
 
@@ -73,7 +73,7 @@ class Draft:
         """Returns the settings.
 
         Raises:
-            ValueError: With the rule's text, if they break one, by themselves or on the scenario's model.
+            ValueError: If they break a rule, by themselves or on the scenario's model.
         """
         values: dict[str, Any] = {name: getattr(self, name) for name in MemorySettings.__slots__}
         for name in _not_read(self.recompute_granularity):
@@ -84,27 +84,27 @@ class Draft:
         return settings
 
     def scenario(self, scenario: Scenario) -> Scenario:
-        """Returns the scenario with this draft's workload.
+        """Returns the scenario with this form's workload.
 
         Raises:
-            ValueError: With the rule's text, if a value breaks it.
+            ValueError: If a value breaks its rule.
         """
         return replace(scenario, seq_length=self.seq_length, micro_batch_size=self.micro_batch_size)
 
     def not_applicable(self, architecture: Architecture) -> dict[str, str]:
-        """Names the controls that change nothing here, or can only be refused.
+        """Finds the controls that have no effect under this form, or could only lead to an error.
 
         Returns:
-            ``field`` or ``field:module`` to the reason, in the words of the rule.
+            Reasons in the words of the rule, by ``field`` or ``field:module``.
         """
         granularity = self.recompute_granularity
-        asked: dict[str, Any] = {"recompute_granularity": granularity}
+        chosen: dict[str, Any] = {"recompute_granularity": granularity}
         if granularity == "full":
-            asked |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+            chosen |= {"recompute_method": "uniform", "recompute_num_layers": 1}
         reasons: dict[str, str] = {}
         for field in _not_read(granularity):
             if field not in MODULE_FIELDS:
-                reasons[field] = _refusal(**asked, **{field: getattr(self, field) or _ANY[field]})
+                reasons[field] = _rule_text(**chosen, **{field: getattr(self, field) or _ANY[field]})
         if not architecture.is_moe:
             remedy = without_effect(MemorySettings(checkpoint_input_remedy="detach"), architecture)
             reasons["checkpoint_input_remedy"] = remedy["checkpoint_input_remedy"]
@@ -112,7 +112,7 @@ class Draft:
             for module in modules:
                 reason = _reason_against(field, module, architecture)
                 if not reason and field in _not_read(granularity):
-                    reason = _refusal(**asked, **{field: (module,)})
+                    reason = _rule_text(**chosen, **{field: (module,)})
                 if reason:
                     reasons[f"{field}:{module}"] = reason
         return reasons
@@ -123,19 +123,19 @@ _ANY: dict[str, Any] = {"recompute_method": "uniform", "recompute_num_layers": 1
 
 
 def _not_read(granularity: RecomputeGranularity | None) -> tuple[str, ...]:
-    """The fields that Megatron does not read under a granularity."""
+    """The fields that Megatron ignores under a granularity."""
     full, selective = ("recompute_method", "recompute_num_layers"), ("recompute_modules",)
     return {None: (*full, *selective), "full": selective, "selective": full}.get(granularity, ())
 
 
-def _refusal(**values: Any) -> str:
+def _rule_text(**values: Any) -> str:
     text = validation_error(**values)
     assert text, f"no rule refuses {values}"
     return text
 
 
 def _reason_against(field: str, module: str, architecture: Architecture) -> str:
-    """Why a module, by itself, is refused or ignored on an architecture; empty if it does something."""
+    """Why a module, by itself, breaks a rule or has no effect on an architecture; empty if it has an effect."""
     values: dict[str, Any] = {field: (module, "core_attn") if module == "attn_proj" else (module,)}
     if field == "recompute_modules":
         values["recompute_granularity"] = "selective"

@@ -1,4 +1,4 @@
-"""A slider that has a name: the handle of ipywidgets' own is one that a screen reader cannot tell."""
+"""A slider with an accessible name, which the handle of ipywidgets' own slider lacks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from memlab.views.panel.page_code import page_code
 
 
 class Slider(anywidget.AnyWidget):
-    """The browser's own slider of whole numbers; its value changes where the handle is let go."""
+    """The browser's own slider for whole numbers; its value changes when the user releases the handle."""
 
     _esm = page_code("slider.js")
 
     name = traitlets.Unicode().tag(sync=True)
-    """What it sets, for who does not see where it stands."""
+    """What it sets, for screen readers."""
     min = traitlets.Int(0).tag(sync=True)
     max = traitlets.Int(0).tag(sync=True)
     value = traitlets.Int(0).tag(sync=True)

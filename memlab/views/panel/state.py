@@ -1,8 +1,8 @@
-"""The panel's state: the one place that knows what is edited, what runs, and which runs there are.
+"""The panel's state: the settings that are edited, the step that runs, and the runs so far.
 
-Controls mirror it and call its methods; so does a test, or a notebook without a front end. Callbacks come on
-JupyterLab's subshell thread while a cell runs, and a step's end comes on the lab's worker thread, so everything
-that changes the state holds one lock. It is never held while the lab is asked for something: the worker may be
+Widgets mirror it and call its methods; so does a test, or a notebook without a front end. Callbacks of widgets run on
+JupyterLab's subshell thread while a cell runs, and the callback at a step's end runs on the lab's worker thread, so
+all code that changes the state holds one lock. No method of the lab is called under this lock: the worker may be
 waiting for it.
 """
 
@@ -14,7 +14,7 @@ import time
 import traceback
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import traitlets
 
@@ -22,14 +22,12 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.record.step_record import StepRecord
 from memlab.views.figures.resample import AXES
+from memlab.views.panel.lab_like import LabLike, ProgressLike
 from memlab.views.panel.run import Run
-from memlab.views.panel.settings_form import Draft
-
-if TYPE_CHECKING:
-    from memlab.lab.lab import Lab, Progress
+from memlab.views.panel.settings_form import SettingsForm
 
 _logger = logging.getLogger(__name__)
-# An error of a step is a row of the table. Without this it would also be printed under whichever cell is running.
+# An error of a step is a row of the table. Without this handler it would also be printed under the cell that runs.
 _logger.addHandler(logging.NullHandler())
 
 _SECONDS_BETWEEN_PROGRESS = 0.1
@@ -40,66 +38,66 @@ class LabState(traitlets.HasTraits):
     """What a panel on one lab shows.
 
     Args:
-        lab: Does the work, and keeps the records.
+        lab: Takes the steps and keeps the records.
     """
 
-    draft = traitlets.Instance(Draft)
+    form = traitlets.Instance(SettingsForm)
     """The settings and the workload that the controls show."""
     settings = traitlets.Instance(MemorySettings, allow_none=True)
-    """The draft's settings; None while a rule refuses them."""
-    refusal = traitlets.Unicode()
-    """The rule's text; empty while there are settings."""
+    """The form's settings; None while they break a rule."""
+    validation_error = traitlets.Unicode()
+    """The text of the rule that the form breaks; empty if it breaks none."""
     busy = traitlets.Bool()
     progress = traitlets.Any()
-    """The `memlab.lab.lab.Progress` of the running step; None before its first phase and while nothing runs."""
+    """Place of the running step, a `ProgressLike`; None before its first phase and while no step runs."""
     notice = traitlets.Unicode("Ready: change a setting, then press Run.")
-    """What the last press led to, in words."""
+    """Result of the user's last action, in words."""
     runs = traitlets.Tuple()
-    """Of `Run`, in their order."""
+    """Each a `Run`, in the order in which they ended."""
     shown = traitlets.Instance(Run, allow_none=True)
     pinned = traitlets.Instance(Run, allow_none=True)
-    """What the others are held against."""
+    """The run that the others are compared with."""
     pool = traitlets.Enum(POOLS_SHOWN, default_value="device")
     axis: traitlets.Enum[Any] = traitlets.Enum(AXES, default_value="time")
     moment = traitlets.Int(allow_none=True, default_value=None)
-    """Number of the event that is looked at, from the step's start; None looks at the peak."""
+    """Number of the selected event, from the step's start; None selects the peak."""
     table_open = traitlets.Bool()
     export_folder = traitlets.Unicode("memlab_exports")
 
-    def __init__(self, lab: Lab) -> None:
+    def __init__(self, lab: LabLike) -> None:
         super().__init__()
         self.lab = lab
         self.lock = threading.RLock()
         self._pressing = threading.Lock()
         self._last_progress_at = 0.0
         self._num_runs = 0
-        self.draft = Draft.of(lab.settings, lab.scenario)
+        self.form = SettingsForm.of(lab.settings, lab.scenario)
         self.refresh()
 
-    @traitlets.observe("draft")
+    @traitlets.observe("form")
     def _resolve(self, _change: object) -> None:
         try:
-            self.draft.scenario(self.lab.scenario)
-            self.settings = self.draft.settings(self.lab.scenario)
-            self.refusal = ""
+            self.form.scenario(self.lab.scenario)
+            self.settings = self.form.settings(self.lab.scenario)
+            self.validation_error = ""
         except ValueError as error:
             self.settings = None
-            self.refusal = str(error)
+            self.validation_error = str(error)
 
     @property
     def scenario(self) -> Scenario:
-        """What the lab runs now; the draft's workload replaces its own at the next run."""
+        """What the lab runs now; the next run gives it the form's workload."""
         return self.lab.scenario
 
     def edit(self, **changes: Any) -> None:
-        """Changes fields of the draft."""
+        """Changes fields of the form."""
         with self.lock:
-            self.draft = replace(self.draft, **changes)
+            self.form = replace(self.form, **changes)
 
     def toggle(self, field: str, module: str, *, on: bool) -> None:
         """Ticks or unticks a module of ``recompute_modules`` or ``offload_modules``."""
         with self.lock:
-            self.draft = self.draft.toggled(field, module, on=on)
+            self.form = self.form.toggled(field, module, on=on)
 
     def reuse(self) -> None:
         """Puts the shown run's settings and workload back into the controls."""
@@ -107,31 +105,31 @@ class LabState(traitlets.HasTraits):
             if self.shown is None:
                 self.notice = "No run is shown: choose one in the table first."
                 return
-            self.draft = Draft.of(self.shown.settings, self.shown.scenario)
+            self.form = SettingsForm.of(self.shown.settings, self.shown.scenario)
             self.notice = f"The controls show the settings of {self.shown}."
 
     def run(self) -> Future[StepRecord] | None:
-        """Starts a step with the settings of the draft, or says in `notice` why not.
+        """Starts a step with the settings of the form, or says in `notice` why not.
 
         Returns:
-            The record to come, when the state has it too; None if the step was refused.
+            The future of the record, which ends after the state has the record; None if no step was started.
         """
-        # The worker never takes this lock, so the lab may be asked under it.
+        # The worker never takes this lock, so the lab may be called under it.
         with self._pressing:
-            settings, draft = self.settings, self.draft
+            settings, form = self.settings, self.form
             if settings is None:
-                self._say(f"Not started: {self.refusal}")
+                self._say(f"Not started: {self.validation_error}")
                 return None
             try:
-                scenario = draft.scenario(self.lab.scenario)
+                scenario = form.scenario(self.lab.scenario)
                 self.lab.set_workload(seq_length=scenario.seq_length, micro_batch_size=scenario.micro_batch_size)
                 self.refresh()
-                running = self.lab.submit(settings, on_progress=self._follow)
+                running = self.lab.submit(settings, on_progress=self._note_progress)
             except ValueError as error:
                 self._say(f"Not started: {error}")
                 return None
-            except Exception as error:  # noqa: BLE001 - whatever it is, the panel lives on and its reader is told
-                self._fail(error, draft.scenario(self.lab.scenario), settings)
+            except Exception as error:  # noqa: BLE001 - any error becomes a row of the table, and the panel stays usable
+                self._fail(error, form.scenario(self.lab.scenario), settings)
                 return None
             with self.lock:
                 self.progress, self.busy = None, True
@@ -141,22 +139,23 @@ class LabState(traitlets.HasTraits):
             return ended
 
     def stop(self) -> None:
-        """Ends the running step between two phases or layers; its row says ``interrupted``."""
+        """Ends the running step before its next phase or layer; its row says ``interrupted``."""
         was_running = self.lab.stop()
         self._say(
             "Stopping: the step ends after this layer." if was_running else "Nothing is running: press Run first."
         )
 
     def show(self, number: int) -> None:
-        """Shows a run in the chart and in the text beside it."""
+        """Shows a run in the chart and in the text, and its outcome in `notice`."""
         with self.lock:
             run = self._run(number)
             if run is not self.shown:
                 self.moment = None
                 self.shown = run
+                self.notice = f"{run}: {run.outcome}"
 
     def pin(self) -> None:
-        """Pins the shown run: it is laid over the others. Pinning it again takes it off."""
+        """Pins the shown run, to compare the others with it; unpins it if it is pinned."""
         with self.lock:
             if self.shown is None:
                 self.notice = "No run is shown: choose one in the table first."
@@ -165,15 +164,14 @@ class LabState(traitlets.HasTraits):
             self.notice = f"Pinned {self.pinned}." if self.pinned else "No run is pinned."
 
     def delete(self) -> None:
-        """Forgets the shown run, here and in the lab's records, and shows the one after it, or before."""
+        """Removes the shown run here and from the lab's records, and shows the next run, or the previous one."""
         with self.lock:
             run = self.shown
             if run is None:
                 self.notice = "No run is shown: choose one in the table first."
                 return
             at = self.runs.index(run)
-            records = self.lab.records
-            records[:] = [record for record in records if record is not run.record]
+            _remove(self.lab.records, run.record)
             left = (*self.runs[:at], *self.runs[at + 1 :])
             if self.pinned is run:
                 self.pinned = None
@@ -183,7 +181,7 @@ class LabState(traitlets.HasTraits):
             self.notice = f"Deleted {run}."
 
     def look_at(self, moment: int | None) -> None:
-        """Looks at what is alive after an event, counted from the step's start; None looks at the peak.
+        """Selects an event, counted from the step's start, to show what is allocated after it; None selects the peak.
 
         Raises:
             ValueError: If the shown run has no such event.
@@ -197,20 +195,12 @@ class LabState(traitlets.HasTraits):
             self.moment = moment
 
     def refresh(self) -> None:
-        """Takes up records that the lab got since, from steps of a cell for example."""
+        """Adds a run for each new record of the lab, from steps of a cell for example."""
         with self.lock:
             known = {id(run.record) for run in self.runs}
             new = [record for record in self.lab.records if id(record) not in known]
             for record in new:
                 self._add(scenario=record.scenario, settings=record.settings, record=record)
-
-    def moved_bytes(self) -> dict[str, int]:
-        """Returns what each offload moved in the last run in which it moved anything: by module, and by group."""
-        moved: dict[str, int] = {}
-        for run in self.runs:
-            if run.is_ok and run.record is not None:
-                moved |= run.record.offloaded_bytes_by_module | run.record.offloaded_bytes_by_group
-        return moved
 
     def _run(self, number: int) -> Run:
         for run in self.runs:
@@ -229,8 +219,8 @@ class LabState(traitlets.HasTraits):
         with self.lock:
             self.notice = notice
 
-    def _follow(self, progress: Progress) -> None:
-        """Called on the worker's thread many times a step; the page hears of ten a second at most."""
+    def _note_progress(self, progress: ProgressLike) -> None:
+        """Runs on the worker's thread many times per step; the page gets at most ten a second."""
         now = time.monotonic()
         if now - self._last_progress_at >= _SECONDS_BETWEEN_PROGRESS:
             self._last_progress_at = now
@@ -247,7 +237,7 @@ class LabState(traitlets.HasTraits):
             else:
                 self.refresh()
                 assert self.shown is not None
-                self.notice = f"{self.shown}: {self.shown.message or self.shown.status}"
+                self.notice = f"{self.shown}: {self.shown.outcome}"
             self.progress, self.busy = None, False
         if error is not None:
             ended.set_exception(error)
@@ -256,8 +246,16 @@ class LabState(traitlets.HasTraits):
 
     def _fail(self, error: BaseException, scenario: Scenario, settings: MemorySettings) -> None:
         _logger.error("the step under %s ended in an error", settings, exc_info=error)
-        # Its frames hold tensors, and the lab holds the error until the next step.
+        # The error's frames hold tensors, and the lab keeps the error until the next step.
         traceback.clear_frames(error.__traceback__)
         with self.lock:
             self._add(scenario=scenario, settings=settings, error=f"{type(error).__name__}: {error}")
-            self.notice = f"{self.shown}: {self.shown.message}" if self.shown is not None else ""
+            self.notice = f"{self.shown}: {self.shown.outcome}" if self.shown is not None else ""
+
+
+def _remove(records: list[StepRecord], record: StepRecord | None) -> None:
+    """Removes one record in place: the worker may append another at any moment, so the list is never rewritten."""
+    for at, other in enumerate(records):
+        if other is record:
+            del records[at]
+            return

@@ -48,9 +48,9 @@ class TimelineView:
         for box, name in ((switches, "switches"), (moment, "moment-bar")):
             box.add_class(f"memlab-{name}")
         self.box = ipywidgets.VBox([switches, self.chart, moment, self.breakdown])
-        self._follow_moment()
-        state.observe(lambda _: self._follow_chart(), names=["shown", "pinned", "pool", "axis", "moment"])
-        state.observe(lambda _: self._follow_moment(), names=["shown", "pool", "moment"])
+        self._show_moment()
+        state.observe(lambda _: self._show_chart(), names=["shown", "pinned", "pool", "axis", "moment"])
+        state.observe(lambda _: self._show_moment(), names=["shown", "pool", "moment"])
 
     def _switch(self, name: str, choices: tuple[str, ...], label: str) -> Any:
         switch = ipywidgets.ToggleButtons(options=choices, description=label, value=getattr(self._state, name))
@@ -91,11 +91,11 @@ class TimelineView:
         moment = self._state.moment
         return timeline.peak_index(self._state.pool) - timeline.first_step_event if moment is None else moment
 
-    def _follow_chart(self) -> None:
+    def _show_chart(self) -> None:
         with self._state.lock:
             self.chart.show(self._figure())
 
-    def _follow_moment(self) -> None:
+    def _show_moment(self) -> None:
         timeline = self._timeline()
         for control in (self.slider, self.number, self.to_peak):
             control.disabled = timeline is None

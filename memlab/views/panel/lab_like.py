@@ -1,0 +1,68 @@
+"""What the panel needs of a lab: a `memlab.Lab`, or a test's substitute without a model."""
+
+# ruff: noqa: D102 - `memlab.Lab` documents these members
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Protocol
+
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.record.step_record import StepRecord
+
+if TYPE_CHECKING:
+    from memlab.lab.lab import Lab
+
+
+class ProgressLike(Protocol):
+    """The place that a running step has reached, as `memlab.lab.progress.Progress` describes it."""
+
+    @property
+    def phase(self) -> str: ...
+    @property
+    def module(self) -> str: ...
+    @property
+    def done(self) -> int: ...
+    @property
+    def total(self) -> int: ...
+
+
+class NamedBackend(Protocol):
+    """A backend, of which the panel shows the name."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class LabLike(Protocol):
+    """The part of `memlab.Lab` that the panel uses; methods raise ValueError as that class does."""
+
+    @property
+    def scenario(self) -> Scenario: ...
+    @property
+    def settings(self) -> MemorySettings: ...
+    @property
+    def backend(self) -> NamedBackend: ...
+    @property
+    def records(self) -> list[StepRecord]: ...
+    @property
+    def device_memory_bytes(self) -> int | None: ...
+    @property
+    def closed(self) -> bool: ...
+
+    def set_workload(self, *, seq_length: int | None = None, micro_batch_size: int | None = None) -> None: ...
+
+    def submit(
+        self, settings: MemorySettings | None = None, *, on_progress: Callable[[ProgressLike], None] | None = None
+    ) -> Future[StepRecord]: ...
+
+    def stop(self) -> bool: ...
+
+
+if TYPE_CHECKING:
+
+    def _lab_is_like_that(lab: Lab) -> LabLike:
+        """Fails mypy where `Lab` stops being what the panel needs."""
+        return lab
