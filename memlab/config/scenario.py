@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memlab.config.architectures import Architecture, find_architecture
+from memlab.config.from_json import build
 from memlab.config.layout import Layout
 from memlab.config.routing import Routing, find_routing
 from memlab.config.validation import check_whole_number
@@ -149,10 +150,12 @@ class Scenario:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Scenario:
-        """Builds a scenario from what `to_dict` returned."""
-        layout, routing = Layout(**values.get("layout", {})), Routing(**values.get("routing", {}))
-        architecture = Architecture(**values["architecture"])
-        return cls(**{**values, "architecture": architecture, "layout": layout, "routing": routing})
+        """Builds a scenario from what `to_dict` returned.
+
+        Raises:
+            ValueError: If a field is missing, unknown, not of its type, or breaks a rule.
+        """
+        return build(cls, values, "scenario")
 
     def __str__(self) -> str:
         batches = f" x {self.num_microbatches}" if self.num_microbatches > 1 else ""

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-from memlab.config.validation import check_whole_number, is_whole_number
+from memlab.config.validation import check_whole_number, is_whole_number, shortened
 
 RecomputeGranularity = Literal["full", "selective"]
 RecomputeMethod = Literal["uniform", "block"]
@@ -70,7 +70,7 @@ class MemorySettings:
         for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "offload_gradients" and value is None):
-                raise ValueError(f"{name} is {value!r}, must be True or False: say where the tensors wait")
+                raise ValueError(f"{name} is {shortened(value)}, must be True or False: say where the tensors wait")
 
         # Gradients go with the optimizer unless told otherwise: between steps they hold nothing that the optimizer
         # has not used (SkyRL #563).
@@ -116,8 +116,8 @@ class MemorySettings:
         offload = self.offload_modules or ()
         if not is_whole_number(self.min_offloaded_tensor_size, at_least=0):
             raise ValueError(
-                f"min_offloaded_tensor_size is {self.min_offloaded_tensor_size!r}, must be a whole number of elements, "
-                "0 or more: use 0 to offload tensors of any size"
+                f"min_offloaded_tensor_size is {shortened(self.min_offloaded_tensor_size)}, must be a whole number of "
+                "elements, 0 or more: use 0 to offload tensors of any size"
             )
         if "attn_proj" in offload and "core_attn" not in offload:
             raise ValueError(
@@ -138,16 +138,18 @@ class MemorySettings:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> MemorySettings:
+    def from_dict(cls, values: object) -> MemorySettings:
         """Builds settings from JSON values.
 
         Raises:
             ValueError: If a key is unknown, or a rule is broken.
         """
+        if not isinstance(values, dict):
+            raise ValueError(f"settings are {shortened(values)}, must be an object: give setting and value pairs")
         known = [field.name for field in fields(cls)]
         unknown = [name for name in values if name not in known]
         if unknown:
-            raise ValueError(f"unknown settings {unknown}: choose from {', '.join(known)}")
+            raise ValueError(f"unknown settings {shortened(unknown)}: choose from {', '.join(known)}")
         return cls(**values)
 
     def changed(self) -> dict[str, Any]:
@@ -188,7 +190,9 @@ def validation_error(**fields: Any) -> str | None:
 
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value is not None and value not in choices:
-        raise ValueError(f"{name} is {value!r}, must be one of {', '.join(choices)}, or None: choose one of them")
+        raise ValueError(
+            f"{name} is {shortened(value)}, must be one of {', '.join(choices)}, or None: choose one of them"
+        )
 
 
 def _modules(name: str, value: object, choices: tuple[str, ...]) -> tuple[str, ...] | None:
@@ -196,13 +200,17 @@ def _modules(name: str, value: object, choices: tuple[str, ...]) -> tuple[str, .
         return None
     if isinstance(value, str) or not isinstance(value, Iterable):
         remedy = (
-            f"write [{value!r}] for a single one" if isinstance(value, str) else f"name some of {', '.join(choices)}"
+            f"write [{shortened(value)}] for a single one"
+            if isinstance(value, str)
+            else f"name some of {', '.join(choices)}"
         )
-        raise ValueError(f"{name} is {value!r}, must be a list of module names: {remedy}")
+        raise ValueError(f"{name} is {shortened(value)}, must be a list of module names: {remedy}")
     given = list(value)
     if not given:
         raise ValueError(f"{name} is an empty list: name at least one of {', '.join(choices)}, or leave {name} out")
     unknown = [module for module in given if module not in choices]
     if unknown:
-        raise ValueError(f"{name} has {unknown}, which Megatron does not know: choose from {', '.join(choices)}")
+        raise ValueError(
+            f"{name} has {shortened(unknown)}, which Megatron does not know: choose from {', '.join(choices)}"
+        )
     return tuple(module for module in choices if module in given)

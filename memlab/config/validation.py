@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
-
-def is_whole_number(value: object, at_least: int = 1) -> bool:
-    """Whether a value is an ``int`` of at least `at_least`. ``True`` and ``False`` are not numbers here."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+_LONGEST_SHOWN = 100
+_LONGEST_NUMBER = 10**_LONGEST_SHOWN
 
 
-def check_whole_number(name: str, value: object, at_least: int = 1, *, action: str = "give another value") -> None:
-    """Refuses what is not a whole number, or too small.
+def shortened(value: object) -> str:
+    """Returns what a message shows of a value that a user gave: its ``repr``, cut where it gets long.
+
+    A path is shown without quotes. Line breaks never appear.
+    """
+    if isinstance(value, int) and abs(value) >= _LONGEST_NUMBER:  # Python refuses to print the longest of them
+        return f"a number of more than {_LONGEST_SHOWN} digits"
+    if isinstance(value, (list, tuple, dict)) and len(value) > _LONGEST_SHOWN:
+        return f"a {type(value).__name__} of {len(value)} entries"
+    try:
+        text = repr(value) if isinstance(value, (str, int, float, list, tuple, dict, type(None))) else str(value)
+    except (RecursionError, ValueError):
+        return f"a {type(value).__name__} that cannot be shown"
+    text = "".join(letter if letter.isprintable() else "?" for letter in text[: 2 * _LONGEST_SHOWN])
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 20]}...{text[-17:]}"
+
+
+def is_whole_number(value: object, at_least: int = 1, at_most: int | None = None) -> bool:
+    """Whether a value is an ``int`` of that range. ``True`` and ``False`` are not numbers here."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return False
+    return at_least <= value and (at_most is None or value <= at_most)
+
+
+def check_whole_number(
+    name: str, value: object, at_least: int = 1, at_most: int | None = None, *, action: str = "give another value"
+) -> None:
+    """Refuses what is not a whole number, or too small, or too large.
 
     Args:
         name: What the value is called, as in the message.
         value: The value.
         at_least: The smallest value allowed.
+        at_most: The largest value allowed; None sets no limit.
         action: What the user should do, as in the message.
 
     Raises:
         ValueError: With value, rule and next action.
     """
     if not is_whole_number(value, at_least):
-        raise ValueError(f"{name} is {value!r}, must be a whole number of at least {at_least}: {action}")
+        raise ValueError(f"{name} is {shortened(value)}, must be a whole number of at least {at_least}: {action}")
+    if not is_whole_number(value, at_least, at_most):
+        raise ValueError(f"{name} is {shortened(value)}, must be at most {at_most:,}, beyond any real job: {action}")

@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from memlab.config.from_json import build
 from memlab.config.settings import MemorySettings
+from memlab.config.validation import shortened
 from memlab.record.timeline import Timeline
 from memlab.vocabulary import CATEGORIES, POOLS, place_in_words
 
@@ -156,12 +158,20 @@ class OutOfMemory:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> OutOfMemory:
-        """Builds it from what `to_dict` returned."""
-        suggestion = values["suggestion"]
-        if suggestion is not None:
-            suggestion = Suggestion(**suggestion | {"settings": MemorySettings.from_dict(suggestion["settings"])})
+        """Builds it from what `to_dict` returned.
+
+        Raises:
+            ValueError: If a field is missing, unknown, or not of its type.
+        """
+        if not isinstance(values, dict):
+            raise ValueError(f"out_of_memory is {shortened(values)}, must be an object")
         others = {name: value for name, value in values.items() if name not in ("refusal", "suggestion")}
-        return cls(failed_allocation=FailedAllocation(**values["refusal"]), suggestion=suggestion, **others)
+        failed = build(FailedAllocation, values.get("refusal"), "refusal")
+        suggestion = values.get("suggestion")
+        if suggestion is not None:
+            settings = MemorySettings.from_dict(suggestion.get("settings") if isinstance(suggestion, dict) else None)
+            suggestion = build(Suggestion, suggestion, "suggestion", settings=settings)
+        return build(cls, others, "out_of_memory", failed_allocation=failed, suggestion=suggestion)
 
 
 def _by_module(timeline: Timeline, mask: Any) -> dict[str, int]:

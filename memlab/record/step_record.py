@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import secrets
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from memlab.config.from_json import build, read_json
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.validation import shortened
+from memlab.record.format import FORMAT, check_format
 from memlab.record.out_of_memory import OutOfMemory
 from memlab.record.timeline import Timeline
 from memlab.snapshot.writer import write_snapshot
@@ -26,6 +33,7 @@ class StepRecord:
     settings: MemorySettings
     backend: str
     versions: dict[str, str]
+    """Of memlab, Python, torch and what else decides the figures, by package."""
     step_index: int
     """How many steps the lab had taken before this one, warm-up steps included."""
     static_bytes: int
@@ -69,6 +77,8 @@ class StepRecord:
     forward_only: bool = False
     """Whether it was a pass without gradients, backward and optimizer (`Lab.forward_only`)."""
     status: Status = "ok"
+    hardware: dict[str, str] = field(default_factory=dict)
+    """What the step ran on, such as the GPU's model and memory, driver and processor; empty in records of 0.1.0."""
     message: str = ""
     """Why a step that is not ok ended, and what to do."""
     out_of_memory: OutOfMemory | None = None
@@ -127,13 +137,34 @@ class StepRecord:
         }
 
     def save(self, folder: Path | str) -> Path:
-        """Writes ``record.json`` and ``timeline.npz`` into a folder, which is made if it is missing."""
+        """Writes ``record.json`` and ``timeline.npz`` into a new folder, or one that is empty.
+
+        The folder appears with both files at once: they are written aside and renamed. Of two processes that save to
+        the same folder at the same time, the second is refused.
+
+        Raises:
+            ValueError: If the folder holds something already, or cannot be written.
+        """
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "timeline.npz").unlink(missing_ok=True)  # of another record that was saved here
-        if self.timeline is not None:
-            self.timeline.save(folder / "timeline.npz")
-        (folder / "record.json").write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+        target = folder.resolve()
+        aside = target.with_name(f".{target.name[:100]}.{os.getpid()}-{secrets.token_hex(4)}.partial")
+        try:
+            aside.mkdir(parents=True)
+            if self.timeline is not None:
+                self.timeline.save(aside / "timeline.npz")
+            values = {"format": FORMAT, **self.to_dict()}
+            (aside / "record.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+            aside.rename(target)
+        except OSError as error:
+            if error.errno == errno.ENOSPC:  # the commands report a full disk in their own words
+                raise
+            taken = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+            reason = (
+                "it exists and is not an empty folder" if taken else (error.strerror or type(error).__name__).lower()
+            )
+            raise ValueError(f"{shortened(folder)} cannot take a record ({reason}): give a new folder") from error
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
         return folder
 
     def export_snapshot(self, path: Path | str) -> Path:
@@ -153,45 +184,46 @@ class StepRecord:
 
     @classmethod
     def load(cls, folder: Path | str) -> StepRecord:
-        """Reads what `save` wrote.
+        """Reads what `save` wrote, and what memlab 0.1.0 wrote, which had no format number.
 
         Raises:
-            ValueError: If the folder holds no record, or one with other fields.
+            ValueError: If the folder holds no record, a newer memlab wrote it, or it is damaged.
         """
-        path = Path(folder) / "record.json"
-        if not path.is_file():
-            raise ValueError(
-                f"{folder} holds no record.json: give a folder that `memlab measure --out` or StepRecord.save wrote"
-            )
-        timeline_path = Path(folder) / "timeline.npz"
-        timeline = Timeline.load(timeline_path) if timeline_path.is_file() else None
+        path, timeline_path = Path(folder) / "record.json", Path(folder) / "timeline.npz"
+        action = "give a folder that `memlab measure --out` or StepRecord.save wrote"
         try:
-            return cls.from_dict(json.loads(path.read_text()), timeline)
-        except KeyError as error:
-            raise ValueError(f"{path} lacks {error}: another version of memlab wrote it, run the step anew") from error
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}: {error}") from error
+            if not path.exists():
+                raise ValueError(f"{folder} holds no record.json: {action}")
+            timeline = Timeline.load(timeline_path) if timeline_path.exists() else None
+        except OSError as error:  # a name that is too long, a folder that may not be entered
+            reason = (error.strerror or type(error).__name__).lower()
+            raise ValueError(f"{shortened(folder)} cannot be read ({reason}): {action}") from error
+        values = read_json(path, action)
+        try:
+            if isinstance(values, dict) and "format" in values:
+                check_format(values["format"], _version_in(values))
+                del values["format"]
+            return cls.from_dict(values, timeline)
+        except ValueError as error:
+            raise ValueError(f"{path} is not a whole record ({error}): take the step again") from error
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], timeline: Timeline | None = None) -> StepRecord:
         """Builds a record from what `to_dict` returned.
 
         Raises:
-            ValueError: If there are unknown fields.
+            ValueError: If a field is missing, unknown, or not of its type.
         """
-        unknown = sorted(set(values) - set(cls.__slots__))
-        if unknown:
-            raise ValueError(f"unknown fields {unknown}: another version of memlab wrote it, run the step anew")
-        refused = values.get("out_of_memory")
-        return cls(
-            **values
-            | {
-                "scenario": Scenario.from_dict(values["scenario"]),
-                "settings": MemorySettings.from_dict(values["settings"]),
-                "out_of_memory": None if refused is None else OutOfMemory.from_dict(refused),
-                "timeline": timeline,
-            }
-        )
+        if not isinstance(values, dict):
+            raise ValueError(f"the record is {shortened(values)}, must be an object")
+        read: dict[str, Any] = {"timeline": timeline}
+        if "scenario" in values:
+            read["scenario"] = Scenario.from_dict(values["scenario"])
+        if "settings" in values:
+            read["settings"] = MemorySettings.from_dict(values["settings"])
+        if values.get("out_of_memory") is not None:
+            read["out_of_memory"] = OutOfMemory.from_dict(values["out_of_memory"])
+        return build(cls, values, "the record", **read)
 
     def __str__(self) -> str:
         if self.status != "ok":
@@ -203,3 +235,8 @@ class StepRecord:
             f"({format_bytes(self.activation_peak_bytes)} above the start), "
             f"{self.step_seconds * 1e3:.0f} ms{loss}"
         )
+
+
+def _version_in(values: dict[str, Any]) -> str:
+    versions = values.get("versions")
+    return shortened((versions if isinstance(versions, dict) else {}).get("memlab", "of an unknown version"))

@@ -6,8 +6,10 @@ with a million events is five arrays. What was alive before the step stands at i
 
 from __future__ import annotations
 
+import tokenize
 import zipfile
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,10 +17,14 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from memlab._version import __version__
+from memlab.record.format import FORMAT, check_format
 from memlab.snapshot.reader import SNAPSHOT_POOLS, read_snapshot
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS, place_in_words
 
 IntArray = npt.NDArray[np.int64]
+_DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(np.uint8) for name in ("pool", "category", "phase")}
+_DTYPES |= {name: np.dtype(np.int32) for name in ("module", "storage")}
 _COLUMNS = ("nanoseconds", "delta_bytes", "pool", "category", "phase", "module", "storage")
 
 
@@ -161,30 +167,49 @@ class Timeline:
         if self.rounding_bytes is not None:
             arrays["rounding_bytes"] = self.rounding_bytes
         np.savez_compressed(
-            path, modules=np.array(self.modules), num_opening_events=np.int64(self.num_opening_events), **arrays
+            path,
+            format=np.int64(FORMAT),
+            memlab=np.array(__version__),
+            modules=np.array(self.modules),
+            num_opening_events=np.int64(self.num_opening_events),
+            **arrays,
         )
 
     @classmethod
     def load(cls, path: Path) -> Timeline:
-        """Reads what `save` wrote. Nothing in the file is executed: pickled arrays are refused.
+        """Reads what `save` wrote, and what memlab 0.1.0 wrote, which had no format number.
+
+        Nothing in the file is executed: pickled arrays are refused.
 
         Raises:
-            ValueError: If another version of memlab wrote it, or it is not whole.
+            ValueError: If a newer memlab wrote it, or it is damaged.
         """
         try:
-            opened = np.load(path, allow_pickle=False)
-        except (zipfile.BadZipFile, EOFError) as error:
-            raise ValueError(f"{path} is no whole timeline ({error}): run the step anew") from error
-        with opened as data:
-            missing = [name for name in (*_COLUMNS, "modules") if name not in data]
-            if missing:
-                raise ValueError(f"{path} lacks the columns {missing}: another version of memlab wrote it, run it anew")
-            return cls(
-                **{name: data[name] for name in _COLUMNS},
-                modules=tuple(str(name) for name in data["modules"]),
-                num_opening_events=int(data["num_opening_events"]),
-                rounding_bytes=data.get("rounding_bytes"),
-            )
+            return cls._of_arrays(_read_arrays(path))
+        except _DAMAGED as error:
+            raise ValueError(f"{path} is not a whole timeline ({_reason(error)}): take the step again") from error
+
+    @classmethod
+    def _of_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> Timeline:
+        if "format" in arrays:
+            check_format(int(arrays["format"]), str(arrays.get("memlab", "an unknown version")))
+        missing = [name for name in (*_COLUMNS, "modules", "num_opening_events") if name not in arrays]
+        if missing:
+            raise ValueError(f"the columns {', '.join(missing)} are missing")
+        num_opening_events = int(arrays["num_opening_events"])
+        columns = {name: arrays[name] for name in (*_COLUMNS, "rounding_bytes") if name in arrays}
+        for name, column in columns.items():
+            dtype = _DTYPES.get(name, np.dtype(np.int64))
+            if column.dtype != dtype or column.ndim != 1 or column.size != columns["delta_bytes"].size:
+                raise ValueError(f"the column {name} is {column.dtype} of shape {column.shape}")
+        modules = tuple(str(name) for name in arrays["modules"])
+        limits = {"pool": POOLS, "category": CATEGORIES, "phase": PHASES, "module": modules}
+        for name, names in limits.items():
+            if not _is_index(columns[name], len(names)):
+                raise ValueError(f"the column {name} has values outside 0 to {len(names) - 1}")
+        if not 0 <= num_opening_events <= len(columns["delta_bytes"]):
+            raise ValueError(f"num_opening_events is {num_opening_events}")
+        return cls(modules=modules, num_opening_events=num_opening_events, **columns)
 
     @classmethod
     def from_snapshot(cls, path: Path | str, device: int | None = None) -> Timeline:
@@ -220,3 +245,43 @@ class Timeline:
             modules=events.modules,
             num_opening_events=events.num_opening_events,
         )
+
+
+_MAX_BYTES = 4 * 1024**3
+"""A timeline of 100 million events, which no step has, takes less. A few kilobytes of zip can hold petabytes."""
+# What numpy and zipfile raise when they read a damaged file; neither documents a closed list.
+_DAMAGED = (
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    KeyError,
+    MemoryError,
+    NotImplementedError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+
+def _read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
+    if not path.is_file():  # a pipe would be waited for
+        raise ValueError("it is not a file")
+    with zipfile.ZipFile(path) as archive:
+        num_bytes = sum(member.file_size for member in archive.infolist())
+    if num_bytes > _MAX_BYTES:
+        raise ValueError(f"it holds {num_bytes} bytes, more than any step's")
+    with np.load(path, allow_pickle=False) as opened:
+        return dict(opened)
+
+
+def _is_index(column: npt.NDArray[Any], count: int) -> bool:
+    return not len(column) or (int(column.min()) >= 0 and int(column.max()) < count)
+
+
+def _reason(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

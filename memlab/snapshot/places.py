@@ -1,4 +1,4 @@
-"""Who made a block, as a short name: the innermost line of the user's own Python, or the text set for the thread."""
+"""Who allocated a block, as a short name: the innermost line of the user's own Python, or the text that it had set."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 NUM_NAMES = 4096
-"""At most so many names are kept, those with the most bytes."""
+"""The most names that are kept: those with the most bytes."""
+_LONGEST_NAME = 200
+_LONG_STACK = 64
 OTHERS = "(other places)"
 _TORCH_FILES = ("-packages/torch/", "/pytorch/torch/")
 
@@ -17,14 +19,14 @@ _TORCH_FILES = ("-packages/torch/", "/pytorch/torch/")
 def places_of(
     sources: Iterable[Mapping[str, Any] | None], num_bytes: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
-    """Names who made each block.
+    """Names who allocated each block.
 
     Args:
-        sources: An entry or block of the snapshot for each; None where nothing tells.
-        num_bytes: Of each block; the names with the fewest bytes are folded into one.
+        sources: The entry or block of the snapshot that names it, for each; None where nothing does.
+        num_bytes: Bytes of each block; the names with the fewest bytes are folded into one.
 
     Returns:
-        Index of each block's name, and the names. The first is empty: not known.
+        Index of each block's name, and the names. The first is empty: unknown.
     """
     codes: dict[str, int] = {"": 0}
     name_of = _Namer()
@@ -40,20 +42,29 @@ def places_of(
 
 
 class _Namer:
-    """Remembers frames: torch writes each once, and entries share them."""
+    """Remembers frames and long stacks: torch writes each once, and entries share them."""
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
-        """By identity of the frame; the snapshot outlives this."""
+        """By identity of the frame or stack; the snapshot outlives this object."""
 
     def __call__(self, source: Mapping[str, Any] | None) -> str:
         if source is None:
             return ""
         metadata = source.get("user_metadata")
         if metadata:
-            return str(metadata)
+            return _text(metadata)
+        stack = source.get("frames") or ()
+        if len(stack) < _LONG_STACK:
+            return self._name_of(stack)
+        # A million entries may share a stack of a million frames.
+        if id(stack) not in self._names:
+            self._names[id(stack)] = self._name_of(stack)
+        return self._names[id(stack)]
+
+    def _name_of(self, stack: Iterable[Mapping[str, Any]]) -> str:
         names = self._names
-        for frame in source.get("frames") or ():
+        for frame in stack:
             name = names.get(id(frame))
             if name is None:
                 name = names[id(frame)] = _frame_name(frame)
@@ -68,4 +79,12 @@ def _frame_name(frame: Mapping[str, Any]) -> str:
     is_python = path.endswith(".py") or path.startswith("<")
     if not is_python or any(part in path for part in _TORCH_FILES):
         return ""
-    return f"{path.rsplit('/', 1)[-1]}:{frame['line']} {frame['name']}"
+    return f"{_text(path.rsplit('/', 1)[-1])}:{int(frame['line'])} {_text(frame['name'])}"
+
+
+def _text(value: object) -> str:
+    """Returns a text, cut where it is absurdly long. Anything else may take for ever to be written as one."""
+    if not isinstance(value, str):
+        raise TypeError("a name must be a text")
+    value.encode()  # half of a surrogate pair cannot be saved or printed
+    return value if len(value) <= _LONGEST_NAME else value[: _LONGEST_NAME - 3] + "..."

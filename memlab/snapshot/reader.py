@@ -1,4 +1,4 @@
-"""A memory snapshot of torch as events: births and deaths of blocks, and what was there before the first of them.
+"""A memory snapshot of torch as events: blocks allocated and freed, and what existed before the first entry.
 
 The format is what ``torch.cuda.memory._dump_snapshot`` writes (documented at ``torch.cuda.memory._snapshot``, seen with
 torch 2.11): the segments and blocks at the end, and for each device the last entries of the allocator's history.
@@ -6,7 +6,7 @@ torch 2.11): the segments and blocks at the end, and for each device the last en
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,18 @@ from memlab.snapshot.allocations import (
     ALLOC,
     FREE_COMPLETED,
     FREE_REQUESTED,
+    IN_USE,
+    PENDING_FREE,
     SEGMENT_GROWS,
     SEGMENT_SHRINKS,
-    STAYS,
-    STAYS_PENDING,
+    Allocations,
     Entries,
     IntArray,
-    Lives,
-    lives_of,
+    find_allocations,
 )
 from memlab.snapshot.places import places_of
 from memlab.snapshot.plain_data import load_plain_data, without_garbage_collection
-from memlab.snapshot.remainders import bytes_with_rests
+from memlab.snapshot.remainders import add_unsplit_remainders
 
 SNAPSHOT_POOLS = ("device", "pending_free", "reserved")
 _ACTIONS = {
@@ -43,11 +43,13 @@ _ACTIONS = {
 }
 _OF_NO_BLOCK = -1
 _NOT_A_SNAPSHOT = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+_MOST_SHOWN = 16
+"""So many devices a message names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SnapshotEvents:
-    """Events in order, as columns of one length; the first `num_opening_events` stand for what was there before."""
+    """Events in order, as columns of one length; the first `num_opening_events` are what existed before the history."""
 
     nanoseconds: IntArray
     delta_bytes: IntArray
@@ -58,45 +60,58 @@ class SnapshotEvents:
     module: IntArray
     """Index into `modules`."""
     storage: IntArray
-    """Number of the block, one for each life; all segments together are one."""
+    """Number of the allocation; all segments together are one."""
     categories: tuple[str, ...]
-    """As the entries say, where something other than torch's allocator wrote them; else one empty string."""
+    """Those of the entries, where something other than torch's allocator wrote them; else one empty string."""
     modules: tuple[str, ...]
     num_opening_events: int
 
 
 def read_snapshot(path: Path | str, device: int | None = None) -> SnapshotEvents:
-    """Reads a device's history out of a snapshot's file.
+    """Reads a device's history from a snapshot file.
 
     Args:
         path: Of the pickle. Nothing in it is executed.
-        device: Number of the device; None takes the only one that the snapshot tells of.
+        device: Number of the device; None takes the only one that the snapshot contains.
 
     Raises:
-        ValueError: If the file cannot be read, is no snapshot, or does not tell of the device.
+        ValueError: If the file cannot be read, is not a snapshot, or does not contain the device.
     """
     with without_garbage_collection():
         snapshot = load_plain_data(path)
         try:
-            segments, traces = snapshot["segments"], snapshot["device_traces"]
+            segments, traces = _list(snapshot["segments"], "segments"), _list(snapshot["device_traces"], "traces")
             devices = sorted(
-                {segment["device"] for segment in segments} | {number for number, trace in enumerate(traces) if trace}
+                {_whole(segment["device"]) for segment in segments}
+                | {number for number, trace in enumerate(traces) if trace}
             )
         except _NOT_A_SNAPSHOT as error:
             raise _no_snapshot(path, error) from error
         chosen = _choose(path, devices, device)
         try:
             segments = [segment for segment in segments if segment["device"] == chosen]
-            trace = traces[chosen] if chosen < len(traces) else []
+            trace = _list(traces[chosen], "a trace") if chosen < len(traces) else []
             return _events(segments, trace, snapshot.get("allocator_settings", {}), snapshot.get("memlab"))
         except _NOT_A_SNAPSHOT as error:
             raise _no_snapshot(path, error) from error
 
 
+def _list(value: object, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{name} must be a list")
+    return value
+
+
+def _whole(value: object) -> int:
+    if not isinstance(value, int):
+        raise TypeError("a device must be a whole number")
+    return value
+
+
 def _no_snapshot(path: Path | str, error: Exception) -> ValueError:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     return ValueError(
-        f"{path} is no memory snapshot ({type(error).__name__}: {error}): give a file that "
-        "torch.cuda.memory._dump_snapshot wrote"
+        f"{path} is not a memory snapshot ({reason}): give a file that torch.cuda.memory._dump_snapshot wrote"
     )
 
 
@@ -106,9 +121,10 @@ def _choose(path: Path | str, devices: Sequence[int], device: int | None) -> int
     if device is not None and device in devices:
         return device
     if not devices:
-        raise ValueError(f"{path} tells of no device: take the snapshot after something was allocated")
-    asked = "tells of several devices" if device is None else f"does not tell of device {device!r}"
-    raise ValueError(f"{path} {asked}: give device, one of {', '.join(map(str, devices))}")
+        raise ValueError(f"{path} contains no device: take the snapshot after something was allocated")
+    found = "contains several devices" if device is None else f"does not contain device {device!r}"
+    names = ", ".join(map(str, devices[:_MOST_SHOWN])) + (", ..." if len(devices) > _MOST_SHOWN else "")
+    raise ValueError(f"{path} {found}: give device, one of {names}")
 
 
 def _events(
@@ -120,30 +136,32 @@ def _events(
     """Joins the columns.
 
     Args:
-        segments: Of the device, as in the snapshot.
-        trace: Of the device, as in the snapshot.
+        segments: Those of the device.
+        trace: The history of the device.
         settings: The allocator's.
-        exported: What memlab's export says of itself. Its sizes are exact, it tells nothing of reserved bytes, and its
-            first ``opening_entries`` stand for what was there before.
+        exported: What memlab's own export says about itself. Its sizes are exact, it contains no reserved bytes, and
+            its first ``opening_entries`` are what existed before the step.
     """
-    staying = [block for segment in segments for block in segment["blocks"] if block["state"] != "inactive"]
+    if len({id(_list(segment["blocks"], "blocks")) for segment in segments}) < len(segments):
+        raise ValueError("two segments have the same blocks")  # a small file could name them a billion times
+    remaining = [block for segment in segments for block in segment["blocks"] if block["state"] != "inactive"]
     addresses = [address for segment in segments for address in _addresses(segment)]
-    entries = _entries(trace, staying, addresses)
-    lives = lives_of(entries) if exported is None else lives_of(entries, rounding_bytes=1)
-    num_bytes = lives.num_bytes
+    entries = _entries(trace, remaining, addresses)
+    allocations = find_allocations(entries) if exported is None else find_allocations(entries, rounding_bytes=1)
+    num_bytes = allocations.num_bytes
     if exported is None and not settings.get("expandable_segments", False):
         most = settings.get("max_split_size", -1)
         ends = [segment["address"] + segment["total_size"] for segment in segments]
-        num_bytes = bytes_with_rests(lives, entries, ends, most if most > 0 else None)
+        num_bytes = add_unsplit_remainders(allocations, entries, ends, most if most > 0 else None)
     sources = [
-        _source(trace[number]) if number < len(trace) else staying[number - len(trace)]
-        for number in lives.source.tolist()
+        _source(trace[number]) if number < len(trace) else remaining[number - len(trace)]
+        for number in allocations.source.tolist()
     ]
     module, modules = places_of(sources, num_bytes)
     categories = {"": 0}
     category = [categories.setdefault((source or {}).get("category", ""), len(categories)) for source in sources]
     reserved_bytes = sum(segment["total_size"] for segment in segments) if exported is None else 0
-    moment, delta, pool, storage = _rows(lives, num_bytes, entries, reserved_bytes)
+    moment, delta, pool, storage = _rows(allocations, num_bytes, entries, reserved_bytes)
     num_opening_events = int(np.count_nonzero(moment < (exported or {}).get("opening_entries", 0)))
     return SnapshotEvents(
         nanoseconds=_nanoseconds(trace)[np.clip(moment, 0, max(len(trace) - 1, 0))],
@@ -159,58 +177,79 @@ def _events(
 
 
 def _addresses(segment: Mapping[str, Any]) -> list[int]:
-    """Returns the addresses of a segment's blocks that are in use; they lie one behind the other."""
-    ends = np.cumsum([block["size"] for block in segment["blocks"]], dtype=np.int64)
+    """Returns the addresses of a segment's blocks that are in use. Blocks follow each other without gaps."""
+    sizes = _column(segment["blocks"], "size")
+    starts = segment["address"] + np.cumsum(sizes) - sizes
     return [
-        int(segment["address"] + end - block["size"])
-        for end, block in zip(ends, segment["blocks"], strict=True)
-        if block["state"] != "inactive"
+        start for start, block in zip(starts.tolist(), segment["blocks"], strict=True) if block["state"] != "inactive"
     ]
 
 
 def _entries(
-    trace: Sequence[Mapping[str, Any]], staying: Sequence[Mapping[str, Any]], addresses: Sequence[int]
+    trace: Sequence[Mapping[str, Any]], remaining: Sequence[Mapping[str, Any]], addresses: Sequence[int]
 ) -> Entries:
-    """Turns the history, and the blocks that are there at its end, into columns."""
+    """Turns the history, and the blocks that exist at its end, into columns."""
     codes = [_ACTIONS.get(entry["action"], _OF_NO_BLOCK) for entry in trace]
-    codes += [STAYS if block["state"] == "active_allocated" else STAYS_PENDING for block in staying]
-    # A refusal has no address.
-    address = [entry.get("addr", 0) for entry in trace]
-    num_bytes = [entry["size"] for entry in trace]
+    codes += [IN_USE if block["state"] == "active_allocated" else PENDING_FREE for block in remaining]
     return Entries(
         action=np.array(codes, dtype=np.int8),
-        address=np.array([*address, *addresses], dtype=np.int64),
-        num_bytes=np.array([*num_bytes, *(block["size"] for block in staying)], dtype=np.int64),
+        # The entry of a failed allocation has no address.
+        address=np.append(_column(trace, "addr", 0), np.array(addresses, dtype=np.int64)),
+        num_bytes=np.append(_column(trace, "size"), _column(remaining, "size")),
         num_traced=len(trace),
     )
 
 
+def _column(rows: Sequence[Mapping[str, Any]], name: str, default: int | None = None) -> IntArray:
+    """Returns a number of every row. ``fromiter`` refuses lists, which ``array`` would walk through at any depth."""
+    values: Iterable[Any] = (row[name] if default is None else row.get(name, default) for row in rows)
+    return np.fromiter(values, dtype=np.int64, count=len(rows))
+
+
 def _source(entry: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns an entry that tells who made a block: a death tells who freed it, unless it bears the birth's labels."""
+    """Returns an entry that names who allocated. A free names who freed, unless it has the allocation's labels."""
     return entry if entry["action"] == "alloc" or "category" in entry else None
 
 
 def _rows(
-    lives: Lives, num_bytes: IntArray, entries: Entries, reserved_bytes: int
+    allocations: Allocations, num_bytes: IntArray, entries: Entries, reserved_bytes: int
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Returns moments, changes, pools and storages of all events, in order."""
+    """Writes each allocation as up to four events, and each change of a segment as one.
+
+    ======================= ================= ============================================
+    moment                  change            which allocations
+    ======================= ================= ============================================
+    `allocated`             device + bytes    all, except those that only wait from the start
+    `freed`                 device - bytes    of those, the freed ones
+    `freed`                 pending + bytes   those that another stream used after the free
+    `completed`             pending - bytes   of those, the completed ones
+    ======================= ================= ============================================
+
+    For example, 512 bytes that are allocated by entry 3, freed by entry 5 and completed by entry 6 become
+    ``(3, +512, device), (5, -512, device)``: the two frees are neighbours, so nothing was waited for. Completed by
+    entry 9, they also become ``(5, +512, pending), (9, -512, pending)``.
+
+    Returns:
+        Moments, changes of bytes, pools and storages of all events, in order.
+    """
     device, pending, reserved = range(len(SNAPSHOT_POOLS))
     end = entries.num_traced
     row = np.arange(len(num_bytes))
-    is_freed, is_completed = lives.freed <= end, lives.completed <= end
-    # The allocator writes the two frees of a block one behind the other, unless a stream has to be waited for.
-    waits = is_freed & (lives.completed > np.minimum(lives.freed, end) + 1)
-    born_waiting = lives.freed < 0
-    waits |= born_waiting
-    born, freed = row[~born_waiting], row[is_freed & ~born_waiting]
+    is_freed, is_completed = allocations.freed <= end, allocations.completed <= end
+    # The allocator writes the two frees of a block one after the other, unless a stream has to be waited for.
+    waits = is_freed & (allocations.completed > np.minimum(allocations.freed, end) + 1)
+    waits_from_start = allocations.freed < 0
+    waits |= waits_from_start
+    allocated, freed = row[~waits_from_start], row[is_freed & ~waits_from_start]
     waiting, done = row[waits], row[waits & is_completed]
     changes = np.flatnonzero(np.isin(entries.action, (SEGMENT_GROWS, SEGMENT_SHRINKS)))
     grown = np.where(entries.action[changes] == SEGMENT_GROWS, 1, -1) * entries.num_bytes[changes]
     parts: list[tuple[IntArray, IntArray, int, IntArray | int]] = [
-        (lives.born[born], num_bytes[born], device, born),
-        (lives.freed[freed], -num_bytes[freed], device, freed),
-        (lives.freed[waiting], num_bytes[waiting], pending, waiting),
-        (lives.completed[done], -num_bytes[done], pending, done),
+        (allocations.allocated[allocated], num_bytes[allocated], device, allocated),
+        (allocations.freed[freed], -num_bytes[freed], device, freed),
+        (allocations.freed[waiting], num_bytes[waiting], pending, waiting),
+        (allocations.completed[done], -num_bytes[done], pending, done),
+        # What was reserved before the first entry: what is reserved at the end, less all changes.
         (np.array([-1]), np.array([reserved_bytes - grown.sum()]), reserved, len(row)),
         (changes, grown, reserved, len(row)),
     ]
@@ -219,14 +258,13 @@ def _rows(
         for column in range(4)
     )
     order = np.argsort(moment, kind="stable")
-    is_something = delta[order] != 0
-    order = order[is_something]
+    order = order[delta[order] != 0]
     return moment[order], delta[order], pool[order], storage[order]
 
 
 def _nanoseconds(trace: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.int64]:
-    """Returns the entries' times since the first; clocks of several threads are kept from going back."""
+    """Returns the entries' times since the first. Clocks of several threads differ: no time is before the last."""
     if not trace:
         return np.zeros(1, dtype=np.int64)
-    times = np.maximum.accumulate(np.array([entry.get("time_us", 0) for entry in trace], dtype=np.int64))
+    times = np.maximum.accumulate(_column(trace, "time_us", 0))
     return np.asarray((times - times[0]) * 1000)

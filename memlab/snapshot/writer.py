@@ -1,8 +1,8 @@
 """A timeline as a memory snapshot of torch, for https://pytorch.org/memory_viz and ``torch/cuda/_memory_viz.py``.
 
-A timeline knows no addresses, so they are made up: storages lie side by side in one segment, and an address is used
-anew by the next storage of its size. How full and how fragmented that segment is says nothing about the allocator.
-Neither the reserved bytes nor the host's are written.
+A timeline contains no addresses, so they are made up: storages are placed one after the other in one segment, and an
+address is used again by the next storage of its size. How full and how fragmented that segment is says nothing about
+the allocator. Neither the reserved bytes nor those of the host are written.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from memlab.allocator.rules import MIN_BLOCK_BYTES
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
 if TYPE_CHECKING:
     from memlab.record.timeline import Timeline
-from memlab.allocator.rules import MIN_BLOCK_BYTES
 
 _DEVICE, _PENDING = POOLS.index("device"), POOLS.index("pending_free")
 _BASE_ADDRESS = 0x7F0000000000
@@ -28,16 +28,21 @@ def write_snapshot(timeline: Timeline, path: Path | str) -> Path:
     """Writes a pickle that memory_viz opens.
 
     Args:
-        timeline: What happened. Its opening events are written as allocations at the head, or memory_viz would show
-            them without labels.
-        path: Of the file; its folder has to exist.
+        timeline: Its opening events are written as allocations at the head; otherwise memory_viz would show them
+            without labels.
+        path: Path of the file, in a folder that exists.
 
     Returns:
         The path.
     """
     path = Path(path)
-    with path.open("wb") as file:
-        pickle.dump(_Writer(timeline).snapshot(), file, protocol=4)  # the newest that MemoryViz.js reads
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        # Protocol 4 is the newest that MemoryViz.js reads.
+        partial.write_bytes(pickle.dumps(_Writer(timeline).snapshot(), protocol=4))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
     return path
 
 
@@ -47,16 +52,16 @@ class _Writer:
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._trace: list[dict[str, Any]] = []
-        self._held: dict[int, tuple[int, int, int]] = {}
-        """Address, bytes and row of birth, by storage."""
+        self._placed: dict[int, tuple[int, int, int]] = {}
+        """Address, bytes and row of the allocation, by storage."""
         self._waiting: dict[int, tuple[int, int, int]] = {}
         self._free: dict[int, list[int]] = {}
-        """Addresses that were in use, by the bytes of their place."""
+        """Addresses that can be used again, by the bytes of their place."""
         self._top = _BASE_ADDRESS
         self._frames: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns what ``torch.cuda.memory._snapshot`` would, and a word about itself for memlab."""
+        """Returns what ``torch.cuda.memory._snapshot`` would, and a note by which memlab recognises its own export."""
         timeline = self._timeline
         (rows,) = np.nonzero(np.isin(timeline.pool, (_DEVICE, _PENDING)))
         opening = rows < timeline.num_opening_events
@@ -76,7 +81,7 @@ class _Writer:
     def _replay(self, rows: np.ndarray) -> None:
         names = ("pool", "storage", "delta_bytes")
         pool, storages, delta_bytes = (getattr(self._timeline, name)[rows] for name in names)
-        # A death whose next event is the same storage's, waiting: another stream still uses it.
+        # A free that is followed by the same storage in `pending_free`: another stream still uses it.
         waits = (np.roll(storages, -1) == storages) & (np.roll(pool, -1) == _PENDING)
         columns = (values.tolist() for values in (rows, pool, storages, delta_bytes, waits))
         for row, code, storage, delta, is_waiting in zip(*columns, strict=True):
@@ -88,19 +93,19 @@ class _Writer:
                 self._waiting[storage] = (self._take(delta), delta, row)
 
     def _resize(self, row: int, storage: int, delta: int, *, waits: bool) -> None:
-        """Writes a birth, a death, or both: a storage that grows or shrinks gets another address."""
-        held = self._held.pop(storage, None)
-        num_bytes = delta + (held[1] if held is not None else 0)
-        assert num_bytes >= 0, f"storage {storage} dies without having been born"
-        if held is not None:
-            self._note("free_requested", row, *held[:2])
+        """Writes an allocation, a free, or both: a storage that grows or shrinks gets another address."""
+        placed = self._placed.pop(storage, None)
+        num_bytes = delta + (placed[1] if placed is not None else 0)
+        assert num_bytes >= 0, f"storage {storage} is freed without having been allocated"
+        if placed is not None:
+            self._note("free_requested", row, *placed[:2])
             if waits and not num_bytes:
-                self._waiting[storage] = held
+                self._waiting[storage] = placed
             else:
-                self._complete(row, held)
+                self._complete(row, placed)
         if num_bytes:
-            self._held[storage] = (self._take(num_bytes), num_bytes, row)
-            self._note("alloc", row, *self._held[storage][:2])
+            self._placed[storage] = (self._take(num_bytes), num_bytes, row)
+            self._note("alloc", row, *self._placed[storage][:2])
 
     def _complete(self, row: int, place: tuple[int, int, int]) -> None:
         address, num_bytes, _ = place
@@ -160,8 +165,8 @@ class _Writer:
         return [segment]
 
     def _blocks(self) -> Iterator[dict[str, Any]]:
-        """Yields what is there at the end and the gaps between, in the order of their addresses."""
-        places = [(*place, "active_allocated") for place in self._held.values()]
+        """Yields the blocks at the end and the gaps between them, in the order of their addresses."""
+        places = [(*place, "active_allocated") for place in self._placed.values()]
         places += [(*place, "active_pending_free") for place in self._waiting.values()]
         at = _BASE_ADDRESS
         for address, num_bytes, row, state in sorted(places):
@@ -179,5 +184,5 @@ def _gap(start: int, end: int) -> dict[str, Any]:
 
 
 def _rounded(num_bytes: int) -> int:
-    """Returns the bytes of the place that a storage takes up."""
+    """Returns the bytes of the place that a storage occupies."""
     return -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -409,25 +408,6 @@ def test_a_closed_lab_says_so_of_its_groups(open_lab: Callable[..., Any]) -> Non
     lab.close()
     with pytest.raises(ValueError, match=r"closed.*open another"):
         _ = lab.pinned_host_memory
-
-
-def test_a_record_saved_over_another_has_no_timeline_of_the_other(open_lab: Callable[..., Any], tmp_path: Path) -> None:
-    lab = open_lab("phi-4-tiny")
-    lab.step().save(tmp_path)
-    replace(lab.step(), timeline=None).save(tmp_path)
-    assert StepRecord.load(tmp_path).timeline is None
-
-
-def test_a_record_that_is_not_whole_is_refused_in_a_line(open_lab: Callable[..., Any], tmp_path: Path) -> None:
-    folder = open_lab("phi-4-tiny").step().save(tmp_path)
-    timeline = folder / "timeline.npz"
-    timeline.write_bytes(timeline.read_bytes()[:600])
-    with pytest.raises(ValueError, match="no whole timeline"):
-        StepRecord.load(folder)
-    timeline.unlink()
-    (folder / "record.json").write_text('{"scenario": {}}')
-    with pytest.raises(ValueError, match="lacks"):
-        StepRecord.load(folder)
 
 
 def test_progress_of_a_pipeline_stage_ends_at_its_total() -> None:

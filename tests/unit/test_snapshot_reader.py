@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import json
+import os
 import pickle
 import re
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import pytest
 from memlab.allocator.replay import Blocks
 from memlab.record.timeline import Timeline
 from memlab.snapshot.places import NUM_NAMES, OTHERS
+from memlab.snapshot.remainders import _Boundaries
 from memlab.vocabulary import POOLS
 from tests.unit.caching_allocator import MIB, CachingAllocator, random_history
 
@@ -316,7 +320,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "damaged.pickle"
     for length in range(0, len(whole), len(whole) // 50):
         path.write_bytes(whole[:length])
-        assert "no whole pickle" in refusal(path)
+        assert "not a whole pickle" in refusal(path)
     path.write_text("This is a text.\n")
     refusal(path)
     assert "No such file" in refusal(tmp_path / "missing.pickle")
@@ -334,13 +338,13 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         {"segments": [{"device": 0}], "device_traces": []},
         {"segments": [], "device_traces": [[{"action": "alloc"}]]},
         {"segments": [], "device_traces": [[{"action": "alloc", "addr": "x", "size": 1}]]},
-        {"segments": [], "device_traces": [[{"action": "alloc", "addr": 2**80, "size": 1}]]},
+        {"segments": [], "device_traces": [[{"action": "alloc", "addr": 2**70, "size": 1}]]},
         {"segments": [], "device_traces": [["alloc"]]},
     ],
 )
 def test_a_pickle_of_something_else_is_refused(tmp_path: Path, content: Any) -> None:
     (tmp_path / "x.pickle").write_bytes(pickle.dumps(content))
-    assert "is no memory snapshot" in refusal(tmp_path / "x.pickle")
+    assert "is not a memory snapshot" in refusal(tmp_path / "x.pickle")
 
 
 def test_the_device_is_asked_for_only_where_there_is_a_choice(read: Read, tmp_path: Path) -> None:
@@ -352,6 +356,107 @@ def test_the_device_is_asked_for_only_where_there_is_a_choice(read: Read, tmp_pa
     assert read(snapshot, device=0).closing_bytes == one.totals[-1][0]
     path = tmp_path / "snapshot.pickle"
     assert "several devices: give device, one of 0, 2" in refusal(path)
-    assert "does not tell of device 1: give device, one of 0, 2" in refusal(path, device=1)
+    assert "does not contain device 1: give device, one of 0, 2" in refusal(path, device=1)
     path.write_bytes(pickle.dumps({"segments": [], "device_traces": [[], []]}))
-    assert "tells of no device: take the snapshot after" in refusal(path)
+    assert "contains no device: take the snapshot after" in refusal(path)
+
+
+DOUBLED = b"\x80\x04)" + b"2\x86" * 100  # ((((), ()), ((), ())), ...): 2**100 steps to hash, compare or print
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"}" + DOUBLED + b"K\x00s.",
+        b"}\x8c\x08segments](}\x8c\x06device" + DOUBLED + b"ses\x8c\x0ddevice_traces]s.",
+        b"\x80\x04)\x94" + b"h\x00h\x00\x86q\x00" * 100 + b".",
+        b"\x80\x04K\x01" + b"\x85" * 1_000_000 + b".",
+        b"\x80\x04}" + b")" + b"\x85" * 1_000_000 + b"K\x00s.",
+        DOUBLED + b"Q.",
+        b"\x80\x04)" + b"\x85" * 1_000_000 + b"Q.",
+        b"\x80\x02}r" + (2**29).to_bytes(4, "little") + b".",
+        b"}p1000000000\n.",
+        b"\x80\x04\x96" + (10**10).to_bytes(8, "little") + b".",
+        b"\x80\x04](" + b"}" * 100_000 + b"e.",
+        b"\x80\x04](" + b"\x8f" * 100_000 + b"e.",
+        b"\x80\x04X\xff\xff\xff\xffabc.",
+    ],
+    ids=[
+        "doubled tuple as key", "doubled tuple as device", "doubled tuple by memo", "deep tuple", "deep tuple as key",
+        "doubled persistent id", "deep persistent id", "memo index", "text memo index", "bytearray", "empty dicts",
+        "empty sets", "text beyond the end",
+    ],
+)  # fmt: skip
+def test_a_small_file_cannot_ask_for_endless_work(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.pickle").write_bytes(content)
+    tracemalloc.start()
+    refusal(tmp_path / "x.pickle")
+    assert tracemalloc.get_traced_memory()[1] < 40 * MIB
+    tracemalloc.stop()
+
+
+def doubled_list(depth: int = 100) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value, value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"user_metadata": doubled_list()},
+        {"size": doubled_list()},
+        {"addr": doubled_list()},
+        {"time_us": doubled_list()},
+        {"frames": [{"filename": "a.py", "line": doubled_list(), "name": "f"}]},
+        {"frames": [{"filename": "a.py", "line": 1, "name": doubled_list()}]},
+        {"category": doubled_list()},
+        {"user_metadata": "\ud800"},
+    ],
+    ids=lambda entry: next(iter(entry)),
+)
+def test_lists_where_numbers_and_texts_belong_are_refused_at_any_depth(tmp_path: Path, entry: dict[str, Any]) -> None:
+    allocation = {"action": "alloc", "addr": 4096, "size": 512, "time_us": 1, "frames": []} | entry
+    (tmp_path / "x.pickle").write_bytes(pickle.dumps({"segments": [], "device_traces": [[allocation]]}))
+    refusal(tmp_path / "x.pickle")
+
+
+def test_segments_that_share_their_blocks_are_refused(tmp_path: Path) -> None:
+    snapshot = random_history(100).snapshot()
+    snapshot["segments"] = snapshot["segments"][:1] * 1000
+    (tmp_path / "x.pickle").write_bytes(pickle.dumps(snapshot))
+    assert "two segments have the same blocks" in refusal(tmp_path / "x.pickle")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.pickle")
+    assert "is not a file" in refusal(tmp_path / "x.pickle")
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_protocol_of_torch_is_read(tmp_path: Path, protocol: int) -> None:
+    snapshot = random_history(400).snapshot()
+    snapshot["segments"] = [segment | {"segment_pool_id": (0, 1)} for segment in snapshot["segments"]]
+    snapshot["device_traces"][0][0] |= {"user_metadata": "a" * 300, "compile_context": None, "x": [True, 1.5, 2**63]}
+    (tmp_path / "x.pickle").write_bytes(pickle.dumps(snapshot, protocol=protocol))
+    expected = random_history(400).totals[-1][0]
+    assert Timeline.from_snapshot(tmp_path / "x.pickle").closing_bytes == expected
+
+
+def test_boundaries_in_buckets_are_those_of_a_sorted_list() -> None:
+    rng = np.random.default_rng(0)
+    plain: list[int] = []
+    boundaries = _Boundaries([])
+    for value in rng.integers(0, 4000, 12_000).tolist():
+        if rng.random() < 0.7:
+            bisect.insort(plain, value)
+            boundaries.add(value)
+        else:
+            boundaries.remove(value)
+            if value in plain:
+                plain.remove(value)
+        at = bisect.bisect_right(plain, value)
+        assert boundaries.after(value) == (plain[at] if at < len(plain) else None)
+        assert boundaries.at_or_before(value) == (plain[at - 1] if at else None)
+    assert len(boundaries._buckets) > 1
