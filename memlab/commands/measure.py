@@ -22,7 +22,7 @@ from memlab.commands.ranks import (
     ranks_table,
     world_size,
 )
-from memlab.commands.step_flags import add_step_arguments, checked_step, layout_of_the_job
+from memlab.commands.step_flags import add_pass_arguments, add_step_arguments, checked_step, layout_of_the_job
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.record.step_record import StepRecord
@@ -31,6 +31,7 @@ from memlab.record.step_record import StepRecord
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
     add_step_arguments(parser)
+    add_pass_arguments(parser)
     add_record_arguments(parser)
     parser.add_argument(
         "--backend",
@@ -82,7 +83,8 @@ def _measure(
 
         # Inside as well: closing the lab of a rank that failed would wait for the others.
         with Lab(**workload, backend=arguments.backend) as lab, abort_job_on_error():
-            record = lab.step(settings)
+            lab.device_memory_bytes = arguments.device_memory
+            record = lab.forward_only(settings) if arguments.forward_only else lab.step(settings)
             if arguments.out is not None:
                 save_record(record, rank_folder(arguments.out), snapshot=arguments.snapshot)
             if record.status != "ok" and world_size() > 1:

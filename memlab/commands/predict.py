@@ -16,6 +16,7 @@ from memlab.commands.process import stdout_reserved_for_result
 from memlab.commands.ranks import ranks_json, ranks_table
 from memlab.commands.step_flags import (
     add_job_arguments,
+    add_pass_arguments,
     add_step_arguments,
     checked_step,
     layout_of_the_job,
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags: those of `measure`, and those of a job and a GPU that this machine does not have."""
     add_step_arguments(parser)
     add_job_arguments(parser)
+    add_pass_arguments(parser)
     add_record_arguments(parser)
     parser.add_argument(
         "--rank",
@@ -64,6 +66,12 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     workload, settings = checked_step(arguments, layout)
     if arguments.gpu_memory is not None:
         limit_for_torch(arguments.gpu_memory, layout)
+    for flag in ("forward_only", "device_memory"):
+        if arguments.gpu_memory is not None and getattr(arguments, flag):
+            raise ValueError(
+                f"--{flag.replace('_', '-')} cannot be combined with --gpu-memory, which judges a training step with "
+                "the whole GPU: leave one of the two out"
+            )
     if arguments.snapshot and arguments.out is None:
         raise ValueError("--snapshot has no folder to write to: give --out FOLDER")
     layouts = [layout]
@@ -84,8 +92,9 @@ def _predict(
     with claimed, stdout_reserved_for_result():
         records, too_large = [], []
         for layout in layouts:
-            with stepping(Scenario.of(**workload | {"layout": layout})) as step:
-                record = step(settings, None)
+            scenario = Scenario.of(**workload | {"layout": layout})
+            with stepping(scenario, forward_only=arguments.forward_only) as step:
+                record = step(settings, arguments.device_memory)
                 if arguments.out is not None:
                     folder = arguments.out / f"rank-{layout.rank}" if len(layouts) > 1 else arguments.out
                     save_record(record, folder, snapshot=arguments.snapshot)
@@ -103,7 +112,8 @@ def _predict(
                 fit = judge_fit(judged, step, arguments.gpu_memory)
             fit = _on_all_ranks(fit, [record.scenario for record in records if record is not judged])
     print(_result(records, judged, fit, as_json=arguments.json))
-    return 0 if fit is None or fit.fits else 1
+    is_complete = all(record.status == "ok" for record in records)
+    return 0 if is_complete and (fit is None or fit.fits) else 1
 
 
 def _on_all_ranks(fit: Fit, others: list[Scenario]) -> Fit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -26,12 +27,13 @@ _LIMITS = {
     "num_microbatches": 2**16,
     "world_size": 2**17,
     "num_moe_experts": 2**16,
-    "tokens in a micro-batch": 2**27,
+    "tokens in a micro-batch": 2**24,
     "parameters": 2**50,
     "elements of the largest activation": 2**50,
 }
 """The largest sizes that a command starts on. Each is far above any model that was trained. Beyond them torch's 64-bit
 sizes overflow, the ids of one batch alone fill the host, or building the model takes hours."""
+_LARGEST_MEMORY_BYTES = 2**50
 
 _LAYOUT_HELP = {
     "tensor-model": "ranks that split each layer's matrices, with sequence parallel (default 1)",
@@ -138,6 +140,22 @@ def _add_settings_arguments(settings: argparse._ArgumentGroup) -> None:
     )
 
 
+def add_pass_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares what one pass can be besides a training step that has all the memory it needs."""
+    group = parser.add_argument_group("pass")
+    group.add_argument(
+        "--forward-only",
+        action="store_true",
+        help="run the forward pass alone, without gradients, as reinforcement learning does for log-probabilities",
+    )
+    group.add_argument(
+        "--device-memory",
+        type=memory_size,
+        metavar="SIZE",
+        help="limit torch's allocator to this size, such as 16GiB; a step that needs more runs out of memory",
+    )
+
+
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares what only a predicted job has."""
     group = parser.add_argument_group("job")
@@ -145,8 +163,8 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--routing",
         metavar="CHOICE",
-        help="how tokens are routed to experts: balanced (default), random:SEED, skewed:FACTOR, or a JSON file with "
-        "one share per expert",
+        help="how tokens are routed to experts: balanced (default), random:SEED, skewed:FACTOR, or a JSON list, or "
+        "file, with one share per expert",
     )
 
 
@@ -209,21 +227,23 @@ def limit_for_torch(gpu_memory_bytes: int, layout: Layout) -> int:
 
 
 def whole_number(text: str) -> int:
-    """Reads a flag's number."""
-    try:
-        return int(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from error
+    """Reads a flag's number. `int` would also take ``1_000``, spaces and the digits of every script."""
+    if not re.fullmatch(r"[+-]?[0-9]{1,4000}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
 
 
 def memory_size(text: str) -> int:
     """Reads a flag's size, such as ``80GiB``."""
     try:
-        return parse_bytes(text)
-    except (ValueError, OverflowError) as error:
-        raise argparse.ArgumentTypeError(
-            str(error) if isinstance(error, ValueError) else f"{text!r} is too large: give a size such as 80GiB"
-        ) from error
+        num_bytes = parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    except OverflowError:
+        num_bytes = 2 * _LARGEST_MEMORY_BYTES
+    if num_bytes > _LARGEST_MEMORY_BYTES or not text.isascii():
+        raise argparse.ArgumentTypeError(f"{text!r} is larger than any GPU's memory: give a size such as 80GiB")
+    return num_bytes
 
 
 def _check_sizes(scenario: Scenario) -> None:

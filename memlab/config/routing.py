@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 KINDS = ("balanced", "random", "skewed", "shares")
-_CHOICES = "choose balanced, random:SEED, skewed:FACTOR, or a JSON file with a share for each expert"
+_CHOICES = "choose balanced, random:SEED, skewed:FACTOR, or a JSON list, or file, with one share per expert"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +85,7 @@ class Routing:
 
 
 def find_routing(text: str) -> Routing:
-    """Reads ``balanced``, ``random:SEED``, ``skewed:FACTOR`` or the path of a JSON file with a share for each expert.
+    """Reads ``balanced``, ``random:SEED``, ``skewed:FACTOR``, a JSON list with one share per expert, or a file with it.
 
     Raises:
         ValueError: If it is none of them.
@@ -100,7 +100,7 @@ def find_routing(text: str) -> Routing:
             raise ValueError(f"routing is {text!r}, must have a number behind the colon: {_CHOICES}") from error
         return Routing(kind="random", seed=int(number)) if name == "random" else Routing(kind="skewed", factor=number)
     try:
-        shares = json.loads(Path(text).read_text())
+        shares = json.loads(text if text.startswith("[") else Path(text).read_text())
     except OSError as error:
         reason = (error.strerror or type(error).__name__).lower()
         raise ValueError(f"routing is {text!r}, and no file of that name can be read ({reason}): {_CHOICES}") from error

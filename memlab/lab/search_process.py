@@ -30,7 +30,7 @@ from memlab.units import format_bytes
 
 
 @contextmanager
-def stepping(scenario: Scenario) -> Iterator[Step]:
+def stepping(scenario: Scenario, *, forward_only: bool = False) -> Iterator[Step]:
     """Opens a simulated lab that keeps no record, for the block."""
     from memlab.lab.lab import Lab
 
@@ -38,7 +38,7 @@ def stepping(scenario: Scenario) -> Iterator[Step]:
 
         def step(settings: MemorySettings, room_bytes: int | None) -> StepRecord:
             lab.device_memory_bytes = room_bytes
-            record = lab.step(settings)
+            record = lab.forward_only(settings) if forward_only else lab.step(settings)
             lab.records.clear()  # the timelines of a hundred steps of a large model do not fit a laptop
             return record
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import logging
 import random
 import shlex
@@ -15,15 +16,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memlab.cli import build_parser
+from memlab.cli import build_parser, main
 from memlab.commands.step_flags import layout_of_the_job
 from memlab.config.architectures import ARCHITECTURES
 from memlab.config.layout import Layout
-from memlab.config.routing import Routing
+from memlab.config.routing import Routing, find_routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
 from memlab.config.settings_on_model import check_on_model, without_effect
+from memlab.lab.lab import Lab
 from memlab.record.step_record import StepRecord
+from memlab.units import MIB
 from memlab.views.panel import exports
 from memlab.views.panel import state as state_module
 from memlab.views.panel.chart import TRACES, chart_figure, event_at, mark_moment
@@ -521,6 +524,34 @@ def test_csv_has_a_row_a_run_with_plain_numbers() -> None:
     assert int(table[0]["peak_allocated_bytes"]) == lab.records[0].peak_allocated_bytes
     assert table[0]["repeat"].startswith("memlab measure qwen3-moe-tiny --seq-length 64")
     assert table[1]["message"].startswith('RuntimeError: no, "never"\nagain')
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [Routing(kind="shares", shares=(0.25, 0.05, *[0.7 / 6] * 6)), Routing(kind="skewed", factor=2.1234567890123)],
+)
+def test_the_command_repeats_a_routing_to_the_last_digit(routing: Routing) -> None:
+    scenario = Scenario.of(architecture="qwen3-moe-tiny", routing=routing)
+    run = Run(number=1, scenario=scenario, settings=MemorySettings(), backend="simulated")
+    arguments = build_parser().parse_args(shlex.split(exports.measure_command(run))[1:])
+    assert find_routing(arguments.routing) == routing
+
+
+def test_the_command_of_a_forward_only_pass_and_of_a_step_out_of_memory_repeats_them(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with Lab("phi-4-tiny", num_layers=2, seq_length=64, backend="simulated") as lab:
+        records = [lab.forward_only()]
+        lab.device_memory_bytes = records[0].peak_allocated_bytes + MIB
+        records.append(lab.step())
+    for record, exit_code in zip(records, (0, 1), strict=True):
+        run = Run(number=1, scenario=record.scenario, settings=record.settings, backend="simulated", record=record)
+        assert main([*shlex.split(exports.measure_command(run))[1:], "--json"]) == exit_code
+        again = StepRecord.from_dict(json.loads(capfd.readouterr().out))
+        assert (again.status, again.forward_only) == (record.status, record.forward_only)
+        limits = [one.out_of_memory and one.out_of_memory.failed_allocation.limit_bytes for one in (record, again)]
+        assert limits[0] == limits[1]
+    assert [record.status for record in records] == ["ok", "out_of_memory"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import fields
@@ -15,6 +16,7 @@ import plotly.graph_objects as go
 
 from memlab.config.architectures import ARCHITECTURES
 from memlab.config.layout import Layout
+from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.views.display import View
@@ -41,12 +43,17 @@ def measure_command(run: Run) -> str:
         for name in names:
             value = getattr(values, name)
             if value != getattr(usual, name):
-                words += [_flag(name)] if value is True else [_flag(name), str(value)]
+                text = _routing_text(value) if isinstance(value, Routing) else str(value)
+                words += [_flag(name)] if value is True else [_flag(name), text]
     for name, value in run.settings.changed().items():
         if isinstance(value, bool):
             words.append(_flag(name) if value else _flag(f"no_{name}"))
         else:
             words += [_flag(name), ",".join(value) if isinstance(value, tuple) else str(value)]
+    if run.record is not None and run.record.forward_only:
+        words.append("--forward-only")
+    if run.record is not None and run.record.out_of_memory is not None:
+        words += ["--device-memory", f"{run.record.out_of_memory.failed_allocation.limit_bytes}B"]
     if run.backend == "simulated":  # a rank of a job that is not there, with a routing that is chosen
         job = [] if layout == Layout() else ["--world-size", str(layout.world_size), "--rank", str(layout.rank)]
         return shlex.join(["memlab", "predict", *words, *job])
@@ -132,6 +139,13 @@ def free_path(path: Path) -> Path:
     while candidate.exists():
         candidate, number = path.with_name(f"{path.stem}-{number}{path.suffix}"), number + 1
     return candidate
+
+
+def _routing_text(routing: Routing) -> str:
+    """Writes a routing so that it is read back to the last digit."""
+    if routing.kind == "shares":
+        return json.dumps(routing.shares)
+    return f"skewed:{routing.factor!r}".removesuffix(".0") if routing.kind == "skewed" else str(routing)
 
 
 def _flag(name: str) -> str:
