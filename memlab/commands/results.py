@@ -1,4 +1,4 @@
-"""Writes measured settings, and how near predictions of measured steps come, as a Markdown page from kept records."""
+"""Writes measured settings, and how accurate predictions of measured steps are, as one Markdown page."""
 
 from __future__ import annotations
 
@@ -25,6 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="records of measured steps, each of which is predicted and compared",
     )
+    parser.add_argument(
+        "--hardware",
+        default="",
+        metavar="NAME",
+        help="the machine of records that do not name it (memlab 0.1.0), such as 'NVIDIA H200'",
+    )
     parser.add_argument("--out", type=out_path, metavar="FILE", help="write the page to this new file")
 
 
@@ -32,20 +38,24 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     """Reads the records.
 
     Raises:
-        ValueError: If there is no such file, or a line is no result.
+        ValueError: If there is no such file, a line is not a result, or a step did not finish.
     """
     from memlab.record.step_record import StepRecord
     from memlab.views.text.results import Result, results_page
 
     check_new_file(arguments.out)
-    page = results_page([_read(Result.from_dict, *line) for line in _lines(arguments.records)])
+    given = arguments.hardware.strip()
+    page = results_page([_read(Result.from_dict, *line) for line in _lines(arguments.records)], given)
     steps = [_read(StepRecord.from_dict, *line) for line in _lines(arguments.steps)] if arguments.steps else []
-    return lambda: _write(page, steps, arguments.out)
+    failed = next((step for step in steps if step.status != "ok"), None)
+    if failed is not None:
+        raise ValueError(f"{arguments.steps}: {failed.scenario}, {failed}, did not finish: leave its line out")
+    return lambda: _write(page, steps, given, arguments.out)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
     if not path.is_file():
-        raise ValueError(f"records {path} do not exist: give a file such as labs/results/h200_settings.jsonl")
+        raise ValueError(f"{path} is not a file: give a file such as labs/results/h200_settings.jsonl")
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         yield f"{path}, line {number}", line
 
@@ -57,13 +67,13 @@ def _read(read: Callable[[dict[str, Any]], Any], place: str, line: str) -> Any:
         raise ValueError(f"{place}: {error}") from error
 
 
-def _write(page: str, steps: list[StepRecord], out: Path | None) -> int:
+def _write(page: str, steps: list[StepRecord], hardware: str, out: Path | None) -> int:
     if steps:
         with stdout_reserved_for_result():
             from memlab.lab.predictions import predict_measured
             from memlab.views.text.accuracy import accuracy_page
 
-            page = f"{page}\n{accuracy_page(pairs_of(steps, predict_measured(steps)))}".rstrip()
+            page = f"{page}\n{accuracy_page(pairs_of(steps, predict_measured(steps)), hardware)}".rstrip()
     if out is None:
         print(page)
     else:

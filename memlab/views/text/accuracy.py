@@ -1,4 +1,4 @@
-"""Predictions beside measurements as Markdown: how far off they are over all, and step by step."""
+"""Predictions next to measurements as Markdown: how far off they are over all, and step by step."""
 
 from __future__ import annotations
 
@@ -6,29 +6,35 @@ from collections.abc import Sequence
 
 from memlab.analysis.accuracy import FIGURES, Errors, Pair
 from memlab.units import GIB
+from memlab.views.text.results import hardware_of
 
 _HEAD = """
-## How near predictions come
-Each step below was measured on the machine that is named, and predicted by Megatron's own code on fake tensors, on a
-CPU. Errors are shares of what was measured, below zero where too little was predicted; a saving is judged where it is
-over 64 MiB. Rests that torch's allocator leaves unsplit, up to 1 MiB a block, are in all figures.
+## How accurate predictions are
+Each step below was measured on the hardware that is named, and predicted by Megatron's own code on fake tensors, on a
+CPU. Errors are shares of the measured value; below zero too little was predicted. A saving is judged if it is over
+64 MiB. Remainders that torch's allocator leaves unsplit, up to 1 MiB per block, are in all figures.
 """
 
 
-def accuracy_page(pairs: Sequence[Pair]) -> str:
-    """Writes the errors over all and of every step, ranks that are alone and ranks of jobs apart."""
+def accuracy_page(pairs: Sequence[Pair], hardware: str = "") -> str:
+    """Writes the errors of all steps together and of each step; single ranks and ranks of jobs are separate.
+
+    Args:
+        pairs: Predictions with their measurements.
+        hardware: What the measured steps ran on, for records that do not say it.
+    """
     alone = [pair for pair in pairs if pair.measured.scenario.layout.world_size == 1]
     of_jobs = [pair for pair in pairs if pair.measured.scenario.layout.world_size > 1]
     lines = [_HEAD.strip(), ""]
-    for title, group in (("One rank", alone), ("Every rank of jobs of several", of_jobs)):
+    for title, group in (("One rank", alone), ("Every rank of jobs with several ranks", of_jobs)):
         if group:
-            lines += [f"### {title}", _versions(group), "", *_summary(group), "", *_steps(group), ""]
+            lines += [f"### {title}", _versions(group, hardware), "", *_summary(group), "", *_steps(group), ""]
     return "\n".join(lines)
 
 
-def _versions(pairs: Sequence[Pair]) -> str:
+def _versions(pairs: Sequence[Pair], hardware: str) -> str:
     seen = {
-        f"{record.backend} ({', '.join(f'{package} {version}' for package, version in record.versions.items())})"
+        f"{record.backend}, {hardware_of(record, hardware)} ({', '.join(f'{package} {version}' for package, version in record.versions.items())})"
         for pair in pairs
         for record in (pair.measured,)
     }

@@ -1,7 +1,8 @@
-"""Many measured settings as one Markdown page: what each saves and costs, with the versions that were seen."""
+"""Many measured settings as one Markdown page: what each saves and costs, on which hardware and with which versions."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ _COLUMNS = (
     "setting",
     "peak GiB",
     "saved GiB",
-    "moved GiB",
-    "made again GiB",
+    "transferred GiB",
+    "recomputed GiB",
     "R",
     "left GiB",
     "reserved GiB",
@@ -49,22 +50,26 @@ class Result:
                 raise ValueError(
                     "a measured step where a result must be, with record and seconds: give it with --steps"
                 )
-            raise ValueError(f"fields are {sorted(values)}, must be record and seconds: write the file anew")
-        return cls(StepRecord.from_dict(values["record"]), tuple(values["seconds"]))
+            raise ValueError(f"fields are {sorted(values)}, must be record and seconds: measure the settings again")
+        seconds = values["seconds"]
+        if not isinstance(seconds, list) or not seconds or not all(_is_time(second) for second in seconds):
+            raise ValueError(f"seconds are {seconds!r}, must be a list of positive numbers: measure the settings again")
+        return cls(StepRecord.from_dict(values["record"]), tuple(seconds))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON-ready values."""
         return {"record": self.record.to_dict(), "seconds": list(self.seconds)}
 
 
-def results_page(results: Iterable[Result]) -> str:
-    """Writes a table for each scenario, in the order of the results; each setting is held against the scenario's plain.
+def results_page(results: Iterable[Result], hardware: str = "") -> str:
+    """Writes one table per scenario, in the order of the results; each setting is compared with none.
 
     Args:
-        results: Of any scenarios; each has one without settings.
+        results: Results of any scenarios; each scenario has one without settings.
+        hardware: What the steps ran on, for records that do not say it.
 
     Raises:
-        ValueError: If a scenario has no result without settings, or there is no result.
+        ValueError: If a scenario has no completed result without settings, or there is no result.
     """
     groups: dict[Scenario, list[Result]] = {}
     for result in results:
@@ -74,12 +79,16 @@ def results_page(results: Iterable[Result]) -> str:
     lines = [_HEAD.strip(), ""]
     for scenario, group in groups.items():
         name = f"{scenario}"
-        plain = next((result for result in group if result.record.settings == MemorySettings()), None)
+        plain = next(
+            (result for result in group if result.record.settings == MemorySettings() and result.record.status == "ok"),
+            None,
+        )
         if plain is None:
-            raise ValueError(f"{name} has no result without settings, must have one to hold others against: measure it")
+            raise ValueError(f"{name} has no result without settings, must have one to compare with: measure it")
         versions = ", ".join(f"{package} {version}" for package, version in plain.record.versions.items())
         repeats = min(len(result.seconds) for result in group)
-        lines += [f"## {name}", f"On {plain.record.backend}: {versions}. Median of {repeats} steps.", ""]
+        where = f"{plain.record.backend}, {hardware_of(plain.record, hardware)}"
+        lines += [f"## {name}", f"Measured on {where}, with {versions}. Median of {repeats} steps.", ""]
         lines += _table([_row(result, plain) for result in group])
         lines.append("")
     return "\n".join(lines)
@@ -87,18 +96,29 @@ def results_page(results: Iterable[Result]) -> str:
 
 _HEAD = """
 # Results
-What each recompute and offload module saves and costs, measured on the machine that each table names. Made by
-`memlab results` from the records beside this page, never by hand.
+What each recompute and offload module saves and costs, measured on the hardware that each table names. Written by
+`memlab results` from the records next to this page, never by hand.
 
 - **peak**: the most bytes allocated in the step, parameters, gradients and optimizer state included.
-- **saved**: plain's peak less this one; below zero it costs.
-- **moved**: what activation offload copied to the host. **made again**: what backward computed a second time.
-- **R** = saved / moved, or saved / made again where nothing moved: 1 if each byte touched was a byte off the peak.
-- **left**: alive after the step beyond parameters, gradients and optimizer state.
+- **saved**: the peak without settings minus this peak; below zero the setting costs memory.
+- **transferred**: bytes that activation offload copied to the host. **recomputed**: bytes that backward recomputed.
+- **R** = saved / transferred, or saved / recomputed if nothing was transferred: 1 if every such byte lowered the peak.
+- **left**: bytes allocated after the step beyond parameters, gradients and optimizer state.
 - **reserved**: the most that torch's allocator held of the device.
-- **step**: forward, backward and optimizer, metered. **spread**: from the first to the third quarter of the steps, as a
-  share of the median; where it is wide, the host was slower than the GPU, and times tell little. **x**: against plain.
+- **step**: forward, backward and optimizer, with the meter on. **spread**: the interquartile range of the step times as
+  a share of their median; where it is wide, the host was slower than the GPU, and times say little. **x**: the step time
+  as a multiple of the step without settings.
 """
+
+
+def hardware_of(record: StepRecord, given: str = "") -> str:
+    """Returns what a step ran on: what its record says, or else what the caller knows of it."""
+    recorded: dict[str, str] = getattr(record, "hardware", {})  # empty in records of memlab 0.1.0
+    return ", ".join(f"{name} {value}" for name, value in recorded.items()) or given or "hardware not recorded"
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _row(result: Result, plain: Result) -> tuple[str, ...]:
