@@ -33,11 +33,11 @@ def accuracy_page(pairs: Sequence[Pair], hardware: str = "") -> str:
 
 
 def _versions(pairs: Sequence[Pair], hardware: str) -> str:
-    seen = {
-        f"{record.backend}, {hardware_of(record, hardware)} ({', '.join(f'{package} {version}' for package, version in record.versions.items())})"
-        for pair in pairs
-        for record in (pair.measured,)
-    }
+    seen = set()
+    for pair in pairs:
+        record = pair.measured
+        versions = ", ".join(f"{package} {version}" for package, version in record.versions.items())
+        seen.add(f"{record.backend}, {hardware_of(record, hardware)} ({versions})")
     predicted = pairs[0].predicted.versions
     here = ", ".join(f"{package} {version}" for package, version in predicted.items())
     return f"Measured on {'; '.join(sorted(seen))}. Predicted with {here}."

@@ -105,9 +105,9 @@ What each recompute and offload module saves and costs, measured on the hardware
 - **R** = saved / transferred, or saved / recomputed if nothing was transferred: 1 if every such byte lowered the peak.
 - **left**: bytes allocated after the step beyond parameters, gradients and optimizer state.
 - **reserved**: the most that torch's allocator held of the device.
-- **step**: forward, backward and optimizer, with the meter on. **spread**: the interquartile range of the step times as
-  a share of their median; where it is wide, the host was slower than the GPU, and times say little. **x**: the step time
-  as a multiple of the step without settings.
+- **step**: forward, backward and optimizer, with the meter on. **spread**: the interquartile range of the step times,
+  as a share of their median; where it is wide, the host was slower than the GPU, and times say little. **x**: the step
+  time as a multiple of the step without settings.
 """
 
 
