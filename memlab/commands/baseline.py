@@ -1,4 +1,4 @@
-"""Refreshes the baselines of a suite from a run of it."""
+"""Updates the baselines of a suite from one of its runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memlab.commands.output import out_path
+
 if TYPE_CHECKING:
     from memlab.regression.refresh import Refresh
 
@@ -15,17 +17,25 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    update = actions.add_parser("update", help="write them anew, printing old and new", allow_abbrev=False)
-    update.add_argument("suite", type=Path, metavar="SUITE", help="such as papermill_runs/suites/cpu.yaml")
-    update.add_argument("--only", metavar="PATTERN", help="only cases whose name has it; * and ? stand for any letters")
-    update.add_argument("--run", type=Path, metavar="FOLDER", help="of a run (the suite's newest)")
+    update = actions.add_parser(
+        "update", help="write the baselines again, and print old and new values", allow_abbrev=False
+    )
+    update.add_argument(
+        "suite", type=Path, metavar="SUITE", help="a suite file, such as papermill_runs/suites/cpu.yaml"
+    )
+    update.add_argument(
+        "--only", metavar="PATTERN", help="update only cases whose name contains PATTERN; * and ? match any letters"
+    )
+    update.add_argument(
+        "--run", type=out_path, metavar="FOLDER", help="the run to take them from (default: the newest run of the suite)"
+    )
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Checks the suite, and that the run is one that baselines can be taken from.
+    """Checks the suite, and that baselines can be taken from the run.
 
     Raises:
-        ValueError: If it is not: no run, a failed case in it, or a case that was run with other parameters.
+        ValueError: If there is no such run, one of its cases failed, or a case was run with other parameters.
     """
     from memlab.regression.refresh import plan_refresh
     from memlab.regression.suite.suite import read_suite
@@ -35,14 +45,17 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     return lambda: _write(refresh, suite.baselines_folder)
 
 
-def _write(refresh: Refresh, folder: Path) -> int:
-    from memlab.regression.run.disk import DiskFullError, full_disk_is_told
-
+def _write(refresh: Refresh, baselines_folder: Path) -> int:
     try:
-        with full_disk_is_told(folder, "what is not named above is as it was: free some space, and update again"):
-            for line in refresh.write():
-                print(line)
-    except DiskFullError as error:
-        print(error, file=sys.stderr)
+        for line in refresh.write():
+            print(line)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        print(
+            f"{baselines_folder} cannot be written ({error.strerror or error}): baselines that are not named above are "
+            "as they were: free some space, and update again",
+            file=sys.stderr,
+        )
         return 1
     return 0

@@ -1,4 +1,4 @@
-"""Runs a suite of labs and holds each against its baseline."""
+"""Runs a suite of labs and compares each with its baseline."""
 
 from __future__ import annotations
 
@@ -9,25 +9,35 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memlab.commands.output import out_path
 from memlab.commands.process import terminate_on_signal
 
 if TYPE_CHECKING:
     from memlab.regression.nightly import Options
     from memlab.regression.suite.suite import Case, Suite
 
-_MOST_JOBS = 4
+_MAX_JOBS = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
-    parser.add_argument("suite", type=Path, metavar="SUITE", help="such as papermill_runs/suites/cpu.yaml")
+    parser.add_argument("suite", type=Path, metavar="SUITE", help="a file such as papermill_runs/suites/cpu.yaml")
     parser.add_argument(
-        "--jobs", type=int, metavar="N", help=f"cases at a time (one a core, at most {_MOST_JOBS}; on cuda 1)"
+        "--jobs",
+        type=int,
+        metavar="N",
+        help=f"how many cases run at the same time (default: one per core, at most {_MAX_JOBS}; 1 on cuda)",
     )
-    parser.add_argument("--only", metavar="PATTERN", help="only cases whose name has it; * and ? stand for any letters")
-    parser.add_argument("--allow-missing", action="store_true", help="let a case pass that has no baseline yet")
-    parser.add_argument("--keep", type=int, metavar="N", help="how many runs stay, this one counted (14)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="of the runs (papermill_runs/runs)")
+    parser.add_argument(
+        "--only", metavar="PATTERN", help="run only cases whose name contains PATTERN; * and ? match any letters"
+    )
+    parser.add_argument("--allow-missing", action="store_true", help="let cases without a baseline pass")
+    parser.add_argument(
+        "--keep", type=int, metavar="N", help="how many runs of this suite to keep, this one included (default: 14)"
+    )
+    parser.add_argument(
+        "--out", type=out_path, metavar="FOLDER", help="the folder of the kept runs (default: papermill_runs/runs)"
+    )
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
@@ -40,7 +50,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     from memlab.regression.suite.suite import read_suite
 
     suite = read_suite(arguments.suite)
-    own_jobs = min(os.cpu_count() or 1, _MOST_JOBS) if suite.backend != "cuda" else 1
+    own_jobs = min(os.cpu_count() or 1, _MAX_JOBS) if suite.backend != "cuda" else 1
     options = Options(
         jobs=own_jobs if arguments.jobs is None else arguments.jobs,
         allow_missing=arguments.allow_missing,
@@ -52,23 +62,37 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
 
 def _run(suite: Suite, cases: tuple[Case, ...], options: Options) -> int:
-    from memlab.regression.nightly import run_suite
+    from memlab.regression.nightly import NothingKeptError, run_suite
     from memlab.regression.report.summary_text import summary_table
-    from memlab.regression.run.disk import DiskFullError
 
     print(
-        f"running {len(cases)} of {len(suite.cases)} cases of {suite.name} on {suite.backend}, {options.jobs} at a time"
+        f"running {len(cases)} of {len(suite.cases)} cases of {suite.name} on {suite.backend}, "
+        f"{options.jobs} at the same time",
+        flush=True,
     )
     try:
         with terminate_on_signal() as signals:
-            summary, folder = run_suite(suite, cases, options, lambda line: print(line, flush=True))
-    except DiskFullError as error:
-        print(error, file=sys.stderr)
+            summary, run_folder = run_suite(suite, cases, options, lambda line: print(line, flush=True))
+    except OSError as error:
+        print(
+            f"the folder of runs, {options.runs_folder or suite.runs_folder}, cannot be written "
+            f"({error.strerror or error}): nothing of this run was kept, earlier runs and baselines are as they were: "
+            "free some space, keep fewer runs with --keep, or give another folder with --out",
+            file=sys.stderr,
+        )
         return 1
-    except KeyboardInterrupt:
-        print("interrupted: no case had ended, so nothing of this run was kept; all else is as it was", file=sys.stderr)
-        return 130
-    print(
-        f"\n{summary_table(summary)}\n\n{summary.headline} in {summary.seconds:.0f} s\nreport: {folder / 'index.html'}"
-    )
-    return 128 + signals[0] if summary.not_run else 1 if summary.red else 0
+    except NothingKeptError as error:
+        print(error, file=sys.stderr)
+        return 128 + signals[0]
+    table = summary_table(summary).encode("utf-8", "backslashreplace").decode("utf-8")
+    print(f"\n{table}\n\n{summary.headline} in {summary.seconds:.0f} s\nreport: {run_folder / 'index.html'}")
+    if signals:
+        print("a signal ended this nightly: " + _kept(len(summary.results), len(summary.not_run)))
+        return 128 + signals[0]
+    return 1 if summary.red else 0
+
+
+def _kept(num_cases: int, num_not_run: int) -> str:
+    if num_not_run:
+        return f"the {num_cases - num_not_run} cases that had ended are kept, and {num_not_run} did not run"
+    return "all of its cases had ended, and all are kept"

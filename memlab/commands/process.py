@@ -47,7 +47,7 @@ def terminate_on_signal() -> Iterator[list[int]]:
         sys.exit(128 + number)
 
     # In the background of a shell script SIGINT is ignored, and stays so.
-    handled = [signal.SIGTERM, signal.SIGHUP, signal.SIGINT]
+    handled = [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT]
     previous = {number: signal.getsignal(number) for number in handled if signal.getsignal(number) != signal.SIG_IGN}
     for number in previous:
         signal.signal(number, end)

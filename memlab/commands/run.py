@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memlab.commands.output import out_path
 from memlab.commands.process import terminate_on_signal
 
 if TYPE_CHECKING:
@@ -27,12 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar=("NAME", "VALUE"),
-        help="a parameter of the notebook; may be repeated",
+        help="value of a parameter of the notebook; may be repeated",
     )
     parser.add_argument(
-        "--timeout", type=float, default=1800.0, metavar="SECONDS", help="end the run after that long (1800)"
+        "--timeout", type=float, default=1800.0, metavar="SECONDS", help="time limit of the run (default: 1800)"
     )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help=f"of the run (a new one in {_RUNS_FOLDER})")
+    parser.add_argument(
+        "--out", type=out_path, metavar="FOLDER", help=f"the folder of the run (default: a new one in {_RUNS_FOLDER})"
+    )
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
@@ -47,9 +52,16 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
     if twice:
         raise ValueError(f"parameter {twice[0]} is given twice, must be given once: leave one -p {twice[0]} out")
-    folder = arguments.out or _RUNS_FOLDER / f"{datetime.now(UTC):%Y-%m-%d_%H%M%S}_{arguments.notebook.stem}"
-    lab = prepare_lab(arguments.notebook, dict(arguments.parameters), folder, arguments.timeout)
+    output = arguments.out or _new_folder(arguments.notebook.stem)
+    lab = prepare_lab(arguments.notebook, dict(arguments.parameters), output, arguments.timeout)
     return lambda: _run(lab)
+
+
+def _new_folder(stem: str) -> Path:
+    """Names a folder that does not exist; if another run takes it meanwhile, the run takes the next number."""
+    name = f"{datetime.now(UTC):%Y-%m-%d_%H%M%S}_{stem[:100]}"
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(path for path in map(_RUNS_FOLDER.joinpath, names) if not path.exists())
 
 
 def _run(lab: PreparedLab) -> int:
@@ -58,7 +70,14 @@ def _run(lab: PreparedLab) -> int:
     print(f"running {_shown(lab.notebook)}", flush=True)
     try:
         with terminate_on_signal():
-            run = lab.run(on_progress=lambda line: print(line, flush=True))
+            run = lab.run(on_progress=_print)
+    except OSError as error:
+        print(
+            f"the run cannot be written to {_shown(lab.folder)} ({error.strerror or error}): nothing of it was kept: "
+            "free some space, or give another folder with --out",
+            file=sys.stderr,
+        )
+        return 1
     except LabFailedError as failure:
         print(f"{failure}\nits notebook, page and log are in {_shown(failure.folder)}", file=sys.stderr)
         return 1
@@ -66,6 +85,11 @@ def _run(lab: PreparedLab) -> int:
     print(f"  notebook  {_shown(run.folder / 'notebook.ipynb')}")
     print(f"  page      {_shown(run.folder / 'page.html')}")
     return 0
+
+
+def _print(line: str) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the run goes on; the last lines below find that nothing reads them
+        print(line.encode("utf-8", "backslashreplace").decode("utf-8"), flush=True)
 
 
 def _shown(path: Path) -> Path:

@@ -1,7 +1,7 @@
-"""The last cell of every lab: what was measured, handed to whoever ran the notebook.
+"""The last cell of every lab: `finish` passes what was measured to the process that ran the notebook.
 
-In a headless run the figures go to the run's folder as plain files. Interactively they are only shown. Either way
-the cell's output carries them under a MIME type of their own, which is how the runner knows that the last cell ran.
+In a headless run `finish` writes the figures into the run's folder as plain files. Interactively it only shows them.
+Either way the cell's output has them under a MIME type of their own, by which the runner knows that the last cell ran.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ RUN_FOLDER_VARIABLE = "MEMLAB_RUN_FOLDER"
 """Environment variable that names the folder of a headless run."""
 METRICS_MIMETYPE = "application/vnd.memlab.metrics+json"
 
-_RECORD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
+RECORD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,99}")
+"""Names of records, which are also names of folders."""
+_MAX_INTEGER = 2**63
 
 
 class Metrics:
-    """What a lab measured; shown as one line a record."""
+    """What a lab measured; shown as one line per record."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
@@ -49,21 +51,23 @@ def finish(records: Mapping[str, StepRecord], **extra: float) -> Metrics:
     """Ends a lab: keeps the figures of its records. Call it once, as the last line of the cell tagged ``record``.
 
     Args:
-        records: What was measured, by a short name that also serves as a folder's name.
-        **extra: Further metrics, each a finite number.
+        records: What was measured, by a short name that is also used as the name of a folder.
+        **extra: Further metrics: finite numbers below 2**63.
 
     Returns:
-        The metrics, to be shown.
+        The metrics, for the notebook to show.
 
     Raises:
-        ValueError: If there is no record, a name is no folder name, a number is not finite, or the run has its metrics.
+        ValueError: If there is no record, a name cannot name a folder, a number is not finite, or `finish` was already
+            called in this run.
     """
     if not records:
         raise ValueError("finish got no records, must be at least one: pass {'a-name': lab.step()}")
     for name in records:
-        if not _RECORD_NAME.fullmatch(name):
+        if not RECORD_NAME.fullmatch(name):
             raise ValueError(
-                f"record name {name!r} cannot name a folder, must be letters, digits and _ . + -: give a plain name"
+                f"record name {name!r} cannot name a folder, must be at most 100 letters, digits and _ . + -: "
+                "give a plain name"
             )
     for name, value in extra.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -90,13 +94,15 @@ def _check_finite(owner: str, values: Mapping[str, object]) -> None:
     for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"metric {name} of {owner} is {value}, must be finite: look at the step that gave it")
+        if isinstance(value, int) and abs(value) >= _MAX_INTEGER:
+            raise ValueError(f"metric {name} of {owner} has {value.bit_length()} bits, must be below 2**63: scale it")
 
 
 def _write(folder: Path, records: Mapping[str, StepRecord], values: dict[str, Any]) -> None:
     target = folder / "metrics.json"
     if target.exists():
-        raise ValueError(f"{target} is there already, and finish must be called once: call it in the last cell only")
-    # Aside first, then renamed: whoever reads metrics.json reads all of it, and finds every record.
+        raise ValueError(f"{target} already exists, and finish must be called once: call it in the last cell only")
+    # Written aside, then renamed: a process that reads metrics.json reads all of it, and finds every record.
     aside = folder / "records.partial"
     for name, record in records.items():
         record.save(aside / name)

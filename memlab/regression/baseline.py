@@ -1,17 +1,20 @@
-"""Baselines: what each case must measure, one small text file a case, changed only by an explicit command.
+"""Baselines: what each case must measure, one small text file per case, changed only by an explicit command.
 
-A file holds the gated metrics, sorted, one a line, and what they were measured under, so that a difference can be
-shown with the setting that changed. Times are left out: they differ from run to run, and the file would too.
+A file holds the gated metrics, sorted, one per line, and the scenario, settings and versions that they were measured
+under, so that a report can name the setting that changed. Times are left out: they differ from run to run, and the
+file would too.
 """
 
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from memlab.regression.checked_json import build, one_line, read_json
 from memlab.regression.compare import tolerance
 from memlab.regression.measured import Measured, RecordMeasured
 
@@ -28,7 +31,7 @@ _ON_ONE_LINE = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Baseline:
-    """What a case measured once, and when that was."""
+    """What a case measured once, and when."""
 
     backend: str
     case: str
@@ -37,9 +40,18 @@ class Baseline:
     commit: str
     measured: Measured
 
+    def check_case(self, case: str) -> None:
+        """Checks that the baseline is that of a case.
+
+        Raises:
+            ValueError: If it is that of another.
+        """
+        if self.case != case:
+            raise ValueError(f"it is of case {self.case}")
+
 
 def baseline_path(folder: Path, case: str) -> Path:
-    """Returns where a case's baseline stands."""
+    """Returns the path of a case's baseline."""
     return folder / f"{case}.json"
 
 
@@ -47,32 +59,29 @@ def read_baseline(path: Path) -> Baseline | None:
     """Reads a baseline; None if there is no such file.
 
     Raises:
-        ValueError: If the file is no baseline; the message names it and says what to do.
+        ValueError: If the file is not a baseline; the message names it and says what to do.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+    if not path.exists() and not path.is_symlink():
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(_refusal(path, str(error))) from error
     try:
-        values = json.loads(text)
-        measured = Measured.from_dict(values["measured"])
-        baseline = Baseline(**values | {"measured": measured})
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(_refusal(path, str(error))) from error
-    if baseline.case != path.stem:
-        raise ValueError(_refusal(path, f"it is of case {baseline.case}"))
+        baseline = build(Baseline, read_json(path))
+        baseline.measured.check()
+        baseline.check_case(path.stem)
+    except ValueError as error:
+        raise ValueError(
+            f"baseline {path} cannot be read ({one_line(error)}): bring it back with `git checkout -- {path.name}` in "
+            "its folder, or write it again with `memlab baseline update`"
+        ) from error
     return baseline
 
 
 def write_baseline(path: Path, baseline: Baseline) -> None:
-    """Writes a baseline in the place of the one that was there; whoever reads sees one of them, whole."""
+    """Writes a baseline in the place of the old one; a reader sees one of the two, whole."""
     gated = {name: _gated(record, baseline.backend) for name, record in baseline.measured.records.items()}
     measured = replace(baseline.measured, records=gated).to_dict()
     values = {name: getattr(baseline, name) for name in baseline.__slots__} | {"measured": measured}
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.stem[:80]}.{uuid.uuid4().hex[:8]}.partial")
     try:
         partial.write_text(_text(values) + "\n", encoding="utf-8")
         partial.replace(path)
@@ -86,7 +95,7 @@ def _gated(record: RecordMeasured, backend: str) -> RecordMeasured:
 
 
 def _text(values: Mapping[str, Any], indent: str = "") -> str:
-    """Writes JSON with its keys sorted, a metric a line, and whole the line of what only explains."""
+    """Writes JSON with sorted keys: one metric per line, and each mapping that only explains on one line."""
     inner = indent + " "
     lines = []
     for name, value in sorted(values.items()):
@@ -96,11 +105,3 @@ def _text(values: Mapping[str, Any], indent: str = "") -> str:
             text = json.dumps(value, sort_keys=True, allow_nan=False)
         lines.append(f"{inner}{json.dumps(name)}: {text}")
     return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
-
-
-def _refusal(path: Path, reason: str) -> str:
-    reason = reason.partition("\n")[0]
-    return (
-        f"baseline {path} cannot be read ({reason}): bring it back with `git checkout -- {path.name}` in its folder, "
-        "or write it anew with `memlab baseline update`"
-    )

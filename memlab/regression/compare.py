@@ -1,14 +1,14 @@
-"""What a case measured, held against its baseline: which metrics are gated, how tightly, and what differs.
+"""Compares what a case measured with its baseline: which metrics are gated, how tightly, and which of them changed.
 
 | metric | cpu, simulated | cuda |
 | --- | --- | --- |
 | bytes, counts and other numbers | exactly | within 0.1 %, bytes (and parts of a peak) also within 4 MiB |
 | a record's status | exactly | exactly |
-| loss | exactly, where torch, megatron-core and the processor are the baseline's; else reported | reported |
+| loss | exactly if torch, megatron-core and the processor are those of the baseline; else reported | reported |
 | reserved bytes, times and rates | reported | reported |
 
-Too low fails like too high: a peak that fell says that something is no longer done, or that the baseline is to be
-refreshed. A loss is the sum of a million roundings, which another processor or another torch takes in another order.
+Too low fails like too high: a peak that fell means that the step no longer does something, or that the baseline must
+be updated. A loss is the sum of a million roundings, which another processor or another torch takes in another order.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from memlab.regression.measured import Measured, MetricValue, RecordMeasured
 from memlab.units import format_bytes
 
 _CUDA_TOLERANCE = 0.001
-# The caching allocator leaves rests of up to 1 MiB unsplit, here and there as the cache happens to be: a difference of
-# two peaks, small beside both, is off by a few of them.
+# The caching allocator leaves remainders of up to 1 MiB unsplit, depending on the blocks that happen to be cached: a
+# difference of two large peaks is off by a few of them.
 _CUDA_SLACK_BYTES = 4 * 1024**2
 _MODULES_OF = {
     "peak_": "peak_by_module",
@@ -32,41 +32,41 @@ _MODULES_OF = {
     "residual": "residual_by_module",
     "recomputed": "recomputed_by_module",
 }
-"""By how a metric begins: which field of a record says where its bytes were born."""
-# What a number is made with; memlab's own version and Python's change no rounding.
+"""By the beginning of a metric's name: the field of a record that has the metric's bytes by module."""
+# The packages that compute; memlab's own version and Python's change no rounding.
 _NUMERIC_PACKAGES = ("torch", "megatron-core", "transformer-engine")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """One gated metric that is not what its baseline says."""
+class MetricChange:
+    """One gated metric that differs from its baseline."""
 
     record: str
     metric: str
     baseline: MetricValue | None
     """None if the baseline does not have the metric."""
     now: MetricValue | None
-    """None if the run does not have it."""
+    """None if the run does not have the metric."""
     module: str = ""
-    """Where the largest part of the difference was born, as ``+8.00 MiB in decoder.layers.0.mlp``."""
+    """The module that allocated the largest part of the change, as ``+8.00 MiB in decoder.layers.0.mlp``."""
     changed: str = ""
-    """The parameters, settings and versions that are not the baseline's."""
+    """The parameters, settings and versions that differ from the baseline's."""
 
     @property
     def is_missing(self) -> bool:
-        """Whether there was nothing to hold the metric against."""
+        """Whether the baseline has nothing to compare the metric with."""
         return self.baseline is None
 
     @property
     def share(self) -> float:
-        """How far it is off as a share of the baseline; infinite where one side has none, or no number."""
+        """The size of the change as a share of the baseline; infinite if one side has no number."""
         if isinstance(self.baseline, str) or isinstance(self.now, str) or not self.baseline or self.now is None:
             return math.inf
         return abs(self.now - self.baseline) / abs(self.baseline)
 
     @property
     def difference(self) -> str:
-        """How far it is off, in words."""
+        """The size of the change, in words."""
         if self.baseline is None:
             return "not in the baseline"
         if self.now is None:
@@ -81,12 +81,12 @@ class Difference:
 
 
 def tolerance(metric: str, backend: str, *, same_rounding: bool) -> float | None:
-    """Returns by which share of its baseline a metric may be off; None if it is reported and never gated.
+    """Returns the share of its baseline by which a metric may differ; None if the metric is reported and never gated.
 
     Args:
         metric: Its name, as in `RecordMeasured.metrics`.
-        backend: Where it was measured.
-        same_rounding: Whether both sides were made by the same packages on the same processor.
+        backend: The backend that measured it.
+        same_rounding: Whether both sides were computed by the same packages on the same processor.
     """
     if metric.endswith(("seconds", "per_second", "_ms")) or "reserved" in metric:
         return None
@@ -103,10 +103,10 @@ def has_same_rounding(baseline: Measured, now: Measured) -> bool:
     return same_packages and baseline.machine == now.machine
 
 
-def compare(baseline: Measured, now: Measured, backend: str) -> list[Difference]:
-    """Returns the gated metrics that differ, those that matter most first."""
+def compare_with_baseline(baseline: Measured, now: Measured, backend: str) -> list[MetricChange]:
+    """Returns the gated metrics that changed, the most important first."""
     same_rounding = has_same_rounding(baseline, now)
-    found: list[tuple[int, Difference]] = []
+    found: list[tuple[int, MetricChange]] = []
     for record in baseline.records | now.records:
         before = baseline.records.get(record, RecordMeasured(metrics={}))
         after = now.records.get(record, RecordMeasured(metrics={}))
@@ -114,14 +114,14 @@ def compare(baseline: Measured, now: Measured, backend: str) -> list[Difference]
         for rank, metric in enumerate(after.metrics | before.metrics):
             share = tolerance(metric, backend, same_rounding=same_rounding)
             old, new = before.metrics.get(metric), after.metrics.get(metric)
-            is_whole = isinstance(old, int) or isinstance(new, int)  # a share of bytes is none
+            is_whole = isinstance(old, int) or isinstance(new, int)  # a ratio of bytes is not a number of bytes
             slack = _CUDA_SLACK_BYTES if backend == "cuda" and is_whole and _counts_bytes(metric) else 0
             if share is None or _agree(old, new, share, slack):
                 continue
             module = _module(metric, before, after)
-            difference = Difference(record=record, metric=metric, baseline=old, now=new, module=module, changed=changed)
-            found.append((rank, difference))
-    return [difference for _, difference in sorted(found, key=lambda pair: pair[0])]
+            change = MetricChange(record=record, metric=metric, baseline=old, now=new, module=module, changed=changed)
+            found.append((rank, change))
+    return [change for _, change in sorted(found, key=lambda pair: pair[0])]
 
 
 def _counts_bytes(metric: str) -> bool:
@@ -130,7 +130,7 @@ def _counts_bytes(metric: str) -> bool:
 
 def _agree(old: MetricValue | None, new: MetricValue | None, share: float, slack: int) -> bool:
     if slack and (old is None) != (new is None):
-        old, new = old or 0, new or 0  # a part of which nothing happened to be alive has no metric
+        old, new = old or 0, new or 0  # a category of which nothing was allocated has no metric
     if isinstance(old, (int, float)) and isinstance(new, (int, float)):
         return abs(new - old) <= max(share * abs(old), slack)
     return old == new
@@ -139,7 +139,7 @@ def _agree(old: MetricValue | None, new: MetricValue | None, share: float, slack
 def _changes(baseline: Measured, now: Measured, before: RecordMeasured, after: RecordMeasured) -> Iterator[str]:
     yield from _changed("parameter", baseline.parameters, now.parameters)
     if before.metrics and after.metrics:
-        # What a parameter says is not said again.
+        # The lines for the parameters name these already.
         scenarios = [
             {name: value for name, value in _flat(side.scenario).items() if name not in now.parameters}
             for side in (before, after)
@@ -150,7 +150,7 @@ def _changes(baseline: Measured, now: Measured, before: RecordMeasured, after: R
 
 
 def _flat(scenario: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a scenario with its layout's sizes beside the rest; those that an older memlab did not have are usual."""
+    """Returns a scenario with the sizes of its layout as fields; sizes that an older memlab did not have are usual."""
     sizes: dict[str, Any] = asdict(Layout()) | scenario.get("layout", {})
     return {name: value for name, value in scenario.items() if name != "layout"} | sizes
 
@@ -174,9 +174,9 @@ def _module(metric: str, before: RecordMeasured, after: RecordMeasured) -> str:
     old: dict[str, int] = getattr(before, by_module)
     new: dict[str, int] = getattr(after, by_module)
     if any(figures.metrics.get(metric) and not parts for figures, parts in ((before, old), (after, new))):
-        return ""  # a baseline of before memlab kept these parts, or a record without a timeline
+        return ""  # the baseline is older than these figures, or the record has no timeline
     deltas = {name: new.get(name, 0) - old.get(name, 0) for name in old | new}
-    # Where the peak moved to another moment some modules have more and some less: of interest are those with the trend.
+    # If the peak is at another moment, some modules have more bytes and some have fewer: name one that follows the sum.
     direction = 1 if sum(deltas.values()) >= 0 else -1
     name = max(deltas, key=lambda name: direction * deltas[name], default="")
     if not deltas.get(name):

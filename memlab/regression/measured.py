@@ -1,8 +1,7 @@
-"""What a case measured, as plain data: what a run keeps in its summary, and what a baseline is made of."""
+"""What a case measured, as plain data: a run keeps it in its summary, and a baseline is made of it."""
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -12,13 +11,15 @@ from typing import Any, TypeAlias
 from memlab.config.architectures import Architecture
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.record.metrics import RECORD_NAME
 from memlab.record.step_record import StepRecord
+from memlab.regression.checked_json import build, one_line, read_json
 from memlab.regression.suite.parameters import ParameterValue
 
 MetricValue: TypeAlias = int | float | str
 
 LAB = "(lab)"
-"""Stands in the place of a record's name for the metrics that a lab handed over beside its records."""
+"""In the place of a record's name: the metrics that a lab passed to `finish` in addition to its records."""
 
 _METRICS = (
     "status",
@@ -37,22 +38,22 @@ _METRICS_BY_NAME = ("offloaded_bytes_by_module", "offloaded_bytes_by_group", "pe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordMeasured:
-    """The figures of one record, and what they were measured under."""
+    """The figures of one record, and the scenario and settings that they were measured under."""
 
     metrics: dict[str, MetricValue]
-    """By name, what matters most first; those by module or category as ``peak_by_category/activations``."""
+    """By name, the most important first; a figure by module or category as ``peak_by_category/activations``."""
     peak_by_module: dict[str, int] = field(default_factory=dict)
-    """Says where a difference comes from; not compared by itself."""
+    """Shows where a difference comes from; it is not compared by itself."""
     residual_by_module: dict[str, int] = field(default_factory=dict)
     recomputed_by_module: dict[str, int] = field(default_factory=dict)
-    """Like `peak_by_module`, of what is left at the step's end, and of what backward made again."""
+    """Like `peak_by_module`, for the bytes left at the end of the step and the bytes that backward recomputed."""
     scenario: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
-    """Those that are on."""
+    """The settings that are on."""
 
     @property
     def settings_name(self) -> str:
-        """The settings as tables and legends name them; empty where there are none."""
+        """The settings as tables and legends name them; empty if there are none."""
         return str(MemorySettings.from_dict(self.settings)) if self.settings else ""
 
 
@@ -64,7 +65,7 @@ class Measured:
     parameters: dict[str, ParameterValue]
     versions: dict[str, str]
     machine: str
-    """The processor: results of floating point are only equal on equal ones."""
+    """The processor: floating-point results are only equal on equal processors."""
     records: dict[str, RecordMeasured]
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,33 +77,42 @@ class Measured:
         """Builds what `to_dict` returned.
 
         Raises:
-            ValueError: If a field is missing, unknown, or not of its type.
+            ValueError: If a field is missing, unknown, or not of its type, or a number is not finite.
         """
-        try:
-            records = {name: RecordMeasured(**record) for name, record in values["records"].items()}
-            measured = cls(**dict(values) | {"records": records})
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"fields are missing or unknown ({error})") from error
-        wrong = [
-            f"{record}: {name} is {value!r}"
-            for record, figures in measured.records.items()
-            for name, value in figures.metrics.items()
-            if isinstance(value, bool) or not isinstance(value, (int, float, str))
-        ]
-        if wrong or not all(isinstance(part, dict) for part in (measured.parameters, measured.versions)):
-            raise ValueError(wrong[0] if wrong else "parameters or versions are no mapping")
+        measured = build(cls, values)
+        measured.check()
         return measured
+
+    def check(self) -> None:
+        """Checks what the types of the fields do not say.
+
+        Raises:
+            ValueError: If a record has no status or peak, or a layout that is not a mapping.
+        """
+        for name, record in self.records.items():
+            if name != LAB and not isinstance(record.metrics.get("peak_allocated_bytes"), int):
+                raise ValueError(f"records.{name} has no peak_allocated_bytes, must have a whole number")
+            if name != LAB and not isinstance(record.metrics.get("status"), str):
+                raise ValueError(f"records.{name} has no status, must have a text")
+            if not isinstance(record.scenario.get("layout", {}), dict):
+                raise ValueError(f"records.{name}.scenario.layout is not a mapping")
 
 
 def read_measured(folder: Path, lab: str, parameters: Mapping[str, ParameterValue], backend: str) -> Measured:
-    """Reads the figures that a lab's last cell left in the folder of its run.
+    """Reads the figures that a lab's last cell wrote into the folder of its run.
 
     Raises:
-        ValueError: If a record was made on another backend.
+        ValueError: If ``metrics.json`` or a record is damaged, or a record was made on another backend.
     """
-    handed_over = json.loads((folder / "metrics.json").read_text())
+    path = folder / "metrics.json"
+    try:
+        written = build(_Written, read_json(path))
+    except ValueError as error:
+        raise ValueError(f"{path.name} cannot be read ({one_line(error)}): let `finish` alone write it") from error
     records = {}
-    for name in handed_over["records"]:
+    for name in written.records:
+        if not RECORD_NAME.fullmatch(name):
+            raise ValueError(f"{path.name} names a record {name!r}, which is not a folder: let `finish` alone write it")
         record = StepRecord.load(folder / "records" / name)
         values = record.to_dict()
         if values["backend"] != backend:
@@ -113,24 +123,33 @@ def read_measured(folder: Path, lab: str, parameters: Mapping[str, ParameterValu
         metrics = {key: values[key] for key in _METRICS if values[key] is not None}
         for key in _METRICS_BY_NAME:
             metrics |= {f"{key}/{part}": num_bytes for part, num_bytes in values[key].items()}
-        scenario = _told(values["scenario"])
         records[name] = RecordMeasured(
             metrics=metrics,
             peak_by_module=values["peak_by_module"],
             residual_by_module=record.residual_by_module,
             recomputed_by_module=record.recomputed_by_module,
-            scenario=scenario,
+            scenario=_unusual(values["scenario"]),
             settings=_on(values["settings"]),
         )
-    if handed_over["extra"]:
-        records[LAB] = RecordMeasured(metrics=handed_over["extra"])
-    return Measured(
-        lab=lab, parameters=dict(parameters), versions=handed_over["versions"], machine=_machine(), records=records
+    if written.extra:
+        records[LAB] = RecordMeasured(metrics=dict(written.extra))
+    measured = Measured(
+        lab=lab, parameters=dict(parameters), versions=written.versions, machine=_machine(), records=records
     )
+    return Measured.from_dict(measured.to_dict())  # a record on disk may be damaged in ways that only a number shows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Written:
+    """What ``metrics.json`` holds: see `finish`."""
+
+    records: dict[str, dict[str, int | float | str | bool | None]]
+    extra: dict[str, int | float]
+    versions: dict[str, str]
 
 
 def _on(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings that are on, and gradients that stay while the optimizer goes."""
+    """Returns the settings that are on, and ``offload_gradients`` where it is off while the optimizer is offloaded."""
     stay = {"offload_gradients"} if settings["offload_optimizer"] else set()
     return {
         name: value for name, value in settings.items() if value is not None and (value is not False or name in stay)
@@ -149,8 +168,8 @@ def _machine() -> str:
     return " ".join([platform.machine(), facts["model name"], *units])
 
 
-def _told(scenario: dict[str, Any]) -> dict[str, Any]:
-    """Returns a scenario as plain values for a reader, without what is as it always is: one rank, balanced experts."""
+def _unusual(scenario: dict[str, Any]) -> dict[str, Any]:
+    """Returns a scenario for a reader: the architecture by name, and no layout or routing where they are the usual."""
     usual = Scenario.of(architecture=Architecture(**scenario["architecture"])).to_dict()
     nested = ("layout", "routing", "expert_buffers")
     rest = {name: value for name, value in scenario.items() if name not in nested or value != usual[name]}

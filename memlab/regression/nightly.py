@@ -1,35 +1,53 @@
-"""Runs a suite: each case in a process of its own, some at a time, all of them ended whatever happens."""
+"""Runs a suite: each case in a process of its own, several at a time. The results of finished cases are never lost.
+
+An error in a case, its judgement or its part of the report fails that case, with the traceback in its ``log.txt``. A
+signal ends the cases that run, and the report is still written: Python raises the exception of a signal in the main
+thread, so everything that must not be cut short happens in another one.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from memlab.backends import BACKEND_VARIABLE
 from memlab.regression.baseline import baseline_path, read_baseline
-from memlab.regression.compare import compare, has_same_rounding
-from memlab.regression.measured import Measured, read_measured
+from memlab.regression.checked_json import one_line
+from memlab.regression.compare import compare_with_baseline, has_same_rounding
+from memlab.regression.measured import read_measured
 from memlab.regression.report.report import write_reports
-from memlab.regression.run.disk import full_disk_is_told
-from memlab.regression.run.kept_runs import current_commit, free_name, locked, publish, read_history, run_name, staged
+from memlab.regression.run.kept_runs import (
+    current_commit,
+    free_name,
+    locked,
+    publish,
+    read_history,
+    remove_oldest,
+    run_name,
+    staged,
+)
 from memlab.regression.run.process import end_processes
-from memlab.regression.run.runner import LabFailedError, PreparedLab, prepare_lab
-from memlab.regression.suite.suite import Case, Suite
-from memlab.regression.summary import CaseResult, Summary
+from memlab.regression.run.runner import LabFailedError, prepare_lab
+from memlab.regression.suite.suite import PLOTLY_FILE, SUMMARY_FILE, Case, Suite
+from memlab.regression.summary import CaseResult, Summary, failed
 
 KEPT_RUNS = 14
-PLOTLY_FILE = "plotly.min.js"
 
 _QUIET_SECONDS = 10.0
-_DISK_FULL = (
-    "nothing of this run was kept, earlier runs and baselines are as they were: free some space, or keep fewer runs "
-    "with --keep"
-)
+_POLL_SECONDS = 0.2
+
+Outcome = tuple[Summary, Path]
+"""The summary of a kept run, and its folder."""
+
+
+class NothingKeptError(Exception):
+    """The nightly was ended before its first case had ended, so there is no run to keep."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,13 +55,13 @@ class Options:
     """How a suite is run."""
 
     jobs: int = 1
-    """Cases at a time."""
+    """How many cases run at the same time."""
     allow_missing: bool = False
-    """Takes a case without a baseline for passed."""
+    """Whether a case without a baseline passes."""
     keep: int = KEPT_RUNS
-    """How many runs stay in the folder."""
+    """How many runs of the suite stay in the folder of runs, this one included."""
     runs_folder: Path | None = None
-    """None stands for the suite's own."""
+    """The folder of runs; None is the suite's own."""
 
     def __post_init__(self) -> None:
         for name in ("jobs", "keep"):
@@ -53,127 +71,150 @@ class Options:
 
 def run_suite(
     suite: Suite, cases: Sequence[Case], options: Options, on_progress: Callable[[str], object] = print
-) -> tuple[Summary, Path]:
-    """Runs cases of a suite, holds each against its baseline, and keeps the run.
+) -> Outcome:
+    """Runs cases of a suite, compares each with its baseline, and keeps the run.
 
-    A run that Ctrl-C or a request to terminate ends early is kept too, with the cases that had ended by then; the
-    others are ``not run``.
+    If Ctrl-C or another signal that raises in the main thread ends the nightly, it keeps the run with the cases that
+    had ended by then; the others have the status ``not run``. A signal while the report is written changes nothing.
 
     Args:
         suite: What `read_suite` returned.
-        cases: Those of its cases that run.
-        options: How.
-        on_progress: Called with one line, from one thread at a time.
+        cases: The cases of the suite that run.
+        options: How they run.
+        on_progress: Called with one line, from one thread at a time. A broken pipe does not end the nightly.
 
     Returns:
         The summary, and the folder of the run.
 
     Raises:
-        DiskFullError: If the folder of runs has no room. Earlier runs and baselines are as they were.
-        KeyboardInterrupt: If it is ended before its first case has; nothing is kept then. `SystemExit` likewise.
+        NothingKeptError: If a signal ended the nightly before its first case had ended.
+        OSError: If the folder of runs cannot be written. Earlier runs and baselines are as they were.
     """
-    started, clock = datetime.now(UTC), time.monotonic()
-    runs_folder = (options.runs_folder or suite.runs_folder).resolve()
-    commit = current_commit(suite.path.parent)
-    name = run_name(started, commit, suite.backend)
-    with full_disk_is_told(runs_folder, _DISK_FULL), staged(runs_folder, name, on_progress) as staging:
-        _write_plotly(staging)
-        results = _Cases(suite, staging, options, on_progress).run(cases)
-        with locked(runs_folder, on_progress):
-            target = runs_folder / free_name(runs_folder, name)
-            summary = Summary(
-                suite=suite.name,
-                backend=suite.backend,
-                name=target.name,
-                commit=commit,
-                started=started.isoformat(timespec="seconds"),
-                seconds=round(time.monotonic() - clock, 1),
-                results=tuple(results),
-            )
-            history = read_history(runs_folder, suite.name, suite.backend, on_progress)
-            write_reports(staging, summary, history)
-            publish(staging, target, options.keep)
-    return summary, target
+    night = _Night(suite, cases, options, on_progress)
+    future: Future[Outcome] | None = None
+    pool = ThreadPoolExecutor(1)
+    try:
+        future = pool.submit(night.run)
+        return future.result()
+    except (KeyboardInterrupt, SystemExit):
+        night.ending.set()
+        pool.shutdown()
+        if future is None:
+            raise
+        return future.result()
+
+
+class _Night:
+    """One run of a suite."""
+
+    def __init__(
+        self, suite: Suite, cases: Sequence[Case], options: Options, on_progress: Callable[[str], object]
+    ) -> None:
+        self.ending = threading.Event()
+        """Set by a signal: cases that run are killed, and no other begins."""
+        self._suite = suite
+        self._cases = cases
+        self._options = options
+        self._on_progress = on_progress
+        self._reporting = threading.Lock()
+
+    def run(self) -> Outcome:
+        """Runs the cases, and keeps the run."""
+        started, clock = datetime.now(UTC), time.monotonic()
+        runs_folder = (self._options.runs_folder or self._suite.runs_folder).resolve()
+        commit = current_commit(self._suite.path.parent)
+        name = run_name(started, commit, self._suite.backend)
+        with staged(runs_folder, name, self._report) as staging:
+            results = self._run_cases(staging)
+            if self.ending.is_set() and all(result.status == "not run" for result in results):
+                raise NothingKeptError("interrupted: no case had ended, so nothing of this run was kept")
+            with locked(runs_folder, self._report):
+                history = read_history(runs_folder, self._suite.name, self._suite.backend, self._report)
+                target = runs_folder / free_name(runs_folder, name)
+                summary = Summary(
+                    suite=self._suite.name,
+                    backend=self._suite.backend,
+                    name=target.name,
+                    commit=commit,
+                    started=started.isoformat(timespec="seconds"),
+                    seconds=round(time.monotonic() - clock, 1),
+                    results=tuple(results),
+                    number=max((kept.number for _, kept in history), default=0) + 1,
+                )
+                staging.mkdir(exist_ok=True)  # a notebook may have removed it
+                _write_plotly(staging)
+                try:
+                    summary = write_reports(staging, summary, history)
+                except OSError:
+                    raise
+                except Exception:
+                    # An error of the page itself, not of a case: it is raised, and the results are kept.
+                    if (staging / SUMMARY_FILE).is_file():
+                        publish(staging, target)
+                    raise
+                publish(staging, target)
+                remove_oldest([*history, (target, summary)], self._options.keep, self._report)
+        return summary, target
+
+    def _run_cases(self, staging: Path) -> list[CaseResult]:
+        with ThreadPoolExecutor(self._options.jobs) as pool:
+            futures = [pool.submit(self._run, case, staging) for case in self._cases]
+            running = set(futures)
+            while running and not self.ending.is_set():
+                ended, running = wait(running, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
+                for future in sorted(ended, key=futures.index):
+                    self._report_end(future.result(), len(futures) - len(running))
+            pool.shutdown(wait=False, cancel_futures=True)
+            # A thread that was about to start its process still starts it, so this repeats until all have ended.
+            while not all(future.done() for future in running):
+                with contextlib.suppress(RuntimeError):  # a process that does not end is the failure of its case
+                    end_processes(staging)
+                wait(running, timeout=_POLL_SECONDS)
+        return [
+            _not_run(case) if future in running else future.result()
+            for case, future in zip(self._cases, futures, strict=True)
+        ]
+
+    def _run(self, case: Case, staging: Path) -> CaseResult:
+        self._report(f"{case.name}: started")
+        clock = time.monotonic()
+        last_reported = clock
+
+        def on_cell(line: str) -> None:
+            nonlocal last_reported
+            if time.monotonic() - last_reported > _QUIET_SECONDS:
+                last_reported = time.monotonic()
+                self._report(f"{case.name}: {line}")
+
+        result = CaseResult(name=case.name, lab=case.notebook.stem, status="failed", seconds=0.0, folder=case.name)
+        try:
+            lab = prepare_lab(case.notebook, case.parameters, staging / case.name, case.timeout_seconds)
+            variables = {BACKEND_VARIABLE: self._suite.backend}
+            run = replace(lab, plotly_js=f"../{PLOTLY_FILE}", variables=variables).run(on_cell)
+            measured = read_measured(run.folder, case.notebook.stem, case.parameters, self._suite.backend)
+            result = _judge(replace(result, measured=measured), self._suite, self._options)
+        except LabFailedError as failure:
+            result = replace(result, folder=failure.folder.name, message=one_line(failure, 1000))
+        except Exception as error:  # noqa: BLE001 - any error is the failure of this case, and the others go on
+            result = failed(result, staging, error)
+        return replace(result, seconds=round(time.monotonic() - clock, 1))
+
+    def _report_end(self, result: CaseResult, num_ended: int) -> None:
+        outcome = result.status if result.is_green else f"{result.status.upper()}: {result.message}"
+        num_cases = str(len(self._cases))
+        count = f"{num_ended:>{len(num_cases)}}/{num_cases}"
+        self._report(f"[{count}] {result.name}: {outcome} ({result.seconds:.0f} s)")
+
+    def _report(self, line: str) -> None:
+        # Progress is not the result: where its reader is gone, the command's last lines will find out.
+        with self._reporting, contextlib.suppress(OSError):
+            self._on_progress(line.encode("utf-8", "backslashreplace").decode("utf-8"))
 
 
 def _write_plotly(staging: Path) -> None:
     from plotly.offline import get_plotlyjs
 
     (staging / PLOTLY_FILE).write_text(get_plotlyjs(), encoding="utf-8")
-
-
-class _Cases:
-    """The cases of one run while they run."""
-
-    def __init__(self, suite: Suite, staging: Path, options: Options, on_progress: Callable[[str], object]) -> None:
-        self._suite = suite
-        self._staging = staging
-        self._options = options
-        self._on_progress = on_progress
-        self._telling = threading.Lock()
-
-    def run(self, cases: Sequence[Case]) -> list[CaseResult]:
-        """Runs all cases; whatever ends this early ends the processes of all."""
-        labs = [prepare_lab(c.notebook, c.parameters, self._staging / c.name, c.timeout_seconds) for c in cases]
-        futures: list[Future[CaseResult]] = []
-        ended: list[Future[CaseResult]] = []
-        with ThreadPoolExecutor(self._options.jobs) as pool:
-            try:
-                futures += [pool.submit(self._run, case, lab) for case, lab in zip(cases, labs, strict=True)]
-                for future in as_completed(futures):
-                    ended.append(future)
-                    result = future.result()
-                    outcome = result.status if result.is_green else f"{result.status.upper()}: {result.message}"
-                    count = f"{len(ended):>{len(str(len(cases)))}}/{len(cases)}"
-                    self._tell(f"[{count}] {result.name}: {outcome} ({result.seconds:.0f} s)")
-            except BaseException as error:
-                ended = [future for future in futures if future.done()]
-                pool.shutdown(wait=False, cancel_futures=True)
-                # A thread that was about to start its process starts it still, so this asks until all have ended.
-                while not all(future.done() for future in futures):
-                    end_processes(self._staging)
-                    wait(futures, timeout=0.2)
-                if not ended or not isinstance(error, (KeyboardInterrupt, SystemExit)):
-                    raise
-        return [
-            future.result() if future in ended else _not_run(case) for case, future in zip(cases, futures, strict=True)
-        ]
-
-    def _run(self, case: Case, lab: PreparedLab) -> CaseResult:
-        self._tell(f"{case.name}: started")
-        clock = time.monotonic()
-        last_told = clock
-
-        def on_cell(line: str) -> None:
-            nonlocal last_told
-            if time.monotonic() - last_told > _QUIET_SECONDS:
-                last_told = time.monotonic()
-                self._tell(f"{case.name}: {line}")
-
-        message, folder = "", lab.folder
-        variables = {BACKEND_VARIABLE: self._suite.backend}
-        measured: Measured | None = None
-        try:
-            run = replace(lab, plotly_js=f"../{PLOTLY_FILE}", variables=variables).run(on_cell)
-            measured = read_measured(run.folder, case.notebook.stem, case.parameters, self._suite.backend)
-        except LabFailedError as failure:
-            message, folder = str(failure), failure.folder
-        except ValueError as error:
-            message = str(error)
-        result = CaseResult(
-            name=case.name,
-            lab=case.notebook.stem,
-            status="passed" if measured else "failed",
-            seconds=round(time.monotonic() - clock, 1),
-            folder=folder.name,
-            message=message,
-            measured=measured,
-        )
-        return _judge(result, self._suite, allow_missing=self._options.allow_missing)
-
-    def _tell(self, line: str) -> None:
-        with self._telling:
-            self._on_progress(line)
 
 
 def _not_run(case: Case) -> CaseResult:
@@ -183,38 +224,37 @@ def _not_run(case: Case) -> CaseResult:
         status="not run",
         seconds=0.0,
         folder=case.name,
-        message="the nightly was ended before this case was: run it with --only",
+        message="the nightly was ended before this case had ended: run it with --only",
     )
 
 
-def _judge(result: CaseResult, suite: Suite, *, allow_missing: bool) -> CaseResult:
-    """Holds what a case measured against its baseline."""
-    if result.measured is None:
-        return result
+def _judge(result: CaseResult, suite: Suite, options: Options) -> CaseResult:
+    """Compares what a case measured with its baseline."""
+    assert result.measured is not None
     path = baseline_path(suite.baselines_folder, result.name)
     try:
         baseline = read_baseline(path)
     except ValueError as error:
         return replace(result, status="bad baseline", message=str(error))
     if baseline is None:
-        if allow_missing:
-            return replace(result, status="new", message="no baseline yet, which --allow-missing lets pass")
+        if options.allow_missing:
+            return replace(result, status="new", message="no baseline yet, and --allow-missing lets it pass")
         command = f"memlab baseline update {suite.shown_path} --only {result.name}"
         return replace(
             result, status="no baseline", message=f"it has no baseline yet: look at its figures, then {command}"
         )
-    differences = compare(baseline.measured, result.measured, suite.backend)
-    gating = [difference for difference in differences if not (allow_missing and difference.is_missing)]
+    changes = compare_with_baseline(baseline.measured, result.measured, suite.backend)
+    gating = [change for change in changes if not (options.allow_missing and change.is_missing)]
     message = ""
     if gating:
         num_metrics = f"{len(gating)} metric{' differs' if len(gating) == 1 else 's differ'}"
         message = f"{num_metrics} from the baseline of {baseline.date}, commit {baseline.commit}"
     elif not has_same_rounding(baseline.measured, result.measured):
-        message = "loss is reported only: the baseline was made with other packages or on another processor"
+        message = "loss is only reported: the baseline was measured with other packages or on another processor"
     return replace(
         result,
         status="changed" if gating else "passed",
         message=message,
-        differences=tuple(differences),
+        differences=tuple(changes),
         baseline=baseline.measured,
     )

@@ -1,4 +1,4 @@
-"""Refreshes baselines from a run, and says of every metric what it was and what it is now."""
+"""Updates baselines from a run, and prints the old and the new value of every metric that changed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memlab.regression.baseline import Baseline, baseline_path, read_baseline, write_baseline
-from memlab.regression.compare import compare, has_same_rounding
+from memlab.regression.compare import compare_with_baseline, has_same_rounding
 from memlab.regression.measured import Measured
 from memlab.regression.report.summary_text import value_text
 from memlab.regression.run.kept_runs import read_history
@@ -17,7 +17,7 @@ from memlab.regression.summary import Summary, read_summary
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refresh:
-    """Baselines that were checked and are not written yet."""
+    """New baselines that were checked, and are not written yet."""
 
     suite: Suite
     summary: Summary
@@ -52,8 +52,8 @@ def plan_refresh(suite: Suite, cases: Sequence[Case], run: Path | None = None) -
 
     Args:
         suite: What `read_suite` returned.
-        cases: Those whose baselines are meant.
-        run: The folder of the run; None stands for the suite's newest.
+        cases: The cases whose baselines are updated.
+        run: The folder of the run; None is the newest run of the suite.
 
     Raises:
         ValueError: If there is no such run, one of its cases failed, or it was run with other parameters.
@@ -67,7 +67,7 @@ def plan_refresh(suite: Suite, cases: Sequence[Case], run: Path | None = None) -
     failed = [result.name for result in summary.results if result.status == "failed"]
     if failed:
         raise ValueError(
-            f"run {summary.name} has failed cases, must have none for baselines to be taken from it: mend "
+            f"run {summary.name} has failed cases, must have none for baselines to be taken from it: fix "
             f"{', '.join(failed)}, run the suite again, or give another run with --run"
         )
     measured = {result.name: result.measured for result in summary.results if result.measured is not None}
@@ -100,23 +100,24 @@ def _newest(suite: Suite) -> Summary:
 
 
 def _changes(path: Path, measured: Measured, backend: str) -> Iterator[str]:
-    """Yields what a baseline's file would say anew; nothing if it says the same already."""
+    """Yields what would change in the file of a baseline; nothing if it has the same figures already."""
     try:
         old = read_baseline(path)
     except ValueError as error:
-        yield f"new, in the place of a file that could not be read ({error})"
+        yield f"new, instead of a file that could not be read ({error})"
         return
     if old is None:
         num_metrics = sum(len(record.metrics) for record in measured.records.values())
         yield f"new, {num_metrics} metrics of {len(measured.records)} records"
         return
-    differences = compare(old.measured, measured, backend)
-    for d in differences:
-        yield f"{d.record} {d.metric}: {value_text(d.baseline)} -> {value_text(d.now)} ({d.difference})"
-    if not differences and not has_same_rounding(old.measured, measured):
-        yield "no metric beyond its tolerance, loss taken anew on other packages or another processor"
-    elif not differences and _modules(old.measured) != _modules(measured):
-        yield "no metric beyond its tolerance, the modules behind them anew"
+    changes = compare_with_baseline(old.measured, measured, backend)
+    for change in changes:
+        values = f"{value_text(change.baseline)} -> {value_text(change.now)}"
+        yield f"{change.record} {change.metric}: {values} ({change.difference})"
+    if not changes and not has_same_rounding(old.measured, measured):
+        yield "no metric beyond its tolerance; new loss, measured with other packages or on another processor"
+    elif not changes and _modules(old.measured) != _modules(measured):
+        yield "no metric beyond its tolerance; new figures by module"
 
 
 def _modules(measured: Measured) -> list[tuple[Mapping[str, int], ...]]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import traceback
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from memlab.regression.compare import Difference
+from memlab.regression.checked_json import build, one_line, read_json
+from memlab.regression.compare import MetricChange
 from memlab.regression.measured import Measured
+from memlab.regression.run.runner import append_to_log
+from memlab.regression.suite.suite import SUMMARY_FILE
 
 Status = Literal["passed", "new", "changed", "no baseline", "bad baseline", "failed", "not run"]
 GREEN: tuple[Status, ...] = ("passed", "new")
-"""``new`` has no baseline, which was allowed."""
-
-SUMMARY_FILE = "summary.json"
+"""``new`` has no baseline, and ``--allow-missing`` lets it pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,16 +29,16 @@ class CaseResult:
     status: Status
     seconds: float
     folder: str
-    """Its folder in the run's."""
+    """Name of the case's folder in the folder of the run."""
     message: str = ""
-    """Why it is red, or what is to be known though it is green."""
-    differences: tuple[Difference, ...] = ()
+    """Why it is red, or what the reader should know although it is green."""
+    differences: tuple[MetricChange, ...] = ()
     measured: Measured | None = None
     """None if the lab did not come to its end."""
     baseline: Measured | None = None
 
     def settings_of(self, record: str) -> str:
-        """Returns the settings of a record as tables and legends name them; empty where it has none."""
+        """Returns the settings of a record as tables and legends name them; empty if it has none."""
         if self.measured is None or record not in self.measured.records:
             return ""
         return self.measured.records[record].settings_name
@@ -47,6 +49,23 @@ class CaseResult:
         return self.status in GREEN
 
 
+def failed(result: CaseResult, run_folder: Path, error: Exception) -> CaseResult:
+    """Returns a case as failed because of an error, whose traceback goes into the case's ``log.txt``.
+
+    Args:
+        result: The case; its figures are dropped, as the error may lie in them. Its records stay in its folder.
+        run_folder: Holds the case's folder.
+        error: What stopped the case, its judgement or its part of the report.
+    """
+    message = one_line(error, 1000) if isinstance(error, ValueError) else f"{type(error).__name__}: {one_line(error)}"
+    try:
+        (run_folder / result.folder).mkdir(parents=True, exist_ok=True)
+        append_to_log(run_folder / result.folder, "".join(traceback.format_exception(error)))
+    except OSError as unwritable:
+        message += f" (its log could not be written: {unwritable.strerror})"
+    return replace(result, status="failed", message=message, differences=(), measured=None, baseline=None)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
     """How a run went."""
@@ -54,12 +73,14 @@ class Summary:
     suite: str
     backend: str
     name: str
-    """Of the run's folder."""
+    """Name of the run's folder."""
     commit: str
     started: str
     """UTC, ISO 8601."""
     seconds: float
     results: tuple[CaseResult, ...]
+    number: int = 0
+    """Counts the runs of a folder, so that they sort in the order of making even if the clock was set back."""
 
     @property
     def red(self) -> tuple[CaseResult, ...]:
@@ -80,40 +101,45 @@ class Summary:
         """The cases that had not ended when the run was ended."""
         return tuple(result for result in self.results if result.status == "not run")
 
-    def write(self, folder: Path) -> None:
-        """Writes ``summary.json``."""
+    def to_json(self) -> str:
+        """Returns the text of ``summary.json``."""
         values = asdict(self)
         for result in values["results"]:
-            del result["baseline"]  # stands in its own file
+            del result["baseline"]  # it has a file of its own
         values = {"status": "red" if self.red else "green"} | values
-        (folder / SUMMARY_FILE).write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        return json.dumps(values, indent=1, allow_nan=False) + "\n"
+
+    def write(self, folder: Path) -> None:
+        """Writes ``summary.json``."""
+        (folder / SUMMARY_FILE).write_text(self.to_json(), encoding="utf-8")
 
 
 def read_summary(folder: Path) -> Summary:
     """Reads the summary of a run.
 
     Raises:
-        ValueError: If the folder has none, or one of another form.
+        ValueError: If the folder has none, or one that is damaged or of another version.
     """
     path = folder / SUMMARY_FILE
     if not path.is_file():
         raise ValueError(f"{folder} holds no {SUMMARY_FILE}: give the folder of a nightly's run")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        values.pop("status")
-        return Summary(**values | {"results": tuple(map(_result, values["results"]))})
-    except (KeyError, TypeError, ValueError) as error:
+        values: Any = read_json(path)
+        if isinstance(values, dict):
+            values.pop("status", None)
+        summary = build(Summary, values)
+        _check(summary)
+    except ValueError as error:
         raise ValueError(
-            f"{path} cannot be read ({error}): it is damaged or of another version, remove its run"
+            f"{path} cannot be read ({one_line(error)}): it is damaged or of another version, remove its run"
         ) from error
+    return summary
 
 
-def _result(values: Mapping[str, Any]) -> CaseResult:
-    measured = values["measured"]
-    return CaseResult(
-        **dict(values)
-        | {
-            "differences": tuple(Difference(**difference) for difference in values["differences"]),
-            "measured": None if measured is None else Measured.from_dict(measured),
-        }
-    )
+def _check(summary: Summary) -> None:
+    datetime.fromisoformat(summary.started)
+    for result in summary.results:
+        if "/" in result.folder or result.folder.startswith("."):
+            raise ValueError(f"folder of case {result.name} is {result.folder!r}, which is not a case's folder")
+        if result.measured is not None:
+            result.measured.check()

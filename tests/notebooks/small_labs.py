@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import nbformat
+
+from memlab.regression.run.runner import LabRun, prepare_lab
 
 PARAMETERS = "count: int = 1\nrate: float = 0.5\nname: str = 'a'\nmodules: list[str] = []\ninteractive: bool = True"
 RECORD = """\
@@ -37,6 +40,17 @@ def write_lab(
     path = folder / f"{name}.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
     return path
+
+
+def run_lab(
+    lab: Path,
+    parameters: dict[str, object],
+    folder: Path,
+    timeout_seconds: float,
+    on_progress: Callable[[str], object] = print,
+) -> LabRun:
+    """Checks a run and runs it."""
+    return prepare_lab(lab, parameters, folder, timeout_seconds).run(on_progress)
 
 
 def set_tag(lab: Path, cell_index: int, tag: str) -> None:

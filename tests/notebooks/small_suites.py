@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from memlab.regression.compare import Difference
+from memlab.regression.compare import MetricChange
 from memlab.regression.measured import Measured, MetricValue, RecordMeasured
 from memlab.regression.summary import CaseResult, Summary
 from tests.notebooks.small_labs import write_lab
@@ -79,7 +79,7 @@ def result_of(name: str = "small", **values: object) -> CaseResult:
     return CaseResult(name=name, **defaults | {"measured": measured()} | values)  # type: ignore[arg-type]
 
 
-def difference_of(**values: object) -> Difference:
+def difference_of(**values: object) -> MetricChange:
     """A peak that rose."""
     defaults: dict[str, object] = {"record": "plain", "metric": "peak_allocated_bytes", "baseline": 2**20, "now": 2**21}
-    return Difference(**defaults | values)  # type: ignore[arg-type]
+    return MetricChange(**defaults | values)  # type: ignore[arg-type]

@@ -9,9 +9,9 @@ import nbformat
 import pytest
 
 import memlab
-from memlab.regression.run.runner import run_lab
 from memlab.regression.suite.notebooks import INTERACTIVE_TAG, PARAMETERS_TAG, RECORD_TAG, has_tag, read_notebook
 from memlab.regression.suite.parameters import INTERACTIVE, read_parameters
+from tests.notebooks.small_labs import run_lab
 
 LABS = sorted((Path(__file__).parents[2] / "labs").glob("*.ipynb"))
 TAGS = {PARAMETERS_TAG, INTERACTIVE_TAG, RECORD_TAG, "exercise", "hide-input"}

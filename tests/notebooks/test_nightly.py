@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from memlab.cli import main
-from memlab.regression.run.kept_runs import free_name, kept_runs, publish, staged
+from memlab.regression.run.kept_runs import free_name, kept_runs, publish, remove_oldest, staged
 from memlab.regression.summary import Summary, read_summary
 from tests.notebooks.small_labs import RECORD
 from tests.notebooks.small_suites import files_below, result_of, summary_of, write_suite
@@ -228,8 +228,8 @@ def test_a_disk_that_fills_up_at_the_end_keeps_nothing_of_the_run(
     monkeypatch.setattr("memlab.regression.nightly.publish", full)
     assert main(["nightly", str(suite), "--allow-missing"]) == 1
     complaint = capfd.readouterr().err
-    assert "no room left in" in complaint
-    assert "earlier runs and baselines are as they were: free some space, or keep fewer runs with --keep" in complaint
+    assert "cannot be written (No space left on device): nothing of this run was kept" in complaint
+    assert "earlier runs and baselines are as they were: free some space, keep fewer runs with --keep" in complaint
     assert complaint.count("\n") == 1
     assert files_below(tmp_path / "papermill_runs") == before
     assert not list((tmp_path / "papermill_runs" / "runs").glob(".*nightly*"))
@@ -242,17 +242,20 @@ def small_disk(tmp_path: Path) -> list[str]:
     script = f'mount -t tmpfs -o size=8m none {tmp_path / "disk"} && exec "$@"'
     prefix = ["unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh"]
     if not shutil.which("unshare") or subprocess.run([*prefix, "true"], check=False, capture_output=True).returncode:
-        pytest.skip("this machine lets nobody mount a small disk")
+        pytest.skip("this machine does not let a user mount a small disk")
     return prefix
 
 
-def test_a_disk_that_fills_up_in_a_case_ends_the_run(tmp_path: Path, small_disk: list[str]) -> None:
+def test_a_disk_that_fills_up_in_a_case_fails_the_case_and_keeps_the_run(tmp_path: Path, small_disk: list[str]) -> None:
     suite = write_suite(tmp_path, ONE.replace("}", ", parameters: {name: filling}}"))
     command = memlab("nightly", suite, "--allow-missing", "--out", tmp_path / "disk")
-    done = subprocess.run([*small_disk, *command], check=False, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"no room left in {tmp_path / 'disk'}"), done.stderr
-    assert done.stderr.count("\n") == 1
+    # The disk is gone with the command, so the command prints what it kept.
+    show = ["sh", "-c", '"$@"; code=$?; cat "$0"/2*/summary.json; exit $code', tmp_path / "disk"]
+    done = subprocess.run([*small_disk, *show, *command], check=False, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "1 of 1 case failed" in done.stdout
+    kept = json.loads(done.stdout[done.stdout.index('{\n "status": "red"') :])
+    assert "No space left on device" in kept["results"][0]["message"]
 
 
 def test_only_the_newest_runs_are_kept(tmp_path: Path) -> None:
@@ -262,7 +265,9 @@ def test_only_the_newest_runs_are_kept(tmp_path: Path) -> None:
         name = f"2026-01-0{day}_abc_cpu"
         with staged(tmp_path, name, print) as staging:
             summary_of(result_of(), name=name).write(staging)
-            publish(staging, tmp_path / name, keep=3)
+            publish(staging, tmp_path / name)
+            history = [(run, read_summary(run)) for run in kept_runs(tmp_path)]
+            remove_oldest(history, 3, pytest.fail)
     assert [run.name[:10] for run in kept_runs(tmp_path)] == ["2026-01-03", "2026-01-04", "2026-01-05"]
     assert by_hand.is_dir(), "only the nightly's own runs are removed"
     assert not list(tmp_path.glob(".*nightly*"))
@@ -273,7 +278,7 @@ def test_two_runs_of_one_second_have_two_names(tmp_path: Path) -> None:
         with staged(tmp_path, "one", print) as staging:
             summary_of(result_of()).write(staging)
             assert free_name(tmp_path, "one") == expected
-            publish(staging, tmp_path / expected, keep=9)
+            publish(staging, tmp_path / expected)
     assert len(kept_runs(tmp_path)) == 3
 
 
@@ -284,7 +289,7 @@ def test_what_a_killed_nightly_left_is_removed_and_a_living_ones_is_not(tmp_path
         (killed / ".alive").touch()
         with staged(tmp_path, "mine", print) as staging:
             summary_of(result_of()).write(staging)
-            publish(staging, tmp_path / "mine", keep=3)
+            publish(staging, tmp_path / "mine")
         assert not killed.exists()
         assert living.is_dir()
         assert kept_runs(tmp_path) == [tmp_path / "mine"]

@@ -8,7 +8,7 @@ import nbformat
 import papermill
 import pytest
 
-from memlab.regression.run.runner import run_lab
+from tests.notebooks.small_labs import run_lab
 
 from .small_labs import write_lab
 

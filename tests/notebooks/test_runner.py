@@ -1,4 +1,4 @@
-"""What the runner takes for a run, and what it leaves of one that was none."""
+"""What the runner takes for a run, and what it leaves of a failed one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from memlab.record.step_record import StepRecord
-from memlab.regression.run.runner import LabFailedError, run_lab
-from tests.notebooks.small_labs import RECORD, set_tag, write_lab
+from memlab.regression.run.runner import LabFailedError
+from tests.notebooks.small_labs import RECORD, run_lab, set_tag, write_lab
 
 WRITE_PIDS = """\
 import os, subprocess, pathlib, time
@@ -110,9 +110,9 @@ def test_a_wrong_parameter_is_refused_before_anything_runs(
     ("cell", "message"),
     [
         (None, "0 cells are tagged 'parameters'"),
-        ("a: int = 1\na: int = 2", "parameter a stands twice"),
+        ("a: int = 1\na: int = 2", "parameter a is twice"),
         ("a: int = 1\nb = a * 2", "line 2, `b = a * 2`, has no literal value: derive values in the next cell"),
-        ("import os", "is no `name: type = literal`"),
+        ("import os", "is not a `name: type = literal`"),
         ("a: int = '8'", "has the default '8', must be a whole number"),
         ("a: str | None = None", "is of type str | None, must be one of int, float, bool, str, list[str]"),
         ("a = {'b': 1}", "is of type dict"),
@@ -132,10 +132,10 @@ def test_two_parameters_cells_are_refused(tmp_path: Path) -> None:
         run_lab(lab, {}, tmp_path / "run", timeout_seconds=120)
 
 
-def test_what_is_no_notebook_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_notebook_is_refused(tmp_path: Path) -> None:
     lab = write_lab(tmp_path)
     lab.write_text("{ not json")
-    with pytest.raises(ValueError, match="is no valid notebook"):
+    with pytest.raises(ValueError, match="is not a valid notebook"):
         run_lab(lab, {}, tmp_path / "run", timeout_seconds=120)
     with pytest.raises(ValueError, match=r"does not exist: give the path of an \.ipynb file"):
         run_lab(tmp_path / "missing.ipynb", {}, tmp_path / "run", timeout_seconds=120)
@@ -158,8 +158,8 @@ def test_a_folder_with_something_in_it_is_not_overwritten(tmp_path: Path) -> Non
     [
         (["1 / 0"], "", "failed in cell 3 of 4 (Part 1): ZeroDivisionError: division by zero"),
         (["import sys\nsys.exit(0)", "2"], "", "failed before cell 4 of 5: the kernel exited early"),
-        ([], "print('the end')", "failed in its last cell: it handed over no metrics"),
-        (["RECORD"], "print('the end')", "failed in its last cell: it handed over no metrics"),
+        ([], "print('the end')", "failed in its last cell: it wrote no metrics"),
+        (["RECORD"], "print('the end')", "failed in its last cell: it wrote no metrics"),
         (["RECORD"], "", "finish must be called once"),
         (
             ["import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"],

@@ -1,4 +1,4 @@
-"""What is held against a baseline and how tightly, and how baselines are read, written and refreshed."""
+"""What is compared with a baseline and how tightly, and how baselines are read, written and updated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from memlab.cli import main
 from memlab.regression.baseline import Baseline, baseline_path, read_baseline, write_baseline
-from memlab.regression.compare import compare
+from memlab.regression.compare import compare_with_baseline
 from memlab.regression.measured import Measured, MetricValue
 from memlab.regression.report.summary_text import changes
 from memlab.regression.summary import read_summary
@@ -47,52 +47,54 @@ def test_bytes_are_exact_on_the_cpu_and_times_are_never_gated(
 ) -> None:
     before = measured(ratio=0.75, reserved_bytes=1, tokens_per_second=1.0)
     after = measured(**{"ratio": 0.75, "reserved_bytes": 1, "tokens_per_second": 1.0, metric: now})
-    assert [d.metric for d in compare(before, after, backend)] == ([metric] if is_red else [])
+    assert [d.metric for d in compare_with_baseline(before, after, backend)] == ([metric] if is_red else [])
 
 
 @pytest.mark.parametrize(("now", "is_red"), [(1.0009, False), (0.9991, False), (1.0011, True), (0.9989, True)])
 def test_bytes_on_a_gpu_may_be_off_by_a_thousandth(now: float, is_red: bool) -> None:
     before, after = (measured(**{PEAK: int(size * 10 * 2**30)}) for size in (1.0, now))
-    assert bool(compare(before, after, "cuda")) == is_red
+    assert bool(compare_with_baseline(before, after, "cuda")) == is_red
 
 
 @pytest.mark.parametrize(
     ("before", "after", "is_red"),
     [(252, 253, False), (252, 248, False), (252, 257, True), (0, 1, False), (1, 0, False), (0, 5, True), (5, 0, True)],
 )
-def test_a_part_of_a_gpu_s_peak_may_be_off_by_the_allocator_s_rests(before: int, after: int, is_red: bool) -> None:
+def test_a_part_of_a_gpu_s_peak_may_be_off_by_the_allocator_s_remainders(before: int, after: int, is_red: bool) -> None:
     metric = "peak_by_category/workspace"
     # A category of which nothing was alive is no metric at all.
     sides = [measured(**({metric: mebibytes * 2**20} if mebibytes else {})) for mebibytes in (before, after)]
-    assert [d.metric for d in compare(*sides, "cuda")] == ([metric] if is_red else [])
-    assert [d.metric for d in compare(*sides, "cpu")] == [metric]
+    assert [d.metric for d in compare_with_baseline(*sides, "cuda")] == ([metric] if is_red else [])
+    assert [d.metric for d in compare_with_baseline(*sides, "cpu")] == [metric]
 
 
-def test_a_loss_is_only_gated_where_it_is_rounded_alike() -> None:
+def test_a_loss_is_only_gated_where_packages_and_processor_are_the_same() -> None:
     now = measured(loss=1.6)
-    assert compare(measured(), now, "cpu")
+    assert compare_with_baseline(measured(), now, "cpu")
     for other in (
         replace(now, machine="aarch64"),
         replace(now, versions=now.versions | {"torch": "3"}),
         replace(now, versions=now.versions | {"megatron-core": "0.19.2"}),
     ):
-        assert not compare(measured(), other, "cpu")
-    assert compare(measured(), replace(now, versions=now.versions | {"memlab": "1", "python": "3.12"}), "cpu")
+        assert not compare_with_baseline(measured(), other, "cpu")
+    assert compare_with_baseline(
+        measured(), replace(now, versions=now.versions | {"memlab": "1", "python": "3.12"}), "cpu"
+    )
 
 
-def test_a_metric_or_record_that_came_or_went_is_a_difference() -> None:
+def test_a_metric_or_record_that_is_new_or_gone_is_a_change() -> None:
     before, after = measured(gone_bytes=1), measured(came_bytes=2)
-    differences = compare(before, after, "cpu")
+    differences = compare_with_baseline(before, after, "cpu")
     assert {(d.metric, d.difference, d.is_missing) for d in differences} == {
         ("gone_bytes", "gone", False),
         ("came_bytes", "not in the baseline", True),
     }
     without = replace(after, records={})
-    assert {d.difference for d in compare(before, without, "cpu")} == {"gone"}
-    assert all(d.is_missing for d in compare(without, after, "cpu"))
+    assert {d.difference for d in compare_with_baseline(before, without, "cpu")} == {"gone"}
+    assert all(d.is_missing for d in compare_with_baseline(without, after, "cpu"))
 
 
-def test_a_difference_names_module_parameter_setting_and_version() -> None:
+def test_a_change_names_module_parameter_setting_and_version() -> None:
     before, after = measured(), measured(**{PEAK: 2**20 + 2**16})
     record = replace(
         after.records["plain"],
@@ -106,7 +108,7 @@ def test_a_difference_names_module_parameter_setting_and_version() -> None:
         parameters={"seq_length": 128},
         versions=after.versions | {"torch": "3"},
     )
-    (difference,) = compare(before, after, "cpu")
+    (difference,) = compare_with_baseline(before, after, "cpu")
     assert difference.difference == "+64.0 KiB (+6.25%)"
     assert difference.module == "+64.0 KiB in decoder.layers.1.mlp"
     assert changes(result_of(differences=(difference,))) == [
@@ -114,40 +116,40 @@ def test_a_difference_names_module_parameter_setting_and_version() -> None:
         "setting offload_modules: expert_fc1+moe_act -> expert_fc1",
         "version of torch: 2 -> 3",
     ]
-    (unexplained,) = compare(before, measured(**{PEAK: 1}), "cpu")
+    (unexplained,) = compare_with_baseline(before, measured(**{PEAK: 1}), "cpu")
     assert changes(result_of(differences=(unexplained,)))[0].startswith("no parameter, setting or version")
 
 
-def test_of_a_layout_the_sizes_that_changed_are_named_and_new_ones_are_usual() -> None:
+def test_the_sizes_of_a_layout_that_changed_are_named_and_a_size_that_a_baseline_lacks_is_the_usual_one() -> None:
     before, after = measured(), measured(**{PEAK: 1})
     old = {"tensor_model_parallel_size": 1, "data_parallel_size": 4}
     new = {"tensor_model_parallel_size": 2, "data_parallel_size": 4, "context_parallel_size": 1}
     for side, layout in ((before, old), (after, new)):
         side.records["plain"].scenario["layout"] = layout
-    (difference,) = compare(before, after, "cpu")
+    (difference,) = compare_with_baseline(before, after, "cpu")
     assert difference.changed == "scenario tensor_model_parallel_size: 1 -> 2"
 
 
-def test_the_module_is_one_that_went_the_way_of_the_peak() -> None:
+def test_the_named_module_changed_in_the_direction_of_the_peak() -> None:
     after = measured(**{PEAK: 2**20 + 2**10})
     modules = {"decoder.layers.0.mlp": 0, "decoder.layers.1.mlp": 2**20 + 2**10}
     after = replace(after, records={"plain": replace(after.records["plain"], peak_by_module=modules)})
-    assert compare(measured(), after, "cpu")[0].module == "+513.0 KiB in decoder.layers.1.mlp"
-    assert compare(after, measured(), "cpu")[0].module == "-513.0 KiB in decoder.layers.1.mlp"
+    assert compare_with_baseline(measured(), after, "cpu")[0].module == "+513.0 KiB in decoder.layers.1.mlp"
+    assert compare_with_baseline(after, measured(), "cpu")[0].module == "-513.0 KiB in decoder.layers.1.mlp"
 
 
 @pytest.mark.parametrize("kind", ["residual", "recomputed"])
-def test_what_is_left_or_made_again_has_modules_of_its_own(kind: str) -> None:
+def test_residual_and_recomputed_bytes_have_modules_of_their_own(kind: str) -> None:
     before, after = measured(**{f"{kind}_bytes": 0}), measured(**{f"{kind}_bytes": 2**16})
     figures = replace(after.records["plain"], **{f"{kind}_by_module": {"decoder.layers.1": 2**16}})
-    (difference,) = compare(before, replace(after, records={"plain": figures}), "cpu")
+    (difference,) = compare_with_baseline(before, replace(after, records={"plain": figures}), "cpu")
     assert difference.module == "+64.0 KiB in decoder.layers.1"
 
 
 def test_a_dropped_offload_module_is_named() -> None:
     after = measured()
     del after.records["plain"].metrics["offloaded_bytes_by_module/moe_act"]
-    (difference,) = compare(measured(), after, "cpu")
+    (difference,) = compare_with_baseline(measured(), after, "cpu")
     assert (difference.metric, difference.difference) == ("offloaded_bytes_by_module/moe_act", "gone")
 
 
@@ -156,7 +158,7 @@ def test_a_baseline_reads_back_and_holds_no_time(tmp_path: Path) -> None:
     write_baseline(path, baseline_of(measured()))
     read = read_baseline(path)
     assert read is not None
-    assert not compare(read.measured, measured(step_seconds=9.0), "cpu")
+    assert not compare_with_baseline(read.measured, measured(step_seconds=9.0), "cpu")
     assert "seconds" not in path.read_text()
     assert list(path.parent.iterdir()) == [path]
     keys = [line.strip().partition(":")[0] for line in path.read_text().splitlines() if line.startswith("     ")]
@@ -245,7 +247,7 @@ def test_an_update_takes_modules_over_that_explain_the_same_metrics(
     root = suite_with_a_run.parents[2]
     write_run(root, replace(now, parameters={"count": 1}), replace(now, parameters={}), date="2026-01-03")
     assert main(["baseline", "update", str(suite_with_a_run), "--only", "one"]) == 0
-    assert capfd.readouterr().out.endswith("one: no metric beyond its tolerance, the modules behind them anew\n")
+    assert capfd.readouterr().out.endswith("one: no metric beyond its tolerance; new figures by module\n")
     assert '"residual_by_module": {"decoder.layers.0": 64}' in baselines(suite_with_a_run)["one.json"]
 
 
@@ -254,16 +256,16 @@ def test_an_update_replaces_a_corrupted_baseline(suite_with_a_run: Path, capfd: 
     damaged = suite_with_a_run.parents[1] / "baselines" / "cpu" / "two.json"
     damaged.write_text("{")
     assert main(["baseline", "update", str(suite_with_a_run)]) == 0
-    assert "two: new, in the place of a file that could not be read" in capfd.readouterr().out
+    assert "two: new, instead of a file that could not be read" in capfd.readouterr().out
     assert read_baseline(damaged) is not None
 
 
-def test_an_update_refuses_what_is_no_whole_run(suite_with_a_run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_update_refuses_a_run_that_is_not_whole(suite_with_a_run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     root = suite_with_a_run.parents[2]
     failed = write_run(root, replace(measured(), parameters={"count": 1}), None, date="2026-01-04")
     other = write_run(root, replace(measured(), parameters={"count": 2}), None, date="2026-01-05")
     refusals = {
-        "": "has failed cases, must have none for baselines to be taken from it: mend two",
+        "": "has failed cases, must have none for baselines to be taken from it: fix two",
         f"--run {failed}": "has failed cases",
         f"--run {root}": "holds no summary.json",
     }
@@ -298,5 +300,8 @@ def test_a_full_disk_leaves_the_old_baselines(
     with monkeypatch.context() as patched:
         patched.setattr(Path, "write_text", full)
         assert main(["baseline", "update", str(suite_with_a_run)]) == 1
-    assert capfd.readouterr().err.startswith(f"no room left in {folder} (No space left on device): what is not named")
+    refusal = (
+        f"{folder} cannot be written (No space left on device): baselines that are not named above are as they were"
+    )
+    assert capfd.readouterr().err.startswith(refusal)
     assert baselines(suite_with_a_run) == before

@@ -1,4 +1,4 @@
-"""The report, the JUnit file and the table: what stands in them, and that any reader can read them."""
+"""The report, the JUnit file and the table: what they contain, and that any reader can read them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ VOID = {"meta", "br", "wbr"}
 
 
 class Checker(HTMLParser):
-    """Holds that tags are closed in order, and collects text, links and ids."""
+    """Checks that tags are closed in order, and collects text, links and ids."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def test_the_page_says_first_what_failed_and_why(tmp_path: Path) -> None:
     assert text.count("✓") == 2
 
 
-def test_what_changed_alike_in_several_cases_is_said_once(tmp_path: Path) -> None:
+def test_a_change_common_to_several_cases_is_named_once(tmp_path: Path) -> None:
     same = replace(CHANGED, name="other")
     pages = [page_of(tmp_path / "alike", summary_of(CHANGED, same, MISSING))]
     unlike = replace(same, differences=(replace(CHANGED.differences[0], changed="parameter seq_length: 64 -> 32"),))
@@ -160,14 +160,14 @@ def test_a_step_is_drawn_over_that_of_a_kept_run_that_agrees_with_the_baseline(t
     assert re.findall(r'class="(?:was|now)" d="(.*?)"', drawing) == [is_now] or "was" not in drawing
 
 
-def test_steps_that_another_version_kept_are_not_drawn_and_the_page_says_so(tmp_path: Path) -> None:
+def test_a_kept_step_that_cannot_be_read_is_not_drawn_and_the_page_says_so(tmp_path: Path) -> None:
     now, kept = tmp_path / "now", tmp_path / "kept"
     for folder in (now, kept):
         record_of(training_step()).save(folder / CHANGED.folder / "records" / "plain")
     with (kept / CHANGED.folder / "records" / "plain" / "timeline.npz").open("wb") as columns:
         np.savez(columns, nanoseconds=np.zeros(1))
     html = page_of(now, summary_of(CHANGED), [(kept, summary_of(result_of(CHANGED.name, measured=measured())))])
-    assert "kept by another version of memlab" in html
+    assert "is not drawn" in html
     assert html.count('<svg class="step"') == 1
 
 

@@ -68,12 +68,12 @@ def test_a_lab_with_a_backend_parameter_is_given_the_suites(tmp_path: Path) -> N
     ("text", "refusal"),
     [
         ("", "is empty, must be a mapping"),
-        ("- a\n", "['a'] is no mapping"),
-        ("backend: [cpu\n", "line 2: no valid YAML (expected ',' or ']'"),
-        ("backend: cpu\nbackend: cpu\n", "line 2: 'backend' stands twice in one mapping"),
+        ("- a\n", "['a'] is not a mapping"),
+        ("backend: [cpu\n", "line 2: not valid YAML (expected ',' or ']'"),
+        ("backend: cpu\nbackend: cpu\n", "line 2: 'backend' is twice in one mapping"),
         ("cases: []\n", "key 'backend' is missing"),
         ("backend: cpu\n", "key 'cases' is missing"),
-        ("backend: cpu\ncases: []\n", "cases is [], must be a list of at least one block"),
+        ("backend: cpu\ncases: []\n", "cases is [], must be a list of blocks"),
         ("backend: tpu\ncases: [{lab: small}]\n", "backend is 'tpu', must be one of cpu"),
         ("backend: auto\ncases: [{lab: small}]\n", "backend is 'auto', must be one of cpu"),
         (
@@ -92,7 +92,7 @@ def test_a_lab_with_a_backend_parameter_is_given_the_suites(tmp_path: Path) -> N
         (BLOCK + "matrix: {count: []}\n", "matrix count is [], must be a list of values"),
         (
             BLOCK + "matrix: {count: [1]}\n    parameters: {count: 1}\n",
-            "count stands under parameters and under matrix",
+            "count is under parameters and under matrix",
         ),
         (BLOCK + "matrix: {count: [1, 01]}\n", "case name small-count=1 is taken, must be unique"),
         (BLOCK + "name: a/b\n", "case name 'a/b' cannot name a folder"),

@@ -1,38 +1,58 @@
-"""One case in the report of a run: why it failed, its differences, its steps drawn, and all its metrics with trends."""
+"""One case in the report of a run: why it failed, what changed, its steps as figures, and the trends of its metrics."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
-from memlab.regression.compare import compare, has_same_rounding, tolerance
+from memlab.regression.checked_json import one_line
+from memlab.regression.compare import compare_with_baseline, has_same_rounding, tolerance
 from memlab.regression.measured import LAB, Measured, MetricValue
 from memlab.regression.report.drawings import step_outline, trend
 from memlab.regression.report.summary_text import changes, value_text
-from memlab.regression.summary import CaseResult, Status, Summary
+from memlab.regression.run.kept_runs import History
+from memlab.regression.summary import CaseResult, Status
 from memlab.units import format_bytes
-
-History = Sequence[tuple[Path, Summary]]
-"""The kept runs, the oldest first."""
 
 _SHOWN_ROWS = 12
 _FEW_ROWS = 4
-"""So few are not worth a fold."""
+"""So few more rows are shown instead of folded."""
 _MESSAGE_INSIDE: tuple[Status, ...] = ("passed", "changed")
-"""Their lines say something shorter, or nothing: the message waits until the case is opened."""
+"""The line of such a case is shorter or empty: its message is inside."""
 
 
-class CaseSections:
-    """The sections of a run's cases.
+def section(result: CaseResult, body: str, common_changes: str, *, is_open: bool = False) -> str:
+    """Returns the HTML of a case.
+
+    Args:
+        result: How the case went.
+        body: The HTML inside of it.
+        common_changes: Changes that the page names elsewhere, and so not in this section.
+        is_open: Whether the section is open at first.
+    """
+    tone, mark = ("green", "✓") if result.is_green else ("red", "✕")
+    lines = list(_why(result))
+    if what_changed(result) not in ("", common_changes):
+        lines.append(f"changed: {arrows(what_changed(result))}")
+    why = "".join(f'<span class="why">{line}</span>' for line in lines)
+    return (
+        f'<details class="case {tone}" id="{anchor(result)}"{" open" if is_open else ""}><summary>'
+        f'<b><span class="mark">{mark}</span>{escape(result.name)}</b>{aside(result)}{why}</summary>'
+        f"<div>{body}</div></details>"
+    )
+
+
+class CaseBodies:
+    """What is inside of the sections of a run's cases.
 
     Args:
         folder: Holds the cases' folders.
-        backend: That the run went on.
+        backend: The run's.
         history: The kept runs before it.
     """
 
@@ -41,31 +61,16 @@ class CaseSections:
         self._backend = backend
         self._history = history
 
-    def section(self, result: CaseResult, common_changes: str, *, is_open: bool = False) -> str:
-        """Returns the HTML of a case.
+    def body(self, result: CaseResult) -> str:
+        """Returns the HTML inside of a case's section."""
+        return "".join(self._parts(result))
 
-        Args:
-            result: How the case went.
-            common_changes: Changes that are said elsewhere, and here no more.
-            is_open: Whether it is unfolded at first.
-        """
-        tone, mark = ("green", "✓") if result.is_green else ("red", "✕")
-        lines = list(_why(result))
-        if what_changed(result) not in ("", common_changes):
-            lines.append(f"changed: {arrows(what_changed(result))}")
-        why = "".join(f'<span class="why">{line}</span>' for line in lines)
-        return (
-            f'<details class="case {tone}" id="{anchor(result)}"{" open" if is_open else ""}><summary>'
-            f'<b><span class="mark">{mark}</span>{escape(result.name)}</b>{aside(result)}{why}</summary>'
-            f"<div>{''.join(self._body(result))}</div></details>"
-        )
-
-    def _body(self, result: CaseResult) -> Iterator[str]:
+    def _parts(self, result: CaseResult) -> Iterator[str]:
         facts = [escape(result.message)] if result.message and result.status in _MESSAGE_INSIDE else []
         if (self._folder / result.folder / "page.html").is_file():
             facts.append(f'<a href="{quote(result.folder)}/page.html">its notebook</a>')
-        elif result.status == "failed":
-            facts.append(f'<a href="{quote(result.folder)}/log.txt">its log</a> (it ended before there was a page)')
+        if result.status == "failed":
+            facts.append(f'<a href="{quote(result.folder)}/log.txt">its log</a>')
         yield f'<p class="soft">{" · ".join(facts)}</p>'
         if result.differences:
             yield from _differences(result)
@@ -89,15 +94,17 @@ class CaseSections:
                 continue
             peak = int(measured.records[record].metrics["peak_allocated_bytes"])
             caption = f"<b>{escape(record)}</b> peak {format_bytes(peak)}"
-            before = None
+            label = f"{record}: device bytes over the events of the step"
+            drawing = step_outline(now, None, label)
             if result.baseline is not None and record in result.baseline.records:
                 was = int(result.baseline.records[record].metrics["peak_allocated_bytes"])
                 caption += f", baseline {format_bytes(was)}" if was != peak else ", as the baseline"
                 try:
                     before = _timeline(reference, record) if reference is not None else None
-                except ValueError:
-                    caption += "; the baseline's steps were kept by another version of memlab and are not drawn"
-            drawing = step_outline(now, before, f"{record}: device bytes over the events of the step")
+                    drawing = step_outline(now, before, label)
+                except Exception as error:  # noqa: BLE001 - a damaged file of an earlier run is no fault of this case
+                    caption += f"; the step of run {escape(reference.parent.name if reference else '')} is not drawn: "
+                    caption += escape(one_line(error))
             figures.append(f"<figure>{drawing}<figcaption>{caption}</figcaption></figure>")
         if not figures:
             return ""
@@ -105,14 +112,14 @@ class CaseSections:
         return f'<h3>Steps <span class="soft">{legend}</span></h3><div class="steps">{"".join(figures)}</div>'
 
     def _reference(self, result: CaseResult) -> Path | None:
-        """The newest kept run of the case that agrees with the baseline: its timelines are the baseline's."""
+        """The case in the newest kept run that agrees with the baseline, whose timelines are those of the baseline."""
         if result.baseline is None:
             return None
         for folder, summary in reversed(self._history):
             for kept in summary.results:
                 if kept.name != result.name or kept.measured is None:
                     continue
-                if not compare(result.baseline, kept.measured, summary.backend):
+                if not compare_with_baseline(result.baseline, kept.measured, summary.backend):
                     return folder / kept.folder
         return None
 
@@ -146,32 +153,32 @@ class CaseSections:
 
 
 def anchor(result: CaseResult) -> str:
-    """Returns the name that links within the page lead to."""
+    """Returns the name that links within the page use."""
     return quote(f"case-{result.name}")
 
 
 def aside(result: CaseResult) -> str:
-    """Returns status and duration, which stand beside a case's name."""
+    """Returns status and duration, for the right of the case's name."""
     return f'<span class="soft">{escape(result.status)} · {result.seconds:.0f} s</span>'
 
 
 def what_changed(result: CaseResult) -> str:
-    """Returns what is not as it was for the baseline, in words; empty unless figures of the case changed."""
+    """Returns the parameters, settings and versions that differ from the baseline's; empty if no figure changed."""
     return "; ".join(changes(result)) if result.status == "changed" else ""
 
 
 def arrows(text: str) -> str:
-    """Returns the HTML of such words."""
+    """Returns the HTML of what `what_changed` returned."""
     return escape(text).replace("-&gt;", "→")
 
 
 def _why(result: CaseResult) -> Iterator[str]:
-    """The reason in a line or two: the difference that matters most, and the one that is the largest."""
+    """The reason in a line or two: the most important change, and the largest one."""
     if result.status != "changed":
         if result.message and result.status not in _MESSAGE_INSIDE:
             yield escape(result.message)
         return
-    # What the peak is made of moves with the peak, and says no more.
+    # The categories of the peak change with the peak, and add nothing to it.
     own = [d for d in result.differences if not d.metric.startswith("peak_by_category")] or [*result.differences]
     shown = list(dict.fromkeys((result.differences[0], max(own, key=lambda difference: difference.share))))
     num_others = len(result.differences) - len(shown)
@@ -187,21 +194,21 @@ def _why(result: CaseResult) -> Iterator[str]:
 
 
 def _differences(result: CaseResult) -> Iterator[str]:
-    """The differences by record, with the module where most of each was born."""
+    """The changes by record, each with the module that allocated most of it."""
     rows: list[str] = []
     for record in dict.fromkeys(difference.record for difference in result.differences):
         rows.append(
             f'<tr><th>{escape(record)} <span class="soft">{escape(result.settings_of(record))}</span></th>'
             "<th class=number>baseline</th><th class=number>now</th><th class=number>difference</th></tr>"
         )
-        told = {""}
+        named = {""}
         for d in result.differences:
             if d.record != record:
                 continue
-            born = "" if d.module in told else f'<div class="soft">largest part {_breakable(d.module)}</div>'
-            told.add(d.module)
+            part = "" if d.module in named else f'<div class="soft">largest part {_breakable(d.module)}</div>'
+            named.add(d.module)
             rows.append(
-                f"<tr><td>{_breakable(d.metric)}{born}</td><td class=number>{escape(value_text(d.baseline))}</td>"
+                f"<tr><td>{_breakable(d.metric)}{part}</td><td class=number>{escape(value_text(d.baseline))}</td>"
                 f'<td class="number off">{escape(value_text(d.now))}</td>'
                 f"<td class=number>{escape(d.difference)}</td></tr>"
             )
@@ -214,7 +221,7 @@ def _differences(result: CaseResult) -> Iterator[str]:
 
 
 def _breakable(name: str) -> str:
-    """A long name that may go on in the next line after a dot, slash or underscore."""
+    """A long name in which a line may break after a dot, slash or underscore."""
     return re.sub(r"[./_]", r"\g<0><wbr>", escape(name))
 
 

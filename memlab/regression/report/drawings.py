@@ -1,6 +1,6 @@
-"""Small pictures for the report, as inline SVG: the trend of a metric, and a step's memory now over the baseline's.
+"""Small figures for the report, as inline SVG: the trend of a metric, and a step's memory over the baseline's.
 
-They take their colours from the page's style sheet, so that they read on light and dark.
+They take their colours from the page's style sheet, so that they are readable in light and dark.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def trend(values: Sequence[float | None], baseline: float | None, label: str) ->
     """Draws a metric over the kept runs, the newest at the right, with its baseline as a dashed line.
 
     Args:
-        values: One a run, the oldest first; None where a run does not have the metric.
-        baseline: None if there is none.
-        label: What a screen reader says.
+        values: One per run, the oldest first; None for a run that does not have the metric.
+        baseline: None if the metric has no baseline.
+        label: Text for screen readers.
     """
     known = [value for value in values if value is not None]
     around = known if baseline is None else [*known, baseline]
@@ -50,15 +50,14 @@ def trend(values: Sequence[float | None], baseline: float | None, label: str) ->
 
 
 def step_outline(now: Timeline, baseline: Timeline | None, label: str) -> str:
-    """Draws the device bytes of a step event by event, over those of the baseline's where there is one.
+    """Draws the device bytes of a step event by event, over those of the baseline if there is one.
 
-    Events, not time, lie along the axis: they are the same every night, so two steps that did the same lie on each
-    other.
+    The axis is in events, not time: they are the same every night, so the lines of two equal steps coincide.
 
     Args:
-        now: The run's.
-        baseline: Of a kept run that agreed with the baseline.
-        label: What a screen reader says.
+        now: The step of the run.
+        baseline: The step of a kept run that agreed with the baseline.
+        label: Text for screen readers.
     """
     drawn = [resample(timeline, axis="event", num_bins=_NUM_BINS) for timeline in (baseline, now) if timeline]
     drawn = [points for points in drawn if len(points)]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree as ET
 
-from memlab.regression.report.summary_text import difference_table
+from memlab.regression.report.summary_text import changes_table
 from memlab.regression.summary import CaseResult, Summary
 
-# What XML 1.0 has no place for; an error message may quote a terminal's colour codes.
+# What no XML 1.0 document may contain; an error message may quote a terminal's colour codes.
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def junit_xml(summary: Summary) -> str:
-    """Returns a document with one test case a case: a lab that did not end is an error, any other red a failure."""
+    """Returns a document with one test case per case: a failed case is an error, any other red case a failure."""
     counts = {
         "tests": str(len(summary.results)),
         "failures": str(sum(result.measured is not None for result in summary.red)),
@@ -30,7 +30,7 @@ def junit_xml(summary: Summary) -> str:
     for result in summary.results:
         _add(suite, summary, result)
     ET.indent(suites)
-    return f'<?xml version="1.0" encoding="UTF-8"?>\n{ET.tostring(suites, encoding="unicode")}\n'
+    return _NOT_XML.sub("?", f'<?xml version="1.0" encoding="UTF-8"?>\n{ET.tostring(suites, encoding="unicode")}\n')
 
 
 def _add(suite: ET.Element, summary: Summary, result: CaseResult) -> None:
@@ -40,10 +40,9 @@ def _add(suite: ET.Element, summary: Summary, result: CaseResult) -> None:
         "time": f"{result.seconds:.1f}",
     }
     case = ET.SubElement(suite, "testcase", attributes)
-    message = _NOT_XML.sub("?", result.message)
     if not result.is_green:
         kind = "error" if result.measured is None else "failure"
-        problem = ET.SubElement(case, kind, {"type": result.status, "message": message})
-        problem.text = _NOT_XML.sub("?", "\n".join([result.message, *difference_table(result, most=None)]))
-    elif message:
-        ET.SubElement(case, "system-out").text = message
+        problem = ET.SubElement(case, kind, {"type": result.status, "message": result.message})
+        problem.text = "\n".join([result.message, *changes_table(result, most=None)])
+    elif result.message:
+        ET.SubElement(case, "system-out").text = result.message

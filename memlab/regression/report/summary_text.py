@@ -1,4 +1,4 @@
-"""A run as plain text: what the command prints at its end, and what CI servers show of a red case."""
+"""A run as plain text: the command prints it at its end, and CI servers show it for a red case."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ _SHOWN_DIFFERENCES = 12
 
 
 def summary_table(summary: Summary) -> str:
-    """Writes a row a case, then each red case with what differs and why."""
+    """Writes one row per case, then each red case with what changed and why."""
     rows = [["case", "status", "time"]]
     rows += [[result.name, result.status, f"{result.seconds:.0f} s"] for result in summary.results]
     lines = _aligned(rows)
     for result in summary.red:
         lines += ["", f"{result.name}: {result.status}", f"  {result.message}"]
-        lines += [f"  {line}" for line in difference_table(result)]
+        lines += [f"  {line}" for line in changes_table(result)]
     return "\n".join(lines)
 
 
-def difference_table(result: CaseResult, most: int | None = _SHOWN_DIFFERENCES) -> list[str]:
-    """Writes a row a difference, the settings of each record in them, and what changed.
+def changes_table(result: CaseResult, most: int | None = _SHOWN_DIFFERENCES) -> list[str]:
+    """Writes one row per changed metric, the settings of each record in them, and what else changed.
 
     Args:
         result: A case.
-        most: How many rows are written; None writes all.
+        most: The maximum number of rows; None writes all.
     """
     if not result.differences:
         return []
@@ -42,7 +42,7 @@ def difference_table(result: CaseResult, most: int | None = _SHOWN_DIFFERENCES) 
 
 
 def changes(result: CaseResult) -> list[str]:
-    """Returns what is not as it was for the baseline, each once, or a line that says that all is."""
+    """Returns the parameters, settings and versions that differ from the baseline's, or a line that says none do."""
     found = dict.fromkeys(part for d in result.differences for part in d.changed.split("; ") if part)
     return list(found) or ["no parameter, setting or version, so look at the code since the baseline's commit"]
 

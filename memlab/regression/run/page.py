@@ -1,7 +1,7 @@
-"""An executed notebook as an HTML file that opens without a network: text, tables and living figures.
+"""An executed notebook as an HTML file that opens without a network: text, tables and interactive figures.
 
-nbconvert's own pages load scripts from the network and leave plotly's figures out, so the body is nbconvert's
-and the rest is here: one copy of plotly.js for all figures, and each figure's table under it.
+nbconvert's own pages load scripts from the network and leave out plotly's figures. So the body is nbconvert's, and this
+module adds one copy of plotly.js for all figures, and the text of each figure under it.
 """
 
 from __future__ import annotations
@@ -15,29 +15,7 @@ from memlab.regression.suite.notebooks import INTERACTIVE_TAG, has_tag, headings
 
 PLOTLY_MIMETYPE = "application/vnd.plotly.v1+json"
 
-_STYLE = """
-body { margin: 2rem auto; max-width: 75rem; padding: 0 1.5rem; color: #1b1f24; background: #fff;
-       font: 16px/1.55 system-ui, sans-serif; }
-h1, h2, h3 { line-height: 1.25; margin: 1.8em 0 .5em; }
-h1 { margin-top: 0; }
-.anchor-link { display: none; }
-code, pre { font: 13.5px/1.45 ui-monospace, Menlo, Consolas, monospace; }
-:not(pre) > code { background: #f0f2f5; border-radius: 3px; padding: .1em .3em; }
-.highlight pre { background: #f6f8fa; border-left: 3px solid #c8d1da; margin: .8em 0; overflow-x: auto;
-                 padding: .7em 1em; }
-.output pre { margin: .5em 0; overflow-x: auto; padding: 0 1em; }
-@media (min-width: 70rem) { .output pre { white-space: pre-wrap; } }
-.output_stderr pre { background: #fdf5e6; padding: .6em 1em; }
-.output_error pre { background: #fdeeee; padding: .6em 1em; }
-table { border-collapse: collapse; }
-th, td { border-bottom: 1px solid #d8dee4; padding: .3em .8em; text-align: left; }
-summary { color: #57606a; cursor: pointer; font-size: 14px; }
-.failure { background: #fdeeee; border-left: 4px solid #b3261e; padding: .8em 1em; }
-.ansi-red-fg, .ansi-red-intense-fg { color: #b3261e; }
-.ansi-green-fg, .ansi-green-intense-fg { color: #1a7f37; }
-.ansi-blue-fg, .ansi-cyan-fg { color: #0550ae; }
-.ansi-bold { font-weight: bold; }
-"""
+_STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
 
 def write_page(notebook_path: Path, page_path: Path, failure: str = "", plotly_js: str = "") -> None:
@@ -45,9 +23,9 @@ def write_page(notebook_path: Path, page_path: Path, failure: str = "", plotly_j
 
     Args:
         notebook_path: The executed notebook.
-        page_path: Where the page goes.
-        failure: Why the run failed; stands at the head of the page.
-        plotly_js: Where the page finds plotly.js, for pages that share a copy; without it the page holds its own.
+        page_path: The file to write.
+        failure: Why the run failed; the page begins with it.
+        plotly_js: Path from the page to a copy of plotly.js that it shares; if empty, the page has its own copy.
 
     Raises:
         ValueError: If the notebook cannot be read.
@@ -71,11 +49,12 @@ def write_page(notebook_path: Path, page_path: Path, failure: str = "", plotly_j
         f"<style>{_STYLE}{HtmlFormatter().get_style_defs('.highlight')}</style>\n{script}\n"
         f"</head><body>\n{banner}{body}\n</body></html>\n",
         encoding="utf-8",
+        errors="replace",  # what a notebook prints may have half a surrogate pair
     )
 
 
 def _draw_figures(notebook: nbformat.NotebookNode) -> int:
-    """Puts HTML in the place of plotly's MIME type, with the text twin folded under it; returns how many there are."""
+    """Replaces plotly's MIME type by HTML with the figure's text folded under it; returns the number of figures."""
     from plotly.io import to_html
 
     num_figures = 0

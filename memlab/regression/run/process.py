@@ -1,4 +1,4 @@
-"""The process of one headless run, as the runner sees it: started, followed, and ended with all that it started."""
+"""The process of one headless run, as the runner sees it: started, monitored, and ended with all that it started."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import psutil
 from memlab.record.metrics import RUN_FOLDER_VARIABLE
 
 _KILL_SECONDS = 30
+_MAX_MESSAGE_LETTERS = 500
 
 
 def execute(
@@ -30,15 +31,15 @@ def execute(
     on_progress: Callable[[str], object],
     variables: Mapping[str, str],
 ) -> str:
-    """Executes a notebook in a process of its own; none is left when this returns.
+    """Executes a notebook in a process of its own; no process of the run is left when this returns.
 
     Args:
         notebook: An absolute path.
         parameters: Values to inject.
-        folder: Takes ``notebook.ipynb``, ``environment.json``, ``log.txt`` and what the last cell hands over.
+        folder: Takes ``notebook.ipynb``, ``environment.json``, ``log.txt`` and what `finish` writes.
         timeout_seconds: Wall-clock limit.
         on_progress: Called with one line for each cell that begins.
-        variables: Of the environment, beside this process's own.
+        variables: Environment variables, in addition to those of this process.
 
     Returns:
         Where and why the execution failed, or an empty text.
@@ -50,7 +51,7 @@ def execute(
             [sys.executable, "-m", "memlab.regression.run.execute", request],
             cwd=folder,
             env=os.environ | variables | {RUN_FOLDER_VARIABLE: str(folder), "PLOTLY_RENDERER": "plotly_mimetype"},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # stays open: where it ends, this process was killed, and the run ends itself
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
@@ -62,7 +63,7 @@ def execute(
         reader = threading.Thread(target=_read, args=(process.stdout, lines))
         reader.start()
         try:
-            return _follow(process, lines, time.monotonic() + timeout_seconds, on_progress)
+            return _monitor(process, lines, time.monotonic() + timeout_seconds, on_progress)
         except TimeoutError as error:
             return f"{error}: it was killed at its limit of {timeout_seconds:g} s: allow more time, or run less"
         finally:
@@ -70,7 +71,7 @@ def execute(
             reader.join()
 
 
-def _follow(
+def _monitor(
     process: subprocess.Popen[str],
     lines: queue.Queue[str | None],
     deadline: float,
@@ -82,7 +83,7 @@ def _follow(
         while (line := lines.get(timeout=max(0.0, deadline - time.monotonic()))) is not None:
             message: dict[str, Any] = json.loads(line)
             if "failure" in message:
-                failure = message["failure"].partition("\n")[0]
+                failure = message["failure"].partition("\n")[0][:_MAX_MESSAGE_LETTERS]
                 continue
             number, num_cells, heading = message["cell"], message["num_cells"], message["heading"]
             where = f"in cell {number} of {num_cells} ({heading})"
@@ -106,13 +107,17 @@ def _exit_name(exit_code: int) -> str:
 
 
 def end_processes(folder: Path) -> None:
-    """Kills whatever still runs for the runs in a folder: their processes, kernels, and what the kernels started.
+    """Kills every process of the runs in a folder, except this one: the runs themselves, kernels, and their children.
 
-    Jupyter starts a kernel in a session of its own, out of reach of a signal to the run's process group. But every
-    process of the run carries the run's folder in its environment, orphans included.
+    Jupyter starts a kernel in a session of its own, out of reach of a signal to the run's process group. But a process
+    of the run has the run's folder in its environment. One that was started with another environment is a descendant
+    of the run's process, which on Linux adopts its orphans (`execute.main`); elsewhere such an orphan is not found.
+
+    Raises:
+        RuntimeError: If a process does not end, as one that waits for a broken disk.
     """
     deadline = time.monotonic() + _KILL_SECONDS
-    while found := [process for process in psutil.process_iter() if _belongs_to(process, folder)]:
+    while found := _processes_of(folder):
         if time.monotonic() > deadline:
             numbers = ", ".join(str(process.pid) for process in found)
             raise RuntimeError(f"processes {numbers} of the run in {folder} do not end: end them by hand")
@@ -122,13 +127,24 @@ def end_processes(folder: Path) -> None:
         time.sleep(0.02)
 
 
-def _belongs_to(process: psutil.Process, folder: Path) -> bool:
-    try:
-        # A killed orphan stays a zombie for as long as nobody collects it.
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return False
-        environment: dict[str, str] = process.environ()
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return False  # gone, or another user's
-    run_folder = environment.get(RUN_FOLDER_VARIABLE)
+def _processes_of(folder: Path) -> set[psutil.Process]:
+    found: set[psutil.Process] = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # it ended, or is another user's
+            if _has_folder(process, folder):
+                found |= {process, *process.children(recursive=True)}
+    return {process for process in found if process.pid != os.getpid() and _is_running(process)}
+
+
+def _has_folder(process: psutil.Process, folder: Path) -> bool:
+    if process.pid == os.getpid():
+        return os.environ.get(RUN_FOLDER_VARIABLE) == str(folder)
+    run_folder = process.environ().get(RUN_FOLDER_VARIABLE)
     return run_folder is not None and Path(run_folder).is_relative_to(folder)
+
+
+def _is_running(process: psutil.Process) -> bool:
+    """Whether a process runs: a killed orphan stays a zombie until its parent collects it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False

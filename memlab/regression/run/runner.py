@@ -1,22 +1,26 @@
-"""Runs a lab headless, under a limit on the clock, into a folder that holds a whole run or is not there.
+"""Runs a lab headless, with a time limit, into a folder that holds a whole run or does not exist.
 
-A run has succeeded when its process ended with 0, every cell that should run has an execution count, and the last
-cell handed over its metrics. Nothing else counts: a notebook whose kernel died, or that called ``sys.exit(0)``, looks
-complete by its metadata.
+A run has succeeded if its process ended with 0, every cell that should run has an execution count, and the last cell
+wrote its metrics. Nothing else counts: a notebook whose kernel died, or that called ``sys.exit(0)``, looks complete by
+its metadata.
 """
 
 from __future__ import annotations
 
-import json
+import errno
+import os
 import shutil
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from memlab.record.metrics import METRICS_MIMETYPE
+from memlab.regression.checked_json import one_line, read_json
 from memlab.regression.run.page import write_page
 from memlab.regression.run.process import execute
 from memlab.regression.suite.notebooks import cells_that_run, check_record_cell, read_notebook
@@ -24,6 +28,8 @@ from memlab.regression.suite.parameters import ParameterValue, read_parameters, 
 
 _WEEK_SECONDS = 7 * 24 * 3600
 _KEPT_OF_A_FAILURE = ("environment.json", "log.txt", "notebook.ipynb", "page.html")
+_MAX_LOG_BYTES = 8 * 2**20
+_NOTEBOOK, _PAGE, LOG_FILE = "notebook.ipynb", "page.html", "log.txt"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +37,7 @@ class LabRun:
     """One headless run that came to its end."""
 
     notebook: Path
-    """The lab that was run; what it became is ``notebook.ipynb`` and ``page.html`` in `folder`."""
+    """The lab that was run; the executed notebook is ``notebook.ipynb`` and ``page.html`` in `folder`."""
     parameters: dict[str, ParameterValue]
     folder: Path
     metrics: dict[str, Any]
@@ -44,21 +50,21 @@ class LabFailedError(Exception):
     def __init__(self, message: str, folder: Path) -> None:
         super().__init__(message)
         self.folder = folder
-        """Where its notebook, page and log are kept; the name ends in ``.failed``."""
+        """The folder that keeps its notebook, page and log; the name ends in ``.failed``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedLab:
-    """A run whose notebook, parameters, folder and limit were checked, and that has not begun."""
+    """A run that has not begun; its notebook, parameters, folder and limit were checked."""
 
     notebook: Path
     parameters: dict[str, ParameterValue]
     folder: Path
     timeout_seconds: float
     plotly_js: str = ""
-    """Where its page finds plotly.js; without it the page holds its own copy, of 5 MB."""
+    """Path from its page to plotly.js; if empty, the page has its own copy of 5 MB."""
     variables: dict[str, str] = field(default_factory=dict)
-    """Of the environment of its process."""
+    """Environment variables of its process."""
 
     def run(self, on_progress: Callable[[str], object] = print) -> LabRun:
         """Runs the lab in a process of its own.
@@ -67,34 +73,45 @@ class PreparedLab:
             on_progress: Called with one line for each cell that begins.
 
         Returns:
-            The run, with the metrics that its last cell handed over.
+            The run, with the metrics that its last cell wrote.
 
         Raises:
             LabFailedError: If the run did not come to its end.
         """
         started = time.monotonic()
-        staging = self.folder.with_name(f".{self.folder.name}.running-{uuid.uuid4().hex[:8]}")
+        staging = self.folder.with_name(f".{self.folder.name[:100]}.running-{uuid.uuid4().hex[:8]}")
         staging.mkdir(parents=True)
         try:
-            failure = execute(
-                self.notebook, self.parameters, staging, self.timeout_seconds, on_progress, self.variables
-            )
-            failure = failure or _judge(staging)
+            failure, details, metrics = self._execute(staging, on_progress)
             if failure:
                 message = f"{self.notebook.name} failed {failure}"
-                raise LabFailedError(message, _keep_failure(staging, self, message))
-            write_page(staging / "notebook.ipynb", staging / "page.html", plotly_js=self.plotly_js)
-            staging.replace(self.folder)
+                raise LabFailedError(message, _keep_failure(staging, self, message, details))
+            folder = _rename(staging, self.folder)
         finally:
-            # Nothing is left of a run that Ctrl-C ended. Of one that was renamed there is nothing here.
+            # Nothing is left of a run that a signal ended. A run that was renamed is no longer here.
             shutil.rmtree(staging, ignore_errors=True)
         return LabRun(
             notebook=self.notebook,
             parameters=self.parameters,
-            folder=self.folder,
-            metrics=json.loads((self.folder / "metrics.json").read_text()),
+            folder=folder,
+            metrics=metrics,
             seconds=time.monotonic() - started,
         )
+
+    def _execute(self, staging: Path, on_progress: Callable[[str], object]) -> tuple[str, str, dict[str, Any]]:
+        """Returns why the run failed, details for the log, and the metrics of a run that did not fail."""
+        try:
+            failure = execute(
+                self.notebook, self.parameters, staging, self.timeout_seconds, on_progress, self.variables
+            )
+            _shorten_log(staging / LOG_FILE)
+            failure = failure or _judge(staging)
+            if failure:
+                return failure, "", {}
+            write_page(staging / _NOTEBOOK, staging / _PAGE, plotly_js=self.plotly_js)
+            return "", "", read_json(staging / "metrics.json")
+        except Exception as error:  # noqa: BLE001 - a notebook is any code, and may leave its folder in any state
+            return f"outside of its cells: {type(error).__name__}: {one_line(error)}", traceback.format_exc(), {}
 
 
 def prepare_lab(
@@ -105,11 +122,11 @@ def prepare_lab(
     Args:
         notebook: A lab, as in ``labs/``. It is not changed by a run.
         parameters: Values for the names in its parameters cell, of their type or as text.
-        output_folder: Made by the run, and only if it succeeds. A failed run is kept beside it, as ``<name>.failed``.
+        output_folder: The run makes it, and only if it succeeds. A failed run is kept next to it, as ``<name>.failed``.
         timeout_seconds: Wall-clock limit of the whole run. A run that reaches it is killed with all its processes.
 
     Raises:
-        ValueError: If the notebook is no lab, or a parameter, the folder or the limit is wrong.
+        ValueError: If the notebook is not a lab, or a parameter, the folder or the limit is wrong.
     """
     source = read_notebook(Path(notebook))
     folder = Path(output_folder).resolve()
@@ -117,55 +134,85 @@ def prepare_lab(
     check_record_cell(source)
     if not 0 < timeout_seconds <= _WEEK_SECONDS:
         raise ValueError(f"timeout is {timeout_seconds:g} seconds, must be above 0 and at most a week: give another")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"output folder {folder} is not empty, and a run overwrites nothing: give another folder")
+    _check_folder(folder)
     return PreparedLab(
         notebook=Path(notebook).resolve(), parameters=values, folder=folder, timeout_seconds=timeout_seconds
     )
 
 
-def run_lab(
-    notebook: Path | str,
-    parameters: Mapping[str, object],
-    output_folder: Path | str,
-    timeout_seconds: float,
-    on_progress: Callable[[str], object] = print,
-) -> LabRun:
-    """Checks a run with `prepare_lab`, and runs it.
+def _check_folder(folder: Path) -> None:
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ValueError(f"output folder {folder} is not empty, and a run overwrites nothing: give another folder")
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    except OSError as error:
+        raise ValueError(f"output folder {folder} cannot be used ({error.strerror}): give another folder") from error
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"output folder {folder} cannot be made in {existing}: give a folder that you may write")
 
-    Raises:
-        ValueError: Before anything runs, if an argument is wrong.
-        LabFailedError: If the run did not come to its end.
-    """
-    return prepare_lab(notebook, parameters, output_folder, timeout_seconds).run(on_progress)
+
+def _rename(staging: Path, folder: Path) -> Path:
+    """Gives a run its folder, or the next free name if another run has taken the folder in the meantime."""
+    for number in count(2):
+        try:
+            return staging.rename(folder if number == 2 else folder.with_name(f"{folder.name}-{number - 1}"))
+        except OSError as error:
+            if error.errno not in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}:
+                raise
+    raise AssertionError
 
 
 def _judge(staging: Path) -> str:
-    """Returns why a run whose process ended with 0 is no run after all, or an empty text."""
-    cells = cells_that_run(read_notebook(staging / "notebook.ipynb"))
+    """Returns why a run has failed although its process ended with 0, or an empty text."""
+    links = [path.relative_to(staging) for path in staging.rglob("*") if path.is_symlink()]
+    if links:
+        return f"in its folder: {links[0]} is a link, must be a file or folder: write files there"
+    cells = cells_that_run(read_notebook(staging / _NOTEBOOK))
     never_ran = [number for number, cell in enumerate(cells, start=1) if cell.execution_count is None]
     if never_ran:
         return f"before cell {never_ran[0]} of {len(cells)}: the kernel exited early: take sys.exit() out of the lab"
-    handed_over = any(METRICS_MIMETYPE in output.get("data", {}) for output in cells[-1].outputs)
-    if not handed_over or not (staging / "metrics.json").is_file():
-        return "in its last cell: it handed over no metrics: end that cell with the line finish(...)"
+    has_metrics = any(METRICS_MIMETYPE in output.get("data", {}) for output in cells[-1].outputs)
+    if not has_metrics or not (staging / "metrics.json").is_file():
+        return "in its last cell: it wrote no metrics: end that cell with the line finish(...)"
     return ""
 
 
-def _keep_failure(staging: Path, lab: PreparedLab, message: str) -> Path:
-    """Keeps what helps to understand a failure, and nothing that could be taken for the figures of a run."""
-    failed = lab.folder.with_name(f"{lab.folder.name}.failed")
-    with (staging / "log.txt").open("a") as log:
-        log.write(f"{message}\n")
+def _shorten_log(log: Path) -> None:
+    """Keeps the beginning and the end of a log that is too long."""
+    if log.stat().st_size <= _MAX_LOG_BYTES:
+        return
+    half = _MAX_LOG_BYTES // 2
+    with log.open("rb") as file:
+        beginning = file.read(half)
+        file.seek(-half, os.SEEK_END)
+        log.write_bytes(beginning + b"\n[left out]\n" + file.read())
+
+
+def _keep_failure(staging: Path, lab: PreparedLab, message: str, details: str) -> Path:
+    """Keeps the files that explain a failure, and nothing that a reader could take for the figures of a run."""
+    # A folder of its own: the notebook's may be gone, or have links and folders in the places of files.
+    kept = staging.with_name(f"{staging.name}-failed")
+    kept.mkdir(parents=True)
     try:
-        write_page(staging / "notebook.ipynb", staging / "page.html", message, lab.plotly_js)
-    except ValueError as error:  # killed before its first save, or in the middle of one
-        with (staging / "log.txt").open("a") as log:
-            log.write(f"no page was made: {error}\n")
-    for path in staging.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name not in _KEPT_OF_A_FAILURE:
-            path.unlink()
-    shutil.rmtree(failed, ignore_errors=True)
-    return staging.rename(failed)
+        for name in _KEPT_OF_A_FAILURE:
+            path = staging / name
+            if path.is_file() and not path.is_symlink():
+                path.replace(kept / name)
+        shutil.rmtree(staging, ignore_errors=True)  # of a full disk, so that there is space for what follows
+        note = f"{details}{message}\n"
+        try:
+            write_page(kept / _NOTEBOOK, kept / _PAGE, message, lab.plotly_js)
+        except Exception as error:  # noqa: BLE001 - killed before its first save or in the middle of one, or any content
+            note += f"no page was made: {one_line(error)}\n"
+        append_to_log(kept, note)
+        failed = lab.folder.with_name(f"{lab.folder.name}.failed")
+        shutil.rmtree(failed, ignore_errors=True)
+        return kept.rename(failed)
+    finally:
+        shutil.rmtree(kept, ignore_errors=True)
+
+
+def append_to_log(folder: Path, text: str) -> None:
+    """Adds lines to the log of a run."""
+    with (folder / LOG_FILE).open("a", encoding="utf-8", errors="backslashreplace") as log:
+        log.write(text)

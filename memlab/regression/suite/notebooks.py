@@ -1,4 +1,4 @@
-"""What a notebook must have to be run as a lab, and what of it runs."""
+"""What a notebook must have to run as a lab, and which of its cells run."""
 
 from __future__ import annotations
 
@@ -10,22 +10,31 @@ import nbformat
 PARAMETERS_TAG = "parameters"
 RECORD_TAG = "record"
 INTERACTIVE_TAG = "interactive-only"
-"""Cells that only make sense with somebody in front of them; a headless run skips them."""
+"""Cells that only make sense for a user at the screen; a headless run skips them."""
 
 
 def read_notebook(path: Path) -> nbformat.NotebookNode:
     """Reads a notebook file.
 
     Raises:
-        ValueError: If there is none, or if it is not a notebook.
+        ValueError: If the file does not exist, cannot be read, or is not a notebook.
     """
-    if not path.is_file():
-        raise ValueError(f"notebook {path} does not exist: give the path of an .ipynb file, such as those in labs/")
+    invalid: dict[str, Exception] = {}
     try:
-        notebook: nbformat.NotebookNode = nbformat.read(path, as_version=4)
-    except (ValueError, nbformat.ValidationError) as error:
+        if not path.is_file():
+            raise ValueError(f"notebook {path} does not exist: give the path of an .ipynb file, such as those in labs/")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"notebook {str(path)[:200]} cannot be read ({reason}): give an .ipynb file") from error
+    try:
+        notebook: nbformat.NotebookNode = nbformat.reads(text, as_version=4, capture_validation_error=invalid)
+    except Exception as error:
         reason = str(error).partition("\n")[0][:100]
-        raise ValueError(f"{path} is no valid notebook ({reason}): save it again in JupyterLab") from error
+        raise ValueError(f"{path} is not a valid notebook ({reason}): save it again in JupyterLab") from error
+    if invalid:
+        reason = str(invalid["ValidationError"]).partition("\n")[0][:100]
+        raise ValueError(f"{path} is not a valid notebook ({reason}): save it again in JupyterLab")
     return notebook
 
 
@@ -35,7 +44,7 @@ def has_tag(cell: nbformat.NotebookNode, tag: str) -> bool:
 
 
 def cells_that_run(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
-    """Returns the code cells that a headless run executes: those with source that are not interactive-only."""
+    """Returns the code cells that a headless run executes: not empty, and not tagged ``interactive-only``."""
     return [
         cell
         for cell in notebook.cells
@@ -44,7 +53,7 @@ def cells_that_run(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNod
 
 
 def check_record_cell(notebook: nbformat.NotebookNode) -> None:
-    """Holds that a lab ends with the cell that hands over its figures.
+    """Checks that a lab ends with the cell that calls `finish`.
 
     Raises:
         ValueError: If the last code cell that runs is not tagged ``record``.
@@ -52,7 +61,7 @@ def check_record_cell(notebook: nbformat.NotebookNode) -> None:
     cells = cells_that_run(notebook)
     if not cells or not has_tag(cells[-1], RECORD_TAG):
         raise ValueError(
-            f"the last code cell is not tagged '{RECORD_TAG}', so a run could not tell that it came to its end: "
+            f"the last code cell is not tagged '{RECORD_TAG}', so a run could not know that it came to its end: "
             "end the notebook with a cell of that tag that calls finish(...)"
         )
 
@@ -62,7 +71,7 @@ def headings(notebook: nbformat.NotebookNode, *, with_injected: bool) -> list[st
 
     Args:
         notebook: A lab as it is before the run.
-        with_injected: Whether the run puts a cell with its own values behind the parameters cell.
+        with_injected: Whether the run adds a cell with its own values after the parameters cell.
     """
     found, heading = [], ""
     runs = {id(cell) for cell in cells_that_run(notebook)}

@@ -1,15 +1,15 @@
-"""The parameters of a lab, read from its cell tagged ``parameters``, and the values that a run gives them.
+"""The parameters of a lab, read from its cell tagged ``parameters``, and the values that a run gives to them.
 
-papermill finds parameters with a regular expression that misses some, only warns about names that the notebook
-does not have, and enforces no type. So a lab's parameters are read here from the syntax tree, and a run starts
-only when every value fits.
+papermill finds parameters with a regular expression that misses some, only warns about names that the notebook does
+not have, and checks no type. So a lab's parameters are read here from the syntax tree, and a run starts only if every
+value has the parameter's type.
 """
 
 from __future__ import annotations
 
 import ast
-import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -21,7 +21,10 @@ from memlab.regression.suite.notebooks import PARAMETERS_TAG, has_tag
 ParameterValue: TypeAlias = int | float | bool | str | list[str]
 
 INTERACTIVE = "interactive"
-"""The parameter that says whether somebody sits in front of the notebook: False in every headless run."""
+"""The parameter that is True for a user in JupyterLab, and False in every headless run."""
+
+
+_MAX_SHOWN_LETTERS = 150
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +44,7 @@ class Parameter:
         kind = _KINDS[self.type_name]
         result = kind.from_text(value) if isinstance(value, str) else kind.from_value(value)
         if result is None:
-            raise ValueError(f"parameter {self.name} is {value!r}, must be {kind.rule}: give another value")
+            raise ValueError(f"parameter {self.name} is {_shown(value)}, must be {kind.rule}: give another value")
         return result
 
 
@@ -52,8 +55,13 @@ class _Kind:
     from_value: Callable[[object], ParameterValue | None]
 
 
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN_LETTERS else f"{text[:_MAX_SHOWN_LETTERS]}..."
+
+
 def _int_from_text(text: str) -> int | None:
-    return int(text) if re.fullmatch(r"[+-]?\d+", text, re.ASCII) else None
+    return int(text) if re.fullmatch(r"[+-]?\d{1,18}", text, re.ASCII) else None  # a JSON number of 64 bits
 
 
 def _int_from_value(value: object) -> int | None:
@@ -68,7 +76,7 @@ def _float_from_text(text: str) -> float | None:
 def _float_from_value(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value) if math.isfinite(value) else None
+    return float(value) if abs(value) <= sys.float_info.max else None
 
 
 def _bool_from_text(text: str) -> bool | None:
@@ -89,7 +97,7 @@ def _names_from_value(value: object) -> list[str] | None:
     return list(value)
 
 
-# YAML 1.1 reads `on` and `no` as truth values and 1e-4 as text; here a text means what the parameter's type says.
+# YAML 1.1 reads `on` and `no` as truth values and 1e-4 as text; here the type of the parameter decides.
 _KINDS = {
     "int": _Kind("a whole number", _int_from_text, _int_from_value),
     "float": _Kind("a finite number", _float_from_text, _float_from_value),
@@ -103,8 +111,8 @@ def read_parameters(notebook: nbformat.NotebookNode) -> dict[str, Parameter]:
     """Reads the parameters of a lab, in their order.
 
     Raises:
-        ValueError: If there is not exactly one cell tagged ``parameters``, or if that cell holds anything but lines of
-            the form ``name: type = literal``.
+        ValueError: If there is not exactly one cell tagged ``parameters``, or if that cell contains anything but lines
+            of the form ``name: type = literal``.
     """
     cells = [cell for cell in notebook.cells if has_tag(cell, PARAMETERS_TAG)]
     if len(cells) != 1:
@@ -112,29 +120,33 @@ def read_parameters(notebook: nbformat.NotebookNode) -> dict[str, Parameter]:
     try:
         statements = ast.parse(cells[0].source).body
     except SyntaxError as error:
-        rule = "write one `name: type = literal` a line"
+        rule = "write one `name: type = literal` per line"
         raise ValueError(f"parameters cell, line {error.lineno}: {error.msg}: {rule}") from error
+    except (RecursionError, MemoryError, ValueError) as error:  # deep nesting, or a null character
+        raise ValueError(f"parameters cell: Python cannot read it ({type(error).__name__}): write literals") from error
     parameters: dict[str, Parameter] = {}
     for statement in statements:
         parameter = _parameter(statement)
         if parameter.name in parameters:
-            raise ValueError(f"parameter {parameter.name} stands twice in the parameters cell: keep one line")
+            raise ValueError(f"parameter {parameter.name} is twice in the parameters cell: keep one line")
         parameters[parameter.name] = parameter
     return parameters
 
 
 def _parameter(statement: ast.stmt) -> Parameter:
-    line = f"parameters cell, line {statement.lineno}, `{ast.unparse(statement)}`"
+    line = (
+        f"parameters cell, line {statement.lineno}, `{' '.join(ast.unparse(statement).split())[:_MAX_SHOWN_LETTERS]}`"
+    )
     match statement:
         case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation, value=ast.expr() as value):
             type_name = ast.unparse(annotation)
         case ast.Assign(targets=[ast.Name(id=name)], value=value):
             type_name = ""
         case _:
-            raise ValueError(f"{line}, is no `name: type = literal`: derive values in the next cell")
+            raise ValueError(f"{line}, is not a `name: type = literal`: derive values in the next cell")
     try:
         default = ast.literal_eval(value)
-    except ValueError as error:
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"{line}, has no literal value: derive values in the next cell") from error
     if not type_name:
         type_name = "list[str]" if isinstance(default, list) else type(default).__name__
@@ -143,22 +155,22 @@ def _parameter(statement: ast.stmt) -> Parameter:
         raise ValueError(f"{line}, is of type {type_name}, must be one of {', '.join(_KINDS)}: use one of them")
     # A str is the one type whose values are all text; the others do not take their default in quotes.
     if not isinstance(default, str) if type_name == "str" else kind.from_value(default) is None:
-        raise ValueError(f"{line}, has the default {default!r}, must be {kind.rule}: change the type or the default")
+        raise ValueError(f"{line}, has the default {_shown(default)}, must be {kind.rule}: change it")
     return Parameter(name=name, type_name=type_name)
 
 
 def resolve(parameters: Mapping[str, Parameter], given: Mapping[str, object]) -> dict[str, ParameterValue]:
-    """Checks the values that a headless run is given.
+    """Checks the values that a caller gives to a headless run.
 
     Args:
-        parameters: What the lab has.
+        parameters: The parameters of the lab.
         given: Values by name: of the parameter's type, or as text.
 
     Returns:
-        The values to inject, with `interactive` False where the lab has it.
+        The values to inject, with `interactive` as False if the lab has that parameter.
 
     Raises:
-        ValueError: If the lab does not have a name, or if a value is not of its type.
+        ValueError: If the lab does not have a parameter of that name, or if a value is not of its type.
     """
     if INTERACTIVE in given:
         raise ValueError(f"parameter {INTERACTIVE} is False in every headless run: leave it out")
@@ -166,6 +178,6 @@ def resolve(parameters: Mapping[str, Parameter], given: Mapping[str, object]) ->
     unknown = [name for name in given if name not in choices]
     if unknown:
         known = f"choose from {', '.join(choices)}" if choices else "the notebook has none"
-        raise ValueError(f"unknown parameter {', '.join(unknown)}: {known}")
+        raise ValueError(f"unknown parameter {', '.join(unknown)[:_MAX_SHOWN_LETTERS]}: {known}")
     values = {name: parameters[name].read(value) for name, value in given.items()}
     return values | ({INTERACTIVE: False} if INTERACTIVE in parameters else {})

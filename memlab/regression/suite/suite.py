@@ -1,7 +1,7 @@
 """A suite: which labs run every night, with which parameters. The whole file is checked before anything runs.
 
 Example:
-    A block is one lab; its matrix makes a case of every combination, with a name that says which::
+    A block is one lab; its matrix makes one case per combination, and names the case after the combination::
 
         backend: cpu
         timeout_seconds: 300
@@ -18,7 +18,9 @@ Example:
 
 from __future__ import annotations
 
+import math
 import re
+import reprlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -31,11 +33,16 @@ from memlab.regression.suite.parameters import INTERACTIVE, Parameter, Parameter
 from memlab.regression.suite.written_yaml import Written, read_written_yaml
 
 BACKEND_PARAMETER = "backend"
-"""A lab that has a parameter of this name is given the suite's backend."""
+"""A lab that has a parameter of this name gets the suite's backend."""
+PAGE_FILE, JUNIT_FILE, SUMMARY_FILE, PLOTLY_FILE = "index.html", "junit.xml", "summary.json", "plotly.min.js"
+"""The files of a run's folder, next to which each case has a folder named after it."""
 
 _SUITE_KEYS = ("backend", "baselines", "timeout_seconds", "cases")
 _BLOCK_KEYS = ("lab", "name", "timeout_seconds", "parameters", "matrix")
-_CASE_NAME = re.compile(r"(?!.*\.failed$)[A-Za-z0-9][A-Za-z0-9_.+=,-]{0,119}")
+CASE_NAME = re.compile(r"(?!.*\.failed$)[A-Za-z0-9][A-Za-z0-9_.+=,-]{0,119}")
+_RESERVED_NAMES = (PAGE_FILE, JUNIT_FILE, SUMMARY_FILE, PLOTLY_FILE)
+_MAX_CASES = 1000
+_MAX_SHOWN_LETTERS = 150
 _WEEK_SECONDS = 7 * 24 * 3600
 
 
@@ -57,7 +64,7 @@ class Suite:
     path: Path
     backend: str
     baselines: str
-    """Name of their folder: the backend's, unless the suite says on which kind of GPU it is at home."""
+    """Name of the folder of its baselines: the backend's, or that of the kind of GPU that the suite is written for."""
     cases: tuple[Case, ...]
 
     @property
@@ -67,66 +74,81 @@ class Suite:
 
     @property
     def shown_path(self) -> Path:
-        """The path as a command in the current folder takes it."""
+        """The path relative to the current folder, if it is in it."""
         return self.path.relative_to(Path.cwd()) if self.path.is_relative_to(Path.cwd()) else self.path
 
     @property
     def runs_folder(self) -> Path:
-        """Where runs of the suite are kept."""
+        """The folder of the kept runs."""
         return _home(self.path) / "runs"
 
     @property
     def baselines_folder(self) -> Path:
-        """Where the suite's baselines are."""
+        """The folder of the suite's baselines."""
         return _home(self.path) / "baselines" / self.baselines
 
     def select(self, pattern: str | None) -> tuple[Case, ...]:
-        """Returns the cases whose name has a pattern in it, in which ``*`` and ``?`` stand for any letters.
+        """Returns the cases whose name contains a pattern, in which ``*`` and ``?`` match any letters.
+
+        Args:
+            pattern: None selects all cases.
 
         Raises:
-            ValueError: If no case has.
+            ValueError: If the pattern is empty, or no case's name contains it.
         """
+        if pattern == "":
+            raise ValueError("pattern '' is empty, must be a part of a case's name: leave --only out to run all cases")
         chosen = tuple(case for case in self.cases if pattern is None or fnmatchcase(case.name, f"*{pattern}*"))
         if not chosen:
             names = ", ".join(case.name for case in self.cases[:5])
             names += f" and {len(self.cases) - 5} more in {self.shown_path}" if len(self.cases) > 5 else ""
-            raise ValueError(f"pattern {pattern!r} is in no case's name: choose a part of {names}")
+            raise ValueError(f"pattern {reprlib.repr(pattern)} is in no case's name: choose a part of {names}")
         return chosen
 
 
 def read_suite(path: Path | str) -> Suite:
-    """Reads a suite file and holds it against the labs that it names.
+    """Reads a suite file and checks it against the labs that it names.
 
     Args:
-        path: A YAML file. In a folder ``suites`` it belongs to the ``runs`` and ``baselines`` beside that folder, and
-            to the ``labs`` one level up; elsewhere to those of ``papermill_runs`` in the current folder.
+        path: A YAML file. In a folder ``suites`` it uses the folders ``runs`` and ``baselines`` next to that folder,
+            and the ``labs`` one level up; elsewhere those of ``papermill_runs`` in the current folder.
 
     Raises:
         ValueError: In one line, for a key, lab, parameter, value or name that is wrong.
     """
-    path = Path(path).resolve()
-    if not path.is_file():
+    try:
+        path = Path(path).resolve()
+        is_file = path.is_file()
+    except OSError as error:
+        raise ValueError(f"suite {str(path)[:100]}... cannot be read ({error.strerror}): give a YAML file") from error
+    if not is_file:
         raise ValueError(f"suite {path} does not exist: give a YAML file such as papermill_runs/suites/cpu.yaml")
     values = _mapping(read_written_yaml(path), str(path))
     _check_keys(values, str(path), _SUITE_KEYS, required=("backend", "cases"))
     backends = [name for name in BACKENDS if name != "auto"]
     backend = values["backend"]
     if not isinstance(backend, str) or backend not in backends:
-        raise ValueError(f"{path}: backend is {backend!r}, must be one of {', '.join(backends)}: choose one of them")
+        raise ValueError(
+            f"{path}: backend is {_shown(backend)}, must be one of {', '.join(backends)}: choose one of them"
+        )
     baselines = values.get("baselines", backend)
-    if not isinstance(baselines, str) or not _CASE_NAME.fullmatch(baselines):
-        raise ValueError(f"{path}: baselines is {baselines!r}, must name a folder: write such as `baselines: h200`")
+    if not isinstance(baselines, str) or not CASE_NAME.fullmatch(baselines):
+        raise ValueError(f"{path}: baselines is {_shown(baselines)}, must name a folder: write e.g. `baselines: h200`")
     blocks = values["cases"]
     if not isinstance(blocks, list) or not blocks:
-        raise ValueError(f"{path}: cases is {blocks!r}, must be a list of at least one block: write `- lab: NAME`")
+        raise ValueError(f"{path}: cases is {_shown(blocks)}, must be a list of blocks: write `- lab: NAME`")
     labs = _Labs(_home(path).parent / "labs")
     cases: dict[str, Case] = {}
+    names: set[str] = set()
     for number, block in enumerate(blocks, start=1):
         where = f"{path}, block {number}"
         for case in _cases({"timeout_seconds": values.get("timeout_seconds", "1800")}, block, where, labs, backend):
-            if case.name in cases:
+            if case.name.lower() in names:  # a file system may take upper and lower case for the same
                 raise ValueError(f"{where}: case name {case.name} is taken, must be unique: give the block a name")
+            if len(cases) == _MAX_CASES:
+                raise ValueError(f"{where}: the suite has more than {_MAX_CASES} cases: split it into several files")
             cases[case.name] = case
+            names.add(case.name.lower())
     return Suite(path=path, backend=backend, baselines=baselines, cases=tuple(cases.values()))
 
 
@@ -144,8 +166,10 @@ class _Labs:
     def read(self, name: Written, where: str) -> tuple[Path, dict[str, Parameter]]:
         known = sorted(path.stem for path in self.folder.glob("*.ipynb"))
         if not isinstance(name, str) or name not in known:
-            choices = f"choose from {', '.join(known)}" if known else "there is none"
-            raise ValueError(f"{where}: lab is {name!r}, must be a notebook in {self.folder} without .ipynb: {choices}")
+            choices = f"choose from {', '.join(known)}" if known else "that folder has none"
+            raise ValueError(
+                f"{where}: lab is {_shown(name)}, must be a notebook in {self.folder} without .ipynb: {choices}"
+            )
         path = self.folder / f"{name}.ipynb"
         if name not in self.parameters:
             try:
@@ -166,10 +190,15 @@ def _cases(defaults: dict[str, Written], block: Written, where: str, labs: _Labs
     columns: list[list[Written]] = []
     for name, column in matrix.items():
         if name in fixed:
-            raise ValueError(f"{where}: {name} stands under parameters and under matrix: keep one of them")
+            raise ValueError(f"{where}: {name} is under parameters and under matrix: keep one of them")
         if not isinstance(column, list) or not column:
-            raise ValueError(f"{where}: matrix {name} is {column!r}, must be a list of values: write [value, value]")
+            raise ValueError(f"{where}: matrix {name} is {_shown(column)}, must be a list of values: write [one, two]")
         columns.append(column)
+    num_cases = math.prod(map(len, columns))
+    if num_cases > _MAX_CASES:
+        raise ValueError(
+            f"{where}: the matrix makes {num_cases:,} cases, must make at most {_MAX_CASES}: take values out"
+        )
     stem = values.get("name", values["lab"])
     for combination in product(*columns):
         varied = dict(zip(matrix, combination, strict=True))
@@ -183,9 +212,11 @@ def _cases(defaults: dict[str, Written], block: Written, where: str, labs: _Labs
         checked.pop(INTERACTIVE, None)
         named = varied if "name" in values else fixed | varied
         name = "-".join([str(stem), *(f"{key}={_word(checked[key])}" for key in named)])
-        if not _CASE_NAME.fullmatch(name):
+        if not CASE_NAME.fullmatch(name):
             rule = "must be at most 120 letters, digits and _ . + = , -"
-            raise ValueError(f"{where}: case name {name!r} cannot name a folder, {rule}: give the block a name")
+            raise ValueError(f"{where}: case name {_shown(name)} cannot name a folder, {rule}: give the block a name")
+        if name.lower() in _RESERVED_NAMES:
+            raise ValueError(f"{where}: case name {name} is that of a file of the run: give the block another name")
         yield Case(
             name=name, notebook=notebook, parameters=checked, timeout_seconds=_seconds(values["timeout_seconds"], where)
         )
@@ -197,16 +228,22 @@ def _word(value: ParameterValue) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def _shown(value: Written) -> str:
+    """Returns a value for a message: on one line, and not the whole of a long one."""
+    text = repr(value) if isinstance(value, str) else reprlib.repr(value)
+    return text if len(text) <= _MAX_SHOWN_LETTERS else f"{text[:_MAX_SHOWN_LETTERS]}..."
+
+
 def _mapping(value: Written, where: str) -> dict[str, Written]:
     if not isinstance(value, dict):
-        raise ValueError(f"{where}: {value!r} is no mapping: write `name: value` lines")
+        raise ValueError(f"{where}: {_shown(value)} is not a mapping: write `name: value` lines")
     return value
 
 
 def _check_keys(values: Mapping[str, Written], where: str, known: Collection[str], required: Collection[str]) -> None:
     for key in values:
         if key not in known:
-            raise ValueError(f"{where}: unknown key {key!r}: choose from {', '.join(known)}")
+            raise ValueError(f"{where}: unknown key {_shown(key)}: choose from {', '.join(known)}")
     for key in required:
         if key not in values:
             raise ValueError(f"{where}: key {key!r} is missing: add a line `{key}: ...`")
@@ -215,5 +252,7 @@ def _check_keys(values: Mapping[str, Written], where: str, known: Collection[str
 def _seconds(value: Written, where: str) -> float:
     seconds = float(value) if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?", value, re.ASCII) else 0.0
     if not 0 < seconds <= _WEEK_SECONDS:
-        raise ValueError(f"{where}: timeout_seconds is {value!r}, must be above 0 and at most a week: give another")
+        raise ValueError(
+            f"{where}: timeout_seconds is {_shown(value)}, must be above 0 and at most a week: give another"
+        )
     return seconds
