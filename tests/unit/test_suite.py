@@ -12,6 +12,8 @@ from memlab.regression.suite.suite import read_suite
 from tests.notebooks.small_labs import write_lab
 from tests.notebooks.small_suites import write_suite
 
+# A billion values, written in 3,000.
+WIDE = f"a: &a [{', '.join('x' * 1000)}]\nb: &b [{', '.join(['*a'] * 1000)}]\nc: [{', '.join(['*b'] * 1000)}]\nbackend: cpu\n"
 BLOCK = "backend: cpu\ncases:\n  - lab: small\n    "
 
 
@@ -98,6 +100,20 @@ def test_a_lab_with_a_backend_parameter_is_given_the_suites(tmp_path: Path) -> N
         (BLOCK + "name: a/b\n", "case name 'a/b' cannot name a folder"),
         (BLOCK + "name: ../a\n", "case name '../a' cannot name a folder"),
         (BLOCK + "name: a.failed\n", "case name 'a.failed' cannot name a folder"),
+        (BLOCK + "name: summary.json\n", "case name summary.json is that of a file of the run: give the block another"),
+        (BLOCK + "name: Index.html\n", "case name Index.html is that of a file of the run"),
+        (BLOCK + "name: junit.xml\n", "case name junit.xml is that of a file of the run"),
+        (BLOCK + "name: plotly.min.js\n", "case name plotly.min.js is that of a file of the run"),
+        (BLOCK + "name: one\n  - {lab: small, name: ONE}\n", "case name ONE is taken, must be unique"),
+        (
+            BLOCK + f"matrix: {{count: {[*range(100)]}, rate: {[*range(100)]}}}\n",
+            "the matrix makes 10,000 cases, must make at most 1000",
+        ),
+        (BLOCK + f"name: {'x' * 5000}\n", "xxx... cannot name a folder"),
+        (BLOCK + "parameters: {count: " + "9" * 5000 + "}\n", "999..., must be a whole number"),
+        ("backend: cpu\ncases: " + "[" * 5000 + "]" * 5000 + "\n", "nested without an end, must be at most 8 deep"),
+        (WIDE, "more than 20,000 values, must be fewer: take anchors and aliases out"),
+        ("#" * 300_000, "has more than 262,144 letters: split it into several files"),
         ("backend: &a [*a]\ncases: [{lab: small}]\n", "nested more than 8 deep"),
         ("backend: cpu\n? [a]\n: b\n", "a key must be a plain word"),
     ],
@@ -118,6 +134,8 @@ def test_a_wrong_suite_exits_with_2_and_one_line(
 @pytest.mark.parametrize(
     ("arguments", "refusal"),
     [
+        ("--only=", "pattern '' is empty, must be a part of a case's name: leave --only out to run all cases"),
+        ("--out=", "argument --out: it is empty, must name a folder: give a name, or leave the flag out"),
         ("--only nope", "pattern 'nope' is in no case's name: choose a part of case"),
         ("--jobs 0", "jobs is 0, must be at least 1"),
         ("--keep 0", "keep is 0, must be at least 1"),
@@ -143,7 +161,41 @@ def test_a_lab_that_is_none_is_refused(tmp_path: Path) -> None:
         read_suite(tmp_path / "missing.yaml")
 
 
-def test_what_was_predicted_lies_beside_what_was_measured() -> None:
+@pytest.mark.parametrize("text", ["[]", "null", '{"cells": null}', "[" * 100_000, "", "\x00"], ids=len)
+def test_a_file_that_is_not_a_notebook_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    path = write_suite(tmp_path, BLOCK + "name: case\n")
+    (tmp_path / "labs" / "small.ipynb").write_text(text)
+    with pytest.raises(ValueError, match="is not a valid notebook") as refusal:
+        read_suite(path)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("damage", ["tags", "source", "cells"])
+def test_a_notebook_whose_fields_have_other_types_is_refused_in_one_line(tmp_path: Path, damage: str) -> None:
+    path = write_suite(tmp_path, BLOCK + "name: case\n")
+    lab = tmp_path / "labs" / "small.ipynb"
+    values = json.loads(lab.read_text())
+    match damage:
+        case "tags":
+            values["cells"][1]["metadata"]["tags"] = None
+        case "source":
+            values["cells"][1]["source"] = 5
+        case "cells":
+            values["cells"] = None
+    lab.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="is not a valid notebook") as refusal:
+        read_suite(path)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_suite_that_cannot_be_opened_is_refused_in_one_line(tmp_path: Path) -> None:
+    for path in (tmp_path / ("x" * 300), tmp_path, tmp_path / "missing"):
+        with pytest.raises(ValueError, match="suite ") as refusal:
+            read_suite(path)
+        assert "\n" not in str(refusal.value)
+
+
+def test_predicted_baselines_agree_with_measured_ones() -> None:
     baselines = Path(__file__).parents[2] / "papermill_runs" / "baselines"
     pairs = [(path, baselines / "h200" / path.name) for path in (baselines / "simulated").glob("*.json")]
     num_records = 0
