@@ -27,7 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only", metavar="PATTERN", help="update only cases whose name contains PATTERN; * and ? match any letters"
     )
     update.add_argument(
-        "--run", type=out_path, metavar="FOLDER", help="the run to take them from (default: the newest run of the suite)"
+        "--run",
+        type=out_path,
+        metavar="FOLDER",
+        help="the run to take them from (default: the newest run of the suite)",
     )
 
 

@@ -135,7 +135,7 @@ def test_a_wrong_suite_exits_with_2_and_one_line(
     ("arguments", "refusal"),
     [
         ("--only=", "pattern '' is empty, must be a part of a case's name: leave --only out to run all cases"),
-        ("--out=", "argument --out: it is empty, must name a folder: give a name, or leave the flag out"),
+        ("--out=", "argument --out: the path is empty, must name a file or folder"),
         ("--only nope", "pattern 'nope' is in no case's name: choose a part of case"),
         ("--jobs 0", "jobs is 0, must be at least 1"),
         ("--keep 0", "keep is 0, must be at least 1"),
