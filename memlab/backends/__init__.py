@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # so that the names of the backends can be read without torch
+    from memlab.config.layout import Layout
     from memlab.config.scenario import Scenario
     from memlab.meter.labels import Labels
     from memlab.meter.protocol import Meter
@@ -27,16 +28,15 @@ class Backend:
     """Why this one was taken, in words."""
     layer_provider: type
     """A megatron-core `BackendSpecProvider` class."""
-    distributed_backend: str
-    """torch.distributed's name for the collectives: ``nccl``, or ``fake`` for a rank that is alone. ``simulated`` is
-    ``fake`` for any one rank of a layout."""
+    join: Callable[[Layout], None]
+    """Joins torch.distributed's process group: with the other ranks, or alone as one rank of the layout."""
     active: Callable[[], AbstractContextManager[None]]
     """Everything that touches the model runs inside this context."""
     meter: Callable[[Labels], Meter]
     fill_workspaces: Callable[[bool], None] = lambda is_moe: None
     """Takes, once a model stands, what kernels keep on the device and no tensor shows."""
-    require_room: Callable[[Scenario], None] = lambda scenario: None
-    """Raises `ValueError` for a model that has no room here before it takes a step."""
+    check: Callable[[Scenario], None] = lambda scenario: None
+    """Raises `ValueError` for a scenario that cannot be built here: too few ranks, or too little memory."""
     computes: bool = True
     """Whether tensors have values: a loss is a loss then."""
     compiles: bool = False

@@ -1,33 +1,39 @@
-"""A MoE dispatcher that counts tokens in a routing that was chosen, since fake tensors have no values to route by.
+"""A MoE dispatcher that counts the tokens of a chosen routing, since fake tensors have no values to route by.
 
 Everything after the counts is Megatron's own arithmetic on small real tensors
 (``megatron/core/transformer/moe/token_dispatcher.py``, 0.16.1 and 0.19.2: ``MoEAlltoAllTokenDispatcher.preprocess``).
+
+Example: 4 tokens, 3 experts, 2 experts per token. ``preprocess`` reads only the map's size and the sum over its tokens,
+which is how many of the 8 routed rows each expert gets: in a balanced routing [3, 2, 3].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memlab.config.routing import Routing
+from memlab.upstream.patched import patched
+
+_MODULE = "megatron.core.transformer.moe.token_dispatcher"
 
 
-def chosen_routing() -> Iterator[tuple[Any, str, Any]]:
-    """Yields (module, name, stand-in) for what reads a routing's values."""
-    from megatron.core.transformer.moe import token_dispatcher
+def chosen_routing() -> dict[str, Any]:
+    """Returns the replacements of what reads a routing's values."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-    dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
-    yield dispatcher, "preprocess", _with_chosen_map(token_dispatcher, dispatcher.preprocess)
-    yield token_dispatcher, "maybe_move_tensor_to_cpu", _to_cpu
+    return {
+        f"{_MODULE}.MoEAlltoAllTokenDispatcher.preprocess": _with_chosen_map(MoEAlltoAllTokenDispatcher.preprocess),
+        f"{_MODULE}.maybe_move_tensor_to_cpu": _to_cpu,
+    }
 
 
 class _ChosenMap:
-    """What `preprocess` asks of a routing map [tokens, experts]."""
+    """What `preprocess` reads of a routing map [tokens, experts]."""
 
     def __init__(self, num_tokens: int, counts: torch.Tensor) -> None:
         self._num_tokens = num_tokens
@@ -42,23 +48,26 @@ class _ChosenMap:
         return self._counts
 
 
-def _with_chosen_map(token_dispatcher: Any, preprocess: Callable[..., Any]) -> Callable[..., Any]:
+def _with_chosen_map(preprocess: Callable[..., Any]) -> Callable[..., Any]:
     def preprocess_chosen(dispatcher: Any, routing_map: torch.Tensor) -> Any:
         num_tokens, num_experts = routing_map.shape
         config = dispatcher.config
 
         def counts_of(ranks: Sequence[int]) -> torch.Tensor:
+            """Returns the rows that each rank sends to each expert, int64 [ranks * experts]."""
             rows = [
                 _counts(config.memlab_routing, num_tokens, num_experts, config.moe_router_topk, rank) for rank in ranks
             ]
             with _disable_current_modes():
                 values = torch.tensor(rows).flatten()
-            return values * 1  # the meter sees what an operation makes
+            # On a GPU an operation makes the counts on the device. The product is a new tensor too, and the meter,
+            # which sees only results of operations, counts its bytes.
+            return values * 1
 
         def gather(counts: torch.Tensor, group: Any) -> torch.Tensor:
             return counts_of(torch.distributed.get_process_group_ranks(group))
 
-        with patch.object(token_dispatcher, "gather_from_sequence_parallel_region", gather):
+        with patched({f"{_MODULE}.gather_from_sequence_parallel_region": gather}):
             return preprocess(dispatcher, _ChosenMap(num_tokens, counts_of([torch.distributed.get_rank()])))
 
     return preprocess_chosen

@@ -14,7 +14,9 @@ import torch
 from memlab.backends import Backend
 from memlab.backends.host import pin_to_numa_node
 from memlab.meter.cuda.meter import AllocatorMeter
+from memlab.model.process_group import join_with_nccl, require_started_ranks
 from memlab.model.retention.te_caches import fill_cublas_workspaces
+from memlab.upstream.patched import swapped
 
 EARLY_VARIABLES = {"NVTE_FRAMEWORK": "pytorch", "NVTE_CPU_OFFLOAD_V1": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """What Transformer Engine and CUDA read once, and the value that Megatron needs: TE 2.10 and later copies weights to
@@ -22,7 +24,7 @@ the host with the activations unless ``NVTE_CPU_OFFLOAD_V1`` is set (NVIDIA/Tran
 overlaps in order on one connection (Megatron-LM, ``arguments.py``); TE imports JAX where it finds it."""
 
 _MOST_RECOMPILES = 512
-"""torch.compile gives a function up for good, silently and with other roundings, when it has met 8 kinds of arguments
+"""torch.compile runs a function uncompiled for good, silently and with other roundings, after 8 kinds of arguments
 (``torch._dynamo.config.recompile_limit``). A lab changes settings and sequence lengths more often than that."""
 
 
@@ -82,10 +84,6 @@ def backend(reason: str) -> Backend:
     if unavailable is not None:
         raise ValueError(f"backend 'cuda' cannot be used: {unavailable.problem}: {unavailable.remedy}, or choose 'cpu'")
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-    from torch import _dynamo
-
-    _dynamo.config.recompile_limit = _MOST_RECOMPILES
-    _dynamo.config.accumulated_recompile_limit = 64 * _MOST_RECOMPILES
 
     # Collectives of objects and the limits of memory take the calling thread's device, not the lab's thread's.
     torch.cuda.set_device(local_rank())
@@ -93,22 +91,33 @@ def backend(reason: str) -> Backend:
         name="cuda",
         reason=reason,
         layer_provider=TESpecProvider,
-        distributed_backend="nccl",
+        join=join_with_nccl,
         active=on_device,
         meter=AllocatorMeter,
+        check=lambda scenario: require_started_ranks(scenario.layout),
         fill_workspaces=lambda is_moe: fill_cublas_workspaces(),
         compiles=True,
     )
 
 
 def local_rank() -> int:
-    """Returns the device that this process works on, as ``torchrun`` tells it; 0 without."""
+    """Returns the device of this process: the ``LOCAL_RANK`` that ``torchrun`` sets; 0 without."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 @contextmanager
 def on_device() -> Iterator[None]:
-    """Makes this rank's device the current one, on this thread, near which the thread then runs."""
-    with torch.cuda.device(local_rank()):
+    """Makes this rank's device the current one on this thread, and keeps the thread on processors near the device."""
+    with torch.cuda.device(local_rank()), _many_recompiles():
         pin_to_numa_node(local_rank())
+        yield
+
+
+@contextmanager
+def _many_recompiles() -> Iterator[None]:
+    from torch._dynamo.config import _config  # type: ignore[attr-defined]  # made when the module is imported
+
+    # The defaults: a value that is assigned holds on one thread only (torch 2.13), and autograd's compiles too.
+    limits = {"recompile_limit": _MOST_RECOMPILES, "accumulated_recompile_limit": 64 * _MOST_RECOMPILES}
+    with swapped((_config[name], "default", limit) for name, limit in limits.items()):
         yield

@@ -1,7 +1,7 @@
-"""Calls that name a CUDA device, served from CPU memory; a storage remembers whether it would live on the host.
+"""Calls that name a CUDA device, served without one; a storage remembers whether it would be in host memory.
 
-Both pools are the same RAM here, so that offloading is seen only by what was asked for: without a device, or for
-``"cpu"`` or pinned memory, torch would allocate on the host.
+Here device and host are the same RAM. A tensor counts as host memory if the call that made it would allocate on the
+host: a call without a device, or for ``"cpu"`` or pinned memory.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -22,138 +22,173 @@ def is_on_host(tensor: torch.Tensor) -> bool:
     return getattr(tensor.untyped_storage(), "memlab_on_host", False)
 
 
-class CudaOnCpu(TorchFunctionMode):
-    """Serves calls that name a CUDA device from CPU memory, and tells host memory from device memory."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in FACTORIES:
-            return _make(func, args, kwargs)
-        handler = _TENSOR_METHODS.get(func)
-        if handler is not None:
-            return handler(*args, **kwargs)
-        if is_cuda(kwargs.get("device")):
-            kwargs = kwargs | {"device": torch.device("cpu")}
-        return func(*args, **kwargs)
-
-
-def is_cuda(device: Any) -> bool:
-    """Whether a value of an argument ``device`` names a GPU."""
-    return (isinstance(device, int) and not isinstance(device, bool)) or str(device).startswith("cuda")
-
-
-def _make(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    # Without a device torch allocates on the host. Megatron writes the host as "cpu", and reaches the device by name or
-    # through a tensor's `.device`, which is a torch.device and, here, the CPU's as well.
-    device = kwargs.get("device")
-    pinned = kwargs.get("pin_memory", False)
-    if str(device) == "meta":
-        return func(*args, **kwargs)
-    kwargs = {name: value for name, value in kwargs.items() if name not in ("pin_memory", "device")}
-    if pinned or (isinstance(device, str) and device == "cpu") or (device is None and func not in LIKE):
-        return made_on_host(func, *args, **kwargs)
-    return func(*args, **kwargs)
-
-
 def made_on_host(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Returns what a function makes, in host memory."""
+    """Calls a function, and counts what it makes as host memory."""
     with on_host():
         result = func(*args, **kwargs)
+        if func in _UNSEEN:
+            result = torch.ops.aten.alias(result)
     result.untyped_storage().memlab_on_host = True
     return result
 
 
-def split_place(args: Any, kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Takes the device out of the arguments of ``Tensor.to``.
+class CudaOnCpu(TorchFunctionMode):
+    """Serves calls that name a CUDA device from CPU memory, and distinguishes host memory from device memory."""
 
-    Returns:
-        The device as it was written, None without one; the other arguments.
-    """
+    device: ClassVar[torch.device] = torch.device("cpu")
+    """Where the tensors really are that Megatron puts on its CUDA device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handlers: dict[Any, Callable[..., Any]] = {
+            torch.Tensor.to: self._to,
+            torch.Tensor.cuda: self._to_device,
+            torch.Tensor.cpu: self._to_host,
+            torch.Tensor.pin_memory: lambda tensor, *_: made_on_host(torch.clone, tensor),
+            torch.Tensor.is_pinned: lambda tensor, *_: is_on_host(tensor),
+            torch.Tensor.type: self._type,
+            torch.autograd.backward: self._backward,
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in FACTORIES:
+            return self._make(func, args, kwargs)
+        handler = self.handlers.get(func)
+        if handler is not None:
+            return handler(*args, **kwargs)
+        if _is_cuda(kwargs.get("device")):
+            kwargs = kwargs | {"device": self.device}
+        return func(*args, **kwargs)
+
+    def names_host(self, device: Any) -> bool:
+        """Whether an argument ``device`` names the host."""
+        # Megatron writes the host as "cpu". It names the device by a tensor's `.device`, too, which is here the CPU's.
+        return isinstance(device, str) and device == "cpu"
+
+    def make_on_host(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Calls a factory for host memory."""
+        return made_on_host(func, *args, **kwargs)
+
+    def make_on_device(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Calls a factory for device memory."""
+        return func(*args, **kwargs)
+
+    def copy_to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of a host tensor on the device."""
+        # A clone of a host tensor would be counted where its input is; a new tensor that takes the values is not.
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device).copy_(tensor)
+
+    def _make(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        device, pinned = kwargs.get("device"), kwargs.get("pin_memory", False)
+        inherits_device = func in LIKE or (func in _CONVERSIONS and isinstance(args[0], torch.Tensor))
+        if func is torch.as_tensor and inherits_device:
+            return self._to(*args, **kwargs)
+        if str(device) == "meta" != self.device.type:
+            return func(*args, **kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("pin_memory", "device")}
+        if pinned or self.names_host(device) or (device is None and not inherits_device):
+            return self.make_on_host(func, args, kwargs)
+        return self.make_on_device(func, args, kwargs if device is None else kwargs | {"device": self.device})
+
+    def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        place, args, kwargs = _split_device(args, kwargs)
+        if str(place) == "meta" != self.device.type:
+            return torch.Tensor.to(tensor, place, *args, **kwargs)
+        if self.names_host(place):
+            tensor = self._to_host(tensor)
+        elif place is not None:
+            tensor = self._to_device(tensor)
+        return torch.Tensor.to(tensor, *args, **kwargs) if args or kwargs else tensor
+
+    def _to_host(self, tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return tensor if is_on_host(tensor) else made_on_host(torch.clone, tensor)
+
+    def _to_device(self, tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return self.copy_to_device(tensor) if is_on_host(tensor) else tensor
+
+    def _type(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return torch.Tensor.type(tensor, *args, **kwargs)
+        own = {"cpu": "torch.", "meta": "torch.meta."}[self.device.type]
+        return torch.Tensor.type(tensor).replace(own, "torch." if is_on_host(tensor) else "torch.cuda.")
+
+    def _backward(self, tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> None:
+        # torch leaves the function mode while a function runs that was offered to it. A call of autograd's engine, as
+        # in Megatron's custom_backward, keeps the mode during backward.
+        tensors = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+        given = (grad_tensors,) if isinstance(grad_tensors, torch.Tensor) else grad_tensors or [None] * len(tensors)
+        grads = tuple(
+            torch.ones_like(tensor) if grad is None else grad for tensor, grad in zip(tensors, given, strict=True)
+        )
+        with type(self)():
+            torch.autograd.Variable._execution_engine.run_backward(
+                tensors,
+                grads,
+                keep_graph=False,
+                create_graph=False,
+                inputs=(),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
+
+
+def _is_cuda(device: Any) -> bool:
+    return (isinstance(device, int) and not isinstance(device, bool)) or str(device).startswith("cuda")
+
+
+def _split_device(args: Any, kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Splits the arguments of ``Tensor.to`` into the device as it was given, None without one, and the others."""
     given = [value for value in (*args, kwargs.get("device")) if isinstance(value, (str, int, torch.device))]
     places = [value for value in given if not isinstance(value, bool)]
-    rest = tuple(value for value in args if not isinstance(value, (str, torch.device)) and value not in places)
+    others = tuple(value for value in args if not isinstance(value, (str, torch.device)) and value not in places)
     named = {name: value for name, value in kwargs.items() if name != "device"}
-    return places[0] if places else None, rest, named
+    return places[0] if places else None, others, named
 
 
-def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    place, args, kwargs = split_place(args, kwargs)
-    if str(place) == "meta":
-        return torch.Tensor.to(tensor, place, *args, **kwargs)
-    if isinstance(place, str) and place == "cpu":
-        tensor = _to_host(tensor)
-    elif place is not None:
-        tensor = _to_device(tensor)
-    return torch.Tensor.to(tensor, *args, **kwargs) if args or kwargs else tensor
-
-
-def _to_host(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return tensor if is_on_host(tensor) else made_on_host(torch.clone, tensor)
-
-
-def _to_device(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    # A clone of a host tensor would be booked where its input is; a new tensor that takes the values is not.
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor) if is_on_host(tensor) else tensor
-
-
-def run_backward(mode: TorchFunctionMode, tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> None:
-    """Stands for ``torch.autograd.backward``, with a function mode in place while it runs."""
-    # torch leaves the function mode while a function runs that was offered to it. Going to autograd's engine from here,
-    # as Megatron's custom_backward does, keeps the stand-ins in place during backward.
-    tensors = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
-    grads = (grad_tensors,) if isinstance(grad_tensors, torch.Tensor) else tuple(grad_tensors or [None] * len(tensors))
-    grads = tuple(
-        torch.ones_like(tensor) if grad is None else grad for tensor, grad in zip(tensors, grads, strict=True)
-    )
-    with mode:
-        torch.autograd.Variable._execution_engine.run_backward(
-            tensors,
-            grads,
-            keep_graph=False,
-            create_graph=False,
-            inputs=(),
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
-
-
-def _type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    if args or kwargs:
-        return torch.Tensor.type(tensor, *args, **kwargs)
-    name = torch.Tensor.type(tensor)
-    return name if is_on_host(tensor) else name.replace("torch.", "torch.cuda.")
-
-
-LIKE = {torch.empty_like, torch.full_like, torch.ones_like, torch.rand_like, torch.randn_like, torch.zeros_like}
-
-FACTORIES = LIKE | {
-    torch.arange,
-    torch.empty,
-    torch.empty_strided,
-    torch.eye,
-    torch.full,
-    torch.linspace,
-    torch.ones,
-    torch.rand,
-    torch.randint,
-    torch.randn,
-    torch.tensor,
-    torch.zeros,
+LIKE = {
+    *(torch.empty_like, torch.full_like, torch.ones_like, torch.rand_like, torch.randint_like, torch.randn_like),
+    torch.zeros_like,
 }
+"""Factories that take the device of their first argument."""
 
-_TENSOR_METHODS: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.to: _to,
-    torch.Tensor.cuda: _to_device,
-    torch.Tensor.cpu: _to_host,
-    torch.Tensor.pin_memory: lambda tensor, *_: made_on_host(torch.clone, tensor),
-    torch.Tensor.is_pinned: lambda tensor, *_: is_on_host(tensor),
-    torch.Tensor.type: _type,
-    torch.autograd.backward: lambda *args, **kwargs: run_backward(CudaOnCpu(), *args, **kwargs),
-}
+_CONVERSIONS = {torch.as_tensor, torch.normal, torch.tensor}
+"""Factories that take the device of their first argument if it is a tensor."""
+
+_UNSEEN = {torch.as_tensor, torch.from_numpy}
+"""Factories whose result no dispatch mode sees: an operation on it shows it to the meter."""
+
+FACTORIES = (
+    LIKE
+    | _CONVERSIONS
+    | {
+        *(
+            torch.arange,
+            torch.empty,
+            torch.empty_permuted,
+            torch.empty_strided,
+            torch.eye,
+            torch.full,
+        ),
+        *(
+            torch.linspace,
+            torch.logspace,
+            torch.ones,
+            torch.rand,
+            torch.randint,
+            torch.randn,
+            torch.randperm,
+            torch.range,
+        ),
+        *(torch.scalar_tensor, torch.tril_indices, torch.triu_indices, torch.zeros, torch.bartlett_window),
+        *(torch.blackman_window, torch.hamming_window, torch.hann_window, torch.kaiser_window),
+    }
+)
+"""Functions that make a tensor on a device of their own choice: on the host, unless an argument names the device."""
 
 
 class _Stream:
-    """Work is done when a call returns, so waiting for it and ordering it are nothing."""
+    """A call returns when its work is done, so there is nothing to wait for and nothing to order."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -191,8 +226,16 @@ class _Event:
 _STREAM = _Stream()
 
 
+_from_numpy = torch.from_numpy
+
+
+def from_numpy(array: Any) -> torch.Tensor:
+    """Replaces ``torch.from_numpy``, which no function mode sees."""
+    return made_on_host(_from_numpy, array)
+
+
 def random_state(*_: Any, **__: Any) -> torch.Tensor:
-    """Returns the one generator's state; an operation brings it, made behind the meter's back, into sight."""
+    """Returns the one generator's state. No dispatch mode sees it made: an operation on it shows it to the meter."""
     with on_host():
         return torch.ops.aten.alias(torch.default_generator.get_state())
 

@@ -1,8 +1,8 @@
 """Calls that name a CUDA device, served by fake tensors: shape, dtype, strides and a storage's size, and no memory.
 
-They are torch's meta tensors, on which ``FakeTensorMode`` rests too; that mode itself costs 0.1 ms an operation, and
-Megatron's offload manager asserts that none of its tensors come in (``fine_grained_activation_offload.py``).
-What is made on the host by value (a batch, a list of sizes) is real and small; large host memory is fake as well.
+They are torch's meta tensors, on which ``FakeTensorMode`` is built too. That mode itself costs 0.1 ms per operation,
+and Megatron's offload manager asserts that it gets none of its tensors (``fine_grained_activation_offload.py``). What
+is made on the host from values (a batch, a list of sizes) is real and small; large host memory is fake as well.
 """
 
 from __future__ import annotations
@@ -11,56 +11,39 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-from memlab.backends.cuda_calls import FACTORIES, LIKE, is_cuda, is_on_host, made_on_host, run_backward, split_place
+from memlab.backends.cuda_calls import CudaOnCpu, made_on_host
 from memlab.backends.kernel_temporaries import embedding
 
 FAKE = torch.device("meta")
 
 
-class FakeCuda(TorchFunctionMode):
-    """Serves calls that name a CUDA device with fake tensors, and tells host memory from device memory."""
+class FakeCuda(CudaOnCpu):
+    """Serves calls that name a CUDA device with fake tensors, and distinguishes host memory from device memory."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in FACTORIES:
-            return _make(func, args, kwargs)
-        handler = _HANDLERS.get(func)
-        if handler is not None:
-            return handler(*args, **kwargs)
-        if is_cuda(kwargs.get("device")):
-            kwargs = kwargs | {"device": FAKE}
-        return func(*args, **kwargs)
+    device = FAKE
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.handlers |= {torch.Tensor.item: _item, torch.nn.functional.embedding: embedding}
 
-def _make(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    # Without a device torch allocates on the host, and Megatron writes the host as "cpu".
-    device = kwargs.get("device")
-    on_host = kwargs.get("pin_memory") or str(device) == "cpu" or (device is None and func not in LIKE)
-    kwargs = {name: value for name, value in kwargs.items() if name not in ("pin_memory", "device")}
-    if not on_host:
-        made = func(*args, **kwargs) if device is None else func(*args, **kwargs, device=FAKE)
-        # torch.tensor makes a fake tensor behind the meter's back; an operation brings it into sight.
-        return torch.ops.aten.alias(made) if func is torch.tensor else made
-    return made_on_host(func, *args, **kwargs, **({"device": FAKE} if func in _WITHOUT_VALUES else {}))
+    def names_host(self, device: Any) -> bool:
+        """Whether an argument ``device`` names the host."""
+        return str(device) == "cpu"
 
+    def make_on_host(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Calls a factory for host memory, fake unless it has values."""
+        return made_on_host(func, *args, **(kwargs | {"device": FAKE} if func in _WITHOUT_VALUES else kwargs))
 
-def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    place, args, kwargs = split_place(args, kwargs)
-    if str(place) == "cpu":
-        tensor = _to_host(tensor)
-    elif place is not None:
-        tensor = _to_device(tensor)
-    return torch.Tensor.to(tensor, *args, **kwargs) if args or kwargs else tensor
+    def make_on_device(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Calls a factory for device memory."""
+        made = func(*args, **kwargs)
+        # No dispatch mode sees a fake torch.tensor made: an operation on it shows it to the meter.
+        return torch.ops.aten.alias(made) if func in (torch.tensor, torch.as_tensor) else made
 
-
-def _to_host(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return tensor if is_on_host(tensor) else made_on_host(torch.clone, tensor)
-
-
-def _to_device(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=FAKE) if is_on_host(tensor) else tensor
+    def copy_to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a fake tensor like a host tensor."""
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=FAKE)
 
 
 def _item(tensor: torch.Tensor) -> Any:
@@ -68,22 +51,4 @@ def _item(tensor: torch.Tensor) -> Any:
     return torch.zeros((), dtype=tensor.dtype).item() if tensor.is_meta else tensor.item()
 
 
-def _type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    if args or kwargs:
-        return torch.Tensor.type(tensor, *args, **kwargs)
-    return torch.Tensor.type(tensor).replace("torch.meta.", "torch." if is_on_host(tensor) else "torch.cuda.")
-
-
-_WITHOUT_VALUES = {torch.empty, torch.empty_like, torch.empty_strided}
-
-_HANDLERS: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.to: _to,
-    torch.Tensor.cuda: _to_device,
-    torch.Tensor.cpu: _to_host,
-    torch.Tensor.pin_memory: lambda tensor, *_: made_on_host(torch.clone, tensor),
-    torch.Tensor.is_pinned: lambda tensor, *_: is_on_host(tensor),
-    torch.Tensor.item: _item,
-    torch.Tensor.type: _type,
-    torch.nn.functional.embedding: embedding,
-    torch.autograd.backward: lambda *args, **kwargs: run_backward(FakeCuda(), *args, **kwargs),
-}
+_WITHOUT_VALUES = {torch.empty, torch.empty_like, torch.empty_permuted, torch.empty_strided}

@@ -1,4 +1,4 @@
-"""What some CUDA kernels allocate for themselves and give back when they end: no fake tensor shows it by itself."""
+"""Memory that some CUDA kernels allocate and free inside themselves: an operation on fake tensors allocates none."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 _FEW_INDICES = 3072
-"""Up to so many, one kernel adds the rows up where they belong, without sorting (``Embedding.cu``)."""
+"""For at most this many indices one kernel sums the rows in place, without sorting (``Embedding.cu``)."""
 _ROWS_PER_THREAD = 10
 
 
 def embedding(indices: torch.Tensor, weight: torch.Tensor, norm_type: float = 2.0, **options: Any) -> torch.Tensor:
-    """Stands for ``torch.nn.functional.embedding``, which Megatron calls without options."""
+    """Replaces ``torch.nn.functional.embedding``, which Megatron calls without options."""
     assert not any(options.values()), options
     result: torch.Tensor = _Embedding.apply(weight, indices)
     return result
@@ -34,10 +34,10 @@ class _Embedding(torch.autograd.Function):
 
 
 def _embedding_backward_temporaries(gradient: torch.Tensor, count: int, num_weights: int) -> list[torch.Tensor]:
-    """Returns what the kernel holds beside its result, and drops when it ends.
+    """Returns the tensors that the kernel allocates in addition to its result, and frees when it ends.
 
-    Indices are sorted, rows of the same one are summed up in parts, in fp32, and then the parts (torch 2.11,
-    ``aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu``). An H200 showed these bytes, to the last one.
+    Indices are sorted; the rows of equal indices are summed in parts, in fp32, and then the parts are summed (torch
+    2.11, ``aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu``). Equal to an H200's, byte by byte.
     """
     if count <= _FEW_INDICES:
         return []

@@ -1,26 +1,28 @@
-"""A GPU that is not there: Megatron's own code on fake tensors, of any size, accounted for as torch's allocator would.
+"""A simulated GPU: Megatron's own code on fake tensors, at any size, with the bytes that torch's allocator would take.
 
-Everything stands in that stands in on the CPU, with fake tensors in the place of CUDA's. No value is computed: where
-Megatron reads one that decides about memory (which expert gets how many tokens), it reads one that was chosen.
+All replacements of the CPU backend are in place, with fake tensors instead of a CUDA device's. No value is computed.
+Where a value decides about memory (how many tokens each expert gets), Megatron reads the chosen routing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from memlab.backends import Backend, fake_collectives
 from memlab.backends.chosen_routing import chosen_routing
-from memlab.backends.cpu import stand_in
+from memlab.backends.cpu import cuda_replaced
 from memlab.backends.fake_calls import FAKE, FakeCuda
 from memlab.backends.meta_result_cache import MetaResultCache
 from memlab.meter.simulated_meter import SimulatedMeter
 from memlab.model.layers.fake_layers import FakeProvider
+from memlab.model.process_group import join_alone
 from memlab.model.retention.te_caches import hold_fake_workspaces
+from memlab.upstream.patched import patched
 
 
 def backend(reason: str) -> Backend:
@@ -29,7 +31,7 @@ def backend(reason: str) -> Backend:
         name="simulated",
         reason=reason,
         layer_provider=FakeProvider,
-        distributed_backend="simulated",
+        join=join_alone,
         active=on_fake_tensors,
         meter=SimulatedMeter,
         fill_workspaces=lambda is_moe: hold_fake_workspaces(grouped=is_moe),
@@ -39,41 +41,43 @@ def backend(reason: str) -> Backend:
 
 @contextmanager
 def on_fake_tensors() -> Iterator[None]:
-    """Lets Megatron run on this thread as if there were a CUDA device, for the block."""
-    with stand_in(FakeCuda), ExitStack() as stack:
-        stack.enter_context(patch.object(torch.cuda, "current_device", lambda: FAKE))
-        stack.enter_context(patch.object(torch.distributed, "all_gather_object", _gather_own))
-        stack.enter_context(patch.object(torch.distributed, "batch_isend_irecv", fake_collectives.exchange))
-        for module, name, value in _megatron_parts():
-            stack.enter_context(patch.object(module, name, value))
-        stack.enter_context(MetaResultCache())
+    """Runs Megatron on this thread with fake tensors in place of a CUDA device's, for the block."""
+    with (
+        cuda_replaced(FakeCuda),
+        fake_collectives.collectives_on_fake_tensors(),
+        patched(_replacements()),
+        MetaResultCache(),
+    ):
         yield
 
 
-def _megatron_parts() -> Iterator[tuple[Any, str, Any]]:
-    from megatron.core import optimizer
-    from megatron.core.optimizer import clip_grads
-
-    yield optimizer, "USING_PYTORCH_OPTIMIZER", False
-    yield optimizer, "Adam", FusedAdam
-    yield clip_grads, "l2_norm_impl", _norm
-    yield from chosen_routing()
+@cache
+def _replacements() -> dict[str, Any]:
+    return {
+        "torch.cuda.current_device": lambda: FAKE,
+        "torch.distributed.all_gather_object": _gather_own,
+        "torch.distributed.batch_isend_irecv": fake_collectives.exchange,
+        "megatron.core.optimizer.USING_PYTORCH_OPTIMIZER": False,
+        "megatron.core.optimizer.Adam": FusedAdam,
+        "megatron.core.optimizer.clip_grads.l2_norm_impl": _norm,
+        **chosen_routing(),
+    }
 
 
 def _gather_own(gathered: list[Any], own: Any, group: Any = None) -> None:
-    """Answers for the other ranks: Megatron gathers only the kinds of parameters that there are (``optimizer``)."""
+    """Answers for the other ranks: Megatron gathers only which kinds of parameters exist (``optimizer``)."""
     gathered[:] = [own] * len(gathered)
 
 
 def _norm(chunk_size: int, overflow: torch.Tensor, tensors: Any, per_tensor: bool) -> tuple[torch.Tensor, None]:
-    """Stands for ``multi_tensor_l2norm``, one kernel over all gradients."""
+    """Replaces ``multi_tensor_l2norm``, one kernel over all gradients."""
     return torch.empty(1, dtype=torch.float32, device=FAKE), None
 
 
 class FusedAdam(torch.optim.AdamW):
-    """Keeps what Transformer Engine's keeps (``transformer_engine/pytorch/optimizers/fused_adam.py``, 2.12.0).
+    """Allocates what Transformer Engine's allocates (``transformer_engine/pytorch/optimizers/fused_adam.py``, 2.12.0).
 
-    That is both moments of each parameter in fp32; the step is a number, and an update makes no temporaries.
+    These are both moments of each parameter in fp32; the step is a number, and an update makes no temporaries.
     """
 
     def __init__(self, params: Any, *, adam_w_mode: bool, **options: Any) -> None:
@@ -81,7 +85,7 @@ class FusedAdam(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Makes the moments where they are missing, and touches what the kernel does."""
+        """Makes missing moments, and touches the tensors that the kernel touches."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:

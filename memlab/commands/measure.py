@@ -57,11 +57,8 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         from memlab.backends import find_backend
 
         with stdout_reserved_for_result():
-            from memlab.model.process_group import require_ranks
-
             backend = find_backend(arguments.backend)
-            require_ranks(backend.distributed_backend, workload["layout"])
-            backend.require_room(Scenario.of(**workload))
+            backend.check(Scenario.of(**workload))
         claimed = claims.pop_all()
     return lambda: _measure(workload, settings, arguments, claimed)
 

@@ -22,10 +22,9 @@ from memlab.lab.probes import Probes
 from memlab.lab.progress import Progress
 from memlab.lab.residency import ResidencyControl
 from memlab.lab.session import Session
-from memlab.model.process_group import require_ranks
 from memlab.model.retention import holders
-from memlab.model.retention.remedies import Tap
 from memlab.model.retention.retained_leaves import Retained
+from memlab.model.retention.taps import Tap
 from memlab.record.offload_audit import OffloadAudit
 from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.step_record import StepRecord
@@ -94,8 +93,7 @@ class Lab:
                 f"routing is {scenario.routing}, and on the {self.backend.name} backend the router decides: "
                 "leave it out, or choose backend 'simulated'"
             )
-        require_ranks(self.backend.distributed_backend, scenario.layout)
-        self.backend.require_room(scenario)
+        self.backend.check(scenario)
         _close_open_lab()
         self._session = Session(scenario, self.backend)
         self._residency = ResidencyControl(self._session)

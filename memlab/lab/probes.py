@@ -14,8 +14,8 @@ from memlab.fitting.fit import Fit, judge_fit
 from memlab.lab.session import Session
 from memlab.lab.stepper import Stepper
 from memlab.model.offload.audit import SavedInRegions, audit_offload
-from memlab.model.retention.remedies import Tap
 from memlab.model.retention.retained_leaves import Retained, find_retained
+from memlab.model.retention.taps import Tap
 from memlab.model.training_step import train_step
 from memlab.record.offload_audit import OffloadAudit
 from memlab.record.step_record import StepRecord

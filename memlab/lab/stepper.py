@@ -31,7 +31,8 @@ from memlab.model.residency.residency import groups_on_host
 from memlab.model.residency.transfers import Moves
 from memlab.model.residency.walk import require_resident
 from memlab.model.retention import holders
-from memlab.model.retention.remedies import CheckpointRemedy, Tap
+from memlab.model.retention.remedies import CheckpointRemedy
+from memlab.model.retention.taps import Tap
 from memlab.model.training_step import forward_only_step, train_step
 from memlab.record.out_of_memory import OutOfMemory
 from memlab.record.step_record import Status, StepRecord
@@ -68,7 +69,7 @@ class Stepper:
 
     def build(self) -> None:
         """Builds the model."""
-        self.live = build(self.scenario, self.backend.layer_provider, self.backend.distributed_backend)
+        self.live = build(self.scenario, self.backend.layer_provider, self.backend.join)
         self.labels.attach(self.live.working_modules())
         self.moves = Moves(self.live, self.meter)
         with self.labels.category("workspace"):

@@ -1,7 +1,7 @@
-"""Where a step stands: its phase, the module at work, and whether it recomputes or is inside one fused kernel.
+"""The labels of a step's current moment: phase, module, and whether it recomputes or is inside one fused kernel.
 
-The meter stamps every event with it. Phases come from Megatron's own timers, modules from `ModuleTracker`: no stack
-is ever read.
+The meter writes them into every event. Phases come from Megatron's own timers, modules from `ModuleTracker`: no call
+stack is ever read.
 """
 
 from __future__ import annotations
@@ -17,35 +17,36 @@ from memlab.vocabulary import CATEGORIES, PHASES, place_in_words
 
 
 class Labels:
-    """The current labels of one lab. Its work happens on one thread at a time: while autograd's runs, its own waits."""
+    """The current labels of one lab. One thread at a time changes them: its own waits while autograd's runs."""
 
     def __init__(self) -> None:
         self.phase = PHASES.index("idle")
         self.module = 0
         self.modules: list[str] = [""]
         self.span = 0
-        """Grows with every change of phase and at both ends of a recomputation: storages that are born and die in the
-        same span never waited for backward."""
+        """Grows with every change of phase and at both ends of a recomputation: a storage that is allocated and freed
+        in the same span never waited for backward."""
         self.num_passes = 0
-        """Forward and backward passes that have begun in this lab."""
+        """Forward and backward passes begun in this lab."""
         self.passes_in_flight = 0
-        """Forward passes of this step whose backward has not ended; of a step that ended early, when it did."""
+        """Forward passes of this step whose backward has not ended; after a step that ended early, at its end."""
         self.recomputing = False
         self.fused_depth = 0
         """How many fused kernels enclose the current operation (a kernel may be built from others)."""
         self.host_depth = 0
-        """Above 0 while storages are made that a GPU job keeps in host memory."""
+        """Above 0 while new storages are host memory."""
         self.known_category: int | None = None
-        """Category of what is made now, where whoever makes it knows: activations that come back from the host."""
+        """The category of new storages, if the code that makes them knows it, such as activations copied back from
+        the host."""
         self.on_move: Callable[[], None] | None = None
-        """Called when a phase begins or another module takes over; what it raises ends the step there."""
+        """Called when a phase begins or a module is entered; an error that it raises ends the step there."""
         self.on_kernel_end: Callable[[], None] | None = None
         self.on_change: Callable[[], None] | None = None
         """Called after every change of phase, module, span or recomputation, on the thread that made it."""
         self._codes: dict[str, int] = {"": 0}
         self._tracked: list[tuple[str, torch.nn.Module]] = []
         self._hooks: list[RemovableHandle] = []
-        self._tracker = ModuleTracker(lambda: self.module, self.enter_module, self._back_to_module)
+        self._tracker = ModuleTracker(lambda: self.module, self.enter_module, self._return_to_module)
 
     @property
     def place(self) -> str:
@@ -53,32 +54,33 @@ class Labels:
         return place_in_words(PHASES[self.phase], self.modules[self.module])
 
     def enter_phase(self, name: str) -> None:
-        """Starts a phase (one of `PHASES`); the last one ends."""
+        """Starts a phase (one of `PHASES`) and ends the current one."""
         self.phase = PHASES.index(name)
         self.span += 1
-        self.num_passes += name in ("forward", "backward")
+        if name in ("forward", "backward"):
+            self.num_passes += 1
         self._tracker.restart()
         self.enter_module(0)
 
     def enter_module(self, code: int) -> None:
-        """Lets another module take over; `code` as from `code`."""
+        """Makes a module the current one; `code` is a result of the method `code`."""
         self.module = code
         self.changed()
         if self.on_move is not None:
             self.on_move()
 
-    def _back_to_module(self, code: int) -> None:
+    def _return_to_module(self, code: int) -> None:
         self.module = code
         self.changed()
 
     def changed(self) -> None:
-        """Tells the meter that something here is different from before."""
+        """Reports to the meter that a label has changed."""
         if self.on_change is not None:
             self.on_change()
 
     @contextmanager
     def phase_of(self, name: str) -> Iterator[None]:
-        """Runs the block as one phase, then goes back to idle, whatever happens."""
+        """Runs the block as one phase; it is idle afterwards, after an error too."""
         try:
             self.enter_phase(name)
             yield
@@ -87,7 +89,7 @@ class Labels:
 
     @contextmanager
     def recompute(self) -> Iterator[None]:
-        """Marks what the block makes as made a second time."""
+        """Marks the storages that the block allocates as recomputed."""
         outer, self.recomputing = self.recomputing, True
         self.span += 1
         self.changed()
@@ -100,7 +102,7 @@ class Labels:
 
     @contextmanager
     def category(self, name: str) -> Iterator[None]:
-        """Gives what the block makes, and leaves alive, a category of `memlab.record.timeline.CATEGORIES`."""
+        """Sets the category of the storages that the block allocates: a name of `memlab.vocabulary.CATEGORIES`."""
         outer, self.known_category = self.known_category, CATEGORIES.index(name)
         self.changed()
         try:
@@ -118,13 +120,13 @@ class Labels:
         return code
 
     def attach(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
-        """Follows a model's modules by hooks, under their names; the model itself, without one, is ``gpt_model``."""
+        """Puts hooks on a model's modules, under their names; the model itself, which has none, is ``gpt_model``."""
         self._tracked = list(modules)
         self._hooks = self._tracker.track((self.code(name or "gpt_model"), module) for name, module in self._tracked)
 
     @contextmanager
     def detached(self) -> Iterator[None]:
-        """Runs the block without the hooks, as a model runs that nobody follows."""
+        """Runs the block without the hooks, as the model runs outside a lab."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -134,7 +136,7 @@ class Labels:
             self.attach(self._tracked)
 
     def release(self) -> None:
-        """Lets go of the model."""
+        """Drops the model."""
         self._hooks.clear()
         self._tracked.clear()
 
@@ -144,8 +146,8 @@ _active: Labels | None = None
 
 @contextmanager
 def labelled_by(labels: Labels) -> Iterator[None]:
-    """Makes `labels` the ones that `one_kernel`, `on_host` and `reloading` mark, for the block."""
-    global _active  # noqa: PLW0603  # the stand-ins and layers that mark are handed nothing of a lab
+    """Makes `labels` those that `one_kernel`, `on_host` and `reloading` change, for the block."""
+    global _active  # noqa: PLW0603  # replaced functions and layers have no reference to a lab
     outer, _active = _active, labels
     try:
         yield
@@ -155,10 +157,10 @@ def labelled_by(labels: Labels) -> Iterator[None]:
 
 @contextmanager
 def one_kernel() -> Iterator[None]:
-    """Runs a block, or as a decorator a function, as one fused GPU kernel: what dies inside it stays on chip.
+    """Runs a block, or as a decorator a function, as one fused GPU kernel: what is freed inside it stays on chip.
 
-    The meter books such storages in the ``on_chip`` pool, and moves those that outlive the block to the device. A name
-    that is bound inside a block outlives it; inside a decorated function it does not.
+    The meter counts such storages in the ``on_chip`` pool, and moves those that outlive the block to the device. A
+    variable that is bound inside a block outlives it; inside a decorated function it does not.
     """
     labels = _active
     if labels is None:
@@ -188,5 +190,5 @@ def on_host() -> Iterator[None]:
 
 
 def reloading() -> AbstractContextManager[None]:
-    """Returns a context whose new storages are what forward saved, back from the host."""
+    """Returns a context in which new storages are activations, copied back from the host."""
     return _active.category("activations") if _active is not None else nullcontext()

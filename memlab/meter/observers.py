@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memlab.upstream.patched import patched
+
 
 class Observer(Protocol):
     """Receives the reports."""
@@ -48,11 +50,8 @@ def observe_resizes(observer: Observer) -> Iterator[None]:
         observer.after_resize(storage)
         return result
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-    try:
+    with patched({"torch.UntypedStorage.resize_": resize_}):
         yield
-    finally:
-        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
 
 class Frees:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from unittest.mock import patch
 
 import torch
 
@@ -13,6 +12,7 @@ from memlab.allocator.simulator import CachingAllocator
 from memlab.meter.allocations import Allocation, Event
 from memlab.meter.labels import Labels
 from memlab.meter.storage_meter import StorageAllocation, StorageMeter
+from memlab.upstream.patched import patched
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
 _DEVICE, _RESERVED = POOLS.index("device"), POOLS.index("reserved")
@@ -39,7 +39,7 @@ class SimulatedMeter(StorageMeter):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        with super().watching(), patch.object(torch.cuda, "empty_cache", self._empty_cache):
+        with super().watching(), patched({"torch.cuda.empty_cache": self._empty_cache}):
             yield
 
     def start(self, categories: Mapping[str, Iterable[torch.Tensor]]) -> None:

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from megatron.core import parallel_state
@@ -21,10 +20,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.model.config import transformer_config
-from memlab.model.process_group import join_process_group
+from memlab.model.process_group import initialize_megatron
+from memlab.upstream.patched import patched
 
 # Weights stay as they are from step to step: a loss that differs between two settings is then a setting's fault. Adam
 # still allocates and updates everything that it does at any other rate.
@@ -35,7 +36,7 @@ _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(.*)")
 
 @dataclass(slots=True, eq=False)
 class LiveModel:
-    """What a training step needs, as Megatron made it."""
+    """Megatron's objects for a training step."""
 
     scenario: Scenario
     config: TransformerConfig
@@ -53,6 +54,11 @@ class LiveModel:
         return chunk
 
     @property
+    def optimizers(self) -> list[Any]:
+        """Megatron's optimizers: one, or one of dense and one of expert parameters."""
+        return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
+
+    @property
     def layers(self) -> list[Any]:
         """The transformer layers of all chunks."""
         return [layer for chunk in self.chunks for layer in chunk.module.decoder.layers]
@@ -68,7 +74,7 @@ class LiveModel:
             yield from chunk.parameters()
 
     def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Yields the modules of every GPTModel by name; layers are numbered through, as `layers` are."""
+        """Yields the modules of every GPTModel by name; layers are numbered across chunks, as in `layers`."""
         first = 0
         for chunk in self.chunks:
             for name, module in chunk.module.named_modules():
@@ -81,8 +87,8 @@ class LiveModel:
         return ((name, module) for name, module in self.named_modules() if not isinstance(module, IdentityOp))
 
     def buffers(self) -> Iterator[tuple[str, Any]]:
-        """Yields DDP's buffers of parameters and gradients, each with the name of the attribute that has it."""
-        # Experts have buffers of their own where they are spread over ranks; forgetting them was verl #1766.
+        """Yields DDP's buffers of parameters and gradients, each with the name of its attribute."""
+        # Experts that are spread over ranks have their own buffers; verl #1766 forgot them.
         for name in ("buffers", "expert_parallel_buffers"):
             for chunk in self.chunks:
                 for buffer in getattr(chunk, name):
@@ -90,20 +96,21 @@ class LiveModel:
 
 
 def build(
-    scenario: Scenario, provider: type, distributed_backend: str, settings: MemorySettings | None = None
+    scenario: Scenario, provider: type, join: Callable[[Layout], None], settings: MemorySettings | None = None
 ) -> LiveModel:
     """Builds the model on one rank, with its process group.
 
     Args:
         scenario: What to build.
         provider: A `BackendSpecProvider` class, in the place of Megatron's ``TESpecProvider``.
-        distributed_backend: ``nccl``, or ``fake`` for a rank that is alone.
-        settings: Recompute and offload settings to build with; a live model takes others by `toggles.apply`.
+        join: Joins torch.distributed's process group.
+        settings: Recompute and offload settings to build with; `toggles.apply` changes them on the live model.
 
     Returns:
-        The model, its optimizer and its schedule. `holders.release` gives them back.
+        The model, its optimizer and its schedule. `holders.release` frees them.
     """
-    join_process_group(distributed_backend, scenario.seed, scenario.layout)
+    join(scenario.layout)
+    initialize_megatron(scenario.layout, scenario.seed)
     config = transformer_config(scenario, settings or MemorySettings())
     config.memlab_routing = scenario.routing
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
@@ -126,8 +133,9 @@ def build(
         chunks,
         use_gloo_process_groups=False,
     )
-    _fuse_adam(optimizer)
-    return LiveModel(scenario, config, chunks, optimizer, get_forward_backward_func())
+    live = LiveModel(scenario, config, chunks, optimizer, get_forward_backward_func())
+    _fuse_adam(live)
+    return live
 
 
 def _spread_experts(model: GPTModel) -> None:
@@ -138,9 +146,9 @@ def _spread_experts(model: GPTModel) -> None:
             weight.allreduce = False
 
 
-def _fuse_adam(optimizer: Any) -> None:
+def _fuse_adam(live: LiveModel) -> None:
     # Without TE or Apex Megatron takes torch's AdamW; fused, it updates in one kernel without temporaries, like TE's.
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in live.optimizers:
         if isinstance(part.optimizer, torch.optim.Adam):
             for group in part.optimizer.param_groups:
                 group["fused"], group["foreach"] = True, False
@@ -150,7 +158,7 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
     """Builds Megatron's GPTModel with the layers of a provider: one of the chunks of this rank's pipeline stage."""
     architecture = scenario.architecture
     # The spec is Transformer Engine's own; only the classes in it are the provider's.
-    with patch.object(gpt_layer_specs, "TESpecProvider", provider, create=True):
+    with patched({"megatron.core.models.gpt.gpt_layer_specs.TESpecProvider": provider}):
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
             num_experts=architecture.num_moe_experts,
             moe_grouped_gemm=architecture.is_moe,

@@ -14,7 +14,7 @@ from megatron.core.transformer.moe import experts, moe_utils
 def grouped_experts(linear_fc1: type, linear_fc2: type) -> Any:
     """Returns what a layer provider gives for grouped experts (``megatron/core/models/backends.py``).
 
-    0.16 wants a class and its submodules; 0.19 a callable that builds the experts.
+    0.16 needs a class and its submodules; 0.19 a callable that builds the experts.
     """
     if hasattr(experts, "GroupedMLPSubmodules"):
         submodules = experts.GroupedMLPSubmodules(linear_fc1=linear_fc1, linear_fc2=linear_fc2, activation_func=None)
@@ -23,13 +23,13 @@ def grouped_experts(linear_fc1: type, linear_fc2: type) -> Any:
 
 
 def auxiliary_losses() -> Iterator[torch.Tensor]:
-    """Yields the auxiliary losses that MoE layers log, as kept process-wide (``transformer/moe/moe_utils.py``)."""
+    """Yields the auxiliary losses that MoE layers log, kept for the process (``transformer/moe/moe_utils.py``)."""
     for entry in _tracker().values():
         yield entry["values"] if isinstance(entry, dict) else entry.values
 
 
 def zero_auxiliary_losses() -> None:
-    """Zeroes the logged losses, as Megatron's training loop does after it has logged a step."""
+    """Zeroes the logged losses, as Megatron's training loop does after each log line."""
     for losses in auxiliary_losses():
         losses.zero_()
 
@@ -40,7 +40,7 @@ def forget_auxiliary_losses() -> None:
 
 
 def forget_pending_offload(layer: torch.nn.Module) -> None:
-    """Drops what a layer holds between the norm before its MLP and its end, where a step ended in between.
+    """Drops what a layer keeps from the norm before its MLP to its own end, after a step that ended in between.
 
     0.19 keeps the offload of that norm as ``mlp_norm_manager``, with the layer's hidden states and their whole graph,
     and sets it to None at the layer's end (``transformer/transformer_layer.py``). 0.16 has it in a local name.

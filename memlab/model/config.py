@@ -19,7 +19,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def transformer_config(scenario: Scenario, settings: MemorySettings) -> TransformerConfig:
-    """Returns Megatron's config; it checks the settings once more by Megatron's own rules."""
+    """Returns Megatron's config, which checks the settings by Megatron's own rules too."""
     architecture = scenario.architecture
     dtype = _DTYPES[scenario.dtype]
     moe: dict[str, Any] = {}
@@ -90,6 +90,6 @@ def settings_fields(settings: MemorySettings) -> dict[str, Any]:
 
 
 def interleaved_chunks(layout: Layout) -> int | None:
-    """Returns the chunks of a pipeline stage as Megatron wants them: None where stages are not interleaved."""
+    """Returns the chunks of a pipeline stage as Megatron expects them: None if stages are not interleaved."""
     chunks = layout.virtual_pipeline_model_parallel_size
     return chunks if chunks > 1 else None

@@ -1,10 +1,9 @@
-"""The process groups of one rank: joined with the others, or alone as a rank of any layout, and Megatron's seeds."""
+"""The process groups of one rank, joined with the others or alone as one rank of any layout, and Megatron's seeds."""
 
 from __future__ import annotations
 
 import os
 import sys
-from unittest.mock import patch
 
 import torch
 from megatron.core import parallel_state
@@ -14,41 +13,47 @@ from memlab.config.layout import Layout
 from memlab.model.config import interleaved_chunks
 
 
-def join_process_group(distributed_backend: str, seed: int, layout: Layout) -> None:
-    """Joins the job's process group, which is this rank alone without a layout, and seeds Megatron's random states.
+def join_alone(layout: Layout) -> None:
+    """Joins a process group as one rank of a layout, without the others: they answer at once, with nothing.
 
-    Raises:
-        ValueError: If the layout has more ranks than were started.
+    On one rank every collective is the identity. The ``fake`` group allocates nothing for it, like NCCL; gloo would
+    copy the whole gradient buffer.
     """
-    if distributed_backend in ("fake", "simulated"):
-        # Importing it registers the backend. On one rank every collective is the identity, and this one allocates
-        # nothing for it, like NCCL; gloo would copy the whole gradient buffer.
-        from torch.testing._internal.distributed import fake_pg  # noqa: F401
-    if distributed_backend == "simulated":
-        _join_alone("fake", layout)
-        _initialize(seed, layout)
-        return
+    # Importing it registers the group.
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401
+
+    _join("fake", layout)
+
+
+def join_with_nccl(layout: Layout) -> None:
+    """Joins the process group of the ranks that ``torchrun`` started, or one of this rank alone."""
     if layout.world_size > 1:
-        torch.distributed.init_process_group(distributed_backend)
+        torch.distributed.init_process_group("nccl")
     else:
-        _join_alone(distributed_backend, layout)
-    _initialize(seed, layout)
+        _join("nccl", layout)
 
 
-def require_ranks(distributed_backend: str, layout: Layout) -> None:
-    """Holds a layout against the ranks that were started.
+def require_one_rank(layout: Layout) -> None:
+    """Checks that a layout has one rank, and that one was started.
 
     Raises:
-        ValueError: If it has others.
+        ValueError: If there are more.
     """
-    if distributed_backend == "simulated":
-        return
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if distributed_backend == "fake" and max(started, layout.world_size) > 1:
+    started = _started_ranks()
+    if max(started, layout.world_size) > 1:
         raise ValueError(
             f"the layout ({layout}) has {layout.world_size} ranks, {started} were started, and the cpu backend steps "
             "one alone: choose backend 'simulated' for one rank of any layout, or 'cuda'"
         )
+
+
+def require_started_ranks(layout: Layout) -> None:
+    """Checks that as many ranks were started as the layout has.
+
+    Raises:
+        ValueError: If not.
+    """
+    started = _started_ranks()
     if started != layout.world_size:
         raise ValueError(
             f"the layout ({layout}) has {layout.world_size} ranks, and {started} were started: start them with "
@@ -57,16 +62,27 @@ def require_ranks(distributed_backend: str, layout: Layout) -> None:
         )
 
 
-def _join_alone(distributed_backend: str, layout: Layout) -> None:
+def _started_ranks() -> int:
+    started = os.environ.get("WORLD_SIZE", "1")
+    if not started.isdecimal():
+        raise ValueError(f"WORLD_SIZE is {started!r}, must be a whole number: unset it, or start ranks with torchrun")
+    return int(started)
+
+
+def _join(distributed_backend: str, layout: Layout) -> None:
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # missing from torch's stubs
-    # torch marks each line of an error with the rank, once more for every group that was joined.
-    with patch.object(sys, "excepthook", sys.excepthook):
+    # torch replaces the hook for uncaught errors, once more for each group, and each adds the rank to every line.
+    excepthook = sys.excepthook
+    try:
         torch.distributed.init_process_group(
             distributed_backend, store=store, rank=layout.rank, world_size=layout.world_size
         )
+    finally:
+        sys.excepthook = excepthook
 
 
-def _initialize(seed: int, layout: Layout) -> None:
+def initialize_megatron(layout: Layout, seed: int) -> None:
+    """Makes Megatron's process groups of a joined one, and seeds its random states."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         context_parallel_size=layout.context_parallel_size,

@@ -1,4 +1,4 @@
-"""Makes a model usable again after a step that ended halfway, in an out-of-memory, a stop or an error."""
+"""Makes a model usable again after a step that did not reach its end: an out-of-memory, a stop or an error."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def recover(live: LiveModel, settings: MemorySettings, error: BaseException) -> 
         traceback.clear_frames(current.__traceback__)
         current = current.__cause__ or current.__context__
     random._unset_checkpointing()
-    for part in getattr(live.optimizer, "chained_optimizers", [live.optimizer]):
-        # torch fills a parameter's state one tensor after another; a half-filled one would be taken for whole.
+    for part in live.optimizers:
+        # torch adds a state's tensors one by one, and would take an incomplete state for a complete one.
         for state in part.optimizer.state.values():
             if not {"exp_avg", "exp_avg_sq"} <= state.keys():
                 state.clear()

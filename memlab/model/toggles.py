@@ -18,7 +18,6 @@ from memlab.config.settings_on_model import check_on_model
 from memlab.model.build import LiveModel
 from memlab.model.config import settings_fields, transformer_config
 from memlab.model.offload import manager as offload_manager
-from memlab.model.retention.remedies import set_detach
 
 
 def apply(live: LiveModel, settings: MemorySettings) -> None:
@@ -43,7 +42,6 @@ def apply(live: LiveModel, settings: MemorySettings) -> None:
         if "offload_expert_fc1" in attributes:
             # experts.py keeps one tensor instead of one view an expert, so that the offload is one copy.
             module.linear_fc1.save_original_input = attributes["offload_expert_fc1"]
-    set_detach(live, settings.checkpoint_input_remedy == "detach")
     offload_manager.start_over()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from megatron.core import parallel_state
@@ -16,6 +15,7 @@ from memlab.meter.labels import Labels
 from memlab.model.build import LiveModel
 from memlab.model.compat import zero_auxiliary_losses
 from memlab.model.offload import manager as offload_manager
+from memlab.upstream.patched import patched
 
 
 def train_step(live: LiveModel, labels: Labels) -> float | None:
@@ -23,10 +23,10 @@ def train_step(live: LiveModel, labels: Labels) -> float | None:
 
     Args:
         live: The model, everything on the device.
-        labels: Follows the phases.
+        labels: Set to each phase as it begins.
 
     Returns:
-        The mean loss over the micro-batches; None on a pipeline stage that does not see it.
+        The mean loss over the micro-batches; None on a pipeline stage that computes none.
     """
     for chunk in live.chunks:
         chunk.zero_grad_buffer()
@@ -45,8 +45,8 @@ def forward_only_step(live: LiveModel, labels: Labels, *, suspend_offload: bool)
 
     Args:
         live: The model, its parameters on the device.
-        labels: Follows the phases.
-        suspend_offload: Keep Megatron's activation offload out of it (`offload_manager.suspended`).
+        labels: Set to each phase as it begins.
+        suspend_offload: Whether Megatron's activation offload is suspended (`offload_manager.suspended`).
 
     Returns:
         The mean loss over the micro-batches.
@@ -95,7 +95,7 @@ def _mean_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, float]:
     loss = per_token.float().mean()
     ranks = parallel_state.get_context_parallel_world_size()
     if ranks > 1:
-        # Of the whole sequence: Megatron multiplies it by the ranks, and divides by them where it reduces gradients
+        # Megatron multiplies the whole sequence's loss by the ranks, and divides by them where it reduces gradients
         # (`forward_step_calc_loss` in schedules.py, `gradient_scaling_factor` in distributed_data_parallel.py).
         loss = loss / ranks
     return loss, _over_the_sequence(loss)
@@ -112,7 +112,7 @@ def _over_the_sequence(loss: torch.Tensor) -> float:
 def _batches(scenario: Scenario) -> Iterator[torch.Tensor]:
     """Yields random tokens int64 [micro_batch_size, seq_length + 1] on the host, the same in every step.
 
-    Each copy of the model has its own; the ranks of one copy have the same.
+    Each copy of the model has its own tokens; the ranks of one copy have the same.
     """
     generator = torch.Generator().manual_seed(scenario.seed + parallel_state.get_data_parallel_rank())
     shape = (scenario.micro_batch_size, scenario.seq_length + 1)
@@ -123,8 +123,8 @@ def _batches(scenario: Scenario) -> Iterator[torch.Tensor]:
 def chunks_of_this_rank(batch: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of a batch [sequences, tokens] under context parallelism, all of it without.
 
-    A sequence is cut into two chunks a rank. A rank has one from the front and its counterpart from the back, so that
-    causal attention is as much work on each (``get_batch_on_this_cp_rank``, megatron/core/utils.py).
+    A sequence is cut into two chunks per rank. A rank has one from the front and its counterpart from the back, so that
+    causal attention takes equal FLOPs on each (``get_batch_on_this_cp_rank``, megatron/core/utils.py).
     """
     ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     if ranks == 1:
@@ -151,7 +151,9 @@ def _phases(live: LiveModel, labels: Labels) -> Iterator[None]:
             yield
 
     labels.passes_in_flight = 0
-    with patch.object(live.config, "timers", timers), patch.object(random, "_fork_rng", fork_rng_to_recompute):
+    on_config = {"megatron.core.transformer.transformer_config.TransformerConfig.timers": timers}
+    on_random = {"megatron.core.tensor_parallel.random._fork_rng": fork_rng_to_recompute}
+    with patched(on_config, on=live.config), patched(on_random):
         yield
 
 
@@ -163,7 +165,9 @@ class _PhaseTimer:
     def start(self, barrier: bool = False) -> None:
         if self._phase is not None:
             self._labels.enter_phase(self._phase)
-            self._labels.passes_in_flight += self._phase == "forward"
+            if self._phase == "forward":
+                self._labels.passes_in_flight += 1
 
     def stop(self, barrier: bool = False) -> None:
-        self._labels.passes_in_flight -= self._phase == "backward"
+        if self._phase == "backward":
+            self._labels.passes_in_flight -= 1

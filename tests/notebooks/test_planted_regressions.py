@@ -33,9 +33,12 @@ SUITE = (
 )
 
 FAULTS = """\
+from contextlib import nullcontext
+
 from memlab.model import toggles
+from memlab.model.retention import remedies
 recomputes_moe = toggles._FLAGS["moe_layer_recompute"]
-toggles.set_detach = lambda live, detach: None
+remedies.detach = nullcontext
 toggles._FLAGS["offload_moe_act"] = lambda module, settings: False
 toggles._FLAGS["moe_layer_recompute"] = lambda module, settings: (
     recomputes_moe(module, settings) and module.layer_number != 2

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _uninstall_threaded_pg,
 )
 
-from memlab.backends.cpu import stand_in
+from memlab.backends.cpu import cuda_replaced
 
 
 def on_ranks(count: int, job: Callable[[int, Any], None]) -> None:
@@ -31,7 +31,7 @@ def on_ranks(count: int, job: Callable[[int, Any], None]) -> None:
             ProcessLocalGroup.exception_handle(error)
 
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    with stand_in():
+    with cuda_replaced():
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
         for thread in threads:
             thread.start()

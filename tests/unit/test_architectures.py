@@ -31,9 +31,10 @@ def megatron() -> object:
         warnings.simplefilter("ignore")
         from memlab.backends import cpu
         from memlab.model import process_group
-    with cpu.stand_in():
-        process_group.join_process_group("fake", seed=1, layout=Layout())
-    yield cpu.stand_in
+    with cpu.cuda_replaced():
+        process_group.join_alone(Layout())
+        process_group.initialize_megatron(Layout(), seed=1)
+    yield cpu.cuda_replaced
     process_group.parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
 

@@ -71,7 +71,7 @@ class FakeLab:
 @pytest.fixture
 def fake_lab(monkeypatch: pytest.MonkeyPatch) -> type[FakeLab]:
     monkeypatch.setitem(sys.modules, "memlab.lab.lab", types.SimpleNamespace(Lab=FakeLab))
-    backend = types.SimpleNamespace(distributed_backend="simulated", require_room=lambda _: None)
+    backend = types.SimpleNamespace(check=lambda _: None)
     monkeypatch.setattr("memlab.backends.find_backend", lambda _: backend)
     return FakeLab
 

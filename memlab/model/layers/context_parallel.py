@@ -1,8 +1,8 @@
-"""Causal attention over a sequence that is spread over ranks: keys and values go round a ring of them.
+"""Causal attention over a sequence that is spread over ranks: keys and values are passed around a ring of ranks.
 
 After ``AttnFuncWithCPAndKVP2P`` of Transformer Engine (``context_parallel.py`` in
 ``transformer_engine/pytorch/attention/dot_product_attention``, 2.12.0) as it goes for bf16 tensors [sequence, batch,
-heads, channels] on cuDNN: the same buffers are made, and the same tensors kept for backward. A rank has an early and a
+heads, channels] on cuDNN: the same buffers are made, and the same tensors saved for backward. A rank has an early and a
 late chunk of the sequence (`training_step.chunks_of_this_rank`).
 """
 
@@ -17,9 +17,9 @@ from memlab.model.layers.torch_functions import attend, attend_backward
 
 
 class RingAttention(torch.autograd.Function):
-    """What `torch_functions.CausalAttention` is, over the ranks of a group.
+    """`torch_functions.CausalAttention` over the ranks of a group.
 
-    Keeps query, output, the log-sum-exp of each row (fp32), and the keys and values that came last round the ring.
+    Saves query, output, the log-sum-exp of each row (fp32), and the keys and values that arrived last.
     """
 
     @staticmethod
@@ -29,7 +29,7 @@ class RingAttention(torch.autograd.Function):
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         size, rank = group.size(), group.rank()
         visiting = [torch.cat((key.view(-1), value.view(-1)))]
-        outputs, log_sums, places = [], [], []  # these and `visiting` stay until the end: 3 tensors a turn
+        outputs, log_sums, places = [], [], []  # these and `visiting` stay until the end: 3 tensors per turn
         for turn in range(size):
             requests = []
             if turn < size - 1:
@@ -58,15 +58,17 @@ class RingAttention(torch.autograd.Function):
         query, key_value, output, total = ctx.saved_tensors
         size, rank = ctx.group.size(), ctx.group.rank()
         grad = grads[0].contiguous().view(output.shape)
-        # cuDNN takes it in one piece; the last rank's queries are never the late ones alone.
+        # cuDNN needs it contiguous. The last rank never attends with its late queries alone.
         late_total = total[..., len(query) // 2 :].contiguous() if rank < size - 1 else total
         grad_query = torch.empty_like(query).zero_()
-        # In the first row keys and values on their way, in the second what is gathered of their gradients.
+        # First row: the visiting keys and values. Second row: the sum of their gradients so far.
         buffers = [key_value.new_empty((2, len(key_value))) for _ in range(2)]
         buffers[0][0].copy_(key_value)
         for turn in range(size):
             here, there = buffers[turn % 2], buffers[(turn + 1) % 2]
-            rows = {0: slice(0, 1), size - 1: slice(1, 2)}.get(turn, slice(0, 2))
+            # The first turn sends keys and values only, the last one gradients only, the others both.
+            first, last = (1 if turn == size - 1 else 0), (1 if turn == 0 else 2)
+            rows = slice(first, last)
             requests = exchange(here[rows], there[rows], ctx.group, step=-1)
             queries, keys, causal = _tile(rank, (rank + 1 + turn) % size, len(query))
             their_key, their_value = _apart(here[0], *ctx.shapes)

@@ -1,7 +1,7 @@
 """The layer provider for fake tensors: `TorchProvider`'s layers, and the experts' weights of a layer as one parameter.
 
-A layer of 128 experts has 256 weights, and Megatron does some operations for each when it builds DDP and the optimizer
-and in every step. On fake tensors their bytes alone count, which are the same in one piece.
+A layer of 128 experts has 256 weights, and Megatron runs some operations for each when it builds DDP and the optimizer
+and in every step. Only the bytes of fake tensors matter, and one parameter has as many.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from memlab.model.layers.torch_layers import TorchProvider, device_empty, expert
 
 
 class FakeProvider(TorchProvider):
-    """Megatron's choice of layers for a GPT layer spec, where no value is computed."""
+    """Megatron's layers for a GPT layer spec, for tensors without values."""
 
     def grouped_mlp_modules(self, *_: Any, **__: Any) -> Any:
         return grouped_experts(StackedGroupedLinear, StackedGroupedRowLinear)
 
 
 class StackedGroupedLinear(torch.nn.Module):
-    """What `TorchGroupedLinear` is, with one weight [num_gemms, output_size, input_size]."""
+    """`TorchGroupedLinear` with one weight [num_gemms, output_size, input_size]."""
 
     way: ClassVar[Literal["column", "row"]] = "column"
 
@@ -57,7 +57,7 @@ class StackedGroupedRowLinear(StackedGroupedLinear):
 
 
 class _StackedLinear(torch.autograd.Function):
-    """Makes and keeps what `torch_functions.GroupedLinear` does."""
+    """Allocates and saves what `torch_functions.GroupedLinear` does."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""How a linear is split over tensor-parallel ranks, with sequence parallelism: what it gathers and what it scatters.
+"""How a linear is split over tensor-parallel ranks with sequence parallelism: what it gathers and what it scatters.
 
 As Transformer Engine does it (``linear.py`` and ``layernorm_linear.py`` of ``transformer_engine/pytorch/module``): a
-column-parallel linear gathers its input along the sequence, in backward once more, and scatters its input's gradient; a
-row-parallel one scatters its output, and gathers the output's gradient. On one rank nothing moves.
+column-parallel linear gathers its input along the sequence, again in backward, and scatters its input's gradient; a
+row-parallel one scatters its output, and gathers the output's gradient. On one rank nothing is transferred.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What a linear does beside its matrix product."""
+    """The collectives of a linear, before and after its matrix product."""
 
     way: Literal["column", "row"] | None = None
     group: Any = None

@@ -1,7 +1,7 @@
 """The autograd functions behind `torch_layers`: each computes in torch what one Transformer Engine module computes.
 
-What counts here is memory: each saves for backward the tensors that TE 2.12.0 saves, and makes the outputs that
-TE's kernels make; what a kernel keeps on chip is made inside `one_kernel`. Norms are RMSNorm, computed in fp32.
+Each saves for backward the tensors that TE 2.12.0 saves, and makes the outputs that TE's kernels make; what a kernel
+keeps on chip is made inside `one_kernel`. Norms are RMSNorm, computed in fp32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from memlab.model.layers.tensor_parallel import WHOLE, Split
 
 
 class RmsNorm(torch.autograd.Function):
-    """RMSNorm over the last dimension; keeps its input and the reciprocal root mean square of each row (fp32)."""
+    """RMSNorm over the last dimension; saves its input and the reciprocal root mean square of each row (fp32)."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -31,7 +31,7 @@ class RmsNorm(torch.autograd.Function):
 
 
 class Linear(torch.autograd.Function):
-    """``inputs @ weight.T``; keeps its input, its part of the sequence alone (transformer_engine/.../linear.py)."""
+    """``inputs @ weight.T``; saves this rank's part of its input (transformer_engine/pytorch/module/linear.py)."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, split: Split = WHOLE) -> torch.Tensor:
@@ -44,7 +44,7 @@ class Linear(torch.autograd.Function):
         inputs, weight = ctx.saved_tensors
         grad = ctx.split.leave_backward(grads[0])
         inputs = ctx.split.enter(inputs)
-        grad_entered = _matmul(grad, weight)  # alive while it is reduced, during the weight's gradient
+        grad_entered = _matmul(grad, weight)  # stays allocated during the weight's gradient, while it is reduced
         grad_inputs = ctx.split.enter_backward(grad_entered)
         return grad_inputs, _flat(grad).T @ _flat(inputs), None
 
@@ -52,7 +52,7 @@ class Linear(torch.autograd.Function):
 class NormLinear(torch.autograd.Function):
     """RMSNorm and the linear after it as one module (transformer_engine/pytorch/module/layernorm_linear.py).
 
-    Keeps its input, the normalised output and the reciprocal root mean square: seen so on an H200 with TE 2.12.0.
+    Saves its input, the normalised output and the reciprocal root mean square: measured on an H200 with TE 2.12.0.
     """
 
     @staticmethod
@@ -77,15 +77,15 @@ class NormLinear(torch.autograd.Function):
         grad_normalised = ctx.split.enter_backward(grad_entered)
         grad_weight = _flat(grads[0]).T @ _flat(entered)
         del grad_entered, entered
-        normalised.data = normalised.new_empty(0)  # TE's clear_tensor_data: gone before the norm's gradient is made
+        normalised.data = normalised.new_empty(0)  # TE's clear_tensor_data: freed before the norm's gradient is made
         grad_inputs, grad_norm_weight = _normalise_backward(grad_normalised, inputs, reciprocal, norm_weight)
         return grad_inputs, grad_norm_weight, grad_weight, None, None
 
 
 class GroupedLinear(torch.autograd.Function):
-    """One linear an expert over consecutive rows (transformer_engine/pytorch/module/grouped_linear.py).
+    """One linear per expert over consecutive rows (transformer_engine/pytorch/module/grouped_linear.py).
 
-    Keeps each expert's rows as a view of the input, or the input itself under `save_original_input`.
+    Saves each expert's rows as a view of the input, or the input itself under `save_original_input`.
     """
 
     @staticmethod
@@ -116,7 +116,7 @@ class GroupedLinear(torch.autograd.Function):
 
 
 class CausalAttention(torch.autograd.Function):
-    """Fused causal attention; keeps query, key, value, its output and the log-sum-exp of each row (fp32).
+    """Fused causal attention; saves query, key, value, its output and the log-sum-exp of each row (fp32).
 
     Shapes are [sequence, batch, heads, channels]; key and value may have fewer heads (grouped queries). The output is
     [sequence, batch, heads * channels].
@@ -124,7 +124,7 @@ class CausalAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-        # A value that is a slice of linear_qkv's output is copied, and the copy kept (TE's get_qkv_layout).
+        # A value that is a slice of linear_qkv's output is copied, and the copy saved (TE's get_qkv_layout).
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         output, log_sum_exp = attend(query, key, value, scale)
         ctx.save_for_backward(query, key, value, output, log_sum_exp)

@@ -22,7 +22,7 @@ from memlab.model.layers.torch_functions import CausalAttention, GroupedLinear, 
 
 
 class TorchProvider(BackendSpecProvider):
-    """Megatron's choice of layers for a GPT layer spec, in torch alone."""
+    """Megatron's layers for a GPT layer spec, in torch without Transformer Engine."""
 
     def linear(self) -> type:
         return TorchLinear
@@ -63,7 +63,7 @@ class TorchNorm(torch.nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Normalises [..., hidden_size]."""
         # TE's norm takes a contiguous copy (transformer_engine/pytorch/ops/basic/rmsnorm.py): the query and key norms
-        # then keep their own input, and not the whole of linear_qkv's output.
+        # then save their own input instead of linear_qkv's whole output.
         result: torch.Tensor = RmsNorm.apply(inputs.contiguous(), self.weight, self.epsilon)
         return result
 
@@ -194,7 +194,7 @@ def expert_part(way: str, rows: int, columns: int, config: TransformerConfig) ->
 
 def _norm_weight(size: int, *, config: TransformerConfig) -> torch.nn.Parameter:
     weight = torch.nn.Parameter(device_empty(size, config=config).fill_(1.0))
-    # Each rank has seen a part of the sequence: Megatron adds these gradients up (distributed/finalize_model_grads.py).
+    # Each rank has a part of the sequence: Megatron sums these gradients (distributed/finalize_model_grads.py).
     weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return weight
 

@@ -1,7 +1,7 @@
 """Transformer Engine's fused MoE permutations, in torch.
 
-Same results and the same tensors kept for backward as ``transformer_engine/pytorch/permutation.py`` (2.12.0): the
-map from rows to experts and nothing else, so that permuted tokens are kept by nobody but the experts.
+Same results and the same tensors saved for backward as ``transformer_engine/pytorch/permutation.py`` (2.12.0): the
+map from rows to experts and nothing else, so that only the experts save permuted tokens.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def permute_with_probs(
 
 
 def permute(tokens: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int = -1) -> Any:
-    """Stands for TE's permutation without probabilities, which Megatron asks for and a training step never calls."""
+    """Replaces TE's permutation without probabilities, which Megatron imports and a training step never calls."""
     raise NotImplementedError("Megatron permutes tokens together with their probabilities: see permute_with_probs")
 
 
@@ -96,7 +96,7 @@ def unpermute(
     restore_shape: torch.Size | None = None,
     pad_offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Adds permuted rows [rows, hidden] up into their tokens [tokens, hidden]."""
+    """Sums permuted rows [rows, hidden] into their tokens [tokens, hidden]."""
     assert merging_probs is None and restore_shape is not None, "Megatron weighs tokens in the experts' activation"
     assert pad_offsets is None, "rows are padded only for 8-bit training"
     result: torch.Tensor = _UnpermuteWithMask.apply(permuted, row_id_map, restore_shape)
@@ -112,7 +112,7 @@ def sort_chunks_by_index(tokens: torch.Tensor, split_sizes: torch.Tensor, order:
 def sort_chunks_by_index_with_probs(
     tokens: torch.Tensor, probs: torch.Tensor, split_sizes: torch.Tensor, order: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reorders chunks of rows and their probabilities alike."""
+    """Reorders chunks of rows, and their probabilities in the same way."""
     sorted_tokens, sorted_probs = _SortChunks.apply(tokens, split_sizes, order, probs)
     return sorted_tokens, sorted_probs
 
@@ -128,7 +128,7 @@ def _row_id_map(routing_map: torch.Tensor) -> torch.Tensor:
 
 def _routed(row_id_map: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the expert and the token of every permuted row, expert by expert."""
-    if row_id_map.is_meta:  # a fake map tells nothing, and how many rows there are is known
+    if row_id_map.is_meta:  # a fake map has no values; the number of rows is known
         return row_id_map.new_empty(num_rows), row_id_map.new_empty(num_rows)
     num_experts = (row_id_map.shape[1] - 1) // 2
     experts, rows = row_id_map[:, :num_experts].T.nonzero(as_tuple=True)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
-from unittest.mock import patch
 
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as upstream
@@ -32,6 +31,7 @@ from memlab.record.offload_audit import (
     same_moment,
 )
 from memlab.record.step_record import StepRecord
+from memlab.upstream.patched import patched
 
 State = Literal["away", "held", "back", "copied twice", "not due"]
 
@@ -67,7 +67,8 @@ class SavedInRegions:
             hooks.pop().__exit__(*exception)
             leave(region, *exception)
 
-        with patch.object(interface, "__enter__", enter_region), patch.object(interface, "__exit__", leave_region):
+        name = f"{upstream.__name__}.FineGrainedActivationOffloadingInterface"
+        with patched({f"{name}.__enter__": enter_region, f"{name}.__exit__": leave_region}):
             yield
 
     def account(self, name: str, scenario: Scenario, min_offloaded_tensor_size: int) -> dict[str, int]:
@@ -164,11 +165,12 @@ class OffloadTrace:
             on_host.pop(id(state[1])).reloaded = weakref.ref(tensor.untyped_storage())
             return tensor
 
-        with (
-            patch.object(handler, "offload", note_offload),
-            patch.object(handler, "reload", note_reload),
-            patch.object(group, "push_tensor", note_name),
-        ):
+        replacements = {
+            "ChunkOffloadHandler.offload": note_offload,
+            "ChunkOffloadHandler.reload": note_reload,
+            "OffloadTensorGroup.push_tensor": note_name,
+        }
+        with patched({f"{upstream.__name__}.{name}": value for name, value in replacements.items()}):
             yield
 
     def look(self, live: LiveModel, modules: list[str]) -> None:

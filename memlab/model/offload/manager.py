@@ -1,35 +1,39 @@
-"""Megatron's manager of fine-grained activation offload, one a process: started over, emptied, kept out of a pass.
+"""Megatron's manager of fine-grained activation offload, one per process: restarted, emptied, suspended for a pass.
 
-All that is done to ``PipelineOffloadManager`` of ``megatron/core/pipeline_parallel/fine_grained_activation_offload.py``
-(0.16.1, 0.19.2); what its groups do in a step is followed in `memlab.model.offload.watch`.
+All that memlab does to ``PipelineOffloadManager`` of
+``megatron/core/pipeline_parallel/fine_grained_activation_offload.py``
+(0.16.1, 0.19.2); `memlab.model.offload.watch` follows what its groups do in a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest.mock import patch
 
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 
 from memlab.model.build import LiveModel
+from memlab.upstream.patched import patched
+
+_CONFIG = "megatron.core.transformer.transformer_config.TransformerConfig"
 
 
 def start_over() -> None:
-    """Puts a new manager in the place of the old one; it learns the model's groups in its next step, then a warm-up.
+    """Replaces the manager by a new one, which learns the model's groups in its next step, a warm-up.
 
-    The old one's host buffers go now: in 0.19 it is part of a cycle, and would keep them until the next collection.
+    The old one's host buffers are freed now: in 0.19 it is part of a reference cycle, and would keep them until the
+    next garbage collection.
     """
     PipelineOffloadManager.get_instance().cpu_tensor_pool.clear()
     PipelineOffloadManager.reset_instance()
 
 
 def empty_groups() -> None:
-    """Lets go of what groups still hold that forward opened and did not come to close.
+    """Drops the tensors of groups that forward opened and did not close.
 
-    Megatron opens ``mlp_norm``'s group before the MLP and closes it after it (``transformer_layer.py``). A tensor in it
-    leads through its graph to autograd nodes that hold the group: a cycle that no collection sees, and that keeps the
-    failed step's activations for good (0.16.1).
+    Megatron opens ``mlp_norm``'s group before the MLP and closes it after the MLP (``transformer_layer.py``). A tensor
+    in it leads through its graph to autograd nodes that refer to the group: a cycle that garbage collection does not
+    see, and that keeps the failed step's activations for good (0.16.1).
     """
     for chunk in PipelineOffloadManager.get_instance()._cached_chunks_forward:
         for group in chunk.offload_groups:
@@ -37,20 +41,20 @@ def empty_groups() -> None:
 
 
 def forget() -> None:
-    """Drops the manager, and its buffers with it."""
+    """Drops the manager and its buffers."""
     PipelineOffloadManager.OFFLOAD_MGR = None
 
 
 @contextmanager
 def suspended(live: LiveModel) -> Iterator[None]:
-    """Runs the block without activation offload, and leaves the manager as it was.
+    """Runs the block without activation offload, and leaves the manager unchanged.
 
-    As NeMo-RL's ``suspend_activation_offload_for_forward_only`` does (NeMo-RL #2279): a pass without backward would
-    otherwise be the manager's warm-up, or use up the groups of the training step that follows.
+    A pass without backward would otherwise be the manager's warm-up, or use the groups of the next training step.
+    NeMo-RL does the same (``suspend_activation_offload_for_forward_only``, NeMo-RL #2279).
     """
     manager = PipelineOffloadManager.get_instance()
     active = manager.do_offload
-    with patch.object(live.config, "fine_grained_activation_offloading", False):
+    with patched({f"{_CONFIG}.fine_grained_activation_offloading": False}, on=live.config):
         if active:
             manager.disable_offload()
         try:

@@ -1,8 +1,8 @@
-"""What Megatron's fine-grained activation offload really does in a step: bytes by module, and why a module moved none.
+"""What fine-grained activation offload transfers in a step: bytes by module, and why a module transferred none.
 
-Megatron counts only in its manager's warm-up, and prints. This watches the groups themselves:
+Megatron counts only in its manager's warm-up, and prints. `OffloadWatch` watches the groups themselves:
 ``OffloadTensorGroup`` of ``megatron/core/pipeline_parallel/fine_grained_activation_offload.py`` (0.16.1, 0.19.2)
-receives a tuple for a tensor that went to the host, and the tensor itself for one that stayed.
+receives a tuple for a tensor that was offloaded, and the tensor itself for one that stayed on the device.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as upstream
@@ -19,6 +18,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.settings_on_model import without_effect
 from memlab.meter.labels import reloading
+from memlab.upstream.patched import patched
 
 
 class OffloadWatch:
@@ -59,18 +59,20 @@ class OffloadWatch:
             with reloading():
                 return reload(handler, *args, **kwargs)
 
-        with (
-            patch.object(upstream.ChunkOffloadHandler, "reload", reload_as_activation),
-            patch.object(upstream.OffloadTensorGroup, "push_tensor", count_moved),
-            patch.object(upstream.OffloadTensorGroup, "record_offload_event", count_kept),
-            patch.object(upstream, "print_offload_summary_table", lambda total_offload_bytes: None),
-        ):
+        replacements = {
+            "ChunkOffloadHandler.reload": reload_as_activation,
+            "OffloadTensorGroup.push_tensor": count_moved,
+            "OffloadTensorGroup.record_offload_event": count_kept,
+            "print_offload_summary_table": lambda total_offload_bytes: None,
+        }
+        with patched({f"{upstream.__name__}.{name}": value for name, value in replacements.items()}):
             yield
 
     def without_effect(self, scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
-        """Returns ``offload_modules:name`` to the reason, for each module that moved nothing in this step.
+        """Returns the reason by ``offload_modules:name``, for each module that transferred nothing in this step.
 
-        Reasons that the model's structure decides come from the settings; these are the ones that only a run tells.
+        Some reasons follow from settings and architecture (`settings_on_model.without_effect`); the others only from a
+        step.
         """
         reasons = without_effect(settings, scenario.architecture)
         for name in settings.offload_modules or ():
@@ -97,6 +99,6 @@ class OffloadWatch:
 
 
 def _could_move(tensor: Any) -> bool:
-    # Parameters are marked so that they stay: by one attribute in 0.16, by another in 0.19.
+    # Parameters are marked to stay on the device: by one attribute in 0.16, by another in 0.19.
     marked = not getattr(tensor, "offloading_activation", True) or getattr(tensor, "_do_not_offload", False)
     return isinstance(tensor, torch.Tensor) and not marked

@@ -76,7 +76,7 @@ class GradientsHeldByMainParameters(Residency):
 
     def __init__(self, live: LiveModel) -> None:
         super().__init__(live)
-        for part in _parts(live):
+        for part in live.optimizers:
             part._copy_model_grads_to_main_grads = _copying(part, part._copy_model_grads_to_main_grads)
 
 
@@ -114,7 +114,7 @@ def repair(live: LiveModel) -> None:
         if gradient.untyped_storage().nbytes() < num_bytes:
             gradient.untyped_storage().resize_(num_bytes)
             gradient.zero_()
-    for part in _parts(live):
+    for part in live.optimizers:
         if vars(part).pop("_copy_model_grads_to_main_grads", None) is not None:
             part.zero_grad()
 
@@ -127,7 +127,3 @@ def _copying(part: Any, copy_model_grads: Callable[[], None]) -> Callable[[], No
                 main_parameter.grad = main_parameter.grad.clone()
 
     return copy_model_grads_and_keep
-
-
-def _parts(live: LiveModel) -> list[Any]:
-    return list(getattr(live.optimizer, "chained_optimizers", [live.optimizer]))

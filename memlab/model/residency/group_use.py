@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,7 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from memlab.meter.labels import Labels
 from memlab.record.transfer import GROUPS
+from memlab.upstream.patched import patched
 from memlab.vocabulary import PHASES
+
+_FUSED_KERNELS = "transformer_engine.pytorch.optimizers.multi_tensor_apply"
 
 
 class GroupUse(TorchDispatchMode):
@@ -62,7 +64,7 @@ class GroupUse(TorchDispatchMode):
 def _seeing_fused_kernels(see: Callable[[Any], None]) -> Iterator[None]:
     # The gradients' norm, their clipping and Adam are kernels over lists of tensors, of which torch's dispatcher hears
     # nothing (transformer_engine/pytorch/optimizers/multi_tensor_apply.py, 2.12.0).
-    engine = sys.modules.get("transformer_engine.pytorch.optimizers.multi_tensor_apply")
+    engine = sys.modules.get(_FUSED_KERNELS)
     if engine is None:
         yield
         return
@@ -72,5 +74,5 @@ def _seeing_fused_kernels(see: Callable[[Any], None]) -> Iterator[None]:
         see(tensor_lists)
         return apply(applier, kernel, overflow, tensor_lists, *args)
 
-    with patch.object(engine.MultiTensorApply, "__call__", apply_seen):
+    with patched({f"{_FUSED_KERNELS}.MultiTensorApply.__call__": apply_seen}):
         yield

@@ -180,7 +180,7 @@ class Residency:
 
     def _optimizer_state(self) -> list[torch.Tensor]:
         tensors: list[torch.Tensor] = []
-        for part in getattr(self._live.optimizer, "chained_optimizers", [self._live.optimizer]):
+        for part in self._live.optimizers:
             for group in part.optimizer.param_groups:
                 for main_parameter in group["params"]:
                     tensors.append(main_parameter.data)

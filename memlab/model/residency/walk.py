@@ -152,7 +152,7 @@ def _optimizer_state(live: LiveModel) -> Iterator[_Found]:
 
 
 def _main_parameters(live: LiveModel) -> Iterator[tuple[Any, torch.Tensor]]:
-    for part in getattr(live.optimizer, "chained_optimizers", [live.optimizer]):
+    for part in live.optimizers:
         for group in part.optimizer.param_groups:
             for main_parameter in group["params"]:
                 yield part, main_parameter

@@ -1,7 +1,7 @@
-"""What Megatron itself holds on to: between steps, as workspace, and for good, until it is released.
+"""What Megatron keeps: as workspace between steps, and for the whole process until it is released.
 
-Nothing in megatron-core gives a model back when its last name is dropped: caches and singletons keep hold of it. All
-of them are named here, with their file (megatron-core 0.16.1 and 0.19.2).
+megatron-core does not free a model when its last name is dropped: caches and singletons refer to it. All of them are
+listed here, with their file (megatron-core 0.16.1 and 0.19.2).
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from memlab.model.retention import te_caches as engine_caches
 def workspace(live: LiveModel) -> Iterator[torch.Tensor]:
     """Yields the tensors that Megatron keeps by name between steps, other than parameters.
 
-    A tensor that is alive after a step and neither here nor in `Residency.tensors` is held by something that should
-    have let go of it.
+    A tensor that is allocated after a step, and neither here nor in `Residency.tensors`, is retained by mistake.
     """
     for module in live.modules():
         yield from _tensors_in(module._buffers)
@@ -35,12 +34,12 @@ def workspace(live: LiveModel) -> Iterator[torch.Tensor]:
         dispatcher = getattr(module, "token_dispatcher", None)
         if dispatcher is not None:
             yield from _tensors_in(vars(dispatcher))
-    for part in getattr(live.optimizer, "chained_optimizers", [live.optimizer]):
+    for part in live.optimizers:
         yield from _tensors_in(vars(part))
         yield from _tensors_in(vars(part.optimizer))
     # models/common/embeddings/rotary_pos_embedding.py caches the angles by sequence length in an lru_cache.
     yield from _tensors_in(dict(enumerate(gc.get_referents(RotaryEmbedding.forward))))
-    # tensor_parallel/layers.py gathers the sequence into a buffer of its own, for the output layer.
+    # tensor_parallel/layers.py gathers the sequence for the output layer into a buffer that it keeps.
     yield from _tensors_in(parallel_state.get_global_memory_buffer().buffer)
     # transformer/moe/moe_utils.py
     yield from _tensors_in({"scale": MoEAuxLossAutoScaler.main_loss_backward_scale})
@@ -53,9 +52,9 @@ def _tensors_in(attributes: dict[Any, Any]) -> Iterator[torch.Tensor]:
 
 
 def release(live: LiveModel) -> None:
-    """Takes the model apart and makes megatron-core forget it, so that its memory can be freed."""
+    """Clears the model's objects and megatron-core's references to it, so that its memory is freed."""
     try:
-        for part in getattr(live.optimizer, "chained_optimizers", [live.optimizer]):
+        for part in live.optimizers:
             part.optimizer.state.clear()
             part.optimizer.param_groups.clear()
             vars(part).clear()
@@ -65,20 +64,20 @@ def release(live: LiveModel) -> None:
         live.chunks.clear()
         live.optimizer = live.config = None
     finally:
-        forget()  # whatever failed, another model can be built
+        forget()  # after an error too, so that another model can be built
 
 
 def forget() -> None:
     """Empties megatron-core's process-wide state and leaves the process group."""
-    for _, let_go in process_wide_holders():
-        let_go()
+    for _, release_references in process_wide_holders():
+        release_references()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     gc.collect()
 
 
 def process_wide_holders() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yields who holds on to a model when its last name is dropped, and how each lets go."""
+    """Yields what refers to a model after its last name is dropped: a description, and a function that ends it."""
     yield "token dispatchers (graph of their probabilities -> parameters -> DDP's hooks -> model)", _empty_dispatchers
     yield "RotaryEmbedding.forward's cache of angles", RotaryEmbedding.forward.cache_clear
     yield "the scale of the auxiliary loss", lambda: setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)

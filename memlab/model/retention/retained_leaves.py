@@ -1,9 +1,10 @@
-"""What outlives a step although nobody needs it: found by its holder, and three remedies.
+"""Checkpoint inputs that outlive a step although nothing needs them, each found by what refers to it.
 
 Megatron's MoE token dispatcher keeps the differentiable routing probabilities as an attribute
 (``self.probs = probs``, ``megatron/core/transformer/moe/token_dispatcher.py``, 0.16.1 and 0.19.2). In a recomputed
-forward their graph leads back to the checkpoint's detached input, whose AccumulateGrad node holds the input and its
-gradient until the layer's next forward (verl #5251, Megatron-LM #3267).
+forward their graph leads back to the checkpoint's detached input, whose AccumulateGrad node keeps the input and its
+gradient until the layer's next forward (verl #5251, Megatron-LM #3267). The remedies are in
+`memlab.model.retention.remedies`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from memlab.model.build import LiveModel
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retained:
-    """A leaf that a graph keeps alive, as plain data."""
+    """A leaf that a graph keeps allocated, as plain data."""
 
     holder: str
-    """Module and attribute that hold the graph, such as ``decoder.layers.0.mlp.token_dispatcher.probs``."""
+    """Module and attribute that refer to the graph, such as ``decoder.layers.0.mlp.token_dispatcher.probs``."""
     path: tuple[str, ...]
     """Autograd nodes from the holder's tensor to the leaf."""
     shape: tuple[int, ...]
@@ -35,13 +36,13 @@ class Retained:
 
 
 def find_retained(live: LiveModel) -> list[Retained]:
-    """Finds the leaves other than parameters that module attributes keep alive through their graphs.
+    """Finds the leaves other than parameters that module attributes keep allocated through their graphs.
 
     Args:
         live: A model between two steps.
 
     Returns:
-        One entry a leaf, in the order of the modules; the shortest path to it.
+        One entry per leaf with the shortest path to it, in the order of the modules.
     """
     found: list[Retained] = []
     seen: set[int] = set()
@@ -66,13 +67,13 @@ def find_retained(live: LiveModel) -> list[Retained]:
 
 
 def drop_graphs(live: LiveModel) -> None:
-    """Detaches every tensor that a module keeps with its graph: after a step that failed, nobody will use the graph."""
+    """Detaches every tensor that a module keeps with its graph: after a failed step nothing uses the graph."""
     for _, owner, attribute in list(_differentiable_attributes(live)):
         vars(owner)[attribute] = vars(owner)[attribute].detach()
 
 
 def _differentiable_attributes(live: LiveModel) -> Iterator[tuple[str, Any, str]]:
-    """Yields an owner's name, the owner, and the attribute that holds a tensor with a graph."""
+    """Yields an owner's name, the owner, and the name of its attribute that is a tensor with a graph."""
     for name, module in live.named_modules():
         owners = {name: module, f"{name}.token_dispatcher": getattr(module, "token_dispatcher", None)}
         for owner_name, owner in owners.items():
@@ -82,7 +83,7 @@ def _differentiable_attributes(live: LiveModel) -> Iterator[tuple[str, Any, str]
 
 
 def _leaves(root: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """Walks an autograd graph breadth first, and yields its leaves with the way to them."""
+    """Walks an autograd graph breadth first; yields each leaf with the names of the nodes on the path to it."""
     waiting: list[tuple[tuple[str, ...], Any]] = [((), root)]
     seen = {root}
     while waiting:

@@ -1,7 +1,6 @@
-"""Who keeps a storage alive at this moment: autograd nodes, local variables, module attributes, caches.
+"""What keeps a storage allocated at this moment: autograd nodes, local variables, module attributes, caches.
 
-Asked in the middle of a step, from inside it. Nothing is unpacked: what an offload hook holds in a saved tensor's place
-stays where it is.
+Called in the middle of a step. No saved tensor is unpacked: what an offload hook put in its place stays on the host.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from memlab.model.retention.te_caches import caches, tensors_in
 
 
 def find_holders(live: LiveModel, modules: list[str], storages: Collection[int]) -> dict[int, tuple[str, ...]]:
-    """Finds who refers to some storages.
+    """Finds what refers to storages.
 
     Args:
         live: The model.
@@ -27,7 +26,7 @@ def find_holders(live: LiveModel, modules: list[str], storages: Collection[int])
         storages: Addresses, as ``UntypedStorage._cdata``.
 
     Returns:
-        Holders in words by storage, each once; empty where none was found.
+        Holders in words by storage, each once; empty if none was found.
     """
     found: dict[int, dict[str, None]] = {storage: {} for storage in storages}
     kept = ((name, tensor) for name, container, _ in caches() for tensor in tensors_in(container))
@@ -39,7 +38,7 @@ def find_holders(live: LiveModel, modules: list[str], storages: Collection[int])
 
 
 def _autograd_nodes(modules: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    # Whatever is still to be passed backward hangs on a tensor that Python knows: the output that backward starts from.
+    # Every node that backward has yet to run is reached from a tensor in Python: the output that backward starts from.
     tensors = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), torch.Tensor)]
     waiting = [tensor.grad_fn for tensor in tensors]
     seen: set[Any] = set()
@@ -60,7 +59,7 @@ def _saved_tensors(node: Any) -> Iterator[torch.Tensor]:
         try:
             saved = getattr(node, name)
             data = [part.data for part in (saved if isinstance(saved, (tuple, list)) else (saved,))]
-        except RuntimeError:  # backward has passed this node: it holds nothing any more
+        except RuntimeError:  # backward has run this node, and its tensors are freed
             continue
         yield from (value for value in data if isinstance(value, torch.Tensor))
 

@@ -1,7 +1,7 @@
-"""What Transformer Engine and cuBLAS keep on the device for the whole process, and how they let go of it.
+"""What Transformer Engine and cuBLAS keep on the device for the whole process, and how it is freed.
 
 Read in ``transformer_engine/pytorch``, 2.12.0: ``cpp_extensions/gemm.py``, ``module/base.py``, and ``utils.py`` and
-``context_parallel.py`` of ``attention/dot_product_attention``. Nothing where it was not loaded.
+``context_parallel.py`` of ``attention/dot_product_attention``. Without Transformer Engine nothing is kept.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import torch
 _PACKAGE = "transformer_engine.pytorch"
 
 CUBLAS_WORKSPACE_BYTES = 32 * 1024**2
-"""Of one cuBLAS handle on compute capability 9.0 (torch, ``aten/src/ATen/cuda/CublasHandlePool.cpp``)."""
+"""The workspace of one cuBLAS handle on compute capability 9.0 (torch, ``aten/src/ATen/cuda/CublasHandlePool.cpp``)."""
 CUBLAS_THREADS = 2
-"""Those that use cuBLAS, each by a handle of its own: the one that runs forward, and autograd's."""
+"""Threads that use cuBLAS, each with its own handle: the one that runs forward, and autograd's."""
 TE_WORKSPACE_BYTES = 32 * 1024**2 + 1024
 """``get_cublas_workspace_size_bytes`` on compute capability 9.0 and later (``cpp_extensions/gemm.py``)."""
 TE_GROUPED_GEMM_STREAMS = 4
 """Streams of a grouped matrix product, with a workspace each (``get_num_compute_streams``, ``module/base.py``)."""
 
-_stand_ins: list[torch.Tensor] = []
+_simulated_workspaces: list[torch.Tensor] = []
 
 
 def caches() -> Iterator[tuple[str, Any, Callable[[], object]]]:
-    """Yields a name, a container with tensors in it, and what empties it."""
+    """Yields a name, a container with tensors, and a function that empties it."""
     gemm = sys.modules.get(f"{_PACKAGE}.cpp_extensions.gemm")
     if gemm is not None:
         workspace = gemm.get_cublas_workspace
@@ -43,8 +43,8 @@ def caches() -> Iterator[tuple[str, Any, Callable[[], object]]]:
     if ring is not None:
         lengths = ring._cu_seqlens_info_with_cp_cache
         yield "Transformer Engine's sequence lengths under context parallelism", lengths, lengths.clear
-    if _stand_ins:
-        yield "what stands in for cuBLAS workspaces", _stand_ins, _stand_ins.clear
+    if _simulated_workspaces:
+        yield "simulated cuBLAS workspaces", _simulated_workspaces, _simulated_workspaces.clear
 
 
 def tensors() -> Iterator[torch.Tensor]:
@@ -65,25 +65,26 @@ def tensors_in(container: Any) -> Iterator[torch.Tensor]:
 
 
 def fill_cublas_workspaces() -> None:
-    """Lets cuBLAS take its workspaces on this thread and on autograd's, which no tensor ever shows."""
+    """Makes cuBLAS allocate its workspaces on this thread and on autograd's: they belong to no tensor."""
     for dtype in (torch.bfloat16, torch.float32):
         weight = torch.ones(64, 64, dtype=dtype, device="cuda", requires_grad=True)
         torch.mm(weight, weight).sum().backward()
 
 
 def hold_fake_workspaces(*, grouped: bool) -> None:
-    """Takes on a simulated GPU what cuBLAS and Transformer Engine take on a Hopper one.
+    """Allocates on a simulated GPU what cuBLAS and Transformer Engine allocate on a Hopper GPU.
 
     Args:
         grouped: Whether the model has grouped linears.
     """
     sizes = [CUBLAS_WORKSPACE_BYTES] * CUBLAS_THREADS + [TE_WORKSPACE_BYTES]
     sizes += [TE_WORKSPACE_BYTES] * TE_GROUPED_GEMM_STREAMS if grouped else []
-    _stand_ins.extend(torch.empty(size, dtype=torch.uint8, device=torch.cuda.current_device()) for size in sizes)
+    device = torch.cuda.current_device()
+    _simulated_workspaces.extend(torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
 
 
 def clear_torch_caches() -> None:
-    """Lets cuBLAS give its workspaces back, and torch the pinned memory that it keeps for reuse."""
+    """Frees cuBLAS's workspaces, and the pinned memory that torch keeps for reuse."""
     if torch.version.cuda is not None and torch.cuda.is_initialized():
         torch._C._cuda_clearCublasWorkspaces()
         torch._C._host_emptyCache()

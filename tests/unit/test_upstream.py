@@ -1,0 +1,142 @@
+"""Every name of upstream's internals that memlab relies on exists, and no other is touched."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import inspect
+import pkgutil
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.package_info import MINOR
+
+import memlab
+from memlab.backends import cpu
+from memlab.upstream import patched as patching
+from memlab.upstream.internals import INTERNALS, Internal, replaceable
+from memlab.upstream.patched import in_this_version, patched
+
+ROOT = Path(memlab.__file__).parent
+HAS_TE = importlib.util.find_spec("transformer_engine") is not None
+EACH_NAME = [
+    pytest.param(row, name, id=f"{row.owner.rpartition('.')[2]}.{name}") for row in INTERNALS for name in row.names
+]
+
+
+def has(row: Internal, name: str) -> bool:
+    try:
+        owner = pkgutil.resolve_name(row.owner)
+    except AttributeError:
+        return False
+    if row.on_instances:
+        classes = [each for each in getattr(owner, "__mro__", ()) if each.__module__.startswith(row.package)]
+        if classes:
+            return any(re.search(rf"self\.{name}\b", inspect.getsource(each)) for each in classes)
+        return re.search(rf"\b{name}\b", inspect.getsource(owner)) is not None
+    if isinstance(owner, dict):
+        return name in owner
+    submodules = {module.name for module in pkgutil.iter_modules(getattr(owner, "__path__", ()))}
+    return hasattr(owner, name) or name in submodules
+
+
+@pytest.mark.parametrize(("row", "name"), EACH_NAME)
+def test_every_name_exists_in_the_installed_versions(row: Internal, name: str) -> None:
+    if row.package == "transformer_engine" and not HAS_TE:
+        pytest.skip("needs Transformer Engine")
+    if row.needs_cuda and torch.version.cuda is None:
+        pytest.skip("needs a torch with CUDA")
+    if not in_this_version(row):
+        assert not has(row, name), f"since {row.since}, until {row.until}"
+    elif row.absent_without_te and not HAS_TE:
+        assert not has(row, name) or MINOR > 16, "the name exists without Transformer Engine too: a rename must fail"
+    else:
+        assert has(row, name), f"{row.where} relies on it: {row.why}"
+
+
+@pytest.mark.parametrize(("row", "name"), EACH_NAME)
+def test_every_row_names_the_file_that_needs_it(row: Internal, name: str) -> None:
+    if not row.owner.endswith("fused_bias_swiglu"):  # examples of what is searched for
+        assert re.search(rf"\b{name}\b", (ROOT / row.where).read_text())
+
+
+def private_names(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("memlab"):
+            names |= {alias.name for alias in node.names} | set((node.module or "").split("."))
+    return {name for name in names if re.fullmatch(r"_[a-zA-Z]\w*", name)}
+
+
+def own_names(path: Path) -> set[str]:
+    own: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            own.add(node.name)
+        elif isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Store):
+            own.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    return own
+
+
+def test_no_private_name_of_upstream_is_touched_without_a_row() -> None:
+    files = [path for path in ROOT.rglob("*.py") if "upstream" not in path.parts]
+    own = set().union(*(own_names(path) for path in files)) | {"_getframe", "_exit", "_version", "_ArgumentGroup"}
+    listed = {part for row in INTERNALS for name in (row.owner, *row.names) for part in re.split(r"[.:]", name)}
+    touched = {name: path.name for path in files for name in private_names(path) - own - listed}
+    assert touched == {}
+
+
+def test_only_names_with_a_row_are_replaced() -> None:
+    with pytest.raises(KeyError), patched({"torch.nn.Linear": None}):
+        pass
+
+
+def test_a_renamed_target_is_an_error_that_says_where_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("megatron.core.tensor_parallel.random._fork_rng")
+    patching._place.cache_clear()
+    try:
+        with (
+            pytest.raises(AttributeError, match=r"_fork_rng does not exist .*training_step.*checkpoints recompute"),
+            patched({"megatron.core.tensor_parallel.random._fork_rng": None}),
+        ):
+            pass
+    finally:
+        patching._place.cache_clear()
+
+
+def test_originals_are_back_after_an_error_and_inherited_ones_are_not_copied() -> None:
+    def replaced() -> dict[str, bool]:
+        return {name: name in vars(torch.UntypedStorage) for name in ("resize_", "_cdata")}
+
+    before = replaced()
+    config: Any = SimpleNamespace(timers=1)
+    timers = "megatron.core.transformer.transformer_config.TransformerConfig.timers"
+    resize = {"torch.UntypedStorage.resize_": None}
+    with contextlib.suppress(ZeroDivisionError), patched(resize), patched({timers: 2}, on=config):
+        assert (torch.UntypedStorage.resize_, config.timers) == (None, 2)
+        assert 1 / 0
+    assert config.timers == 1
+    assert replaced() == before
+
+
+def test_every_replaced_name_has_one_row() -> None:
+    assert len(replaceable()) == sum(len(row.names) for row in INTERNALS if row.use == "replaced")
+
+
+def test_functions_that_megatron_compiles_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cpu.cuda_replaced():
+        pass
+    found = {f"{getattr(owner, '__name__', '')}.{name}" for owner, name, _ in cpu._compiled_functions(-1)}
+    (swiglu,) = [row for row in INTERNALS if row.owner.endswith("fused_bias_swiglu")]
+    assert {f"{swiglu.owner}.{name}" for name in swiglu.names} <= found
+    # A rename of the attribute in torch would leave none.
+    monkeypatch.setattr(cpu, "hasattr", lambda *_: False, raising=False)
+    with pytest.raises(RuntimeError, match=r"0 functions compiled by torch .* must have at least"):
+        cpu._compiled_functions(-2)
