@@ -19,7 +19,7 @@ from memlab.commands.step_flags import (
     whole_number,
 )
 from memlab.config.scenario import Scenario
-from memlab.fitting.front import Search, default_resolution_bytes
+from memlab.fitting.front import SearchResult, default_resolution_bytes
 from memlab.fitting.search import SearchInterrupted
 from memlab.lab.search_process import search_simulated
 
@@ -84,7 +84,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     return job
 
 
-def _show(found: Search, arguments: argparse.Namespace) -> None:
+def _show(found: SearchResult, arguments: argparse.Namespace) -> None:
     from memlab.views.text.search import search_table
 
     if arguments.out is not None:

@@ -1,4 +1,8 @@
-"""The settings that a search tries: whatever does all that some settings do, and more of it."""
+"""The settings to try next: each does all that the given settings do, and more.
+
+The search for a front, the alternatives of a step that does not fit, and the suggestions for a step that ran out of
+memory all try these.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +16,56 @@ from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySet
 from memlab.config.settings_on_model import check_on_model, checkpoints_moe_layers, without_effect
 
 _NUM_BLOCKS = 8
-"""Full recompute of the first layers is tried in so many even shares of the layers."""
+"""Full recompute of the first layers is tried in this many even shares of the layers."""
+_FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_modules": None}
 _BETWEEN_STEPS: tuple[dict[str, Any], ...] = (
     {"offload_parameters": True},
     {"offload_optimizer": True, "offload_gradients": True},
 )
-"""What can wait on the host between steps. All of it is back within a step, so each is tried alone, to be seen."""
+"""What can be on the host between steps. All of it is back within a step, so each is tried by itself, to be seen."""
 
 
-def candidates(base: MemorySettings, scenario: Scenario) -> list[MemorySettings]:
-    """Lists every setting that a search considers, the base first; none is refused or, by structure, without effect.
+def candidates(
+    settings: MemorySettings,
+    scenario: Scenario,
+    *,
+    depth: int | None = None,
+    with_remedy: bool = False,
+    every_block: bool = False,
+) -> list[MemorySettings]:
+    """Lists the settings themselves, and those that do more; none is refused or, by structure, without effect.
 
-    Every way to recompute is joined with every set of offload modules. Left out are ``moe_act`` beside ``moe``, which
-    contains it, and offload where every layer is recomputed: it would happen inside backward.
+    Left out are ``moe_act`` added to ``moe``, which contains it, and offload added where every layer is recomputed: it
+    would happen inside backward. Of a small model, offload starts at the smallest tensor (`smallest_offloaded`).
 
     Args:
-        base: What each setting does at least. Its remedy for checkpoints' inputs, which is no setting of Megatron's, is
-            taken where it acts and is not tried else.
+        settings: What each candidate does at least. Their remedy for checkpoints' inputs, which is not a setting of
+            Megatron's, is kept where it acts.
         scenario: The model and its workload.
+        depth: How many modules more each candidate has at most. 1 is one module to recompute or one to offload, or all
+            layers. None is every set of modules, every way to recompute whole layers, and every pair of a way to
+            recompute and a set to offload.
+        with_remedy: Also tries ``checkpoint_input_remedy="detach"`` where checkpoints keep their inputs.
+        every_block: Also tries full recompute of the first 1, 2, 3 ... layers; else in even shares of the layers.
     """
-    found: list[MemorySettings | None] = [base]
-    for recompute in ({}, *_recompute_choices(base, scenario)):
-        found.append(_allowed(base, recompute, scenario))
-        if recompute.get("recompute_method", base.recompute_method) != "uniform":
-            found += [_allowed(base, recompute | offload, scenario) for offload in _offload_choices(base, scenario)]
-    found += [_allowed(base, values, scenario) for values in _BETWEEN_STEPS]
-    return list(dict.fromkeys(settings for settings in found if settings is not None))
+    recomputes = list(_recompute_choices(settings, scenario, depth))
+    offloads = list(_offload_choices(settings, scenario, depth))
+    values: list[dict[str, Any]] = []
+    keeps_inputs = checkpoints_moe_layers(settings, scenario.architecture) and settings.checkpoint_input_remedy is None
+    if with_remedy and keeps_inputs:
+        values.append({"checkpoint_input_remedy": "detach"})
+    if settings.recompute_method != "uniform":
+        values += offloads
+    for recompute in recomputes:
+        values.append(recompute)
+        if depth is None and recompute.get("recompute_method") != "uniform":
+            values += [recompute | offload for offload in offloads]
+    if every_block:
+        values += list(_blocks(settings, scenario, range(1, scenario.num_layers_of_chunk)))
+    if depth is None:
+        values += _BETWEEN_STEPS
+    found = (_allowed(settings, each, scenario) for each in values)
+    return list(dict.fromkeys([settings, *(candidate for candidate in found if candidate is not None)]))
 
 
 def added_offload(settings: MemorySettings, base: MemorySettings) -> tuple[str, ...]:
@@ -52,35 +80,52 @@ def without_added_offload(settings: MemorySettings, base: MemorySettings) -> Mem
     )
 
 
-def _recompute_choices(base: MemorySettings, scenario: Scenario) -> Iterator[dict[str, Any]]:
+def smallest_offloaded(settings: MemorySettings, scenario: Scenario) -> int:
+    """Returns from how many elements on a tensor is offloaded: by the settings, and 0 for a small model.
+
+    Megatron's default, 1,048,576, is meant for large models. If it is more than the tokens x hidden elements of a
+    layer's output, it leaves nearly everything on the device: 512 tokens x 128 = 65,536 elements.
+    """
+    is_small = scenario.tokens_of_rank * scenario.architecture.hidden_size < settings.min_offloaded_tensor_size
+    return 0 if is_small else settings.min_offloaded_tensor_size
+
+
+def _recompute_choices(base: MemorySettings, scenario: Scenario, depth: int | None) -> Iterator[dict[str, Any]]:
+    own = set(base.recompute_modules or ())
     if base.recompute_granularity != "full":
-        for modules in supersets(base.recompute_modules, RECOMPUTE_MODULES):
-            if not {"moe", "moe_act"} <= set(modules):
+        for modules in _supersets(base.recompute_modules, RECOMPUTE_MODULES, depth):
+            if not {"moe", "moe_act"} <= set(modules) or {"moe", "moe_act"} <= own:
                 yield {"recompute_granularity": "selective", "recompute_modules": modules}
     if base.recompute_method == "uniform":
         return
-    full = {"recompute_granularity": "full", "recompute_modules": None}
-    num_layers, least = scenario.num_layers_of_chunk, base.recompute_num_layers or 0
-    for count in sorted({round(num_layers * share / _NUM_BLOCKS) for share in range(1, _NUM_BLOCKS)}):
-        if least < count < num_layers:
-            yield full | {"recompute_method": "block", "recompute_num_layers": count}
-    for count in (count for count in range(1, num_layers + 1) if num_layers % count == 0):
-        yield full | {"recompute_method": "uniform", "recompute_num_layers": count}
+    num_layers = scenario.num_layers_of_chunk
+    if depth is None:
+        shares = sorted({round(num_layers * share / _NUM_BLOCKS) for share in range(1, _NUM_BLOCKS)})
+        yield from _blocks(base, scenario, shares)
+    for count in range(1, num_layers + 1 if depth is None else 2):
+        if num_layers % count == 0:
+            yield _FULL | {"recompute_method": "uniform", "recompute_num_layers": count}
 
 
-def _offload_choices(base: MemorySettings, scenario: Scenario) -> Iterator[dict[str, Any]]:
-    # Megatron's default size is meant for large models; of a small one it would leave everything on the device.
-    is_small = scenario.tokens_of_rank * scenario.architecture.hidden_size < base.min_offloaded_tensor_size
-    size = 0 if is_small and base.offload_modules is None else base.min_offloaded_tensor_size
-    for modules in supersets(base.offload_modules, OFFLOAD_MODULES):
+def _blocks(base: MemorySettings, scenario: Scenario, counts: Iterable[int]) -> Iterator[dict[str, Any]]:
+    """Yields full recompute of the first layers, more of them than the base recomputes and fewer than all."""
+    if base.recompute_method != "uniform":
+        for count in counts:
+            if (base.recompute_num_layers or 0) < count < scenario.num_layers_of_chunk:
+                yield _FULL | {"recompute_method": "block", "recompute_num_layers": count}
+
+
+def _offload_choices(base: MemorySettings, scenario: Scenario, depth: int | None) -> Iterator[dict[str, Any]]:
+    size = smallest_offloaded(base, scenario)
+    for modules in _supersets(base.offload_modules, OFFLOAD_MODULES, depth):
         yield {"offload_modules": modules, "min_offloaded_tensor_size": size}
 
 
-def supersets(modules: Iterable[str] | None, choices: Iterable[str]) -> Iterator[list[str]]:
-    """Yields the modules with one or more of the choices besides, fewer before more."""
+def _supersets(modules: Iterable[str] | None, choices: Iterable[str], depth: int | None) -> Iterator[list[str]]:
+    """Yields the modules with one or more of the choices added, fewer before more."""
     have = list(modules or ())
     further = [name for name in choices if name not in have]
-    for count in range(1, len(further) + 1):
+    for count in range(1, (len(further) if depth is None else min(depth, len(further))) + 1):
         for names in combinations(further, count):
             yield have + list(names)
 

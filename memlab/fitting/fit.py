@@ -1,20 +1,20 @@
-"""Whether a step fits a GPU, by how much, and the single settings that would make it fit."""
+"""Whether a step fits a GPU, by how much, and which single additions to its settings would make it fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
-from memlab.config.settings_on_model import check_on_model, without_effect
-from memlab.fitting.bounds import recomputed_operations
+from memlab.config.settings import MemorySettings
+from memlab.fitting.candidates import candidates
 from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.fitting.recompute_cost import recomputed_operations
 from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes
 
 Step = Callable[[MemorySettings, int | None], StepRecord]
-"""Takes a step under settings, with so many bytes that torch may reserve."""
+"""Takes a step under settings, with a limit in bytes for what torch may reserve, or without one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,22 +24,22 @@ class Alternative:
     settings: MemorySettings
     peak_allocated_bytes: int
     recomputed_operations: float
-    """That backward makes a second time for one token, over all layers."""
-    moved_bytes: int
+    """FLOPs that backward recomputes for one token, over all layers."""
+    transferred_bytes: int
     """To the host in a step, and back."""
 
     def __str__(self) -> str:
         costs = []
         if self.recomputed_operations:
-            costs.append(f"{self.recomputed_operations / 1e9:.2f} GFLOP a token made twice")
-        if self.moved_bytes:
-            costs.append(f"{format_bytes(self.moved_bytes)} moved to the host and back")
+            costs.append(f"{self.recomputed_operations / 1e9:.2f} GFLOP recomputed per token")
+        if self.transferred_bytes:
+            costs.append(f"{format_bytes(self.transferred_bytes)} transferred to the host and back")
         return ", ".join([f"{self.settings}: peak {format_bytes(self.peak_allocated_bytes)}", *costs])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """A step held against a GPU's memory."""
+    """A step compared with a GPU's memory."""
 
     gpu_memory_bytes: int
     outside_torch_bytes: int
@@ -48,13 +48,13 @@ class Fit:
     start_bytes: int
     """Of the peak, what a step under these settings starts with: no recompute or activation offload changes it."""
     fits: bool
-    """Whether torch's allocator gets through the step with what is left, giving back what it caches where it must."""
+    """Whether torch's allocator completes the step with what is left, releasing what it caches where it must."""
     alternatives: tuple[Alternative, ...] = ()
-    """Settings that fit where the step does not, one thing more each: by recomputed operations, then moved bytes."""
+    """Settings that fit where the step does not, one addition each: by recomputed FLOPs, then by bytes transferred."""
 
     @property
     def margin_bytes(self) -> int:
-        """What is left at the peak; negative for what is lacking."""
+        """What is left at the peak; negative if the step is short by so much."""
         return self.gpu_memory_bytes - self.outside_torch_bytes - self.peak_allocated_bytes
 
     def to_dict(self) -> dict[str, Any]:
@@ -63,91 +63,72 @@ class Fit:
         return asdict(self) | {"margin_bytes": self.margin_bytes, "alternatives": alternatives}
 
     def __str__(self) -> str:
-        room = (
+        limit = (
             f"{format_bytes(self.gpu_memory_bytes)} less about {format_bytes(self.outside_torch_bytes)} outside torch"
         )
         margin = format_bytes(abs(self.margin_bytes))
         if self.fits:
-            return f"fits {room}, with {margin} to spare"
+            return f"fits {limit}, with {margin} to spare"
         if self.margin_bytes >= 0:
-            return f"does not fit {room}: the peak would leave {margin}, in pieces that are too small"
-        return f"does not fit {room}: {margin} are lacking"
+            return f"does not fit {limit}: the peak fits, but fragmentation leaves no block large enough"
+        return f"does not fit {limit}: short by {margin}"
 
 
 def judge_fit(record: StepRecord, step: Step, gpu_memory_bytes: int) -> Fit:
-    """Holds a step against a GPU, and where it does not fit, predicts what would.
+    """Compares a step with a GPU's memory, and where it does not fit, predicts what would.
 
     Args:
-        record: A step that ran to its end.
+        record: A step that finished.
         step: Takes another step of the same scenario.
         gpu_memory_bytes: Of the whole GPU.
     """
     outside_torch_bytes = estimate_outside_torch(record.scenario.layout).total_bytes
-    room = gpu_memory_bytes - outside_torch_bytes
-    fits_now = fits(record, step, room)
+    limit_bytes = gpu_memory_bytes - outside_torch_bytes
+    fits_now = fits(record, step, limit_bytes)
     start_bytes = record.static_bytes - record.residual_bytes
-    alternatives = (
-        []
-        if fits_now or start_bytes > room
-        else [
-            Alternative(
-                settings=other.settings,
-                peak_allocated_bytes=other.peak_allocated_bytes,
-                recomputed_operations=recomputed_operations(other.settings, other.scenario),
-                moved_bytes=moved_bytes(other),
-            )
-            for other in (step(settings, None) for settings in _one_thing_more(record))
-            if fits(other, step, room)
-        ]
-    )
+    can_be_helped = not fits_now and start_bytes <= limit_bytes
     return Fit(
         gpu_memory_bytes=gpu_memory_bytes,
         outside_torch_bytes=outside_torch_bytes,
         peak_allocated_bytes=record.peak_allocated_bytes,
         start_bytes=start_bytes,
         fits=fits_now,
-        alternatives=tuple(sorted(alternatives, key=lambda one: (one.recomputed_operations, one.moved_bytes))),
+        alternatives=tuple(_alternatives(record, step, limit_bytes)) if can_be_helped else (),
     )
 
 
-def fits(record: StepRecord, step: Step, room_bytes: int) -> bool:
-    """Whether a step gets through with so many bytes that torch may reserve; asks for another step if need be."""
-    if record.peak_allocated_bytes > room_bytes:
+def _alternatives(record: StepRecord, step: Step, limit_bytes: int) -> list[Alternative]:
+    """Takes a step under each setting that does one thing more, and returns those that fit, the cheapest first."""
+    own, *others = candidates(record.settings, record.scenario, depth=1, with_remedy=record.residual_bytes > 0)
+    assert own == record.settings
+    taken = [step(settings, None) for settings in others]
+    fitting = [
+        Alternative(
+            settings=other.settings,
+            peak_allocated_bytes=other.peak_allocated_bytes,
+            recomputed_operations=recomputed_operations(other.settings, other.scenario),
+            transferred_bytes=transferred_bytes(other),
+        )
+        for other in taken
+        if fits(other, step, limit_bytes)
+    ]
+    return sorted(fitting, key=lambda one: (one.recomputed_operations, one.transferred_bytes))
+
+
+def fits(record: StepRecord, step: Step, limit_bytes: int) -> bool:
+    """Whether a step completes with so many bytes that torch may reserve; takes another step if that is unclear.
+
+    A step that reserved no more than the limit fits; one that allocated more does not. Between the two, torch releases
+    cached memory when it must, and only a step with that limit shows whether it then finds a block for each request.
+    """
+    if record.peak_allocated_bytes > limit_bytes:
         return False
     reserved = record.peak_reserved_bytes
-    return reserved is None or reserved <= room_bytes or step(record.settings, room_bytes).status == "ok"
+    return reserved is None or reserved <= limit_bytes or step(record.settings, limit_bytes).status == "ok"
 
 
-def moved_bytes(record: StepRecord) -> int:
-    """Returns what a step and the pause after it take to the host and back; gradients are dropped, not copied."""
+def transferred_bytes(record: StepRecord) -> int:
+    """Returns what a step and the pause after it copy to the host and back; gradients are dropped, not copied."""
     groups = record.offloaded_bytes_by_group
     between_steps = sum(size for name, size in groups.items() if name != "gradients")
     return sum(record.offloaded_bytes_by_module.values()) + between_steps
-
-
-def _one_thing_more(record: StepRecord) -> Iterator[MemorySettings]:
-    """Yields settings that recompute or offload one module more, or all layers, or mend what checkpoints keep."""
-    settings, scenario = record.settings, record.scenario
-    recomputed, offloaded = settings.recompute_modules or (), settings.offload_modules or ()
-    wanted: list[dict[str, Any]] = []
-    if record.residual_bytes and settings.checkpoint_input_remedy is None:
-        wanted.append({"checkpoint_input_remedy": "detach"})
-    if settings.recompute_method != "uniform":  # where every layer is recomputed, offload happens inside backward
-        wanted += [{"offload_modules": (*offloaded, name)} for name in OFFLOAD_MODULES if name not in offloaded]
-    if settings.recompute_granularity != "full":
-        wanted += [
-            {"recompute_granularity": "selective", "recompute_modules": (*recomputed, name)}
-            for name in RECOMPUTE_MODULES
-            if name not in recomputed
-        ]
-        whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        wanted.append(whole | {"recompute_modules": None})
-    before = without_effect(settings, scenario.architecture).keys()
-    for values in wanted:
-        try:
-            choice = replace(settings, **values)
-            check_on_model(choice, scenario)
-        except ValueError:
-            continue  # a rule of the settings: this is no choice
-        if not without_effect(choice, scenario.architecture).keys() - before:
-            yield choice

@@ -1,7 +1,7 @@
-"""The Pareto front of a model's memory settings: allocated peak against the two kinds of extra work.
+"""The Pareto front of a model's memory settings: allocated peak, recomputed FLOPs, bytes transferred.
 
-Operations that are made twice and bytes that move are never added up: no rate between them holds for all machines. So
-a setting is on the front if no other is as light in all three: peak, operations, bytes.
+FLOPs and bytes are never combined into one cost: no rate between them holds for all machines. So a setting is on the
+front if no other is at least as good on all three.
 """
 
 from __future__ import annotations
@@ -15,59 +15,59 @@ from memlab.config.settings import MemorySettings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One setting, as a step of its own was predicted."""
+    """One setting, and what a step under it was predicted to need."""
 
     settings: MemorySettings
     peak_allocated_bytes: int
     recomputed_operations: float
-    """That backward makes a second time for one token, over the layers of the rank."""
-    moved_bytes: int
-    """To the host and back, in a step and between two."""
+    """FLOPs that backward recomputes for one token, over the layers of the rank."""
+    transferred_bytes: int
+    """To the host, and back again, in a step and between two."""
     host_bytes: int
-    """The most that is held on the host."""
+    """The most that is on the host."""
     fits: bool
-    """Whether torch's allocator gets through the step with the room that there is."""
+    """Whether torch's allocator completes the step within the limit."""
 
     @property
     def work(self) -> tuple[float, int]:
         """The two kinds of extra work."""
-        return self.recomputed_operations, self.moved_bytes
+        return self.recomputed_operations, self.transferred_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Search:
-    """The points that were found, and what was left out."""
+class SearchResult:
+    """The settings that were predicted, and how many were left out."""
 
     scenario: Scenario
     base: MemorySettings
-    room_bytes: int
-    """That torch may hold."""
+    limit_bytes: int
+    """The most that torch may hold."""
     outside_torch_bytes: int
-    """Estimated, of a whole GPU, beside that room."""
+    """Estimated for a whole GPU, in addition to that limit."""
     resolution_bytes: int
-    """Peaks are told apart by this much, counted from the room; 1 tells all apart."""
+    """Peaks in the same interval of this size, counted from the limit, are equal; 1 distinguishes all."""
     points: tuple[Point, ...]
     """In the order in which they were predicted, the base first."""
     num_candidates: int
-    num_reckoned: int
-    """Settings without a step: what they would be was reckoned, and is on no front."""
+    num_pruned: int
+    """Settings without a step: they are estimated not to be on the front."""
     num_left: int = 0
     """Settings that might be on the front and were not tried, because the search was cut short."""
 
     @property
     def front(self) -> tuple[Point, ...]:
-        """The points that no other is as light as in everything, the highest peak first."""
+        """The Pareto-optimal points, the highest peak first."""
         on_front = [point for point in self.points if not any(self._beats(other, point) for other in self.points)]
         return tuple(sorted(on_front, key=lambda point: (-point.peak_allocated_bytes, point.work)))
 
     @property
     def cheapest(self) -> tuple[Point, ...]:
-        """Of the front, what fits with no more of either work than another that fits, the least recomputed first."""
+        """Of the front, what fits with the least work: no other that fits needs as little of both kinds, or less."""
         fitting = [point for point in self.front if point.fits]
         least = [
             point
             for point in fitting
-            if not any(other.work != point.work and is_covered(point.work, other.work) for other in fitting)
+            if not any(other.work != point.work and is_dominated(point.work, other.work) for other in fitting)
         ]
         return tuple(sorted(least, key=lambda point: point.work))
 
@@ -84,7 +84,7 @@ class Search:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Builds a search from what `to_dict` returned."""
+        """Builds a result from what `to_dict` returned."""
         points = tuple(
             Point(**{name: point[name] for name in Point.__slots__} | _settings(point)) for point in values["points"]
         )
@@ -94,30 +94,35 @@ class Search:
     def _beats(self, other: Point, point: Point) -> bool:
         ours, theirs = self._criteria(point), self._criteria(other)
         if ours == theirs:
-            # As good as each other: the lower peak, or the one that was first.
+            # Of equals, the one with the lower peak, or the first.
             mine = point.peak_allocated_bytes, self.points.index(point)
             return (other.peak_allocated_bytes, self.points.index(other)) < mine
-        return is_covered(ours, theirs)
+        return is_dominated(ours, theirs)
 
     def _criteria(self, point: Point) -> tuple[float, ...]:
-        return criteria(point.peak_allocated_bytes, point.fits, point.work, self.room_bytes, self.resolution_bytes)
+        return criteria(point.peak_allocated_bytes, point.fits, point.work, self.limit_bytes, self.resolution_bytes)
 
 
 def default_resolution_bytes(gpu_memory_bytes: int) -> int:
-    """Returns how far two peaks are apart that a reader wants told apart: 1.25 GiB of 80 GiB."""
+    """Returns how far two peaks are apart that a reader distinguishes: 1.25 GiB of 80 GiB."""
     return max(1, gpu_memory_bytes // 64)
 
 
 def criteria(
-    peak_bytes: int, fits: bool, work: tuple[float, int], room_bytes: int, resolution_bytes: int
+    peak_bytes: int, fits: bool, work: tuple[float, int], limit_bytes: int, resolution_bytes: int
 ) -> tuple[float, ...]:
-    """Returns what a front compares; less is better, and what fits stands below what does not."""
-    steps_above_room = -((room_bytes - peak_bytes) // resolution_bytes)
-    return steps_above_room if fits else max(1, steps_above_room), *work
+    """Returns what a front compares; less is better, and what fits is better than what does not.
+
+    The peak counts as ceil((peak - limit) / resolution), at least 1 if it does not fit. With a limit of 80 GiB and a
+    resolution of 1: peaks of 78.2 and 78.9 GiB are both -1 and so equal, 80.5 is 1, and so is one of 79.9 that does
+    not fit because memory is fragmented.
+    """
+    steps_above_limit = -((limit_bytes - peak_bytes) // resolution_bytes)
+    return steps_above_limit if fits else max(1, steps_above_limit), *work
 
 
-def is_covered(ours: tuple[float, ...], theirs: tuple[float, ...]) -> bool:
-    """Whether the others are no heavier in anything."""
+def is_dominated(ours: tuple[float, ...], theirs: tuple[float, ...]) -> bool:
+    """Whether `theirs` is at least as good as `ours` on every criterion."""
     return all(other <= own for own, other in zip(ours, theirs, strict=True))
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.fit import Step
-from memlab.fitting.front import Point, Search
+from memlab.fitting.front import Point, SearchResult
 from memlab.fitting.search import search
 from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes
@@ -36,8 +36,8 @@ def stepping(scenario: Scenario, *, forward_only: bool = False) -> Iterator[Step
 
     with Lab(**{field.name: getattr(scenario, field.name) for field in fields(Scenario)}, backend="simulated") as lab:
 
-        def step(settings: MemorySettings, room_bytes: int | None) -> StepRecord:
-            lab.device_memory_bytes = room_bytes
+        def step(settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
+            lab.device_memory_bytes = limit_bytes
             record = lab.forward_only(settings) if forward_only else lab.step(settings)
             lab.records.clear()  # the timelines of a hundred steps of a large model do not fit a laptop
             return record
@@ -52,13 +52,13 @@ def stepping(scenario: Scenario, *, forward_only: bool = False) -> Iterator[Step
             gc.unfreeze()
 
 
-def search_simulated(scenario: Scenario, base: MemorySettings, room_bytes: int, **options: Any) -> Search:
+def search_simulated(scenario: Scenario, base: MemorySettings, limit_bytes: int, **options: Any) -> SearchResult:
     """Searches in this process, and tells on stderr how far it is.
 
     Args:
         scenario: What is run.
         base: What each setting does at least.
-        room_bytes: What torch may hold.
+        limit_bytes: What torch may hold.
         **options: As `memlab.fitting.search.search` takes them.
     """
     num_tried = 0
@@ -70,7 +70,7 @@ def search_simulated(scenario: Scenario, base: MemorySettings, room_bytes: int, 
         print(f"{num_tried} predicted, at most {num_left} to go: {point.settings}: {peak}", file=sys.stderr, flush=True)  # noqa: T201
 
     with stepping(scenario) as step:
-        return search(base, scenario, step, room_bytes, on_point=tell, **options)
+        return search(base, scenario, step, limit_bytes, on_point=tell, **options)
 
 
 class SearchProcess:
@@ -79,7 +79,7 @@ class SearchProcess:
     Args:
         scenario: What is run.
         base: What each setting does at least.
-        room_bytes: What torch may hold.
+        limit_bytes: What torch may hold.
         on_line: Called on a thread of its own with each line of progress.
         on_end: Called on that thread with the search, or with one line that says what went wrong.
     """
@@ -88,17 +88,17 @@ class SearchProcess:
         self,
         scenario: Scenario,
         base: MemorySettings,
-        room_bytes: int,
+        limit_bytes: int,
         *,
         resolution_bytes: int,
         on_line: Callable[[str], object],
-        on_end: Callable[[Search | str], object],
+        on_end: Callable[[SearchResult | str], object],
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="memlab-search-")
         request = {
             "scenario": scenario.to_dict(),
             "base": base.to_dict(),
-            "room_bytes": room_bytes,
+            "limit_bytes": limit_bytes,
             "resolution_bytes": resolution_bytes,
             "answer": str(Path(self._folder.name) / "search.json"),
         }
@@ -129,7 +129,9 @@ class SearchProcess:
         """Returns when the search has ended and `on_end` was called."""
         self._thread.join()
 
-    def _follow(self, answer: str, on_line: Callable[[str], object], on_end: Callable[[Search | str], object]) -> None:
+    def _follow(
+        self, answer: str, on_line: Callable[[str], object], on_end: Callable[[SearchResult | str], object]
+    ) -> None:
         process, last = self._process, ""
         assert process.stderr is not None
         with process, self._folder:
@@ -139,7 +141,7 @@ class SearchProcess:
                     on_line(last)
             code = process.wait()
             if code == 0:
-                on_end(Search.from_dict(json.loads(Path(answer).read_text())))
+                on_end(SearchResult.from_dict(json.loads(Path(answer).read_text())))
             elif self._stopped:
                 on_end("Stopped: search again, or choose settings by hand.")
             else:

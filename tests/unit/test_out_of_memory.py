@@ -14,11 +14,11 @@ import torch
 from memlab.config.layout import Layout
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
 from memlab.config.settings_on_model import check_on_model, without_effect
-from memlab.fitting.bounds import offloaded_bytes, recomputed_bytes
+from memlab.fitting.estimate import StepEstimate, offloaded_bytes, recomputed_bytes
 from memlab.fitting.oom_verdict import judge
-from memlab.fitting.suggestions import choices
+from memlab.fitting.suggestions import suggestions
 from memlab.lab.lab import Lab
-from memlab.record.out_of_memory import FailedAllocation, OutOfMemory
+from memlab.record.out_of_memory import FailedAllocation, OutOfMemory, Suggestion
 from memlab.record.step_record import StepRecord
 from memlab.units import GIB
 from memlab.views.text.record import record_table
@@ -66,6 +66,10 @@ def fitted(settings: MemorySettings | None = None, **changes: Any) -> StepRecord
     return record_of(None, settings, **({"static_bytes": 50 * GIB} | changes))
 
 
+def suggested(record: StepRecord, earlier_records: Iterable[StepRecord]) -> list[Suggestion]:
+    return suggestions(StepEstimate(record, list(earlier_records)))
+
+
 def verdict_of(record: StepRecord, records: Iterable[StepRecord] = ()) -> OutOfMemory:
     judged = judge(record, list(records)).out_of_memory
     assert judged is not None and judged.verdict is not None
@@ -99,10 +103,10 @@ def test_unused_pieces_that_are_each_too_small_are_fragmentation() -> None:
     pieces = {"reserved_bytes": 77 * GIB, "device_free_bytes": GIB, "allocated_bytes": 60 * GIB}
     judged = verdict_of(refused(**pieces))
     assert judged.verdict == "fragmentation"
-    assert "17.000 GiB of 77.000 GiB reserved are unused, in pieces of at most 512.00 MiB" in judged.evidence
+    assert "17.000 GiB of 77.000 GiB reserved are unused, in blocks of at most 512.00 MiB" in judged.evidence
     # Both together would have been enough: seen on an H200, where logits of 2.3 GiB found no place in 2.7.
     rest = {"reserved_bytes": 77 * GIB, "device_free_bytes": 2 * GIB, "allocated_bytes": 68 * GIB}
-    assert "9.000 GiB of 77.000 GiB reserved are unused, in pieces of at most 512.00 MiB, and 2.000 GiB are not" in (
+    assert "9.000 GiB of 77.000 GiB reserved are unused, in blocks of at most 512.00 MiB, and 2.000 GiB are not" in (
         verdict_of(refused({LAYER: 18 * GIB}, **rest)).evidence
     )
     assert "expandable_segments" in judged.advice
@@ -158,7 +162,7 @@ def test_a_measured_setting_goes_first_and_the_cheaper_of_two() -> None:
     judged = verdict_of(refused(), [*records[:2], too_large, idle])
     assert judged.suggestion is not None and judged.suggestion.settings == recompute("moe_act")
     elsewhere = [replace(known, scenario=scenario(seq_length=512)) for known in records]
-    assert all(choice.source != "measured" for choice in choices(refused(), elsewhere))
+    assert all(choice.source != "measured" for choice in suggested(refused(), elsewhere))
     moved = fitted(offload("expert_fc1"), offloaded_bytes_by_module={"expert_fc1": GIB}, **fits)
     judged = verdict_of(refused(), [*records, moved])
     assert judged.suggestion is not None and judged.suggestion.settings == moved.settings, "it recomputes nothing"
@@ -166,8 +170,8 @@ def test_a_measured_setting_goes_first_and_the_cheaper_of_two() -> None:
 
 def test_foreign_bytes_count_on_top_of_what_was_measured() -> None:
     known = fitted(FULL, peak_allocated_bytes=76 * GIB)
-    assert choices(refused(), [known])[0].peak_bytes == 76 * GIB
-    assert choices(refused(retained={"": 2 * GIB}), [known])[0].peak_bytes == 78 * GIB
+    assert suggested(refused(), [known])[0].peak_bytes == 76 * GIB
+    assert suggested(refused(retained={"": 2 * GIB}), [known])[0].peak_bytes == 78 * GIB
 
 
 @pytest.mark.parametrize("family", ["qwen3-30b-a3b", "phi-4"])
@@ -176,7 +180,7 @@ def test_nothing_is_proposed_that_is_refused_or_without_effect(family: str, stan
     places = ("", ".mlp", ".mlp.experts", ".pre_mlp_layernorm", ".self_attention", ".mlp.experts.linear_fc1")
     made = {f"decoder.layers.{layer}{place}": GIB for layer in range(4) for place in places}
     record = replace(refused(made), settings=standing, scenario=scenario(architecture=family, num_layers=4))
-    proposed = [choice.settings for choice in choices(record, [])]
+    proposed = [choice.settings for choice in suggested(record, [])]
     model = record.scenario.architecture
     for settings in proposed:
         check_on_model(settings, record.scenario)
@@ -185,7 +189,34 @@ def test_nothing_is_proposed_that_is_refused_or_without_effect(family: str, stan
     assert len(set(proposed)) == len(proposed)
     assert standing == FULL or proposed, "there is something to propose"
     failed = [replace(record, settings=settings) for settings in proposed]
-    assert choices(record, failed) == []
+    assert suggested(record, failed) == []
+
+
+@pytest.mark.parametrize("position", [0, 1, 2, 3])
+def test_a_forward_pass_that_stopped_is_extrapolated_from_the_layers_that_had_finished(position: int) -> None:
+    sizes = [10, 12, 14, 16]
+    made = {f"decoder.layers.{layer}.mlp": size * GIB for layer, size in enumerate(sizes[:position])}
+    made[f"decoder.layers.{position}.mlp"] = 3 * GIB
+    record = refused(made, phase="forward", module=f"decoder.layers.{position}.mlp")
+    finished = sizes[:position] or [3]
+    mean = sum(finished) / len(finished)
+    expected = sum(finished) + mean * (4 - len(finished))
+    assert sum(StepEstimate(record, []).whole_step.values()) == pytest.approx(expected * GIB, abs=4)
+    in_backward = refused(made, module=f"decoder.layers.{position}.mlp")
+    assert StepEstimate(in_backward, []).whole_step == StepEstimate(in_backward, []).at_failure
+
+
+def test_the_peak_under_a_setting_is_the_largest_of_its_bounds() -> None:
+    made = {f"decoder.layers.{layer}.mlp.experts": 5 * GIB for layer in range(4)}
+    at_failure = StepEstimate(refused(made), [])
+    assert at_failure.expected_peak_bytes == 80 * GIB
+    assert at_failure.peak_bytes(recompute("moe_act")) == 60 * GIB, "80 requested, less the 20 that it frees"
+    later = StepEstimate(refused(made, allocated_bytes=50 * GIB, requested_bytes=GIB), [])
+    assert later.peak_bytes(recompute("moe_act")) == 55 * GIB, "50 static, and 5 that one layer recomputes"
+    shorter = fitted(
+        recompute("moe_act"), scenario=scenario(seq_length=1024), activation_peak_bytes=6 * GIB, peak_allocated_bytes=1
+    )
+    assert StepEstimate(refused(made), [shorter]).peak_bytes(recompute("moe_act")) == (50 + 4 * 6) * GIB
 
 
 def test_what_was_alive_is_read_from_the_timeline_at_the_refusal() -> None:
@@ -205,7 +236,7 @@ def test_what_was_alive_is_read_from_the_timeline_at_the_refusal() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe-tiny", "phi-4-tiny"])
-def test_no_setting_saves_more_than_is_reckoned(family: str, open_lab: Callable[..., Any]) -> None:
+def test_no_setting_saves_more_than_is_estimated(family: str, open_lab: Callable[..., Any]) -> None:
     lab = open_lab(family, seq_length=256)
     plain = lab.step()
     timeline, peak = plain.timeline, plain.timeline.peak_index()
@@ -224,8 +255,8 @@ def test_no_setting_saves_more_than_is_reckoned(family: str, open_lab: Callable[
             saved = plain.peak_allocated_bytes - lab.step(settings).peak_allocated_bytes
         except ValueError:
             continue  # not a module of this family
-        reckoned = recomputed_bytes(settings, born, lab.scenario) + offloaded_bytes(settings, born, lab.scenario)
-        assert saved <= reckoned, settings
+        estimated = recomputed_bytes(settings, born, lab.scenario) + offloaded_bytes(settings, born, lab.scenario)
+        assert saved <= estimated, settings
         tried += saved > 0
     assert tried >= 5
 
@@ -241,7 +272,7 @@ def test_an_injected_one_is_judged_and_following_the_proposals_ends_in_a_step_th
 ) -> None:
     lab = open_lab(family, seq_length=512)
     plain = lab.step()
-    lab.records.clear()  # nothing is known: all is reckoned
+    lab.records.clear()  # nothing is known: all is estimated
     lab.device_memory_bytes = plain.static_bytes + int(share * plain.activation_peak_bytes)
     record = lab.step()
     seen = record.out_of_memory
@@ -344,7 +375,7 @@ def test_what_is_proposed_to_a_rank_of_a_job_can_be_set_and_frees_no_more_than_t
         evidence = refused.out_of_memory
         assert evidence is not None and evidence.failed_allocation.step_room_bytes <= lab.device_memory_bytes
         assert 1 <= evidence.passes_in_flight <= lab.scenario.most_passes_in_flight
-        proposed = choices(refused, [])
+        proposed = suggested(refused, [])
         for choice in proposed:
             check_on_model(choice.settings, lab.scenario)
         lab.device_memory_bytes = None

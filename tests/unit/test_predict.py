@@ -13,13 +13,16 @@ from memlab.cli import main
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.fitting.fit import _one_thing_more, judge_fit
+from memlab.fitting.candidates import candidates
+from memlab.fitting.fit import judge_fit
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.lab.lab import Lab
 from memlab.lab.predictions import predict_measured, predict_ranks
 from memlab.record.step_record import StepRecord
 from memlab.units import GIB, MIB, parse_bytes
 from tests.unit.live import FULL
+
+from .builders import record_of
 
 OUTSIDE_BYTES = estimate_outside_torch(Layout()).total_bytes
 
@@ -150,7 +153,7 @@ def test_a_step_that_does_not_fit_names_what_does() -> None:
         tight = judge_fit(plain, step, plain.peak_allocated_bytes - 8 * MIB + OUTSIDE_BYTES)
         assert not tight.fits and tight.margin_bytes == -8 * MIB
         assert tight.alternatives
-        costs = [(choice.recomputed_operations, choice.moved_bytes) for choice in tight.alternatives]
+        costs = [(choice.recomputed_operations, choice.transferred_bytes) for choice in tight.alternatives]
         assert costs == sorted(costs)
         lab.device_memory_bytes = None
         for choice in tight.alternatives:
@@ -257,9 +260,23 @@ def test_a_rank_that_was_taken_by_default_says_that_others_differ(capfd: pytest.
     assert "other ranks" not in capfd.readouterr().out, "data parallel ranks are alike"
 
 
-def test_what_checkpoints_keep_is_offered_as_room_and_no_offload_beside_full_recompute() -> None:
-    with Lab("qwen3-moe-tiny", seq_length=2048, backend="simulated") as lab:
-        record = lab.step(FULL)
-        settings = list(_one_thing_more(record))
+def test_an_alternative_of_a_small_model_may_be_to_offload() -> None:
+    scenario = Scenario.of(architecture="phi-4-tiny", seq_length=512)
+
+    def step(settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
+        # No tensor of the model has as many elements as Megatron's default requires.
+        transferred = {name: MIB for name in settings.offload_modules or () if not settings.min_offloaded_tensor_size}
+        peak = 100 * MIB - sum(transferred.values())
+        return record_of(
+            None, settings, scenario=scenario, peak_allocated_bytes=peak, offloaded_bytes_by_module=transferred
+        )
+
+    fit = judge_fit(step(MemorySettings(), None), step, 100 * MIB - 1 + OUTSIDE_BYTES)
+    assert not fit.fits and fit.alternatives
+    assert all(choice.settings.offload_modules and choice.transferred_bytes == MIB for choice in fit.alternatives)
+
+
+def test_what_checkpoints_keep_is_offered_and_no_offload_next_to_full_recompute() -> None:
+    settings = candidates(FULL, Scenario.of(architecture="qwen3-moe-tiny", seq_length=2048), depth=1, with_remedy=True)
     assert replace(FULL, checkpoint_input_remedy="detach") in settings
     assert not [choice for choice in settings if choice.offload_modules]

@@ -20,11 +20,11 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.settings_on_model import check_on_model, checkpoints_moe_layers, without_effect
-from memlab.fitting.bounds import recomputed_operations
-from memlab.fitting.candidates import candidates
-from memlab.fitting.fit import moved_bytes
-from memlab.fitting.front import Point, Search
+from memlab.fitting.candidates import added_offload, candidates
+from memlab.fitting.fit import transferred_bytes
+from memlab.fitting.front import Point, SearchResult
 from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.fitting.recompute_cost import recomputed_operations
 from memlab.fitting.search import SearchInterrupted, search
 from memlab.lab.lab import Lab
 from memlab.lab.search_process import SearchProcess, stepping
@@ -49,7 +49,7 @@ def pareto(rows: list[Figures]) -> set[Figures]:
     }
 
 
-def figures(found: Search) -> set[Figures]:
+def figures(found: SearchResult) -> set[Figures]:
     return {(point.peak_allocated_bytes, *point.work) for point in found.front}
 
 
@@ -80,14 +80,14 @@ def test_the_front_is_that_of_every_candidate_s_own_step(scenario: Scenario, bas
         record.settings: (
             record.peak_allocated_bytes,
             recomputed_operations(record.settings, scenario),
-            moved_bytes(record),
+            transferred_bytes(record),
         )
         for record in records
     }
     assert figures(found) == pareto(list(rows.values()))
     assert {point.settings: (point.peak_allocated_bytes, *point.work) for point in found.points}.items() <= rows.items()
     assert (found.num_candidates, found.num_left) == (len(records), 0)
-    assert found.num_reckoned == len(records) - len(found.points)
+    assert found.num_pruned == len(records) - len(found.points)
     assert len(found.front) > 4
     with Lab(scenario.architecture, num_layers=2, seq_length=64, backend="simulated") as lab:
         for one in found.front[::3]:
@@ -119,7 +119,7 @@ def machine(seed: int, scenario: Scenario) -> Callable[[MemorySettings, int | No
 
 
 def recompute_names() -> tuple[str, ...]:
-    return ("core_attn", "layernorm", "moe", "moe_act")
+    return ("core_attn", "layernorm", "mlp", "moe", "moe_act")
 
 
 def offload_names() -> tuple[str, ...]:
@@ -133,7 +133,9 @@ def test_what_is_reckoned_and_not_predicted_is_on_no_front(seed: int) -> None:
     found = search(PLAIN, scenario, step, 59 * GIB)
     wanted = candidates(PLAIN, scenario)
     records = [step(settings, None) for settings in wanted]
-    every = [(r.peak_allocated_bytes, recomputed_operations(r.settings, scenario), moved_bytes(r)) for r in records]
+    every = [
+        (r.peak_allocated_bytes, recomputed_operations(r.settings, scenario), transferred_bytes(r)) for r in records
+    ]
     assert figures(found) == pareto(every)
     assert len(found.points) < len(wanted) == found.num_candidates
     coarse = search(PLAIN, scenario, step, 59 * GIB, resolution_bytes=GIB // 4)
@@ -175,6 +177,51 @@ def test_candidates_are_allowed_have_an_effect_and_do_what_the_base_does() -> No
     assert sizes == {0}, "of a small model Megatron's default would move nothing"
 
 
+@pytest.mark.parametrize("base", [PLAIN, recompute("layernorm"), MemorySettings(offload_modules=("qkv_linear",))])
+@pytest.mark.parametrize("family", ["phi-4-tiny", "qwen3-moe-tiny"])
+def test_one_addition_at_a_time_is_part_of_all_and_offload_starts_at_zero_elements_on_a_small_model(
+    family: str, base: MemorySettings
+) -> None:
+    small = Scenario.of(architecture=family, seq_length=64)
+    one_more, every = candidates(base, small, depth=1, with_remedy=True), candidates(base, small, with_remedy=True)
+    assert one_more[0] == every[0] == base
+    assert set(one_more) <= set(every)
+    for settings in one_more[1:]:
+        added = added_offload(settings, base)
+        modules = set(settings.recompute_modules or ()) - set(base.recompute_modules or ())
+        assert len(added) + len(modules) + (settings.recompute_granularity == "full") == 1
+        assert settings.min_offloaded_tensor_size == 0 or not added, "Megatron's default would leave all on the device"
+    assert any(added_offload(settings, base) for settings in one_more)
+    large = candidates(base, Scenario.of(architecture="qwen3-30b-a3b"), depth=1)
+    assert {settings.min_offloaded_tensor_size for settings in large} == {base.min_offloaded_tensor_size}
+
+
+def test_every_number_of_first_layers_is_tried_on_request() -> None:
+    scenario = Scenario.of(architecture="qwen3-30b-a3b")
+    blocks = {
+        s.recompute_num_layers for s in candidates(PLAIN, scenario, every_block=True) if s.recompute_method == "block"
+    }
+    assert blocks == set(range(1, 48))
+
+
+def test_a_base_that_offloads_too_little_is_searched_without_estimates_of_its_own_modules() -> None:
+    # Megatron's default size keeps the base's module on a small model's device; with 0 it is transferred as well.
+    small = Scenario.of(architecture="phi-4-tiny", num_layers=2, seq_length=64)
+    base = MemorySettings(offload_modules=("qkv_linear",))
+    drawn = machine(0, small)
+
+    def step(settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
+        return drawn(
+            settings if settings.min_offloaded_tensor_size == 0 else replace(settings, offload_modules=None), None
+        )
+
+    every = candidates(base, small)
+    records = [replace(step(settings, None), settings=settings) for settings in every]
+    rows = [(r.peak_allocated_bytes, recomputed_operations(r.settings, small), transferred_bytes(r)) for r in records]
+    found = search(base, small, lambda settings, _: replace(step(settings, None), settings=settings), 59 * GIB)
+    assert figures(found) == pareto(rows)
+
+
 def test_a_stage_of_a_pipeline_counts_its_own_layers() -> None:
     scenario = Scenario.of(architecture="qwen3-30b-a3b", layout=Layout(pipeline_model_parallel_size=4, rank=3))
     whole = Scenario.of(architecture="qwen3-30b-a3b")
@@ -191,22 +238,22 @@ def point(peak_mib: int, operations: float, moved_mib: int, *, fits: bool = True
         settings=settings,
         peak_allocated_bytes=peak_mib * MIB,
         recomputed_operations=operations,
-        moved_bytes=moved_mib * MIB,
+        transferred_bytes=moved_mib * MIB,
         host_bytes=moved_mib * MIB,
         fits=fits,
     )
 
 
-def search_of(*points: Point, room_mib: int = 100, resolution_mib: int = 10) -> Search:
-    return Search(
+def search_of(*points: Point, room_mib: int = 100, resolution_mib: int = 10) -> SearchResult:
+    return SearchResult(
         scenario=Scenario.of(architecture="qwen3-moe-tiny"),
         base=PLAIN,
-        room_bytes=room_mib * MIB,
+        limit_bytes=room_mib * MIB,
         outside_torch_bytes=0,
         resolution_bytes=resolution_mib * MIB,
         points=points,
         num_candidates=len(points),
-        num_reckoned=0,
+        num_pruned=0,
     )
 
 
@@ -227,7 +274,7 @@ def test_the_two_kinds_of_work_are_not_mixed() -> None:
     found = search_of(recomputes, moves, both)
     assert set(found.front) == {recomputes, moves}
     assert found.cheapest == (moves, recomputes)
-    assert Search.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    assert SearchResult.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
 def test_the_command_prints_what_single_steps_give(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -275,9 +322,9 @@ def test_bad_input_exits_with_2_and_one_line(flags: str, refusal: str, capfd: py
 
 
 def test_a_search_in_a_process_of_its_own_ends_in_what_it_found_or_in_words() -> None:
-    def run(scenario: Scenario, **changes: Any) -> tuple[list[str], Search | str]:
+    def run(scenario: Scenario, **changes: Any) -> tuple[list[str], SearchResult | str]:
         lines: list[str] = []
-        ended: list[Search | str] = []
+        ended: list[SearchResult | str] = []
         process = SearchProcess(
             scenario, PLAIN, GIB, resolution_bytes=MIB, on_line=lines.append, on_end=ended.append, **changes
         )
@@ -285,7 +332,7 @@ def test_a_search_in_a_process_of_its_own_ends_in_what_it_found_or_in_words() ->
         return lines, ended[0]
 
     lines, found = run(Scenario.of(architecture="phi-4-tiny", num_layers=1, seq_length=32))
-    assert isinstance(found, Search) and found.cheapest[0].settings == PLAIN
+    assert isinstance(found, SearchResult) and found.cheapest[0].settings == PLAIN
     assert len(lines) == len(found.points)
     broken = Scenario.of(architecture="phi-4-tiny", num_layers=1, seq_length=32)
     object.__setattr__(broken, "seq_length", 0)

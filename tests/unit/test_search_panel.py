@@ -9,7 +9,7 @@ import pytest
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.fitting.front import Search
+from memlab.fitting.front import SearchResult
 from memlab.fitting.search import search
 from memlab.units import GIB, MIB, parse_bytes
 from memlab.views.figures.search import CHOICE, search_figure
@@ -36,8 +36,8 @@ class FakeProcess:
 
 
 @pytest.fixture(scope="module")
-def found() -> Search:
-    scenario = Scenario.of(architecture="qwen3-moe-tiny")
+def found() -> SearchResult:
+    scenario = Scenario(architecture="qwen3-moe-tiny")
     return search(PLAIN, scenario, machine(1, scenario), 59 * GIB, resolution_bytes=GIB // 4)
 
 
@@ -51,21 +51,21 @@ def points_of(figure: Any, axis: str) -> dict[int, tuple[float, float]]:
     return {number: (x, y) for t in traces for number, x, y in zip(t.customdata, t.x, t.y, strict=True)}
 
 
-def test_the_figure_has_every_point_in_both_panels_at_its_own_place(found: Search) -> None:
+def test_the_figure_has_every_point_in_both_panels_at_its_own_place(found: SearchResult) -> None:
     figure = search_figure(found)
     again, moved = points_of(figure, "y"), points_of(figure, "y2")
     assert sorted(again) == sorted(moved) == list(range(len(found.points)))
-    largest = max(point.moved_bytes for point in found.points)
+    largest = max(point.transferred_bytes for point in found.points)
     unit = GIB if largest >= GIB else MIB
     for number, point in enumerate(found.points):
         peak = point.peak_allocated_bytes / GIB
         assert again[number] == pytest.approx((peak, point.recomputed_operations / 1e6))
-        assert moved[number] == pytest.approx((peak, point.moved_bytes / unit))
+        assert moved[number] == pytest.approx((peak, point.transferred_bytes / unit))
     (room,) = figure.layout.shapes
     assert room.x0 == room.x1 == 59.0
 
 
-def test_the_front_is_told_by_more_than_colour(found: Search) -> None:
+def test_the_front_is_told_by_more_than_colour(found: SearchResult) -> None:
     figure = search_figure(found)
     for trace in figure.data:
         if not (trace.uid or "").startswith(CHOICE):
@@ -79,15 +79,15 @@ def test_the_front_is_told_by_more_than_colour(found: Search) -> None:
 
 
 @pytest.mark.parametrize("room_gib", [1, 500])
-def test_a_room_that_is_far_off_is_said_and_not_drawn(found: Search, room_gib: int) -> None:
+def test_a_room_that_is_far_off_is_said_and_not_drawn(found: SearchResult, room_gib: int) -> None:
     points = tuple(replace(point, fits=room_gib > 60) for point in found.points)
-    figure = search_figure(replace(found, room_bytes=room_gib * GIB, points=points))
+    figure = search_figure(replace(found, limit_bytes=room_gib * GIB, points=points))
     assert figure.layout.shapes == ()
     assert figure.layout.annotations[0].text.endswith(f"{'left' if room_gib == 1 else 'right'} of this axis")
     assert ("nothing fits" in figure.layout.title.text) == (room_gib == 1)
 
 
-def test_the_table_says_what_was_left_out(found: Search) -> None:
+def test_the_table_says_what_was_left_out(found: SearchResult) -> None:
     text = search_table(replace(found, num_left=7))
     assert max(len(line) for line in text.splitlines()) <= LINE_WIDTH
     assert f"{len(found.points)} of {found.num_candidates} settings predicted" in text
@@ -132,7 +132,7 @@ def test_the_room_that_is_proposed_lies_just_under_the_shown_run(state: SearchSt
     assert parse_bytes(beside.room) == pytest.approx(0.9 * lab.records[0].peak_allocated_bytes, rel=1e-3)
 
 
-def test_every_point_of_the_front_comes_into_the_controls_as_it_is(state: SearchState, found: Search) -> None:
+def test_every_point_of_the_front_comes_into_the_controls_as_it_is(state: SearchState, found: SearchResult) -> None:
     view = SearchView(state)
     state.room = "59GiB"
     state.start()

@@ -734,7 +734,7 @@ def shown_things() -> dict[str, tuple[Any, list[str]]]:
         Leaf(f"decoder.layers.{layer}.mlp.probs", ("TopK", *["Node"] * 40), (4, 8), MIB, MIB) for layer in range(4)
     ]
     failed = OutOfMemory(
-        refusal=FailedAllocation(
+        failed_allocation=FailedAllocation(
             phase="forward", module="m", nanoseconds=0, requested_bytes=GIB, allocated_bytes=1, limit_bytes=2
         ),
         alive_by_category={"parameters": 7},

@@ -1,6 +1,6 @@
-"""A search as one plotly figure: peak along, and above it the two kinds of extra work, each on an axis of its own.
+"""The result of a search as one plotly figure: the two kinds of extra work over the peak, in one panel each.
 
-A point stands in both panels at the same peak. A line joins what is on the front by one kind of work alone.
+A setting is in both panels, at the same peak. A line joins what is on the front by one kind of work alone.
 """
 
 from __future__ import annotations
@@ -10,51 +10,50 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from memlab.fitting.front import Point, Search
+from memlab.fitting.front import Point, SearchResult
 from memlab.units import binary_unit, format_bytes
 from memlab.views.figures.frame import PLOT_HEIGHT, figure_frame
 from memlab.views.figures.palette import GRID, INK, series_look
-from memlab.views.text.search import counts_line, front_line, nothing_fits_line, room_line
+from memlab.views.text.search import counts_line, limit_line, nothing_fits_line
 
 CHOICE = "choice"
-"""The uids of traces whose points stand for settings begin with this; their customdata is the place in the search."""
+"""The uids of traces whose points are settings begin with this; their customdata is the place in the result."""
 
 _GAP = 0.08
 """Between the two panels, as a share of the plot."""
 _FITS, _BEYOND = series_look(0).colour, series_look(1).colour
-_KINDS = ("nothing", "recompute", "move", "both")
+_KINDS = ("nothing", "recompute", "transfer", "both")
 _SYMBOLS = dict(zip(_KINDS, ("star", "circle", "square", "diamond"), strict=True))
 
 
-def search_figure(found: Search) -> go.Figure:
-    """Draws all points that were predicted, the front among them.
+def search_figure(found: SearchResult) -> go.Figure:
+    """Draws all settings that were predicted, the front among them.
 
     Filled marks fit, open ones do not; the shape says which work a setting does; what is not on the front is faint.
 
     Args:
-        found: What a search found.
+        found: The result of a search.
 
     Returns:
-        A figure without a fixed width. Points carry their place in `Search.points` as customdata.
+        A figure without a fixed width. Points carry their place in `SearchResult.points` as customdata.
     """
     unit_bytes, unit = binary_unit(max(point.peak_allocated_bytes for point in found.points))
-    moved_bytes, moved_unit = binary_unit(max(1, *(point.moved_bytes for point in found.points)))
-    verdict = f"ringed: {len(found.cheapest)} that fit with the least work"
-    lines = [
-        f"{found.scenario}; {room_line(found)}",
-        counts_line(found),
-        f"front: {front_line(found)}",
-        verdict if found.cheapest else nothing_fits_line(found),
-    ]
+    transfer_unit_bytes, transfer_unit = binary_unit(max(1, *(point.transferred_bytes for point in found.points)))
+    verdict = (
+        f"ringed: the {len(found.cheapest)} that fit with the least work"
+        if found.cheapest
+        else nothing_fits_line(found)
+    )
+    lines = [verdict, f"{found.scenario}; {limit_line(found)}", *([counts_line(found)] if found.num_left else [])]
     figure = figure_frame("What fits, and the extra work that it costs", lines, "", "", num_legend_lines=3)
     height = figure.layout.height + PLOT_HEIGHT // 2
     figure.update_layout(
         height=height, hovermode="closest", title_y=1.0 - 20 / height, legend_y=-50 / (PLOT_HEIGHT + PLOT_HEIGHT // 2)
     )
-    _axes(figure, f"peak allocated on the device ({unit})", f"moved to the host<br>and back ({moved_unit})")
+    _axes(figure, f"peak allocated on the device ({unit})", f"transferred to the host<br>and back ({transfer_unit})")
     for panel, axis in enumerate(("y", "y2")):
         heights = [
-            point.recomputed_operations / 1e6 if panel == 0 else point.moved_bytes / moved_bytes
+            point.recomputed_operations / 1e6 if panel == 0 else point.transferred_bytes / transfer_unit_bytes
             for point in found.points
         ]
         _draw_points(figure, found, heights, axis, unit_bytes, unit)
@@ -62,21 +61,23 @@ def search_figure(found: Search) -> go.Figure:
     return figure
 
 
-def _axes(figure: go.Figure, x_title: str, moved_title: str) -> None:
+def _axes(figure: go.Figure, x_title: str, transfer_title: str) -> None:
     axis: dict[str, Any] = {"gridcolor": GRID, "linecolor": INK, "zeroline": False, "ticks": "outside"}
     middle = (1 + _GAP) / 2
     rise = {"rangemode": "tozero", "showline": True, "tickformat": "~f", "range": None}
     figure.update_layout(
         xaxis={"title": {"text": x_title}, "anchor": "y2", "showgrid": True, "range": None},
-        yaxis=rise | {"title": {"text": "made twice<br>(MFLOP a token)"}, "domain": [middle, 1.0]},
-        yaxis2=axis | rise | {"title": {"text": moved_title, "standoff": 8}, "domain": [0.0, middle - _GAP]},
+        yaxis=rise | {"title": {"text": "recomputed<br>(MFLOP per token)"}, "domain": [middle, 1.0]},
+        yaxis2=axis | rise | {"title": {"text": transfer_title, "standoff": 8}, "domain": [0.0, middle - _GAP]},
         margin_l=90,
     )
 
 
-def _draw_points(figure: go.Figure, found: Search, heights: list[float], axis: str, unit_bytes: int, unit: str) -> None:
+def _draw_points(
+    figure: go.Figure, found: SearchResult, heights: list[float], axis: str, unit_bytes: int, unit: str
+) -> None:
     front, cheapest = found.front, found.cheapest
-    own_kind = "recompute" if axis == "y" else "move"
+    own_kind = "recompute" if axis == "y" else "transfer"
     line = [point for point in front if _kind(point) in ("nothing", own_kind)]
     places = {point: number for number, point in enumerate(found.points)}
     figure.add_scatter(
@@ -126,42 +127,52 @@ def _draw_points(figure: go.Figure, found: Search, heights: list[float], axis: s
     )
 
 
-_NAMES = dict(zip(_KINDS, ("no extra work", "recomputes", "moves", "recomputes and moves"), strict=True))
+_NAMES = dict(zip(_KINDS, ("no extra work", "recomputes", "transfers", "recomputes and transfers"), strict=True))
 
 
 def _kind(point: Point) -> str:
     """The key of the work that a setting does: none, one of the two, or both."""
-    return _KINDS[(point.recomputed_operations > 0) + 2 * (point.moved_bytes > 0)]
+    if point.recomputed_operations and point.transferred_bytes:
+        return "both"
+    if point.recomputed_operations:
+        return "recompute"
+    return "transfer" if point.transferred_bytes else "nothing"
 
 
 def _hover(point: Point) -> str:
     words = [
         html.escape(f"{point.settings}").replace(", ", "<br>"),
         f"peak {format_bytes(point.peak_allocated_bytes)}{'' if point.fits else ', does not fit'}",
-        f"{point.recomputed_operations / 1e6:,.3f} MFLOP a token made twice",
-        f"{format_bytes(point.moved_bytes)} to the host and back",
+        f"{point.recomputed_operations / 1e6:,.3f} MFLOP recomputed per token",
+        f"{format_bytes(point.transferred_bytes)} to the host and back",
     ]
     return "<br>".join(words)
 
 
-def _ranges(figure: go.Figure, found: Search, unit_bytes: int, unit: str) -> None:
-    """Gives the peak's axis its range, and draws the room as a line where it is near enough to be seen."""
+def _ranges(figure: go.Figure, found: SearchResult, unit_bytes: int, unit: str) -> None:
+    """Gives the peak's axis its range, and draws the limit as a line where it is near enough."""
     peaks = [point.peak_allocated_bytes / unit_bytes for point in found.points]
     low, high = min(peaks), max(peaks)
-    spread, room = (high - low) or high or 1.0, found.room_bytes / unit_bytes
-    is_near = low - spread <= room <= high + spread
-    low, high = min(low, room) if is_near else low, max(high, room) if is_near else high
+    spread, limit = (high - low) or high or 1.0, found.limit_bytes / unit_bytes
+    is_near = low - spread <= limit <= high + spread
+    low, high = min(low, limit) if is_near else low, max(high, limit) if is_near else high
     margin = 0.04 * (high - low or 1.0)
     figure.update_xaxes(range=[low - margin, high + margin])
-    words = f"room: {format_bytes(found.room_bytes)}"
+    words = f"limit: {format_bytes(found.limit_bytes)}"
     note: dict[str, Any] = {"showarrow": False, "yref": "paper", "y": 1.0, "yanchor": "bottom", "font": {"color": INK}}
     if is_near:
         figure.add_shape(
-            type="line", x0=room, x1=room, y0=0, y1=1, yref="paper", line={"color": INK, "width": 2, "dash": "7px,2px"}
+            type="line",
+            x0=limit,
+            x1=limit,
+            y0=0,
+            y1=1,
+            yref="paper",
+            line={"color": INK, "width": 2, "dash": "7px,2px"},
         )
-        figure.add_annotation(x=room, text=words, xanchor="left" if room < (low + high) / 2 else "right", **note)
+        figure.add_annotation(x=limit, text=words, xanchor="left" if limit < (low + high) / 2 else "right", **note)
         return
-    is_left = room < low
+    is_left = limit < low
     figure.add_annotation(
         x=low - margin if is_left else high + margin,
         xanchor="left" if is_left else "right",

@@ -9,7 +9,7 @@ from typing import Any
 import traitlets
 
 from memlab.config.settings import MemorySettings
-from memlab.fitting.front import Search, default_resolution_bytes
+from memlab.fitting.front import SearchResult, default_resolution_bytes
 from memlab.lab.search_process import SearchProcess
 from memlab.units import GIB, format_bytes, parse_bytes
 from memlab.views.panel.state import LabState
@@ -34,7 +34,7 @@ class SearchState(traitlets.HasTraits):
     busy = traitlets.Bool()
     notice = traitlets.Unicode()
     """How far the search is, or what came of the last press, in words."""
-    found = traitlets.Instance(Search, allow_none=True)
+    found = traitlets.Instance(SearchResult, allow_none=True)
 
     def __init__(self, state: LabState, start_process: Callable[..., Any] = SearchProcess) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class SearchState(traitlets.HasTraits):
         with self._state.lock:
             self.notice = line
 
-    def _finish(self, outcome: Search | str) -> None:
+    def _finish(self, outcome: SearchResult | str) -> None:
         with self._state.lock:
             self.busy = False
             if isinstance(outcome, str):

@@ -1,18 +1,18 @@
-"""A search as text: the least extra work that fits, the front, and what was left out."""
+"""The result of a search as text: the least extra work that fits, the front, and what was left out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from memlab.config.settings import MemorySettings
-from memlab.fitting.front import Point, Search
+from memlab.fitting.front import Point, SearchResult
 from memlab.units import binary_unit, format_bytes
 from memlab.views.text.layout import aligned, in_unit, wrapped
 
 _SETTING_WIDTH = 52
 
 
-def search_table(found: Search) -> str:
+def search_table(found: SearchResult) -> str:
     """Writes a search, one row a setting.
 
     Returns:
@@ -20,7 +20,7 @@ def search_table(found: Search) -> str:
     """
     base = "" if found.base == MemorySettings() else f", each with '{found.base}'"
     lines = [
-        *wrapped(f"{found.scenario}{base}; {room_line(found)}"),
+        *wrapped(f"{found.scenario}{base}; {limit_line(found)}"),
         *wrapped(f"{counts_line(found)}."),
         "",
         *(["the least work that fits:", "", *_table(found.cheapest)] if found.cheapest else [nothing_fits_line(found)]),
@@ -32,40 +32,39 @@ def search_table(found: Search) -> str:
     return "\n".join(lines)
 
 
-def room_line(found: Search) -> str:
-    """Says what has to be fitted into."""
+def limit_line(found: SearchResult) -> str:
+    """Says how much memory there is."""
     if not found.outside_torch_bytes:
-        return f"room for {format_bytes(found.room_bytes)}"
-    whole = format_bytes(found.room_bytes + found.outside_torch_bytes)
+        return f"limit {format_bytes(found.limit_bytes)}"
+    whole = format_bytes(found.limit_bytes + found.outside_torch_bytes)
     outside = format_bytes(found.outside_torch_bytes)
-    return f"room for {format_bytes(found.room_bytes)} ({whole} less about {outside} outside torch)"
+    return f"limit {format_bytes(found.limit_bytes)} ({whole} less about {outside} outside torch)"
 
 
-def counts_line(found: Search) -> str:
-    """Says how many settings were predicted, and how many were not and why."""
+def counts_line(found: SearchResult) -> str:
+    """Says how many settings were predicted, how many were not, and why."""
     text = f"{len(found.points)} of {found.num_candidates} settings predicted, each by a step of its own"
-    if found.num_reckoned:
-        text += (
-            f"; {found.num_reckoned} not, since what their parts save leaves them no lighter than another in anything"
-        )
+    if found.num_pruned:
+        text += f"; {found.num_pruned} pruned: by what their parts save, another is at least as good on all three"
     if found.num_left:
-        text += f"; CUT SHORT: {found.num_left} that may be on the front were not tried, so let it take more steps"
+        text += f"; CUT SHORT: {found.num_left} that may be on the front were not tried: let it take more steps"
     return text
 
 
-def front_line(found: Search) -> str:
+def front_line(found: SearchResult) -> str:
     """Says what makes a setting part of the front."""
-    text = "no other setting is as light in all three: allocated peak, operations a token made twice, bytes moved"
+    text = "no other is at least as good on all three: allocated peak, recomputed FLOPs per token, bytes transferred"
     if found.resolution_bytes > 1:
-        text += f"; peaks within {format_bytes(found.resolution_bytes)} count as alike"
+        text += f"; peaks within {format_bytes(found.resolution_bytes)} count as equal"
     return text
 
 
-def nothing_fits_line(found: Search) -> str:
-    """Says what is lacking even under the lightest setting."""
+def nothing_fits_line(found: SearchResult) -> str:
+    """Says what the setting with the lowest peak is short by."""
     least = min(found.points, key=lambda point: point.peak_allocated_bytes)
-    lacking = least.peak_allocated_bytes - found.room_bytes
-    why = f"{format_bytes(lacking)} are lacking" if lacking > 0 else "the room is left in pieces that are too small"
+    short_by = least.peak_allocated_bytes - found.limit_bytes
+    fragmented = "the peak fits, but fragmentation leaves no block large enough"
+    why = f"is short by {format_bytes(short_by)}" if short_by > 0 else fragmented
     what = "nothing that was tried fits" if found.num_left else "nothing fits"
     more = "let it take more steps, or " if found.num_left else ""
     return (
@@ -79,8 +78,8 @@ def _table(points: Sequence[Point]) -> list[str]:
     columns = [
         ["setting", "", *(f"{point.settings}" for point in points)],
         _bytes("peak", peaks),
-        ["made twice", "MFLOP/token", *(f"{point.recomputed_operations / 1e6:,.3f}" for point in points)],
-        _bytes("moved", [point.moved_bytes for point in points]),
+        ["recomputed", "MFLOP/token", *(f"{point.recomputed_operations / 1e6:,.3f}" for point in points)],
+        _bytes("transferred", [point.transferred_bytes for point in points]),
         _bytes("on host", [point.host_bytes for point in points]),
         ["", "", *("fits" if point.fits else "" for point in points)],
     ]

@@ -1,0 +1,31 @@
+"""The floating-point operations that recompute adds, counted by hand from the shapes of a layer."""
+
+from __future__ import annotations
+
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+
+
+def recomputed_operations(settings: MemorySettings, scenario: Scenario) -> float:
+    """Counts the FLOPs that backward recomputes for one token, over the layers of the rank's stage.
+
+    A product of [1, n] and [n, m] is 2 n m. Example: phi-4 (hidden 5120, feed-forward 17920, SwiGLU) has three
+    matrices in its MLP, so recomputing ``mlp`` in one layer costs 3 x 2 x 5120 x 17920 = 550 MFLOP per token.
+    """
+    model = scenario.architecture
+    hidden, query = model.hidden_size, model.num_attention_heads * model.kv_channels
+    expert_width = model.moe_router_topk * model.moe_ffn_hidden_size
+    of = {
+        "attention": 4.0 * hidden * (query + model.num_query_groups * model.kv_channels),
+        "core_attn": 2.0 * scenario.seq_length * query,  # causal: half of all pairs, scores and values
+        "layernorm": 4.0 * hidden,
+        "moe_act": 6.0 * expert_width,
+        "mlp": 6.0 * hidden * model.ffn_hidden_size,
+        "moe": 6.0 * hidden * expert_width + 2.0 * hidden * (model.num_moe_experts or 0),
+    }
+    if settings.recompute_granularity == "full":
+        block = settings.recompute_method == "block"
+        chunks = scenario.layout.virtual_pipeline_model_parallel_size
+        layers = (settings.recompute_num_layers or 0) * chunks if block else scenario.num_layers_of_stage
+        return layers * sum(of[part] for part in ("attention", "core_attn", "moe" if model.is_moe else "mlp"))
+    return scenario.num_layers_of_stage * sum(of[name] for name in settings.recompute_modules or ())
