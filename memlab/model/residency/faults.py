@@ -37,9 +37,9 @@ class SizeNotSaved(Residency):
 class InvertedCondition(SizeNotSaved):
     """Load has a condition that is never true for what was offloaded (SkyRL #563, first revision, both errors).
 
-    It asks ``if buffer.grad_data.storage().size() > 0``, but offload has resized that storage to 0: "This prevents the
-    gradients from ever being loaded back" (its reviewer). So the line that needs the size, which `SizeNotSaved` did not
-    store, is never reached. Merged: the size is stored, and load has no condition.
+    It restores a gradient buffer only if the storage has a size above 0, but offload has resized that storage to 0: no
+    gradient is ever loaded back. So the line that needs the size, which `SizeNotSaved` did not store, is never reached.
+    Merged: the size is stored, and load has no condition.
     """
 
     def load(self, groups: Collection[str] = GROUPS) -> dict[str, int]:
