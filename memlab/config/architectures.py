@@ -6,14 +6,45 @@ their family's shape (grouped-query attention, q/k norms, experts) at widths tha
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from memlab.config.validation import check_whole_number
+from memlab.config.from_json import read_json
+from memlab.config.validation import (
+    MOST_LAYERS,
+    MOST_TOKENS_OF_A_SEQUENCE,
+    check_number,
+    check_whole_number,
+    shortened,
+)
 
 Family = Literal["qwen3_moe", "phi3"]
+
+# Some ten times what any published model has. Below these limits no tensor's bytes overflow 64 bits, and what walks
+# over layers, experts or ranks ends.
+_MOST = {
+    "num_layers": MOST_LAYERS,
+    "hidden_size": 2**20,
+    "ffn_hidden_size": 2**22,
+    "num_attention_heads": 2**13,
+    "num_query_groups": 2**13,
+    "kv_channels": 2**14,
+    "vocab_size": 2**24,
+    "default_seq_length": MOST_TOKENS_OF_A_SEQUENCE,
+    "num_moe_experts": 2**14,
+    "moe_router_topk": 2**14,
+    "moe_ffn_hidden_size": 2**22,
+}
+_OF_EXPERTS = ("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size")
+_MOST_PARAMETERS = 10**15
+_RANGES: dict[str, tuple[float | None, float]] = {
+    "rotary_base": (0, 1e15),
+    "rotary_percent": (0, 1),
+    "layernorm_epsilon": (0, 1),
+    "moe_aux_loss_coeff": (None, 1e6),
+}
+"""A number has to be above the first (or at least 0 where there is none), and at most the second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,11 +75,20 @@ class Architecture:
     """The sequence length that a Scenario takes when none is given."""
 
     def __post_init__(self) -> None:
-        counts = ["num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"]
-        counts += ["kv_channels", "vocab_size", "default_seq_length"]
-        counts += ["num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size"] if self.is_moe else []
-        for name in counts:
-            check_whole_number(f"{self.name}: {name}", getattr(self, name), action="correct it")
+        for name, at_most in _MOST.items():
+            if self.is_moe or name not in _OF_EXPERTS:
+                check_whole_number(f"{self.name}: {name}", getattr(self, name), at_most=at_most, action="correct it")
+        for name, (above, largest) in _RANGES.items():
+            check_number(f"{self.name}: {name}", getattr(self, name), above, largest, action="correct it")
+        for name in ("share_embeddings_and_output_weights", "qk_layernorm", "moe_router_pre_softmax"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{self.name}: {name} is {getattr(self, name)!r}, must be True or False: correct it")
+        rotated = int(self.kv_channels * self.rotary_percent)
+        if rotated < 2 or rotated % 2:
+            raise ValueError(
+                f"{self.name}: kv_channels {self.kv_channels} x rotary_percent {self.rotary_percent:g} is {rotated}, "
+                "must be an even number, since rotary embeddings rotate pairs: correct one of them"
+            )
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
                 f"{self.name}: num_attention_heads is {self.num_attention_heads}, must be a multiple of "
@@ -58,6 +98,11 @@ class Architecture:
             raise ValueError(
                 f"{self.name}: moe_router_topk is {self.moe_router_topk}, must be at most num_moe_experts, "
                 f"{self.num_moe_experts}: correct one of them"
+            )
+        if self.num_parameters > _MOST_PARAMETERS:
+            raise ValueError(
+                f"{self.name}: it has {self.num_parameters:,} parameters, must be at most {_MOST_PARAMETERS:,}, beyond "
+                "any real model: correct its sizes"
             )
 
     @property
@@ -197,78 +242,106 @@ def find_architecture(name: str | Path) -> Architecture:
     if known is not None:
         return known
     path = Path(name)
-    config_path = path / "config.json" if path.is_dir() else path
-    if not config_path.is_file():
+    try:
+        config_path = path / "config.json" if path.is_dir() else path
+        if not config_path.exists():
+            raise ValueError(
+                f"architecture {shortened(str(name))} is neither a known name nor a Hugging Face config.json: "
+                f"choose from {', '.join(ARCHITECTURES)}, or give the path of a config.json or its folder"
+            )
+    except OSError as error:  # a name that is too long, a folder that may not be entered
         raise ValueError(
-            f"architecture {str(name)!r} is neither a known name nor a Hugging Face config.json: "
-            f"choose from {', '.join(ARCHITECTURES)}, or give the path of a config.json or its folder"
+            f"architecture {shortened(str(name))} cannot be read ({(error.strerror or '').lower()}): choose from "
+            f"{', '.join(ARCHITECTURES)}, or give the path of a config.json or its folder"
+        ) from error
+    config = read_json(config_path, "give a Hugging Face config.json")
+    if not isinstance(config, dict):
+        raise ValueError(
+            f"{shortened(config_path)} holds {type(config).__name__}, not an object: give a Hugging Face config.json"
         )
     try:
-        config = json.loads(config_path.read_text())
+        return _from_hugging_face(config, config_path)
     except ValueError as error:
-        raise ValueError(f"{config_path} is not valid JSON ({error}): give a Hugging Face config.json") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{config_path} holds {type(config).__name__}, not an object: give a Hugging Face config.json")
-    return _from_hugging_face(config, config_path)
+        raise ValueError(f"{shortened(config_path)}: {error}") from error
 
 
 def _from_hugging_face(config: dict[str, Any], path: Path) -> Architecture:
+    """Reads the fields that decide sizes or meaning. A field that may be left out counts as left out where it is null.
+
+    Raises:
+        ValueError: If a field is missing, of the wrong type, or of a kind that memlab does not model.
+    """
     family = config.get("model_type")
     if family not in ("qwen3_moe", "phi3"):
-        raise ValueError(f"{path}: model_type {family!r} is not supported: memlab models qwen3_moe and phi3")
-    changes_memory = {
-        "hidden_act": ("silu",),
-        "attention_dropout": (0, 0.0),
-        "resid_pdrop": (0, 0.0),
-        "embd_pdrop": (0, 0.0),
+        raise ValueError(f"model_type {shortened(family)} is not supported: memlab models qwen3_moe and phi3")
+    modelled = {"hidden_act": ("silu",), "attention_dropout": (0,), "resid_pdrop": (0,), "embd_pdrop": (0,)}
+    for name, values in modelled.items():
+        if name in config and config[name] not in values:
+            raise ValueError(f"{name} {shortened(config[name])} is not modelled: memlab models {values[0]!r}")
+    if _flag(config, "attention_bias", default=False):
+        raise ValueError("attention_bias true is not supported: both families train without biases")
+    heads, hidden_size = _whole(config, "num_attention_heads"), _whole(config, "hidden_size")
+    rope = config.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_parameters is {shortened(rope)}, must be an object: correct it")
+    common: dict[str, Any] = {
+        "name": _printable(path.parent.name if path.name == "config.json" else path.stem) or family,
+        "family": family,
+        "num_layers": _whole(config, "num_hidden_layers"),
+        "hidden_size": hidden_size,
+        "ffn_hidden_size": _whole(config, "intermediate_size"),
+        "num_attention_heads": heads,
+        # transformers' own default is 4 for Qwen3-MoE, and as many as heads for phi-3.
+        "num_query_groups": _whole(config, "num_key_value_heads", default=heads if family == "phi3" else 4),
+        "kv_channels": _whole(config, "head_dim", default=max(1, hidden_size // heads)),
+        "vocab_size": _whole(config, "vocab_size"),
+        # Newer files of transformers keep it among the rope's parameters.
+        "rotary_base": _number(config, "rope_theta", default=_number(rope, "rope_theta", default=10000.0)),
+        "layernorm_epsilon": _number(config, "rms_norm_eps"),
+        "share_embeddings_and_output_weights": _flag(config, "tie_word_embeddings", default=False),
     }
-    for name, modelled in changes_memory.items():
-        if name in config and config[name] not in modelled:
-            raise ValueError(f"{path}: {name} {config[name]!r} is not modelled: memlab models {modelled[0]!r}")
-    try:
-        heads = config["num_attention_heads"]
-        if not isinstance(heads, int) or heads < 1 or not isinstance(config["hidden_size"], int):
-            raise ValueError(
-                f"{path}: num_attention_heads is {heads!r} and hidden_size {config['hidden_size']!r}, must be whole "
-                "numbers: correct them"
-            )
-        common: dict[str, Any] = {
-            "name": (path.parent.name if path.name == "config.json" else path.stem) or family,
-            "family": family,
-            "num_layers": config["num_hidden_layers"],
-            "hidden_size": config["hidden_size"],
-            "ffn_hidden_size": config["intermediate_size"],
-            "num_attention_heads": config["num_attention_heads"],
-            # transformers' own default is 4 for Qwen3-MoE, and as many as heads for phi-3.
-            "num_query_groups": config.get("num_key_value_heads") or (heads if family == "phi3" else 4),
-            "kv_channels": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-            "vocab_size": config["vocab_size"],
-            # Newer files of transformers keep it among the rope's parameters.
-            "rotary_base": float(
-                config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta") or 10000.0
-            ),
-            "layernorm_epsilon": config["rms_norm_eps"],
-            "share_embeddings_and_output_weights": bool(config.get("tie_word_embeddings", False)),
-        }
-        if config.get("attention_bias"):
-            raise ValueError(f"{path}: attention_bias true is not supported: both families train without biases")
-        if family == "phi3":
-            return Architecture(**common, rotary_percent=config.get("partial_rotary_factor", 1.0))
-        if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-            raise ValueError(
-                f"{path}: dense layers among MoE layers are not supported: mlp_only_layers must be empty and "
-                "decoder_sparse_step 1"
-            )
-        return Architecture(
-            **common,
-            qk_layernorm=True,
-            num_moe_experts=config["num_experts"],
-            moe_router_topk=config["num_experts_per_tok"],
-            moe_ffn_hidden_size=config["moe_intermediate_size"],
-            moe_aux_loss_coeff=config.get("router_aux_loss_coef", 0.0),
-            moe_router_pre_softmax=not config.get("norm_topk_prob", True),
+    if family == "phi3":
+        return Architecture(**common, rotary_percent=_number(config, "partial_rotary_factor", default=1.0))
+    if config.get("mlp_only_layers") or _whole(config, "decoder_sparse_step", default=1) != 1:
+        raise ValueError(
+            "dense layers among MoE layers are not supported: mlp_only_layers must be empty and decoder_sparse_step 1"
         )
-    except KeyError as error:
-        raise ValueError(f"{path}: field {error} is missing: give the whole Hugging Face config.json") from error
-    except TypeError as error:
-        raise ValueError(f"{path}: a field is of another kind than memlab reads ({error}): correct it") from error
+    return Architecture(
+        **common,
+        qk_layernorm=True,
+        num_moe_experts=_whole(config, "num_experts"),
+        moe_router_topk=_whole(config, "num_experts_per_tok"),
+        moe_ffn_hidden_size=_whole(config, "moe_intermediate_size"),
+        moe_aux_loss_coeff=_number(config, "router_aux_loss_coef", default=0.0),
+        moe_router_pre_softmax=not _flag(config, "norm_topk_prob", default=True),
+    )
+
+
+def _field(config: dict[str, Any], name: str, default: Any) -> Any:
+    if default is None and name not in config:
+        raise ValueError(f"field {name!r} is missing: give the whole Hugging Face config.json")
+    value = config.get(name)
+    return default if value is None and default is not None else value
+
+
+def _whole(config: dict[str, Any], name: str, default: int | None = None) -> int:
+    value = _field(config, name, default)
+    check_whole_number(name, value, action="correct it")
+    return int(value)
+
+
+def _number(config: dict[str, Any], name: str, default: float | None = None) -> float:
+    value = _field(config, name, default)
+    check_number(name, value, above=None, at_most=1e300, action="correct it")
+    return float(value)
+
+
+def _flag(config: dict[str, Any], name: str, *, default: bool) -> bool:
+    value = _field(config, name, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {shortened(value)}, must be true or false: correct it")
+    return value
+
+
+def _printable(name: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in name)

@@ -34,14 +34,31 @@ def read_json(path: Path, action: str) -> Any:
     try:
         if not path.is_file():  # a pipe or a device would be waited for
             raise ValueError(f"{shortened(path)} is not a file: {action}")
-        return json.loads(path.read_bytes())
+        content = path.read_bytes()
     except OSError as error:
         reason = (error.strerror or type(error).__name__).lower()
         raise ValueError(f"{shortened(path)} cannot be read ({reason}): {action}") from error
+    return parse_json(content, shortened(path), action)
+
+
+def parse_json(content: bytes | str, name: str, action: str) -> Any:
+    """Parses JSON of any origin.
+
+    Args:
+        content: What should be JSON.
+        name: What it is called, as in the message.
+        action: What the user should do if that fails, as in the message.
+
+    Raises:
+        ValueError: If it is not JSON.
+    """
+    try:
+        return json.loads(content)
     except RecursionError as error:
-        raise ValueError(f"{shortened(path)} is nested too deeply to be read: {action}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{shortened(path)} is not valid JSON ({error}): {action}") from error
+        raise ValueError(f"{name} is nested too deeply to be read: {action}") from error
+    except ValueError as error:  # not JSON, not UTF-8, or a whole number of more digits than Python reads
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{name} is not valid JSON ({reason}): {action}") from error
 
 
 def build(kind: type[T], values: object, name: str, **known: Any) -> T:

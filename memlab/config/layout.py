@@ -8,6 +8,9 @@ from dataclasses import dataclass, fields
 from memlab.config.architectures import Architecture
 from memlab.config.validation import check_whole_number, is_whole_number
 
+MOST_RANKS = 2**17
+"""The largest job: 131,072 ranks, more than any that was run as one. Megatron makes its groups rank by rank."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
@@ -43,7 +46,12 @@ class Layout:
             value = getattr(self, field.name)
             if field.name == "rank" or (value is None and field.default is None):
                 continue
-            check_whole_number(field.name, value)
+            check_whole_number(field.name, value, at_most=MOST_RANKS)
+        if self.world_size > MOST_RANKS:
+            raise ValueError(
+                f"the layout has {self.world_size:,} ranks ({self}), must be at most {MOST_RANKS:,}, beyond any real "
+                "job: give smaller sizes"
+            )
         if self.virtual_pipeline_model_parallel_size > 1 and self.pipeline_model_parallel_size == 1:
             raise ValueError(
                 f"virtual_pipeline_model_parallel_size is {self.virtual_pipeline_model_parallel_size}, must be 1 where "

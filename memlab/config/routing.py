@@ -6,13 +6,15 @@ demand holds more rows than the others.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
+
+from memlab.config.from_json import parse_json, read_json
+from memlab.config.validation import is_whole_number, shortened
 
 KINDS = ("balanced", "random", "skewed", "shares")
 _CHOICES = "choose balanced, random:SEED, skewed:FACTOR, or a JSON list, or file, with one share per expert"
@@ -37,14 +39,18 @@ class Routing:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"routing is {self.kind!r}, must be one of {', '.join(KINDS)}: {_CHOICES}")
-        if not isinstance(self.factor, (int, float)) or not 1 <= self.factor < math.inf:
-            raise ValueError(f"routing skewed has factor {self.factor!r}, must be a number of at least 1: {_CHOICES}")
+            raise ValueError(f"routing is {shortened(self.kind)}, must be one of {', '.join(KINDS)}: {_CHOICES}")
+        if not is_whole_number(self.seed, at_least=-(2**63), at_most=2**63 - 1):
+            raise ValueError(f"routing random has seed {shortened(self.seed)}, must be a whole number: {_CHOICES}")
+        if not _is_number(self.factor) or not 1 <= self.factor < math.inf:
+            raise ValueError(
+                f"routing skewed has factor {shortened(self.factor)}, must be a number of at least 1: {_CHOICES}"
+            )
         object.__setattr__(self, "shares", tuple(self.shares))  # JSON knows no tuples
         if self.kind == "shares":
-            wrong = [share for share in self.shares if not isinstance(share, (int, float)) or not 0 <= share <= 1]
+            wrong = [share for share in self.shares if not _is_number(share) or not 0 <= share <= 1]
             if wrong or not math.isclose(sum(self.shares), 1, abs_tol=1e-6):
-                what = f"{wrong[0]!r}" if wrong else f"a sum of {sum(self.shares):g}"
+                what = shortened(wrong[0]) if wrong else f"a sum of {sum(self.shares):g}"
                 raise ValueError(f"routing has shares with {what}, must be from 0 to 1 with a sum of 1: {_CHOICES}")
 
     def check(self, num_experts: int, topk: int) -> None:
@@ -78,7 +84,13 @@ class Routing:
         else:
             shares = _geometric_shares(num_experts, self.factor if self.kind == "skewed" else 1.0)
         ends = [round(total * sum(shares[:index])) for index in range(num_experts)] + [total]
-        return [end - start for start, end in pairwise(ends)]
+        counts = [end - start for start, end in pairwise(ends)]
+        # Rounding may give an expert one row more than there are tokens; a token cannot choose an expert twice.
+        for expert in range(num_experts):
+            while counts[expert] > num_tokens:
+                counts[expert] -= 1
+                counts[counts.index(min(counts))] += 1
+        return counts
 
     def __str__(self) -> str:
         return {"random": f"random:{self.seed}", "skewed": f"skewed:{self.factor:g}"}.get(self.kind, self.kind)
@@ -88,7 +100,7 @@ def find_routing(text: str) -> Routing:
     """Reads ``balanced``, ``random:SEED``, ``skewed:FACTOR``, a JSON list with one share per expert, or a file with it.
 
     Raises:
-        ValueError: If it is none of them.
+        ValueError: If the text is not one of them.
     """
     if text == "balanced":
         return Routing()
@@ -97,17 +109,16 @@ def find_routing(text: str) -> Routing:
         try:
             number = int(value) if name == "random" else float(value)
         except ValueError as error:
-            raise ValueError(f"routing is {text!r}, must have a number behind the colon: {_CHOICES}") from error
+            raise ValueError(
+                f"routing is {shortened(text)}, must have a number behind the colon: {_CHOICES}"
+            ) from error
         return Routing(kind="random", seed=int(number)) if name == "random" else Routing(kind="skewed", factor=number)
     try:
-        shares = json.loads(text if text.startswith("[") else Path(text).read_text())
-    except OSError as error:
-        reason = (error.strerror or type(error).__name__).lower()
-        raise ValueError(f"routing is {text!r}, and no file of that name can be read ({reason}): {_CHOICES}") from error
+        shares = parse_json(text, "it", _CHOICES) if text.startswith("[") else read_json(Path(text), _CHOICES)
     except ValueError as error:
-        raise ValueError(f"routing is {text!r}, which is no JSON file ({error}): {_CHOICES}") from error
+        raise ValueError(f"routing is {shortened(text)}: {error}") from error
     if not isinstance(shares, list):
-        raise ValueError(f"routing is {text!r}, which holds no list of shares: {_CHOICES}")
+        raise ValueError(f"routing is {shortened(text)}, which does not hold a list of shares: {_CHOICES}")
     return Routing(kind="shares", shares=tuple(shares))
 
 
@@ -120,3 +131,7 @@ def _geometric_shares(count: int, factor: float) -> tuple[float, ...]:
         low, high = (ratio, high) if first * count > factor else (low, ratio)
     powers = [high**index for index in range(count)]
     return tuple(power / sum(powers) for power in powers)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

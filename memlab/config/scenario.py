@@ -10,10 +10,19 @@ from memlab.config.architectures import Architecture, find_architecture
 from memlab.config.from_json import build
 from memlab.config.layout import Layout
 from memlab.config.routing import Routing, find_routing
-from memlab.config.validation import check_whole_number
+from memlab.config.validation import MOST_LAYERS, MOST_TOKENS_OF_A_SEQUENCE, check_whole_number
 
 Dtype = Literal["bf16", "fp32"]
 DTYPES = ("bf16", "fp32")
+# Beyond any real job, and below what overflows the bytes of a tensor or steps for days.
+_MOST = {
+    "num_layers": MOST_LAYERS,
+    "seq_length": MOST_TOKENS_OF_A_SEQUENCE,
+    "micro_batch_size": 2**16,
+    "num_microbatches": 2**14,
+}
+_MOST_TOKENS_OF_A_MICRO_BATCH = 2**26
+"""Every backend holds a batch's token numbers in host memory: 0.5 GiB at this limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +59,14 @@ class Scenario:
                 f"architecture is {self.architecture!r}, must be an Architecture: use Scenario.of, which takes names "
                 "and paths as well"
             )
-        for name in ("num_layers", "seq_length", "micro_batch_size", "num_microbatches"):
-            check_whole_number(name, getattr(self, name))
+        for name, at_most in _MOST.items():
+            check_whole_number(name, getattr(self, name), at_most=at_most)
+        tokens = self.seq_length * self.micro_batch_size
+        if tokens > _MOST_TOKENS_OF_A_MICRO_BATCH:
+            raise ValueError(
+                f"micro_batch_size {self.micro_batch_size} x seq_length {self.seq_length} is {tokens:,} tokens, must "
+                f"be at most {_MOST_TOKENS_OF_A_MICRO_BATCH:,}, beyond any real job: give fewer or shorter sequences"
+            )
         check_whole_number("seed", self.seed, at_least=0)
         if self.seed >= 2**63:
             raise ValueError(f"seed is {self.seed}, must be below 2**63: give a smaller one")

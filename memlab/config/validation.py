@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+MOST_LAYERS = 10_000
+"""The deepest model that memlab accepts, ten times the deepest ones that were trained."""
+MOST_TOKENS_OF_A_SEQUENCE = 2**24
+"""The longest sequence, 16,777,216 tokens: its attention scores in one head take 2**48 numbers."""
+
 _LONGEST_SHOWN = 100
 _LONGEST_NUMBER = 10**_LONGEST_SHOWN
 
@@ -49,3 +54,23 @@ def check_whole_number(
         raise ValueError(f"{name} is {shortened(value)}, must be a whole number of at least {at_least}: {action}")
     if not is_whole_number(value, at_least, at_most):
         raise ValueError(f"{name} is {shortened(value)}, must be at most {at_most:,}, beyond any real job: {action}")
+
+
+def check_number(name: str, value: object, above: float | None, at_most: float, *, action: str) -> None:
+    """Refuses what is not a finite number of a range.
+
+    Args:
+        name: What the value is called, as in the message.
+        value: The value.
+        above: What it has to be larger than; None allows 0 and more.
+        at_most: The largest value allowed.
+        action: What the user should do, as in the message.
+
+    Raises:
+        ValueError: With value, rule and next action.
+    """
+    # Every comparison with NaN is false. Comparisons take whole numbers of any size; conversions do not.
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not (0 if above is None else above) <= value <= at_most or value == above:  # type: ignore[operator]
+        rule = "at least 0" if above is None else f"above {above:g}"
+        raise ValueError(f"{name} is {shortened(value)}, must be a number {rule} and at most {at_most:g}: {action}")

@@ -14,6 +14,8 @@ from memlab.config.architectures import ARCHITECTURES, find_architecture
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from tests.unit.corruption import corruptions
+from tests.unit.refusal import refusal
 
 # "Model size" of the safetensors on each model's Hugging Face page.
 PUBLISHED_PARAMETERS = {
@@ -113,8 +115,33 @@ def test_a_hugging_face_config_gives_the_same_architecture(
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not modelled"),
         ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
-        ({"hidden_size": "2048"}, "must be whole numbers"),
-        ({"num_attention_heads": 0}, "must be whole numbers"),
+        ({"hidden_size": "2048"}, "hidden_size is '2048', must be a whole number"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, must be a whole number"),
+        ({"num_attention_heads": 10**30}, "num_attention_heads is 1000"),
+        ({"num_hidden_layers": 10**6}, "num_layers is 1000000, must be at most 10,000"),
+        ({"num_experts": 10**12}, "must be at most 16,384"),
+        (
+            {"hidden_size": 2**20, "intermediate_size": 2**22, "moe_intermediate_size": 2**22},
+            "parameters, must be at most",
+        ),
+        ({"head_dim": 33}, "must be an even number"),
+        ({"head_dim": 0}, "head_dim is 0"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', must be true or false"),
+        ({"norm_topk_prob": "no"}, "norm_topk_prob is 'no', must be true or false"),
+        ({"attention_bias": 1}, "attention_bias is 1, must be true or false"),
+        ({"rms_norm_eps": True}, "rms_norm_eps is True, must be a number"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps is -1"),
+        ({"rms_norm_eps": 0}, "layernorm_epsilon is 0.0, must be a number above 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'"),
+        ({"rms_norm_eps": [1]}, "rms_norm_eps is "),
+        ({"rope_theta": -5}, "rope_theta is -5"),
+        ({"rope_theta": True}, "rope_theta is True"),
+        ({"rope_theta": 10**400}, "rope_theta is a number of more than 100 digits"),
+        ({"rope_parameters": [1]}, "rope_parameters is "),
+        ({"router_aux_loss_coef": float("inf")}, "router_aux_loss_coef is inf"),
+        ({"router_aux_loss_coef": "x"}, "router_aux_loss_coef is 'x'"),
         ({"num_key_value_heads": 5}, "num_attention_heads is 32, must be a multiple"),
         ({"num_experts_per_tok": 129}, "moe_router_topk is 129, must be at most"),
         ({"vocab_size": -1}, "vocab_size is -1"),
@@ -133,7 +160,15 @@ def test_an_unknown_name_is_refused_with_the_choices() -> None:
         find_architecture("qwen4")
 
 
-@pytest.mark.parametrize(("field", "value", "words"), [("rope_theta", None, ""), ("hidden_size", [1], "whole numbers")])
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("rope_theta", None, ""),
+        ("hidden_size", [1], "whole number"),
+        ("partial_rotary_factor", 5, "at most 1"),
+        ("partial_rotary_factor", -1, "at least 0"),
+    ],
+)
 def test_a_field_of_another_kind_is_taken_as_left_out_or_refused(
     field: str, value: object, words: str, tmp_path: Path
 ) -> None:
@@ -164,3 +199,77 @@ def test_what_a_config_of_another_age_leaves_out_is_transformers_default(tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = find_architecture(tmp_path / "config.json")
     assert (found.num_query_groups, found.rotary_base) == (4, 1e6)
+
+
+@pytest.mark.parametrize("field", ["num_experts", "num_attention_heads", "hidden_size", "rms_norm_eps"])
+def test_null_is_refused_where_a_field_is_needed(field: str, tmp_path: Path) -> None:
+    """A qwen3_moe with null experts must not become a dense model."""
+    (tmp_path / "config.json").write_text(json.dumps(qwen_config() | {field: None}))
+    with pytest.raises(ValueError, match=f"{field} is None, must be a"):
+        find_architecture(tmp_path)
+
+
+def saved_and_loaded(scenario: Scenario) -> None:
+    assert Scenario.from_dict(json.loads(json.dumps(scenario.to_dict()))) == scenario
+
+
+@pytest.mark.parametrize("config", [qwen_config(), phi_config()], ids=["qwen3_moe", "phi3"])
+def test_a_damaged_config_is_refused_in_a_line_or_read(config: dict[str, object], tmp_path: Path) -> None:
+    refused, path = 0, tmp_path / "config.json"
+    for damaged in corruptions(json.dumps(config, indent=1).encode(), "json", seed=3):
+        path.write_bytes(damaged)
+        refused += bool(refusal(lambda: saved_and_loaded(Scenario.of(path))))
+    assert refused > 100
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x\0y", "a\nb", "y" * 5000])
+def test_a_path_that_cannot_be_is_refused_in_a_line(name: str) -> None:
+    with pytest.raises(ValueError, match="choose from qwen3-30b-a3b") as refused:
+        find_architecture(name)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"seq_length": 10**15}, "seq_length is 1000000000000000, must be at most 16,777,216"),
+        ({"seq_length": 2**62}, "must be at most"),
+        ({"micro_batch_size": 10**9}, "micro_batch_size is 1000000000, must be at most 65,536"),
+        ({"micro_batch_size": 2**62}, "must be at most"),
+        ({"micro_batch_size": 2**16, "seq_length": 4096}, "is 268,435,456 tokens, must be at most 67,108,864"),
+        ({"num_microbatches": 10**18}, "must be at most 16,384"),
+        ({"num_layers": 10**18}, "must be at most 10,000"),
+        ({"num_layers": 10**400}, "num_layers is a number of more than 100 digits, must be at most 10,000"),
+    ],
+)
+def test_sizes_beyond_any_real_job_are_refused(values: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Scenario.of("phi-4-tiny", **values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data_parallel_size": 10**9, "expert_model_parallel_size": 3},
+        {"data_parallel_size": 10**20},
+        {"data_parallel_size": 1000, "tensor_model_parallel_size": 1000},
+    ],
+)
+def test_layouts_beyond_any_real_job_are_refused(sizes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be at most 131,072, beyond any real job"):
+        Layout(**sizes)
+
+
+def test_large_real_jobs_are_accepted() -> None:
+    assert Scenario.of("phi-4-tiny", seq_length=1_048_576, num_layers=1000).num_layers == 1000
+    assert Scenario.of("phi-4-tiny", seq_length=10_485_760).seq_length == 10_485_760
+    assert Scenario.of("phi-4-tiny", micro_batch_size=4096, num_microbatches=4096).tokens_per_step == 2**34
+    job = Layout(data_parallel_size=12_500, tensor_model_parallel_size=1, pipeline_model_parallel_size=8)
+    assert Scenario.of("phi-4", layout=job).layout.world_size == 100_000
+
+
+@pytest.mark.parametrize("name", ["num_layers", "seq_length", "architecture"])
+def test_a_scenario_holds_what_its_types_say(name: str) -> None:
+    values = {"architecture": ARCHITECTURES["phi-4-tiny"], "num_layers": 1, "seq_length": 8} | {name: None}
+    with pytest.raises(ValueError, match=f"{name} is None"):
+        Scenario(**values)  # type: ignore[arg-type]

@@ -20,20 +20,9 @@ from memlab.record.timeline import Timeline
 from tests.unit.builders import record_of, training_step
 from tests.unit.caching_allocator import random_history
 from tests.unit.corruption import Kind, corruptions
+from tests.unit.refusal import refusal
 
 DATA = Path(__file__).parent / "data" / "measured"
-
-
-def refusal(read: Callable[[], Any]) -> str:
-    """The line in which reading is refused; empty where something is read."""
-    try:
-        read()
-    except ValueError as error:
-        message = str(error)
-        assert "\n" not in message
-        assert len(message) < 1000
-        return message
-    return ""
 
 
 @pytest.fixture
