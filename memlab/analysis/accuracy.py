@@ -1,4 +1,4 @@
-"""How near predictions come: the errors between measured steps and the same steps predicted."""
+"""How accurate predictions are: the errors between measured steps and the same steps predicted."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from memlab.record.step_record import StepRecord
 from memlab.units import MIB
 
 WORTH_A_LOOK_BYTES = 64 * MIB
-"""A setting that saves less is not judged by the share of it that a prediction misses."""
+"""If a setting saves less, the error of its saving says little."""
 STATE = ("parameters", "gradients", "optimizer state")
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A measured step and the same step predicted; shares are of what was measured, below 0 for too little."""
+    """A measured step and the same step predicted; errors are shares of the measured value, below 0 for too little."""
 
     measured: StepRecord
     predicted: StepRecord
     plain: Pair | None = None
-    """The step without settings of the same scenario, where there is one."""
+    """The pair of the same scenario without settings, if there is one."""
 
     @property
     def peak_error(self) -> float:
@@ -36,7 +36,7 @@ class Pair:
 
     @property
     def saving_error(self) -> float | None:
-        """Of what the settings take off the peak above the start; None where that is little, or there is no plain."""
+        """Of what the settings save of the activation peak; None if that is little, or there is no plain step."""
         if self.plain is None:
             return None
         saved = self.plain.measured.activation_peak_bytes - self.measured.activation_peak_bytes
@@ -51,18 +51,18 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Of one figure, over many pairs."""
+    """The errors of one figure over many pairs."""
 
     count: int
     median: float
     worst: float
-    """The largest, as a size."""
+    """The largest absolute error."""
     under_estimated: float
     """The share of pairs in which too little was predicted."""
 
     @classmethod
     def of(cls, errors: Iterable[float | None]) -> Errors | None:
-        """Sums errors up; None without any."""
+        """Summarizes errors; None if there is none."""
         known = [error for error in errors if error is not None]
         if not known:
             return None
@@ -80,7 +80,7 @@ FIGURES: dict[str, Callable[[Pair], float | None]] = {
 
 
 def pairs_of(measured: Iterable[StepRecord], predicted: Iterable[StepRecord]) -> list[Pair]:
-    """Puts steps and their predictions together, each with the plain step of its scenario if that came before."""
+    """Pairs steps with their predictions; each pair gets the plain step of its scenario if that comes earlier."""
     pairs: list[Pair] = []
     for truth, guess in zip(measured, predicted, strict=True):
         plain = next((other for other in pairs if _is_plain_of(other.measured, truth)), None)

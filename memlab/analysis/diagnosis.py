@@ -1,7 +1,7 @@
-"""What a series of step records says: a leak, a spike in every step, something retained, or growth that ends.
+"""What a series of step records shows: a leak, a spike in every step, something retained, or growth that ends.
 
-The four look alike from outside (the job runs out of memory after some steps) and want different mends. They are told
-apart by the bytes at the steps' starts, the peaks above them, and what is left at the steps' ends.
+From outside the four look the same (the job runs out of memory after some steps), but they need different fixes. What
+distinguishes them are the bytes at the start of each step, the peak above that, and what is left at its end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SPIKE_SHARE = 0.25
 """Activations above this share of the peak decide whether a step fits."""
 _STATIC_NOISE = 0.01
 _VARYING = 1.2
-"""Largest over smallest activation peak from which steps are said to differ."""
+"""Steps differ if the largest activation peak is more than this many times the smallest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class Finding:
 
 
 def diagnose(records: Sequence[StepRecord]) -> list[Finding]:
-    """Tells what a series of consecutive steps under one setting shows.
+    """Finds out what a series of consecutive steps under one setting shows.
 
     Args:
         records: At least three steps in their order, of one model under one setting; the workload may vary.
@@ -56,7 +56,7 @@ def diagnose(records: Sequence[StepRecord]) -> list[Finding]:
     findings = [*_static_growth(records), *_retention(records), *_spike(records)]
     if not findings:
         static = format_bytes(records[-1].static_bytes)
-        findings.append(Finding(kind="steady", evidence=f"every step starts at {static}", advice="Nothing to mend"))
+        findings.append(Finding(kind="steady", evidence=f"every step starts at {static}", advice="No action is needed"))
     return findings
 
 
@@ -65,7 +65,7 @@ def probability_of_exceeding(records: Sequence[StepRecord], budget_bytes: int, n
 
     Args:
         records: Steps drawn from the same workload.
-        budget_bytes: Device memory that there is.
+        budget_bytes: The device's memory.
         num_steps: Length of the run.
 
     Returns:
@@ -84,18 +84,18 @@ def _static_growth(records: Sequence[StepRecord]) -> list[Finding]:
     starts = [record.static_bytes for record in records]
     growth = [later - earlier for earlier, later in pairwise(starts)]
     recent = growth[len(growth) // 2 :]
-    # Less than that is what caches take, such as rotary angles for a length that was not met before.
+    # Less than that is what caches take, such as rotary angles for a new sequence length.
     noise = _STATIC_NOISE * starts[0]
-    # Two steps that grow are the least that tell a leak from state that is made once.
+    # At least two steps must grow: state that is allocated once grows in one.
     last_growth = growth[min(len(growth) // 2, len(growth) - 2) :]
     if all(step > 0 for step in last_growth) and sum(last_growth) > noise and len(growth) > 1:
         per_step = sum(last_growth) // len(last_growth)
         return [
             Finding(
                 kind="leak",
-                evidence=f"the bytes at a step's start still grow at the end, by {format_bytes(per_step)} a step, "
+                evidence=f"the bytes at a step's start still grow at the end, by {format_bytes(per_step)} per step, "
                 f"from {format_bytes(starts[0])} to {format_bytes(starts[-1])}",
-                advice="Something keeps what it should drop in every step: look at what is appended to",
+                advice="Something keeps in every step what it should release: look for a list that is appended to",
             )
         ]
     total = starts[-1] - starts[0]
@@ -104,8 +104,8 @@ def _static_growth(records: Sequence[StepRecord]) -> list[Finding]:
         return [
             Finding(
                 kind="growth by phase",
-                evidence=f"the bytes at a step's start change by {format_bytes(total)} up to step {last}, then no more",
-                advice="State that is made once, such as Adam's moments: count it in, it is no leak",
+                evidence=f"the bytes at the start change by {format_bytes(total)} up to step {last}, then stay equal",
+                advice="State that is allocated once, such as Adam's moments: budget for it, it is not a leak",
             )
         ]
     return []
@@ -119,7 +119,7 @@ def _retention(records: Sequence[StepRecord]) -> list[Finding]:
         Finding(
             kind="retention",
             evidence=f"{format_bytes(min(left))} of activations stay alive after every step, and do not grow",
-            advice="The next forward replaces them, but between steps nobody needs them: see which object holds them",
+            advice="The next forward replaces them, but nothing needs them until then: lab.retained() names the holder",
         )
     ]
 

@@ -1,7 +1,8 @@
-"""Predicted over measured: the difference of two allocated peaks, in terms that add up to it to the byte.
+"""The difference of a predicted and a measured allocated peak, in terms that add up to it to the byte.
 
-Each side's peak is what was asked for, by category and by the module that asked, and what the allocator gave beyond
-that. A term is one of these on both sides; where the two peaks stand at different moments, it is of both moments.
+A peak is the sum of what was requested, by category and by the module that requested it, and of what the allocator
+added to that. A term is one of these parts, on both sides. If the two steps peak at different moments, each side of a
+term is of that side's moment.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from memlab.record.timeline import Timeline
 from memlab.vocabulary import CATEGORIES, POOLS
 
 ROUNDING = "allocator rounding"
-"""What the allocator gave beyond the requests: each rounded to 512 bytes, and rests of up to 1 MiB left unsplit."""
+"""What the allocator adds to the requests: each is rounded to 512 bytes, and remainders of up to 1 MiB stay unsplit."""
 TERM_NAMES = (ROUNDING, *CATEGORIES)
 
 _NO_TERMS = "predicted and measured are not split into terms"
 _NUM_NAMED = 3
 _WITHOUT_VALUES = ("seed", "routing")
-"""Of a scenario, what decides about values: a prediction has none, and chooses the routing in the router's place."""
+"""What decides values in a scenario: a prediction has none, and chooses the routing instead of the router."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +34,7 @@ class Term:
     name: str
     """One of `TERM_NAMES`."""
     module: str | None
-    """Where the bytes were born; empty: in none of the model's modules, None: in any."""
+    """What allocated the bytes; empty: no module of the model, None: any module."""
     predicted_bytes: int
     measured_bytes: int
 
@@ -44,7 +45,7 @@ class Term:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
+class PeakDifference:
     """From a predicted allocated peak to the measured one."""
 
     predicted: StepRecord = field(repr=False)
@@ -52,7 +53,7 @@ class Difference:
     terms: tuple[Term, ...]
     """Every part of either peak, the largest difference first; their differences add up to `difference_bytes`."""
     rounding_is_known: bool
-    """Whether both timelines tell the rounding; else it is in the categories, and no term of its own."""
+    """Whether both timelines contain the rounding; else it is part of the categories, not a term of its own."""
     predicted_peak: str | None
     """The moment of the predicted peak in words, such as ``backward of output_layer``; None without a timeline."""
     measured_peak: str | None
@@ -96,46 +97,46 @@ def predicted_and_measured(records: Sequence[StepRecord]) -> tuple[StepRecord, S
     return (predicted[0], measured[0]) if len(predicted) == len(measured) == 1 else None
 
 
-def difference_of(records: Sequence[StepRecord]) -> Difference | None:
+def difference_of(records: Sequence[StepRecord]) -> PeakDifference | None:
     """Splits the difference of a prediction and a measurement.
 
     Args:
         records: Of any steps. Without timelines the terms are the categories alone.
 
     Returns:
-        None if the records are no two steps of which one is simulated, or something is in the way: see `obstacles`.
+        None if the records are not two steps of which one is simulated, or cannot be split: see `obstacles`.
     """
     pair = predicted_and_measured(records)
     if pair is None or obstacles(records):
         return None
     timelines = [record.timeline for record in pair if record.timeline is not None and len(record.timeline)]
-    told = timelines if len(timelines) == len(pair) else []
-    rounding_is_known = bool(told) and all(timeline.rounding_bytes is not None for timeline in told)
+    both = timelines if len(timelines) == len(pair) else []
+    rounding_is_known = bool(both) and all(timeline.rounding_bytes is not None for timeline in both)
     parts: list[dict[tuple[str, str | None], int]] = [
         {(name, None): size for name, size in record.peak_by_category.items()} for record in pair
     ]
-    if told:
-        common = set(told[0].modules) & set(told[1].modules)
-        parts = [_folded(_parts(timeline, apart=rounding_is_known), common) for timeline in told]
+    if both:
+        common = set(both[0].modules) & set(both[1].modules)
+        parts = [_folded(_parts(timeline, apart=rounding_is_known), common) for timeline in both]
     predicted, measured = parts
     terms = [
         Term(name=key[0], module=key[1], predicted_bytes=predicted.get(key, 0), measured_bytes=measured.get(key, 0))
         for key in dict.fromkeys([*predicted, *measured])
     ]
-    peaks = [timeline.place(timeline.peak_index()) for timeline in told]
-    return Difference(
+    peaks = [timeline.place(timeline.peak_index()) for timeline in both]
+    return PeakDifference(
         predicted=pair[0],
         measured=pair[1],
         terms=tuple(sorted(terms, key=lambda term: -abs(term.difference_bytes))),
         rounding_is_known=rounding_is_known,
-        predicted_peak=peaks[0] if told else None,
-        measured_peak=peaks[1] if told else None,
-        predicted_there_bytes=_most_at(*told) if told else None,
+        predicted_peak=peaks[0] if both else None,
+        measured_peak=peaks[1] if both else None,
+        predicted_there_bytes=_most_at(*both) if both else None,
     )
 
 
 def obstacles(records: Sequence[StepRecord]) -> list[str]:
-    """Says why a prediction and a measurement have no terms; empty where they have, or are no such pair."""
+    """Says why a prediction and a measurement have no terms; empty if they have, or if there is no such pair."""
     pair = predicted_and_measured(records)
     if pair is None:
         return []
@@ -151,7 +152,7 @@ def obstacles(records: Sequence[StepRecord]) -> list[str]:
     if differing:
         words.append(f"{_NO_TERMS}: the two differ in {', '.join(differing)}; take the same step on both")
     if any(record.status != "ok" for record in pair):
-        words.append(f"{_NO_TERMS}: a step did not end; take both to their end")
+        words.append(f"{_NO_TERMS}: a step did not finish; take two steps that do")
     return words
 
 
@@ -166,7 +167,7 @@ def _values(record: StepRecord) -> Iterator[tuple[str, object]]:
 
 
 def _parts(timeline: Timeline, *, apart: bool) -> dict[tuple[str, str | None], int]:
-    """Splits the peak by category and module; the rounding too, and apart from them, where that is asked for."""
+    """Splits the peak by category and module; with `apart`, the rounding is a part of its own."""
     head = slice(0, timeline.peak_index() + 1)
     on_device = timeline.pool[head] == POOLS.index("device")
     sizes, rounding = timeline.delta_bytes[head][on_device], np.int64(0)
@@ -184,10 +185,10 @@ def _parts(timeline: Timeline, *, apart: bool) -> dict[tuple[str, str | None], i
 
 
 def _folded(parts: dict[tuple[str, str | None], int], common: set[str]) -> dict[tuple[str, str | None], int]:
-    """Gives what a module has that only one side knows to the one around it that both do.
+    """Adds what a module has that only one side knows to the module around it that both sides know.
 
-    Transformer Engine's attention has modules inside that no other has. Workspaces are no module's: they are born
-    where the first one needs them.
+    Transformer Engine's attention contains modules that no other has. Workspaces belong to no module: the first module
+    that needs one allocates it.
     """
     folded: dict[tuple[str, str | None], int] = {}
     for (name, module), size in parts.items():
@@ -199,7 +200,7 @@ def _folded(parts: dict[tuple[str, str | None], int], common: set[str]) -> dict[
 
 
 def _most_at(predicted: Timeline, measured: Timeline) -> int | None:
-    """Returns the most that is predicted where the measured step is fullest."""
+    """Returns the most that is predicted at the place where the measured step peaks."""
     peak = measured.peak_index()
     name = measured.modules[measured.module[peak]]
     if name not in predicted.modules:

@@ -1,7 +1,7 @@
-"""What a rank's GPU holds beside torch's allocator, estimated: no tensor shows it, and no CPU can measure it.
+"""Estimates what a rank's GPU holds outside torch's allocator: no tensor shows it, and no CPU can measure it.
 
-It stands apart from predicted bytes, which come from code that ran. Two-rank jobs on H200s held 2.4 to 3.9 GiB a rank;
-the estimate gives 3.0 to 3.7 GiB for them (`tests/unit/test_outside_torch.py`).
+It is reported apart from predicted bytes, which come from code that ran. Two-rank jobs on H200s held 2.4 to 3.9 GiB per
+rank; the estimate gives 3.0 to 3.7 GiB for them (`tests/unit/test_outside_torch.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from memlab.units import MIB, format_bytes
 
 CONTEXT_AND_LIBRARIES_BYTES = 2508 * MIB
 """CUDA's context and the kernels of torch, Transformer Engine, cuBLAS and cuDNN, loaded when first used. Measured
-on an H200 after two steps of Qwen3-30B-A3B alone: 2,498 MiB at 4 layers, 2,508 at 10 (torch 2.11, TE 2.12)."""
+on an H200 after two steps of Qwen3-30B-A3B on one rank: 2,498 MiB at 4 layers, 2,508 at 10 (torch 2.11, TE 2.12)."""
 RECEIVE_BUFFER_BYTES, SEND_BUFFER_BYTES = 10 * MIB, 2 * MIB
 """What NCCL allocates for one channel of one connection: ``NCCL_BUFFSIZE``, 4 MiB by default, for the simple protocol,
 0.5 and 4.7 MiB for the two that trade space for latency, rounded to 2 MiB; seen in the log of NVIDIA/nccl#1685."""
@@ -34,7 +34,7 @@ class OutsideTorch:
 
     @property
     def total_bytes(self) -> int:
-        """All that torch cannot have."""
+        """All that torch cannot use."""
         return self.context_and_libraries_bytes + self.nccl_bytes
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class OutsideTorch:
 
 
 def estimate_outside_torch(layout: Layout) -> OutsideTorch:
-    """Estimates what a rank's GPU holds beside torch's allocator.
+    """Estimates what a rank's GPU holds outside torch's allocator.
 
     Args:
         layout: Of the job; every size above 1 makes communicators, which NCCL fills when they are first used.

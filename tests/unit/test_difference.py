@@ -15,7 +15,7 @@ import pytest
 
 import memlab.lab.lab
 from memlab.allocator import simulator as caching_allocator
-from memlab.analysis.difference import ROUNDING, Difference, difference_of, obstacles
+from memlab.analysis.difference import ROUNDING, PeakDifference, difference_of, obstacles
 from memlab.backends import find_backend
 from memlab.cli import main
 from memlab.config.scenario import Scenario
@@ -46,13 +46,13 @@ def rounded(timeline: Timeline, seed: int = 0, up_to: int = KIB) -> Timeline:
     return replace(timeline, rounding_bytes=rounding, delta_bytes=timeline.delta_bytes + rounding)
 
 
-def split(predicted: StepRecord, measured: StepRecord) -> Difference:
+def split(predicted: StepRecord, measured: StepRecord) -> PeakDifference:
     difference = difference_of([predicted, measured])
     assert difference is not None
     return difference
 
 
-def differing(difference: Difference) -> dict[tuple[str, str | None], int]:
+def differing(difference: PeakDifference) -> dict[tuple[str, str | None], int]:
     return {(term.name, term.module): term.difference_bytes for term in difference.terms if term.difference_bytes}
 
 
@@ -138,7 +138,7 @@ def test_where_one_side_does_not_tell_its_rounding_it_stays_in_the_categories() 
     without = split(record_of(rounded(plain)), measured_as(plain))
     assert not without.rounding_is_known
     assert sum(differing(without).values()) == without.difference_bytes < 0
-    assert "does not tell the allocator's rounding" in difference_table(without)
+    assert "does not contain the allocator's rounding" in difference_table(without)
 
 
 def test_peaks_at_different_moments_are_said_to_be() -> None:
@@ -151,14 +151,10 @@ def test_peaks_at_different_moments_are_said_to_be() -> None:
     )
     update = (plain.phase == PHASES.index("optimizer")) & (plain.module == plain.modules.index("decoder.layers.3"))
     assert difference.predicted_there_bytes == plain.total_bytes()[update].max() < plain.peak_bytes()
-    words = (
-        "fullest at different moments, and the terms are of both: predicted in backward of output_layer, measured in"
-    )
+    words = "the two peak at different moments, and the terms compare these: predicted in backward of output_layer, measured in"
     figure = compare_figure(record_of(plain), measured_as(at_end))
     assert words in plain_words(difference_table(difference)) and words in plain_words(figure.layout.title.text)
-    assert "both are fullest in backward of output_layer" in difference_table(
-        split(record_of(plain), measured_as(plain))
-    )
+    assert "both peak in backward of output_layer" in difference_table(split(record_of(plain), measured_as(plain)))
 
 
 # What is held against what
@@ -189,7 +185,7 @@ def test_the_order_does_not_matter_and_a_third_record_ends_it() -> None:
         ({"scenario": scenario(architecture="phi-4")}, "differ in architecture.name (qwen3-30b-a3b predicted, phi-4"),
         ({"settings": MemorySettings(offload_optimizer=True)}, "offload_optimizer (False predicted, True measured)"),
         ({"forward_only": True}, "differ in forward_only (False predicted, True measured)"),
-        ({"status": "interrupted"}, "a step did not end; take both to their end"),
+        ({"status": "interrupted"}, "a step did not finish; take two steps that do"),
     ],
 )
 def test_apples_are_not_held_against_pears(changes: Any, words: str) -> None:

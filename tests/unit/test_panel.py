@@ -196,7 +196,7 @@ def test_a_real_step_ends_on_the_panel_and_out_of_memory_too(open_lab: Callable[
     wait_for(shown)
 
     assert [row["status"] for row in shown.runs.table.rows] == ["ok", "out of memory", "ok"]
-    assert "asked for" in shown.runs.table.rows[1]["message"]
+    assert "requested" in shown.runs.table.rows[1]["message"]
     assert shown.runs.table.rows[2]["peak"] == shown.runs.table.rows[0]["peak"]
     shown.close()
 

@@ -92,7 +92,7 @@ def test_the_table_says_what_was_left_out(found: SearchResult) -> None:
     assert max(len(line) for line in text.splitlines()) <= LINE_WIDTH
     assert f"{len(found.points)} of {found.num_candidates} settings predicted" in text
     assert "CUT SHORT: 7 that may be on the front" in text
-    assert "peaks within 256.00 MiB count as alike" in text
+    assert "peaks within 256.00 MiB count as equal" in text
     assert text.count("fits\n") >= len(found.cheapest)
 
 

@@ -1,4 +1,4 @@
-"""Several steps' totals as lines on one plotly axis, each peak with its difference from the first's."""
+"""The device memory of several steps as lines on one plotly axis, each peak with its difference from the first."""
 
 from __future__ import annotations
 
@@ -140,11 +140,11 @@ def _drawn(named: Sequence[tuple[str, Timeline]], axis: CompareAxis) -> tuple[li
     if not drawn:
         return [], []
     spans, positions = align_phases([timeline for _, timeline, _ in drawn])
-    moved = [
+    aligned = [
         (name, timeline, replace(points, position=every[points.event_index - timeline.first_step_event], end=100.0))
         for (name, timeline, points), every in zip(drawn, positions, strict=True)
     ]
-    return moved, spans
+    return aligned, spans
 
 
 def _signed(num_bytes: int, unit_bytes: int) -> str:

@@ -39,7 +39,7 @@ _LABEL_ON_THE_LEFT: dict[str, Any] = {"xanchor": "right", "align": "right", "xsh
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Refuses a value that is none of the choices, with a ValueError."""
+    """Raises a ValueError if a value is not one of the choices."""
     if value not in choices:
         raise ValueError(f"{name} is {value!r}, must be one of {', '.join(choices)}: choose one of them")
 
@@ -112,11 +112,11 @@ def set_ranges(figure: go.Figure, end: float, floor: float, highest: float, num_
     Returns:
         Pixels for one unit of the bytes axis.
     """
-    room = PLOT_HEIGHT - 16 - num_lines * LINE_HEIGHT
-    headroom = PLOT_HEIGHT / room
+    space = PLOT_HEIGHT - 16 - num_lines * LINE_HEIGHT
+    headroom = PLOT_HEIGHT / space
     figure.update_xaxes(range=[0.0, end])
     figure.update_yaxes(range=[floor, floor + ((highest - floor) * headroom or 1.0)])
-    return room / ((highest - floor) or 1.0)
+    return space / ((highest - floor) or 1.0)
 
 
 def drawn_values(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
@@ -139,7 +139,7 @@ def mark_peak(
     shift: float = 0.0,
     colour: str = INK,
 ) -> None:
-    """Marks a peak and writes beside it, on the side that has more space."""
+    """Marks a peak and writes next to it, on the side that has more space."""
     x, y = float(points.position[points.peak]), int(points.total_bytes[points.peak]) / unit_bytes
     marker = {"symbol": "diamond", "size": 10, "color": colour, "line": {"color": "white", "width": 1.5}}
     figure.add_scatter(

@@ -169,7 +169,7 @@ def _stack(points: DrawnPoints, held: IntArray, unit_bytes: int, unit: str) -> l
 
 
 def _total_line(timeline: Timeline, points: DrawnPoints, pool: str, unit_bytes: int, unit: str) -> go.Scatter:
-    """The outline of the stack, which carries what a reader sees when pointing at a moment."""
+    """The outline of the stack; its texts are shown when a reader points at a moment."""
     texts = []
     modules = largest_modules(timeline, points.event_index, pool)
     for phase, largest in zip(phase_names(timeline, points), modules, strict=True):

@@ -1,4 +1,4 @@
-"""From the predicted to the measured peak, bar by bar, below the two timelines."""
+"""Bars that lead from the predicted to the measured peak, below the two timelines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from memlab.analysis.difference import Difference
+from memlab.analysis.difference import PeakDifference
 from memlab.units import binary_unit, format_bytes
 from memlab.views.figures.frame import PLOT_HEIGHT
 from memlab.views.figures.palette import CATEGORY_LOOKS, GRID, INK, PATTERN_INK, TRANSPARENT
@@ -23,8 +23,8 @@ _LABEL_SHARE = 0.46
 _BAR_SHARE = 0.5
 
 
-def add_waterfall(figure: go.Figure, difference: Difference, colours: Sequence[str]) -> None:
-    """Adds bars that lead from the predicted peak to the measured one, each a row of the table.
+def add_waterfall(figure: go.Figure, difference: PeakDifference, colours: Sequence[str]) -> None:
+    """Adds bars that lead from the predicted peak to the measured one, one per row of the table.
 
     Args:
         figure: Of the two timelines; it grows downwards.
@@ -34,19 +34,19 @@ def add_waterfall(figure: go.Figure, difference: Difference, colours: Sequence[s
     rows = difference_rows(difference)
     if not rows:
         return
-    _make_room(figure, (len(rows) + 2) * _ROW_HEIGHT)
+    _grow_downwards(figure, (len(rows) + 2) * _ROW_HEIGHT)
     ends = [0]
     for row in rows:
         ends.append(ends[-1] + row.difference_bytes)
     unit_bytes, unit = binary_unit(max(abs(end) for end in ends))
-    room = (max(ends) - min(ends)) * 0.04 / unit_bytes
+    space = (max(ends) - min(ends)) * 0.04 / unit_bytes
     figure.update_layout(
         xaxis2={
             **figure.layout.xaxis.to_plotly_json(),
             "anchor": "y2",
             "domain": [_LABEL_SHARE, 1.0],
             "title": {"text": f"allocated above the predicted peak ({unit})", "standoff": 6},
-            "range": [min(ends) / unit_bytes - room, max(ends) / unit_bytes + room],
+            "range": [min(ends) / unit_bytes - space, max(ends) / unit_bytes + space],
             "showgrid": True,
             "zeroline": True,
             "zerolinecolor": GRID,
@@ -73,7 +73,7 @@ def add_waterfall(figure: go.Figure, difference: Difference, colours: Sequence[s
         _write(figure, number, format_bytes(record.peak_allocated_bytes), [f"{side} peak"], colour)
 
 
-def _make_room(figure: go.Figure, height: int) -> None:
+def _grow_downwards(figure: go.Figure, height: int) -> None:
     """Lets a figure grow downwards; what is measured in shares of its plot keeps its pixels."""
     margin = figure.layout.margin
     below = int(margin.b) + _GAP

@@ -1,4 +1,4 @@
-"""Tables that compare steps with each other, and the names that tell steps apart."""
+"""Tables that compare steps with each other, and the names that distinguish them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _SHORT_NAME_WIDTH = 20
 
 
 def record_names(records: Sequence[StepRecord]) -> list[str]:
-    """Names records by their settings, and by whatever else is needed to tell them apart.
+    """Names records by their settings, and by whatever else is needed to distinguish them.
 
     Returns:
         One name per record, such as ``"full uniform 1"``, or ``"none (2048 tokens, cpu)"`` next to records of other
         lengths and backends.
     """
     words = [[*str(record.scenario).split(", "), record.backend] for record in records]
-    telling = [len(set(column)) > 1 for column in zip(*words, strict=False)]
+    differing = [len(set(column)) > 1 for column in zip(*words, strict=False)]
     names = []
     for record, mine in zip(records, words, strict=True):
-        tells = [word for word, differs in zip(mine, telling, strict=False) if differs]
-        tells += ["forward only"] if record.forward_only else []
-        tells += [] if _ended(record) else [record.status.replace("_", " ")]
-        names.append(f"{record.settings}" + (f" ({', '.join(tells)})" if tells else ""))
+        details = [word for word, differs in zip(mine, differing, strict=False) if differs]
+        details += ["forward only"] if record.forward_only else []
+        details += [] if _ended(record) else [record.status.replace("_", " ")]
+        names.append(f"{record.settings}" + (f" ({', '.join(details)})" if details else ""))
     pairs = zip(names, records, strict=True)
     return [f"{name}, step {record.step_index}" if names.count(name) > 1 else name for name, record in pairs]
 

@@ -1,11 +1,11 @@
-"""From predicted to measured as plain text, and the rows that the figure of it draws as well."""
+"""From a predicted to a measured peak as text, and the rows that its figure draws as well."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-from memlab.analysis.difference import TERM_NAMES, Difference, Term, difference_of, obstacles
+from memlab.analysis.difference import TERM_NAMES, PeakDifference, Term, difference_of, obstacles
 from memlab.record.step_record import StepRecord
 from memlab.units import binary_unit, format_bytes
 from memlab.views.text.compare import compare_blocks
@@ -17,12 +17,12 @@ _NUM_GROUPS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Terms of one name that are told as one."""
+    """Terms of one name that are one row."""
 
     name: str
-    """As of its terms."""
+    """The name of its terms."""
     label: str
-    """Which modules; empty where they are not told apart."""
+    """Which modules; empty if the terms have none."""
     terms: tuple[Term, ...]
 
     @property
@@ -41,11 +41,11 @@ class Row:
         return self.measured_bytes - self.predicted_bytes
 
 
-def difference_rows(difference: Difference) -> list[Row]:
+def difference_rows(difference: PeakDifference) -> list[Row]:
     """Folds the terms that differ into few rows.
 
-    The same module of several layers is one row, where all differ in one direction; beyond the largest, the rest of a
-    name's modules are one row.
+    The same module of several layers is one row if all differ in one direction. Beyond the largest rows, all other
+    modules of a name are one row.
 
     Returns:
         Rows without a term in common, name by name, the largest first. Their differences add up to the whole.
@@ -80,8 +80,8 @@ def _label(place: str | None, terms: list[Term]) -> str:
     return f"{module_name(place)} ({len(terms)} layers)"
 
 
-def difference_lines(difference: Difference) -> list[str]:
-    """Says in sentences how far off the prediction is, and of which moments the peaks are."""
+def difference_lines(difference: PeakDifference) -> list[str]:
+    """Says in sentences how far off the prediction is, and when the two steps peak."""
     off, measured_bytes = difference.difference_bytes, difference.measured.peak_allocated_bytes
     lines = ["the predicted peak is the measured one to the byte"]
     if off:
@@ -90,29 +90,27 @@ def difference_lines(difference: Difference) -> list[str]:
             f"the predicted peak is {format_bytes(abs(off))}{share} {'below' if off > 0 else 'above'} the measured"
         ]
     if difference.predicted_peak is None:
-        lines.append(
-            "not told without both timelines: modules, rounding (it is in the categories), moments of the peaks"
-        )
+        lines.append("modules, rounding and the moments of the peaks are unknown without both timelines")
     elif difference.predicted_peak == difference.measured_peak:
-        lines.append(f"both are fullest in {difference.predicted_peak}")
+        lines.append(f"both peak in {difference.predicted_peak}")
     else:
         there = difference.predicted_there_bytes
         most = "where nothing is predicted" if there is None else f"where at most {format_bytes(there)} is predicted"
         lines.append(
-            "fullest at different moments, and the terms are of both: predicted in "
+            "the two peak at different moments, and the terms compare these: predicted in "
             f"{difference.predicted_peak}, measured in {difference.measured_peak}, {most}"
         )
     if difference.predicted_peak is not None and not difference.rounding_is_known:
-        lines.append("a timeline does not tell the allocator's rounding: it is in the categories")
+        lines.append("a timeline does not contain the allocator's rounding: it is part of the categories")
     return lines
 
 
-def difference_table(difference: Difference) -> str:
+def difference_table(difference: PeakDifference) -> str:
     """Writes `difference_blocks` as text, in lines of at most `LINE_WIDTH` characters."""
     return as_text(difference_blocks(difference))
 
 
-def difference_blocks(difference: Difference) -> list[Block]:
+def difference_blocks(difference: PeakDifference) -> list[Block]:
     """Describes the terms from the predicted to the measured allocated peak, the largest first.
 
     Returns:

@@ -122,7 +122,7 @@ def _folded(text: str, width: int) -> list[str]:
 
 
 def ending(name: str, width: int) -> str:
-    """Keeps a long name's end, which tells more than its beginning."""
+    """Keeps a long name's end, which says more than its beginning."""
     return name if len(name) <= width else "  ..." + name[len(name) - width + 5 :]
 
 
