@@ -9,7 +9,7 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 import tinycss2
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, Page, expect
 
 from memlab.config.settings import MemorySettings
 from memlab.views.panel.chart import chart_figure
@@ -130,6 +130,20 @@ def test_of_markers_the_nearest_within_reach_is_chosen_in_the_plot_that_was_clic
     for plot, across, chosen in ((0, 0.1, [7]), (1, 0.1, [3]), (1, 0.5, [4]), (0, 0.3, [])):
         page.mouse.click(*place(page, across, 1 - across, plot))
         assert sent(page) == chosen
+
+
+def test_a_widget_that_jupyterlab_reports_as_missing_says_what_helps(page: Page) -> None:
+    page.evaluate(
+        "() => { const output = document.body.appendChild(document.createElement('div'));"
+        " output.className = 'jp-OutputArea-output'; output.textContent = 'Error displaying widget: model not found'; }"
+    )
+    page.evaluate(
+        "async code => { const url = URL.createObjectURL(new Blob([code], { type: 'text/javascript' }));"
+        " (await import(url)).default.initialize({}); }",
+        page_code("chart.js"),
+    )
+
+    expect(page.locator(".jp-OutputArea-output")).to_contain_text("load the page again, or run this cell again")
 
 
 def test_chromium_knows_every_property_and_value_of_the_css(page: Page) -> None:

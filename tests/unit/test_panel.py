@@ -559,6 +559,22 @@ def test_a_closed_panel_leaves_no_widget() -> None:
     lab.submit(MemorySettings())
 
 
+def test_a_panel_has_one_model_for_all_plain_layouts_and_one_per_kind_of_style(
+    make_panel: Callable[..., Panel],
+) -> None:
+    before = set(open_widgets)
+    shown = make_panel()
+    looks = [widget for name, widget in open_widgets.items() if name not in before and not hasattr(widget, "layout")]
+    layouts = [look for look in looks if isinstance(look, ipywidgets.Layout)]
+
+    assert sum(not look.get_state(drop_defaults=True) for look in layouts) == 1
+    states = [(type(look), str(look.get_state(drop_defaults=True))) for look in looks if look not in layouts]
+    assert len(states) == len(set(states))
+    shown.state.table_open = True
+    assert shown.table.layout.display is None
+    assert shown.search._section.layout.display == "none", "a layout that changes is a widget's own"
+
+
 def test_a_hundred_runs_add_no_widget_and_no_trace(make_panel: Callable[..., Panel]) -> None:
     shown = make_panel()
     press(shown.run_bar.run)

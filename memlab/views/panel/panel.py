@@ -58,6 +58,7 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
         self.table_toggle.observe(lambda change: state.set_trait("table_open", change["new"]), names=["value"])
         state.observe(lambda _: self._show_table(), names=["table_open", "shown", "pinned"])
         self._show_table()
+        _share_looks(self)
 
     def close(self) -> None:
         """Removes the panel and all its widgets from the page; the lab and its records stay."""
@@ -111,3 +112,24 @@ def panel(lab: LabLike) -> Panel:
 
 def _widgets_in(widget: Any) -> list[Any]:
     return [widget, *(found for child in getattr(widget, "children", ()) for found in _widgets_in(child))]
+
+
+def _share_looks(root: Any) -> None:
+    """Replaces equal styles, and layouts that set nothing, by one of each kind: half of all models of a panel.
+
+    A page that is loaded again creates every model of the kernel before it shows the first, and does nothing else
+    meanwhile. A layout that sets something stays a widget's own: the panel changes it later.
+    """
+    shared: dict[tuple[type, str], Any] = {}
+    for widget in _widgets_in(root):
+        for name in ("layout", "style"):
+            look = getattr(widget, name, None)
+            if look is None:
+                continue
+            state = look.get_state(drop_defaults=True)
+            if name == "layout" and state:
+                continue
+            first = shared.setdefault((type(look), repr(sorted(state.items()))), look)
+            if first is not look:
+                setattr(widget, name, first)
+                look.close()

@@ -4,6 +4,9 @@
 const CLICK_PIXELS = 8;
 // plotly labels the nearest point within this distance.
 const LABEL_PIXELS = 20;
+// What JupyterLab writes in the place of a widget, and when it has written it after the models have arrived.
+const NOT_FOUND = "Error displaying widget: model not found";
+const RESTORED_MS = 3000;
 
 function ask(model, question) {
   return new Promise((resolve) => {
@@ -195,4 +198,18 @@ function render({ model, el }) {
   };
 }
 
-export default { render };
+// After a reload JupyterLab waits two seconds for a widget's model. If the models arrive in the moment in which that
+// time ends, it reports "model not found" and does not look again, although it has the model by then (ipywidgets 8.1.9,
+// `get_model` of its manager). This code runs when the chart's model has arrived, and adds what helps.
+function initialize() {
+  setTimeout(() => {
+    for (const output of document.querySelectorAll(".jp-OutputArea-output")) {
+      if (output.textContent !== NOT_FOUND) continue;
+      const advice = document.createElement("div");
+      advice.textContent = "The kernel still has it: load the page again, or run this cell again.";
+      output.append(advice);
+    }
+  }, RESTORED_MS);
+}
+
+export default { initialize, render };
