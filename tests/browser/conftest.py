@@ -65,12 +65,14 @@ def panel_notebook(
 
 @pytest.fixture
 def panel(panel_notebook: NotebookPage) -> Iterator[PanelPage]:
-    """Gives each test a lab and a panel of its own, and asks of it that the page has nothing to complain about."""
-    panel_notebook.run_all()
-    assert panel_notebook.errors() == []
-    panel = PanelPage(panel_notebook)
-    expect(panel.root.locator(".js-plotly-plot")).to_be_visible()
-    yield panel
-    panel_notebook.ask("lab.close()")
-    complaints, panel_notebook.complaints = panel_notebook.complaints, []
-    assert complaints == [], "what the page wrote on its console"
+    """Gives each test a new lab and its panel, and fails the test if the page wrote errors on its console."""
+    panel_notebook.complaints.clear()
+    try:
+        panel_notebook.run_all()
+        assert panel_notebook.errors() == []
+        panel = PanelPage(panel_notebook)
+        expect(panel.root.locator(".js-plotly-plot")).to_be_visible()
+        yield panel
+    finally:
+        panel_notebook.ask("lab.close()")  # an open lab would put a warning under the next test's cell
+    assert panel_notebook.complaints == [], "what the page wrote on its console"
