@@ -113,8 +113,8 @@ What each recompute and offload module saves and costs, measured on the hardware
 
 def hardware_of(record: StepRecord, given: str = "") -> str:
     """Returns what a step ran on: what its record says, or else what the caller knows of it."""
-    recorded: dict[str, str] = getattr(record, "hardware", {})  # empty in records of memlab 0.1.0
-    return ", ".join(f"{name} {value}" for name, value in recorded.items()) or given or "hardware not recorded"
+    recorded = ", ".join(f"{name} {value}" for name, value in record.hardware.items())
+    return recorded or given or "hardware not recorded"
 
 
 def _is_time(value: object) -> bool:

@@ -13,17 +13,21 @@ _SETTING_WIDTH = 52
 
 
 def search_table(found: SearchResult) -> str:
-    """Writes a search, one row a setting.
+    """Writes a search, one row per setting.
 
     Returns:
-        Lines of at most `LINE_WIDTH` characters: first the settings that fit with the least work, then the front.
+        Lines of at most `LINE_WIDTH` characters: first the answer, then what was searched, then the front.
     """
     base = "" if found.base == MemorySettings() else f", each with '{found.base}'"
     lines = [
+        *(
+            ["these settings fit with the least extra work:", "", *_table(found.cheapest)]
+            if found.cheapest
+            else wrapped(nothing_fits_line(found))
+        ),
+        "",
         *wrapped(f"{found.scenario}{base}; {limit_line(found)}"),
         *wrapped(f"{counts_line(found)}."),
-        "",
-        *(["the least work that fits:", "", *_table(found.cheapest)] if found.cheapest else [nothing_fits_line(found)]),
         "",
         *wrapped(f"the front ({front_line(found)}):"),
         "",
