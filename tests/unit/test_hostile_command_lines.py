@@ -56,7 +56,22 @@ FILES: dict[str, Any] = {
     "true_layers.json": PHI | {"num_hidden_layers": True},
     "no_hidden.json": PHI | {"hidden_size": None},
     "list_hidden.json": PHI | {"hidden_size": [64]},
+    "text_eps.json": PHI | {"rms_norm_eps": "small"},
+    "list_eps.json": PHI | {"rms_norm_eps": []},
+    "null_eps.json": PHI | {"rms_norm_eps": None},
+    "negative_eps.json": PHI | {"rms_norm_eps": -1},
+    "list_rope.json": PHI | {"rope_theta": None, "rope_parameters": [1]},
     "huge_rope.json": json.dumps(PHI).replace("10000.0", "1" + "0" * 400),
+    "negative_rope.json": PHI | {"rope_theta": -1},
+    "text_factor.json": PHI | {"partial_rotary_factor": "half"},
+    "large_factor.json": PHI | {"partial_rotary_factor": 5},
+    "text_tie.json": PHI | {"tie_word_embeddings": "false"},
+    "no_experts.json": MOE | {"num_experts": None},
+    "text_norm.json": MOE | {"norm_topk_prob": "no"},
+    "zero_head_dim.json": MOE | {"head_dim": 0},
+    "odd_head_dim.json": MOE | {"head_dim": 33},
+    "text_aux.json": MOE | {"router_aux_loss_coef": "a little"},
+    "infinite_aux.json": json.dumps(MOE | {"router_aux_loss_coef": float("inf")}),
     "more_topk.json": MOE | {"num_experts_per_tok": 9},
     "huge_vocab.json": PHI | {"vocab_size": 10**18},
     "absurd_vocab.json": PHI | {"vocab_size": 10**40},
@@ -74,6 +89,7 @@ FILES: dict[str, Any] = {
     "results.jsonl": '{"record": {}}\n',
     "list.jsonl": "[]\n",
     "deep.jsonl": DEEP + "\n",
+    "zero.jsonl": '{"record": [], "seconds": 0}\n',
     "empty.jsonl": "",
     "binary.jsonl": b"\xff\xfe\n",
     "list_record/record.json": [],
@@ -222,7 +238,7 @@ def _lines() -> Iterator[str]:  # noqa: PLR0915  # a table
             f"{command} --out {value}"
             for value in ("''", "{is_full}", "{page.html}", "{page.html}/sub", "/proc/memlab", "/dev/null", LONG)
         )
-    for command in (room, "compare {empty_record} {empty_record}", "results {results.jsonl}"):
+    for command in (room, "compare {list_record} {list_record}", "results {results.jsonl}"):
         yield from (
             f"{command} --out {value}"
             for value in (
@@ -241,16 +257,18 @@ def _lines() -> Iterator[str]:  # noqa: PLR0915  # a table
     yield from (
         f"compare {{{name}}} {{{name}}}"
         for name in (
+            "list_record",
             "null_record",
             "deep_record",
             "empty_record",
+            "scenario_record",
             "ranks",
             "is_full",
             "page.html",
         )
     )
     yield from (
-        "compare {empty_record}",
+        "compare {list_record}",
         "compare none none",
         f"compare {LONG} {LONG}",
         "compare 'a\nb' 'a\nb'",
@@ -259,7 +277,7 @@ def _lines() -> Iterator[str]:  # noqa: PLR0915  # a table
     )
     yield from (f"results {{{name}}}" for name in FILES if name.endswith(".jsonl"))
     yield from (
-        f"results labs/results/h200_settings.jsonl --steps {{{name}}}" for name in ("deep.jsonl", "binary.jsonl")
+        f"results labs/results/h200_settings.jsonl --steps {{{name}}}" for name in ("list.jsonl", "binary.jsonl")
     )
     yield from ("results none.jsonl", "results /", f"results {LONG}", "results labs/results/h200_steps.jsonl")
     yield from (
@@ -347,7 +365,7 @@ def test_a_bad_environment_variable_is_named(
         "measure phi-4-tiny --backend tpu",
         "measure phi-4-tiny --out {is_full}",
         "search phi-4-tiny --gpu-memory 80GiB --out {page.html}",
-        "compare {empty_record} {empty_record}",
+        "compare {list_record} {list_record}",
         "results {results.jsonl}",
         "run none.ipynb",
         "nightly {suite.yaml}",
