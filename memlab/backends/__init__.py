@@ -1,4 +1,4 @@
-"""Where a model lives. A backend says what differs there: the job's surroundings, layers, collectives and meter."""
+"""Where a model runs. A backend is what differs: the context of a job, layers, collectives and meter."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ if TYPE_CHECKING:  # so that the names of the backends can be read without torch
 
 BACKENDS = ("auto", "cpu", "cuda", "simulated")
 BACKEND_VARIABLE = "MEMLAB_BACKEND"
-"""Environment variable that names what ``auto`` stands for."""
+"""Environment variable with the backend that ``auto`` chooses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
-    """What a lab asks of the place that its model lives in."""
+    """What a lab needs to know of the place where its model runs."""
 
     name: str
     reason: str
-    """Why this one was taken, in words."""
+    """Why this backend was chosen, in words."""
     layer_provider: type
     """A megatron-core `BackendSpecProvider` class."""
     join: Callable[[Layout], None]
     """Joins torch.distributed's process group: with the other ranks, or alone as one rank of the layout."""
     active: Callable[[], AbstractContextManager[None]]
-    """Everything that touches the model runs inside this context."""
+    """Every job on the model runs inside this context."""
     meter: Callable[[Labels], Meter]
     fill_workspaces: Callable[[bool], None] = lambda is_moe: None
-    """Takes, once a model stands, what kernels keep on the device and no tensor shows."""
+    """Allocates, once a model is built, what kernels keep on the device outside tensors."""
     check: Callable[[Scenario], None] = lambda scenario: None
     """Raises `ValueError` for a scenario that cannot be built here: too few ranks, or too little memory."""
     computes: bool = True
-    """Whether tensors have values: a loss is a loss then."""
+    """Whether tensors have values, so that a loss is computed."""
     compiles: bool = False
     """Whether Megatron's small functions go through ``torch.compile``."""
 
@@ -47,8 +47,8 @@ def find_backend(name: str) -> Backend:
     """Returns a backend by name.
 
     Args:
-        name: One of `BACKENDS`; ``auto`` takes the one that `BACKEND_VARIABLE` names, and else the
-            best that this machine has and that computes.
+        name: One of `BACKENDS`; ``auto`` chooses the one in `BACKEND_VARIABLE`, and without it ``cuda`` if
+            it is available, else ``cpu``.
 
     Raises:
         ValueError: If the name is unknown, or the backend cannot be used here.

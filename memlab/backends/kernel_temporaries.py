@@ -44,5 +44,5 @@ def _embedding_backward_temporaries(gradient: torch.Tensor, count: int, num_weig
     num_segments = min(count, num_weights)
     num_parts = count // _ROWS_PER_THREAD + num_segments
     lengths = [count, count, num_segments, num_segments, num_segments, num_parts, 1, 1]
-    held = [torch.empty(length, dtype=torch.int64, device=gradient.device) for length in lengths]
-    return [*held, torch.empty(num_parts, gradient.shape[-1], dtype=torch.float32, device=gradient.device)]
+    sorting = [torch.empty(length, dtype=torch.int64, device=gradient.device) for length in lengths]
+    return [*sorting, torch.empty(num_parts, gradient.shape[-1], dtype=torch.float32, device=gradient.device)]

@@ -1,4 +1,4 @@
-"""What differs between megatron-core 0.16.1 and 0.19.2 and cannot be asked of the library any other way."""
+"""What differs between megatron-core 0.16.1 and 0.19.2, found out from the library itself."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def recover(live: LiveModel, settings: MemorySettings, error: BaseException) -> 
 
     Args:
         live: The model.
-        settings: Those that stand; they are applied anew, so that Megatron's offload manager starts over.
+        settings: The current ones; they are applied again, so that Megatron's offload manager restarts.
         error: What ended the step. Its frames hold the step's tensors, and are emptied.
     """
     current: BaseException | None = error

@@ -1,8 +1,8 @@
-"""The two sides of an offload account, seen in live steps: what modules save for backward, and where it went.
+"""The two sides of an offload audit, from live steps: what modules save for backward, and where it is at the peak.
 
 What is expected is counted in a step **without** offload, in the regions that Megatron names by
-``FineGrainedActivationOffloadingInterface`` and enters whether they are offloaded or not. What moved is followed from
-the copy down to the copy up (``ChunkOffloadHandler``). Both stand in
+``FineGrainedActivationOffloadingInterface`` and enters whether they are offloaded or not. What is offloaded is followed
+from the copy to the host to the copy back (``ChunkOffloadHandler``). Both classes are in
 ``megatron/core/pipeline_parallel/fine_grained_activation_offload.py`` (0.16.1 and 0.19.2).
 """
 
@@ -33,7 +33,7 @@ from memlab.record.offload_audit import (
 from memlab.record.step_record import StepRecord
 from memlab.upstream.patched import patched
 
-State = Literal["away", "held", "back", "copied twice", "not due"]
+State = Literal["away", "still resident", "back", "copied twice", "not due"]
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class _Saved:
 
 
 class SavedInRegions:
-    """What the offload modules save for backward in a step without offload, parameters apart."""
+    """What the offload modules save for backward in a step without offload, without parameters."""
 
     def __init__(self) -> None:
         self._regions: dict[str, list[dict[Any, _Saved]]] = {}
@@ -74,8 +74,12 @@ class SavedInRegions:
     def account(self, name: str, scenario: Scenario, min_offloaded_tensor_size: int) -> dict[str, int]:
         """Splits a module's saved bytes by Megatron's rules.
 
-        Its manager keeps the last group of a pass whose backward follows at once: on the last stage each of the last
-        chunk, on others the step's last (``PipelineOffloadManager``; seen with 0.16.1 for 1F1B and interleaved stages).
+        Its manager keeps the last group of a pass on the device if the pass's backward follows at once: on the last
+        stage every pass of the last chunk, on others the step's last pass (``PipelineOffloadManager``; observed with
+        0.16.1 for 1F1B and interleaved stages).
+
+        Example: one stage, one chunk of 4 layers, 2 micro-batches. Regions 0 to 3 are the first pass, 4 to 7 the second;
+        3 and 7 stay. On the first of two stages only 7 does.
 
         Returns:
             ``saved_bytes``, ``too_small_bytes`` and ``last_group_bytes`` of `ModuleAccount`.
@@ -106,7 +110,7 @@ class SavedInRegions:
 def _counting(name: str, saved: dict[Any, _Saved]) -> Any:
     def count(tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, torch.nn.Parameter):
-            # Under offload of expert_fc1 the experts keep their whole input instead of a view an expert: one tensor.
+            # With expert_fc1 offloaded, the experts save their whole input instead of a view per expert: one tensor.
             key = tensor.untyped_storage()._cdata if name == "expert_fc1" else len(saved)
             whole = saved.setdefault(key, _Saved(0, 0))
             whole.num_elements += tensor.numel()
@@ -116,8 +120,8 @@ def _counting(name: str, saved: dict[Any, _Saved]) -> Any:
     return count
 
 
-# torch keeps the node of a saved leaf's gradient whatever a hook puts in the leaf's place, and that node owns the leaf:
-# it meets the detached inputs that CheckpointWithoutOutput saves (megatron/core/tensor_parallel/random.py).
+# A hook replaces a saved leaf, but torch keeps the leaf's AccumulateGrad node, which owns the leaf. This concerns the
+# detached inputs that CheckpointWithoutOutput saves (megatron/core/tensor_parallel/random.py).
 _OWN_LEAF = "its own AccumulateGrad node: it was saved as a leaf that requires gradients"
 
 
@@ -132,7 +136,7 @@ class _Move:
 
 
 class OffloadTrace:
-    """Follows each tensor that a step moves, and says at a moment where each of them is."""
+    """Follows each tensor that a step offloads, and reports at one moment where each of them is."""
 
     def __init__(self) -> None:
         self.still_resident: list[StillResident] = []
@@ -141,7 +145,7 @@ class OffloadTrace:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Follows what the block moves."""
+        """Follows what the block offloads."""
         handler, group = upstream.ChunkOffloadHandler, upstream.OffloadTensorGroup
         offload, reload, push_tensor = handler.offload, handler.reload, group.push_tensor
         on_host: dict[int, _Move] = {}
@@ -174,16 +178,16 @@ class OffloadTrace:
             yield
 
     def look(self, live: LiveModel, modules: list[str]) -> None:
-        """Says where everything is at this moment, in the middle of the step that is traced."""
+        """Records where every offloaded tensor is at this moment, in the middle of the traced step."""
         self._states = []
         seen: set[int] = set()
         for move in self._moves:
             twice = move.reloaded is None and id(move.source) in seen  # one storage, one weak reference
             seen.add(id(move.source))
             self._states.append("copied twice" if twice else _state(move))
-        held = [move for move, state in zip(self._moves, self._states, strict=True) if state == "held"]
-        storages = [move.source()._cdata for move in held]  # type: ignore[union-attr]  # held: it is alive
-        holders = find_holders(live, modules, storages) if held else {}
+        resident = [move for move, state in zip(self._moves, self._states, strict=True) if state == "still resident"]
+        storages = [move.source()._cdata for move in resident]  # type: ignore[union-attr]  # its storage is allocated
+        holders = find_holders(live, modules, storages) if resident else {}
         self.still_resident = [
             StillResident(
                 name=move.name,
@@ -191,7 +195,7 @@ class OffloadTrace:
                 num_bytes=move.num_bytes,
                 holders=holders[storage] or ((_OWN_LEAF,) if move.is_leaf else ()),
             )
-            for move, storage in zip(held, storages, strict=True)
+            for move, storage in zip(resident, storages, strict=True)
         ]
 
     def module_account(self, name: str, expected: dict[str, int]) -> ModuleAccount:
@@ -206,7 +210,7 @@ class OffloadTrace:
             **expected,
             transferred_bytes=sum(places.values()),
             away_bytes=places.get("away", 0),
-            still_resident_bytes=places.get("held", 0),
+            still_resident_bytes=places.get("still resident", 0),
             back_bytes=places.get("back", 0),
             copied_twice_bytes=places.get("copied twice", 0),
             not_due_bytes=places.get("not due", 0),
@@ -221,15 +225,15 @@ def audit_offload(
     offloaded: StepRecord,
     repeat: Callable[[int, Callable[[], None]], StepRecord],
 ) -> OffloadAudit:
-    """Accounts for what a step was expected to free, where the same step without offload is fullest.
+    """Compares the bytes that offload should free with those that it freed, at the peak of the step without offload.
 
     Args:
         live: The model.
         modules: Module names by the code that `Labels` gives autograd nodes.
-        saved: Counted under the settings of `plain`.
+        saved: What the modules save under the settings of `plain`.
         plain: A steady step without offload.
-        offloaded: A steady step, the same but for offload.
-        repeat: Takes `offloaded` once more, and calls back when a number of events has passed.
+        offloaded: The same steady step with offload.
+        repeat: Repeats `offloaded`, and calls back after a number of device events.
     """
     assert plain.timeline is not None
     assert offloaded.timeline is not None
@@ -242,7 +246,7 @@ def audit_offload(
     bytes_then = offloaded.timeline.bytes_at(moment)
     assert again.timeline is not None
     bytes_again = again.timeline.bytes_at(device_event_index(again.timeline, number))
-    # One unsplit rest a layer and module is well under a thousandth.
+    # One unsplit remainder per layer and module is well under a thousandth.
     off_by = bytes_then // 1000 if roughness_bytes(again.timeline) else 0
     assert abs(bytes_again - bytes_then) <= off_by, "a steady step repeats itself"
     expected = {
@@ -262,10 +266,10 @@ def audit_offload(
 
 def _state(move: _Move) -> State:
     if move.reloaded is not None:
-        return "back" if _is_alive(move.reloaded) else "not due"
-    return "held" if _is_alive(move.source) else "away"
+        return "back" if _is_allocated(move.reloaded) else "not due"
+    return "still resident" if _is_allocated(move.source) else "away"
 
 
-def _is_alive(storage: weakref.ref[Any]) -> bool:
+def _is_allocated(storage: weakref.ref[Any]) -> bool:
     alive = storage()
     return alive is not None and alive.nbytes() > 0

@@ -1,9 +1,8 @@
 """Five errors that were made in moving parameters, gradients and optimizer state, each as a `Residency` that makes it.
 
-They exist to be seen and to be caught by the audit; the right way is `memlab.model.residency.residency`, which knows
-none of them.
-None touches memory that it does not have: where upstream's code would have, it stops short, and the next step is
-refused by `residency_walk.require_resident`. `repair` puts right what any of them left.
+They exist so that the audit can be seen to find them; `memlab.model.residency.residency` has none of them. None
+accesses memory that it does not have: before upstream's code would, it stops, and `walk.require_resident` refuses the
+next step. `repair` undoes what any of them left.
 """
 
 from __future__ import annotations
@@ -81,9 +80,9 @@ class GradientsHeldByMainParameters(Residency):
 
 
 class PinnedAgain(Residency):
-    """Every offload of the parameters makes ``.cpu().pin_memory()`` anew (verl #6193, and Megatron-LM #7007).
+    """Every offload of the parameters makes a new ``.cpu().pin_memory()`` copy (verl #6193, and Megatron-LM #7007).
 
-    The new copy is made while the old one is still referred to, and goes through a pageable one besides.
+    The new copy is made while the old one is still referred to, and by way of a pageable copy.
     """
 
     def _copy_down(self, group: str, tensors: list[torch.Tensor]) -> list[tuple[int, torch.cuda.Event]]:
@@ -107,7 +106,7 @@ FAULTS: dict[str, Callable[[LiveModel], Residency]] = {
 
 
 def repair(live: LiveModel) -> None:
-    """Brings gradients back that a fault lost, as zeros, and lets main parameters take theirs as Megatron does."""
+    """Restores gradients that a fault lost, as zeros, and the main parameters' gradients to Megatron's way."""
     for _, buffer in live.buffers():
         gradient = buffer.grad_data
         num_bytes = gradient.numel() * gradient.element_size()

@@ -1,7 +1,7 @@
-"""Host memory for what leaves the device: one buffer, allocated once, pinned, and exactly as large as asked for.
+"""Host memory for offloaded tensors: one buffer, allocated once, pinned, and exactly as large as requested.
 
 torch's own pinned memory is rounded to the next power of two and kept for reuse (``torch.cuda.host_memory_stats``): 6.2
-GB of parameters took 8.6 GB of a host. Here ordinary memory is page-locked in place by ``cudaHostRegister``.
+GB of parameters took 8.6 GB of host memory. Here ordinary memory is page-locked in place by ``cudaHostRegister``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def registered_bytes() -> int:
 
 
 class HostBuffer:
-    """Room on the host for some tensors.
+    """Host memory for some tensors.
 
     Args:
         tensors: Contiguous; the buffer has a part of the same shape and dtype for each.
-        pinned: False takes pageable memory, which every allocation of Python may use, and copies are slower.
+        pinned: If False, use pageable memory; copies are slower.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, pinned: bool = True) -> None:

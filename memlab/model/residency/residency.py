@@ -1,8 +1,8 @@
-"""Where parameters, gradients and optimizer state live between steps: on the device, or down on the host.
+"""Offloads parameters, gradients and optimizer state to host memory between steps, and loads them back.
 
 Each tensor's storage is emptied in place and filled again, so that every view of it (DDP's buckets, Megatron's main
 parameters, Adam's state) stays valid: the mechanism of Megatron's own ``_ParamAndGradBuffer.offload_to_cpu`` (0.16),
-used here for the optimizer too. Gradients are dropped, not copied: they come back as zeros.
+used here for the optimizer too. Gradients are freed, not copied: a load restores them as zeros.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def groups_on_host(settings: MemorySettings) -> tuple[str, ...]:
 class Residency:
     """The three groups of one live model, and their copies on the host.
 
-    A group's host buffer is allocated when the group first goes down and then kept, pinned, until `forget`: pinning
-    anew each time doubles the host memory for a moment (verl #6193).
+    A group's host buffer is allocated at the group's first offload and then kept, pinned, until `forget`: pinning new
+    memory at each offload doubles the host memory for a moment (verl #6193).
     """
 
     def __init__(self, live: LiveModel) -> None:
@@ -50,13 +50,13 @@ class Residency:
         }
 
     def offload(self, groups: Collection[str]) -> dict[str, int]:
-        """Takes groups off the device.
+        """Offloads groups to the host.
 
         Args:
             groups: Some of `GROUPS`.
 
         Returns:
-            Device bytes that each group gave back; groups that were away already are left out.
+            Device bytes freed by each group; groups that were on the host already are left out.
         """
         wanted = [group for group in GROUPS if group in groups and not self._away[group]]
         if not wanted:
@@ -72,31 +72,31 @@ class Residency:
             num_freed = 0
             for num_copied, is_copied in copied:
                 is_copied.synchronize()
-                _empty(tensors[num_freed:num_copied])  # while the rest is on its way
+                _empty(tensors[num_freed:num_copied])  # while the others are being copied
                 num_freed = num_copied
             _empty(tensors[num_freed:])
-        torch.cuda.empty_cache()  # what the allocator keeps for itself is no room for a rollout engine
+        torch.cuda.empty_cache()  # a rollout engine cannot use what the allocator caches
         return freed
 
     def load(self, groups: Collection[str] = GROUPS) -> dict[str, int]:
-        """Brings back what is away: copies up, gradients as zeros.
+        """Loads groups back to the device: copies of parameters and optimizer state, gradients as zeros.
 
         Args:
             groups: Some of `GROUPS`.
 
         Returns:
-            Device bytes that each group took again; empty if nothing was away.
+            Device bytes allocated by each group; empty if all were on the device.
         """
         taken: dict[str, int] = {}
         for group in groups:
             copies = self._copies(group)
-            room_bytes = 0
+            segment_bytes = 0
             while self._away[group]:
-                # Taken off the list when it is back: a load that runs out of memory can be taken up again.
+                # Removed from the list once it is loaded: a load that runs out of memory can be continued.
                 tensor, num_bytes = self._away[group][-1]
-                if room_bytes < num_bytes:
-                    room_bytes = _make_segment(self._away[group])
-                room_bytes -= rounded_bytes(num_bytes)
+                if segment_bytes < num_bytes:
+                    segment_bytes = _make_segment(self._away[group])
+                segment_bytes -= rounded_bytes(num_bytes)
                 tensor.untyped_storage().resize_(num_bytes)
                 if group == "gradients":
                     tensor.zero_()
@@ -190,12 +190,18 @@ class Residency:
 
 
 def _make_segment(away: list[tuple[torch.Tensor, int]]) -> int:
-    """Lets the allocator get room for the last tensors of a list in one piece; returns how much.
+    """Makes the allocator reserve one segment for the last tensors of a list; returns its bytes.
 
-    They then go down again as one: 34.8 GiB of Adam's state in 1,927 segments took cudaFree 85 ms, and it waits for
-    every copy that is on its way. Larger pieces cost on the way up: what cudaMalloc does on the device delays copies
-    (H200, torch 2.11; of a plain copy's bandwidth down and up: 84 and 92 % with a segment a tensor, 93 and 96 % with 64
-    MiB, 95 and 94 % with 128, 96 and 92 % with 256).
+    Fewer segments are faster to free: cudaFree took 85 ms for 34.8 GiB of Adam's state in 1,927 segments, and it waits
+    for every copy under way. Larger segments are slower to load into: cudaMalloc delays copies on the device. Measured
+    on an H200 with torch 2.11, as a share of the bandwidth of one plain copy:
+
+        segment      one per tensor   64 MiB   128 MiB   256 MiB
+        to the host            84 %     93 %      95 %      96 %
+        to the device          92 %     96 %      94 %      92 %
+
+    Example: the list ends in tensors of 30, 60, 50 and 40 MiB. 40 + 50 + 60 MiB reach 128 MiB, so the segment has 150
+    MiB, and the tensor of 30 MiB comes into the next one.
     """
     wanted = 0
     for _, num_bytes in reversed(away):

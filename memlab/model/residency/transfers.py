@@ -1,4 +1,4 @@
-"""A live model's parameters, gradients and optimizer state on the move: each move timed, noted and open to an audit."""
+"""Transfers of a live model's parameters, gradients and optimizer state: each one is timed, recorded and audited."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ from memlab.record.transfer import GROUPS, Action, Transfer
 
 
 class Moves:
-    """What moves the groups of one live model, and what was asked for."""
+    """Transfers the groups of one live model, and records where each was requested to be."""
 
     def __init__(self, live: LiveModel, meter: Meter) -> None:
         self.residency = Residency(live)
         self._live = live
         self._meter = meter
-        self._asked = RequestedPlacement()
+        self._requested = RequestedPlacement()
         self._host_bytes = (0, 0)
-        """On the host around the last move (the more of before and after), and at its peak."""
+        """Host bytes around the last transfer (the larger of before and after), and at its peak."""
 
     def categories(self) -> dict[str, list[torch.Tensor]]:
         """Returns what the model keeps from step to step: workspaces, and the groups with their host copies."""
         return {"workspace": list(holders.workspace(self._live)), **self.residency.tensors()}
 
     def load(self, groups: Collection[str] = GROUPS) -> float:
-        """Brings up what a step needs; returns the seconds that it took, 0.0 where nothing was away."""
-        self._asked.move("load", groups)
+        """Loads what a step needs; returns the seconds that it took, 0.0 if nothing was on the host."""
+        self._requested.move("load", groups)
         _, seconds = self._timed(lambda: self.residency.load(groups))
         return seconds
 
     def end_step(self, settings: MemorySettings) -> tuple[dict[str, int], float]:
-        """Sends down what the settings keep on the host between steps, and forgets the host copies of all else.
+        """Offloads what the settings keep on the host between steps, and frees the host copies of all else.
 
         Returns:
-            Device bytes that each group gave back, and the seconds that it took.
+            Device bytes freed by each group, and the seconds that it took.
         """
         away = groups_on_host(settings)
 
-        def send_down() -> dict[str, int]:
-            self._asked.end_step(away)
+        def offload() -> dict[str, int]:
+            self._requested.end_step(away)
             self.residency.forget([group for group in GROUPS if group not in away])
             return self.residency.offload(away)
 
-        return self._timed(send_down)
+        return self._timed(offload)
 
     def move(self, action: Action, groups: tuple[str, ...]) -> Transfer:
-        """Moves groups between two steps, or hands the parameters over.
+        """Transfers groups between two steps, or hands the parameters over.
 
         Raises:
             ValueError: If the parameters are to be handed over while they are on the host.
@@ -66,7 +66,7 @@ class Moves:
             "hand over": self.residency.hand_over,
         }
         transferred_bytes, seconds = self._timed(moves[action])
-        self._asked.move(action, groups)
+        self._requested.move(action, groups)
         self._meter.categorise(self.categories())
         return Transfer(
             action=action,
@@ -78,14 +78,14 @@ class Moves:
         )
 
     def audit(self) -> ResidencyAudit:
-        """Holds where every byte of the three groups is against what was asked for."""
-        return audit_residency(self._live, self._meter, self._asked, self.residency.tensors(), self._host_bytes)
+        """Compares where every byte of the three groups is with where it was requested to be."""
+        return audit_residency(self._live, self._meter, self._requested, self.residency.tensors(), self._host_bytes)
 
     def set_fault(self, name: str | None) -> None:
-        """Brings everything up and puts it right; from then on groups move with a fault of `FAULTS`, or without.
+        """Loads and repairs everything; later transfers have a fault of `FAULTS`, or none.
 
         Raises:
-            ValueError: If another fault is on, or the model does not have what the fault is about.
+            ValueError: If another fault is active, or the model has nothing that the fault concerns.
         """
         if name is not None and type(self.residency) is not Residency:
             raise ValueError(
@@ -96,7 +96,7 @@ class Moves:
         pinned = self.residency.pinned
         self.residency = Residency(self._live) if name is None else FAULTS[name](self._live)
         self.residency.pinned = pinned
-        self._asked, self._host_bytes = RequestedPlacement(), (0, 0)
+        self._requested, self._host_bytes = RequestedPlacement(), (0, 0)
 
     def _timed(self, move: Callable[[], dict[str, int]]) -> tuple[dict[str, int], float]:
         before = self._meter.live_bytes("host")

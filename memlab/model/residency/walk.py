@@ -1,7 +1,7 @@
 """Finds parameters, gradients and optimizer state by walking Megatron's own objects, storage by storage.
 
-It shares nothing with `memlab.model.residency.residency`, so that it finds what that forgets. A storage belongs to the
-first holder that names it: in fp32 the main parameters are views of the parameters (megatron-core 0.16.1 and 0.19.2).
+It shares no code with `memlab.model.residency.residency`, so that it finds what that misses. A storage belongs to the
+first holder that refers to it: in fp32 the main parameters are views of the parameters (megatron-core 0.16.1, 0.19.2).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Found:
     holder: str
     tensor: torch.Tensor
     is_needed: bool = True
-    """False for what is there only if something was copied a second time."""
+    """False for a tensor that exists only if something was copied twice."""
 
     @property
     def needed_bytes(self) -> int:
@@ -37,25 +37,25 @@ class _Found:
 def audit_residency(
     live: LiveModel,
     meter: Meter,
-    asked: RequestedPlacement,
+    requested: RequestedPlacement,
     kept: Mapping[str, list[torch.Tensor]],
     move_host_bytes: tuple[int, int],
 ) -> ResidencyAudit:
-    """Holds what is on device and host against what was asked for.
+    """Compares what is on device and host with where it was requested to be.
 
     Args:
         live: A model between two steps.
-        meter: Knows where a storage lives, and every storage that nobody here names.
-        asked: What should be where.
-        kept: Group to tensors, host copies among them; only those on the host are looked at.
-        move_host_bytes: On the host around the last move, and at its peak.
+        meter: Knows the pool of a storage, and the bytes of storages that are not listed here.
+        requested: Where each group should be.
+        kept: The tensors of each group, with its host copies; only those on the host are read.
+        move_host_bytes: Host bytes around the last transfer, and at its peak.
     """
     found = list(_storages(live))
     sums: dict[tuple[str, str], tuple[int, int]] = {}
     for entry in found:
         expected, there = sums.get((entry.group, entry.holder), (0, 0))
         sums[entry.group, entry.holder] = (
-            expected + (0 if entry.group in asked.away else entry.needed_bytes),
+            expected + (0 if entry.group in requested.away else entry.needed_bytes),
             there + (0 if meter.pool_of(entry.tensor) == "host" else entry.tensor.untyped_storage().nbytes()),
         )
     named = [*(entry.tensor for entry in found), *holders.workspace(live)]
@@ -64,7 +64,7 @@ def audit_residency(
             Holding(group=group, holder=holder, expected_bytes=expected, device_bytes=there)
             for (group, holder), (expected, there) in sums.items()
         ),
-        host_copies=tuple(_host_copy(group, found, kept[group], meter, asked) for group in GROUPS),
+        host_copies=tuple(_host_copy(group, found, kept[group], meter, requested) for group in GROUPS),
         unnamed_device_bytes=meter.untracked_bytes(named),
         move_host_bytes=move_host_bytes[0],
         move_peak_host_bytes=move_host_bytes[1],
@@ -72,31 +72,32 @@ def audit_residency(
 
 
 def require_resident(live: LiveModel, groups: Collection[str] = GROUPS) -> None:
-    """Refuses to go on where one of DDP's buffers has lost its storage; a few tensors, so that every step can ask.
+    """Checks that none of DDP's buffers has lost its storage; cheap enough for every step.
 
     Raises:
-        ValueError: With the first such buffer, and what a step would have done.
+        ValueError: With the first buffer that has, and what a step would have done.
     """
     for name, buffer in live.buffers():
         for group, attribute in (("parameters", "param_data"), ("gradients", "grad_data")):
             tensor = getattr(buffer, attribute)
             if tensor is None or group not in groups:
                 continue
-            there, needed = tensor.untyped_storage().nbytes(), tensor.numel() * tensor.element_size()
-            if there < needed:
+            allocated, needed = tensor.untyped_storage().nbytes(), tensor.numel() * tensor.element_size()
+            if allocated < needed:
                 raise ValueError(
-                    f"{name}.{attribute} has {format_bytes(there)} of the {format_bytes(needed)} that it needs: a step "
-                    "would write to memory that is not its own, so it did not run: leave the block of the fault first"
+                    f"{name}.{attribute} has {format_bytes(allocated)} of the {format_bytes(needed)} that it needs: a "
+                    "step would write to memory that is not its own, so it did not run: leave the block of the fault "
+                    "first"
                 )
 
 
 def _host_copy(
-    group: str, found: list[_Found], kept: list[torch.Tensor], meter: Meter, asked: RequestedPlacement
+    group: str, found: list[_Found], kept: list[torch.Tensor], meter: Meter, requested: RequestedPlacement
 ) -> HostCopy:
     needed = sum(entry.needed_bytes for entry in found if entry.group == group)
     return HostCopy(
         group=group,
-        expected_bytes=needed if group in asked.copied else 0,
+        expected_bytes=needed if group in requested.copied else 0,
         host_bytes=_host_bytes([*kept, *(e.tensor for e in found if e.group == group)], meter),
     )
 
