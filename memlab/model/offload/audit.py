@@ -78,8 +78,8 @@ class SavedInRegions:
         stage every pass of the last chunk, on others the step's last pass (``PipelineOffloadManager``; observed with
         0.16.1 for 1F1B and interleaved stages).
 
-        Example: one stage, one chunk of 4 layers, 2 micro-batches. Regions 0 to 3 are the first pass, 4 to 7 the second;
-        3 and 7 stay. On the first of two stages only 7 does.
+        Example: one stage, one chunk of 4 layers, 2 micro-batches. Regions 0 to 3 are the first pass, 4 to 7 the
+        second; 3 and 7 stay. On the first of two stages only 7 does.
 
         Returns:
             ``saved_bytes``, ``too_small_bytes`` and ``last_group_bytes`` of `ModuleAccount`.
