@@ -8,8 +8,10 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,8 @@ import torch
 from megatron.core.package_info import MINOR
 
 import memlab
-from memlab.backends import cpu
+from memlab.backends import cpu, cuda
+from memlab.backends.fake_collectives import collectives_on_fake_tensors
 from memlab.upstream import patched as patching
 from memlab.upstream.internals import INTERNALS, Internal, replaceable
 from memlab.upstream.patched import in_this_version, patched
@@ -140,3 +143,45 @@ def test_functions_that_megatron_compiles_are_found(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cpu, "hasattr", lambda *_: False, raising=False)
     with pytest.raises(RuntimeError, match=r"0 functions compiled by torch .* must have at least"):
         cpu._compiled_functions(-2)
+
+
+def test_a_module_that_megatron_loads_later_is_searched_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cpu.cuda_replaced():
+        pass
+
+    def function() -> str:
+        return "eager"
+
+    def compiled() -> str:
+        return "compiled"
+
+    compiled._torchdynamo_orig_callable = function  # type: ignore[attr-defined]
+    later: Any = ModuleType("megatron.core.loaded_later")
+    later.function = compiled
+    monkeypatch.setitem(sys.modules, later.__name__, later)
+    with cpu.cuda_replaced():
+        assert later.function() == "eager"
+    assert later.function() == "compiled"
+
+
+def test_recompile_limits_hold_on_every_thread_of_a_job_and_not_after_it() -> None:
+    from torch._dynamo import config
+
+    def limits() -> tuple[int, int]:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(lambda: (config.recompile_limit, config.accumulated_recompile_limit)).result()
+
+    before = limits()
+    with cuda._many_recompiles():
+        assert limits() == (512, 64 * 512)
+    assert limits() == before
+
+
+def test_collectives_on_fake_tensors_are_registered_only_for_a_job() -> None:
+    def registered() -> bool:
+        return torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Meta")
+
+    before = registered()
+    with collectives_on_fake_tensors():
+        assert registered()
+    assert registered() is before
