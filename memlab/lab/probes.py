@@ -128,7 +128,7 @@ def _audit_offload(stepper: Stepper, saved: SavedInRegions, plain: StepRecord, o
 
 def _unmetered_step_seconds(stepper: Stepper) -> float:
     """Loads and offloads metered as always: the meter would lose track of storages that are resized meanwhile."""
-    load_seconds = stepper.moves.load()
+    load_seconds = stepper.transfers.load()
     with stepper.labels.detached(), stepper.meter.paused(), stepper.checkpoint_input_remedy():
         torch.cuda.synchronize()
         started = time.perf_counter()
@@ -136,5 +136,5 @@ def _unmetered_step_seconds(stepper: Stepper) -> float:
             train_step(stepper.live, stepper.labels)
         torch.cuda.synchronize()
         seconds = time.perf_counter() - started
-    _, offload_seconds = stepper.moves.end_step(stepper.settings)
+    _, offload_seconds = stepper.transfers.end_step(stepper.settings)
     return load_seconds + seconds + offload_seconds

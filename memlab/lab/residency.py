@@ -28,34 +28,34 @@ class ResidencyControl:
     def pinned_host_memory(self) -> bool:
         """Implements `Lab.pinned_host_memory`."""
         self._session.worker.require_open()
-        return self._stepper.moves.residency.pinned
+        return self._stepper.transfers.residency.pinned
 
     @pinned_host_memory.setter
     def pinned_host_memory(self, pinned: bool) -> None:
         def set_pinned() -> None:
-            self._stepper.moves.residency.pinned = pinned
+            self._stepper.transfers.residency.pinned = pinned
 
         self._session.run_exclusive(set_pinned)
 
     def transfer(self, action: Action, groups: tuple[str, ...]) -> Transfer:
         """Implements `Lab.offload`, `Lab.load` and `Lab.hand_over`."""
         check_groups(groups)
-        return self._session.run_exclusive(lambda: self._stepper.moves.move(action, groups), disturbs=True)
+        return self._session.run_exclusive(lambda: self._stepper.transfers.transfer(action, groups), disturbs=True)
 
     def audit(self) -> ResidencyAudit:
         """Implements `Lab.audit_residency`."""
-        return self._session.run_exclusive(lambda: self._stepper.moves.audit())  # noqa: PLW0108  # a closed lab has no moves
+        return self._session.run_exclusive(lambda: self._stepper.transfers.audit())  # noqa: PLW0108  # a closed lab has no moves
 
     @contextmanager
     def fault(self, name: str) -> Iterator[None]:
         """Implements `Lab.residency_fault`."""
         if name not in FAULTS:
             raise ValueError(f"residency fault is {name!r}, must be one of {', '.join(FAULTS)}: choose one of them")
-        self._session.run_exclusive(lambda: self._stepper.moves.set_fault(name), disturbs=True)
+        self._session.run_exclusive(lambda: self._stepper.transfers.set_fault(name), disturbs=True)
         try:
             yield
         finally:
-            self._session.run_after_step(lambda: self._stepper.moves.set_fault(None), disturbs=True)
+            self._session.run_after_step(lambda: self._stepper.transfers.set_fault(None), disturbs=True)
 
     def groups_used(self) -> dict[str, tuple[str, ...]]:
         """Implements `Lab.groups_used`."""
@@ -63,22 +63,22 @@ class ResidencyControl:
 
 
 def _groups_used(stepper: Stepper) -> dict[str, tuple[str, ...]]:
-    labels, moves = stepper.labels, stepper.moves
-    moves.load()
+    labels, transfers = stepper.labels, stepper.transfers
+    transfers.load()
     require_resident(stepper.live)
     with ExitStack() as stack:
         if stepper.backend.compiles:
             # Under a dispatch mode torch.compile gives a function up for good, and later steps round differently.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        step = GroupUse(labels, moves.residency.tensors())
+        step = GroupUse(labels, transfers.residency.tensors())
         stack.enter_context(step.watching())
         stack.enter_context(labels.phase_of("idle"))
         stack.enter_context(stepper.checkpoint_input_remedy())
         with stepper.recovering():
             train_step(stepper.live, labels)
-    sync = GroupUse(labels, moves.residency.tensors())
+    sync = GroupUse(labels, transfers.residency.tensors())
     with sync.watching():
-        moves.move("hand over", ("parameters",))
+        transfers.transfer("hand over", ("parameters",))
     used = step.by_phase()
     # Until Megatron's timers enter the forward phase, a step zeroes its gradients.
     return {"zeroing": used.pop("idle"), **used, "hand over": sync.by_phase()["idle"]}

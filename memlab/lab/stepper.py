@@ -28,7 +28,7 @@ from memlab.model.quiet import quiet_megatron
 from memlab.model.recovery import recover
 from memlab.model.residency.host_buffer import registered_bytes
 from memlab.model.residency.residency import groups_on_host
-from memlab.model.residency.transfers import Moves
+from memlab.model.residency.transfers import Transfers
 from memlab.model.residency.walk import require_resident
 from memlab.model.retention import holders
 from memlab.model.retention.remedies import CheckpointRemedy
@@ -54,7 +54,7 @@ class Stepper:
         self._remedy = CheckpointRemedy()
         self._bookkeeping_seconds = 0.0
         self.live: LiveModel
-        self.moves: Moves
+        self.transfers: Transfers
 
     @contextmanager
     def job_context(self) -> Iterator[None]:
@@ -71,7 +71,7 @@ class Stepper:
         """Builds the model."""
         self.live = build(self.scenario, self.backend.layer_provider, self.backend.join)
         self.labels.attach(self.live.working_modules())
-        self.moves = Moves(self.live, self.meter)
+        self.transfers = Transfers(self.live, self.meter)
         with self.labels.category("workspace"):
             self.backend.fill_workspaces(self.scenario.architecture.is_moe)
         self.apply(self.settings)
@@ -110,7 +110,7 @@ class Stepper:
         Returns:
             Device bytes by holder: what was freed when the holder let go, in this order. Nothing is allocated then.
         """
-        del self.live, self.moves
+        del self.live, self.transfers
         self.labels.release()
         gc.collect()
         left: dict[str, int] = {}
@@ -126,7 +126,7 @@ class Stepper:
     def release(self) -> None:
         """Frees the model."""
         holders.release(self.live)
-        del self.live, self.moves
+        del self.live, self.transfers
         self.labels.release()
         self.meter.close()
 
@@ -149,7 +149,7 @@ class Stepper:
         """
         labels, meter = self.labels, self.meter
         torch.cuda.synchronize()
-        meter.start(self.moves.categories())
+        meter.start(self.transfers.categories())
         self._bookkeeping_seconds = 0.0
         started = time.perf_counter()
         measured: dict[str, Any] = {}
@@ -194,7 +194,7 @@ class Stepper:
         away = groups_on_host(self.settings)
         needed = [group for group in GROUPS if group == "parameters" or not (forward_only and group in away)]
         with self.labels.phase_of("load"):
-            load_seconds = self.moves.load(needed)
+            load_seconds = self.transfers.load(needed)
         with self._off_the_clock():
             require_resident(self.live, needed)
         with self.labels.phase_of("forward"), self.checkpoint_input_remedy():
@@ -204,9 +204,9 @@ class Stepper:
             else:
                 loss = train_step(self.live, self.labels)
         with self._off_the_clock():  # the groups get their category before they leave the device
-            self.meter.categorise(self.moves.categories())
+            self.meter.categorise(self.transfers.categories())
         with self.labels.phase_of("offload"):
-            freed, offload_seconds = self.moves.end_step(self.settings)
+            freed, offload_seconds = self.transfers.end_step(self.settings)
         return {
             "loss": loss if self.backend.computes else None,
             "load_seconds": load_seconds,
@@ -247,7 +247,7 @@ class Stepper:
         return {"status": status, "message": message}
 
     def _record(self, measured: dict[str, Any]) -> StepRecord:
-        self.meter.categorise(self.moves.categories())
+        self.meter.categorise(self.transfers.categories())
         timeline = self.meter.finish()
         residual_bytes = self.meter.uncategorised_bytes()
         if measured.get("status") == "out_of_memory" and self.meter.out_of_memory is not None:

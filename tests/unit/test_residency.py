@@ -51,18 +51,18 @@ def test_a_step_after_a_full_trip_down_and_up_is_bit_identical(
     lab.step(NONE)
 
     def state() -> dict[str, list[torch.Tensor]]:
-        groups = lab._stepper.moves.residency.tensors()
+        groups = lab._stepper.transfers.residency.tensors()
         return {name: [tensor.clone() for tensor in groups[name]] for name in ("parameters", "optimizer state")}
 
     before = lab._worker.submit(state).result()
 
     def down_and_up() -> None:
-        lab._stepper.moves.residency.offload(GROUPS)
+        lab._stepper.transfers.residency.offload(GROUPS)
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in lab._stepper.live.chunk.module.parameters()), (
             "parameters share the emptied buffer"
         )
-        lab._stepper.moves.residency.load()
-        lab._stepper.moves.residency.forget(GROUPS)
+        lab._stepper.transfers.residency.load()
+        lab._stepper.transfers.residency.forget(GROUPS)
 
     lab._worker.submit(down_and_up).result()
     after = lab._worker.submit(state).result()

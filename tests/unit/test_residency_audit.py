@@ -162,7 +162,7 @@ def test_each_fault_is_caught_in_words_and_leaves_nothing_behind(fault: str, ope
     assert not lab.audit_residency().complaints, "the block is left"
     after = lab.step(NONE, warm_up=False)
     assert [getattr(after, name) for name in SAME] == [getattr(plain, name) for name in SAME]
-    assert type(lab._stepper.moves.residency) is Residency
+    assert type(lab._stepper.transfers.residency) is Residency
     show_symptom(lab)
     assert not lab.audit_residency().complaints, "the same moves without the fault"
 
@@ -217,7 +217,7 @@ def test_a_fault_is_refused_in_one_line_and_changes_nothing_then(open_lab: Calla
             lab.residency_fault("size_not_saved"),
         ):
             pass
-        assert type(lab._stepper.moves.residency) is FAULTS["pinned_again"]
+        assert type(lab._stepper.transfers.residency) is FAULTS["pinned_again"]
     assert not lab.audit_residency().complaints
     assert lab.step(NONE).static_bytes == plain.static_bytes
 
@@ -260,7 +260,7 @@ def test_the_audit_finds_what_nobody_told_the_residency(open_lab: Callable[..., 
     )
     parameter.grad = None
     lab.offload("optimizer state")
-    buffers = stepper.moves.residency._host_buffers["optimizer state"]
+    buffers = stepper.transfers.residency._host_buffers["optimizer state"]
     lost = buffers.pop()
     [complaint] = lab.audit_residency().complaints
     assert "optimizer state" in complaint

@@ -18,7 +18,7 @@ from memlab.record.residency_audit import RequestedPlacement, ResidencyAudit
 from memlab.record.transfer import GROUPS, Action, Transfer
 
 
-class Moves:
+class Transfers:
     """Transfers the groups of one live model, and records where each was requested to be."""
 
     def __init__(self, live: LiveModel, meter: Meter) -> None:
@@ -54,7 +54,7 @@ class Moves:
 
         return self._timed(offload)
 
-    def move(self, action: Action, groups: tuple[str, ...]) -> Transfer:
+    def transfer(self, action: Action, groups: tuple[str, ...]) -> Transfer:
         """Transfers groups between two steps, or hands the parameters over.
 
         Raises:
