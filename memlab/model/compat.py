@@ -43,7 +43,7 @@ def forget_pending_offload(layer: torch.nn.Module) -> None:
     """Drops what a layer keeps from the norm before its MLP to its own end, after a step that ended in between.
 
     0.19 keeps the offload of that norm as ``mlp_norm_manager``, with the layer's hidden states and their whole graph,
-    and sets it to None at the layer's end (``transformer/transformer_layer.py``). 0.16 has it in a local name.
+    and sets it to None at the layer's end (``transformer/transformer_layer.py``). In 0.16 it is a local variable.
     """
     if vars(layer).get("mlp_norm_manager") is not None:
         vars(layer)["mlp_norm_manager"] = None

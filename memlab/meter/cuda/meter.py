@@ -207,7 +207,8 @@ class AllocatorMeter:
         allocated = sum(allocation.num_bytes for allocation in self._device.live.values())
         if allocated != torch.cuda.memory_allocated():
             warnings.warn(
-                "something outside the lab allocated between two readings: this timeline lacks it", stacklevel=2
+                "something outside the lab allocated between two readings: it is missing from this timeline",
+                stacklevel=2,
             )
             self._catch_up()
 

@@ -24,8 +24,8 @@ _SEGMENT_BYTES = 128 * 1024**2
 
 def groups_on_host(settings: MemorySettings) -> tuple[str, ...]:
     """Returns the groups that the settings keep on the host between steps."""
-    wanted = (settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer)
-    return tuple(group for group, is_wanted in zip(GROUPS, wanted, strict=True) if is_wanted)
+    offloaded = (settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer)
+    return tuple(group for group, is_offloaded in zip(GROUPS, offloaded, strict=True) if is_offloaded)
 
 
 class Residency:
@@ -58,12 +58,12 @@ class Residency:
         Returns:
             Device bytes freed by each group; groups that were on the host already are left out.
         """
-        wanted = [group for group in GROUPS if group in groups and not self._away[group]]
-        if not wanted:
+        on_device = [group for group in GROUPS if group in groups and not self._away[group]]
+        if not on_device:
             return {}
         own_tensors = self._own_tensors()
         freed: dict[str, int] = {}
-        for group in wanted:
+        for group in on_device:
             tensors = own_tensors[group]
             sizes = [(tensor, tensor.untyped_storage().nbytes()) for tensor in tensors]
             copied = [] if group == "gradients" else self._copy_down(group, tensors)
@@ -203,14 +203,14 @@ def _make_segment(away: list[tuple[torch.Tensor, int]]) -> int:
     Example: the list ends in tensors of 30, 60, 50 and 40 MiB. 40 + 50 + 60 MiB reach 128 MiB, so the segment has 150
     MiB, and the tensor of 30 MiB comes into the next one.
     """
-    wanted = 0
+    segment_bytes = 0
     for _, num_bytes in reversed(away):
-        wanted += rounded_bytes(num_bytes)
-        if wanted >= _SEGMENT_BYTES:
+        segment_bytes += rounded_bytes(num_bytes)
+        if segment_bytes >= _SEGMENT_BYTES:
             break
     if away[-1][0].device.type != "cpu":
-        torch.empty(wanted, dtype=torch.uint8, device=away[-1][0].device)
-    return wanted
+        torch.empty(segment_bytes, dtype=torch.uint8, device=away[-1][0].device)
+    return segment_bytes
 
 
 def _empty(tensors: list[torch.Tensor]) -> None:

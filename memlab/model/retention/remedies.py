@@ -54,7 +54,7 @@ class CheckpointRemedy:
         return self._remedies[name]()
 
     def without_effect(self) -> dict[str, str]:
-        """Returns what the last step left alone, as `StepRecord.without_effect` has it."""
+        """Returns what the last step left alone, in the form of `StepRecord.without_effect`."""
         num_spared = self._release.num_spared
         if not num_spared:
             return {}
