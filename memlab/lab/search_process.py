@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -27,6 +28,8 @@ from memlab.fitting.front import Point, SearchResult
 from memlab.fitting.search import search
 from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes
+
+_logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -132,6 +135,14 @@ class SearchProcess:
     def _follow(
         self, answer: str, on_line: Callable[[str], object], on_end: Callable[[SearchResult | str], object]
     ) -> None:
+        try:
+            outcome = self._wait_for_outcome(answer, on_line)
+        except Exception as error:  # `on_line` may raise anything, and the caller waits for `on_end`
+            _logger.exception("a search could not be followed to its end")
+            outcome = f"The search was lost ({type(error).__name__}: {error}): search again."
+        on_end(outcome)
+
+    def _wait_for_outcome(self, answer: str, on_line: Callable[[str], object]) -> SearchResult | str:
         process, last = self._process, ""
         assert process.stderr is not None
         with process, self._folder:
@@ -141,11 +152,10 @@ class SearchProcess:
                     on_line(last)
             code = process.wait()
             if code == 0:
-                on_end(SearchResult.from_dict(json.loads(Path(answer).read_text())))
-            elif self._stopped:
-                on_end("Stopped: search again, or choose settings by hand.")
-            else:
-                on_end(f"The search ended with code {code} ({last}): change budget or workload, and search again.")
+                return SearchResult.from_dict(json.loads(Path(answer).read_text()))
+        if self._stopped:
+            return "Stopped: search again, or choose settings by hand."
+        return f"The search ended with code {code} ({last}): change budget or workload, and search again."
 
 
 def main() -> None:

@@ -343,6 +343,16 @@ def test_a_search_in_a_process_of_its_own_ends_in_what_it_found_or_in_words() ->
     assert isinstance(words, str) and "seq_length is 0" in words
 
 
+def test_the_end_of_a_search_is_reported_once_even_if_its_progress_could_not_be() -> None:
+    def fail(line: str) -> None:
+        raise RuntimeError(f"no widget for {line[:1]}")
+
+    ended: list[SearchResult | str] = []
+    scenario = Scenario(architecture="phi-4-tiny", num_layers=1, seq_length=32)
+    SearchProcess(scenario, PLAIN, GIB, resolution_bytes=MIB, on_line=fail, on_end=ended.append).wait()
+    assert ended == ["The search was lost (RuntimeError: no widget for 1): search again."]
+
+
 def test_ctrl_c_shows_what_was_found_until_then() -> None:
     command = [sys.executable, "-m", "memlab", "search", "qwen3-moe-tiny", "--num-layers", "4", "--seq-length", "64"]
     command += ["--gpu-memory", "8GiB", "--resolution", "1B"]
