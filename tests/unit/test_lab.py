@@ -228,11 +228,20 @@ def test_a_busy_lab_refuses_a_second_step_in_words(open_lab: Callable[..., Any])
     gate = threading.Event()
     running = lab.submit(on_progress=lambda progress: gate.wait(30))
     assert lab.busy
-    for again in (lab.submit, lab.step, lambda: lab.apply(FULL), lambda: lab.set_workload(seq_length=16)):
+    jobs: list[Callable[[], Any]] = [
+        lab.submit,
+        lab.step,
+        lambda: lab.apply(FULL),
+        lambda: lab.set_workload(seq_length=16),
+        lambda: setattr(lab, "device_memory_bytes", 10**9),
+        lambda: setattr(lab, "pinned_host_memory", False),
+    ]
+    for again in jobs:
         with pytest.raises(ValueError, match="this lab is busy with a step"):
             again()
     gate.set()
     assert running.result().status == "ok"
+    assert lab.device_memory_bytes is None and lab.pinned_host_memory
     assert not lab.busy
     assert not lab.stop()
     assert lab.step().status == "ok", "a stop that came too late stops nothing"
@@ -333,6 +342,25 @@ def test_closing_from_several_threads_while_a_step_runs_is_harmless(open_lab: Ca
     for call in (lab.step, lambda: lab.set_workload(seq_length=16), lambda: lab.apply(FULL)):
         with pytest.raises(ValueError, match="closed"):
             call()
+
+
+def test_a_closed_lab_can_be_closed_again_from_threads_that_begin_later(open_lab: Callable[..., Any]) -> None:
+    # The system gives the number of an ended thread to a new one, often to the very next.
+    lab = open_lab("phi-4-tiny")
+    lab.close()
+    errors: list[Exception] = []
+
+    def close() -> None:
+        try:
+            lab.close()
+        except ValueError as error:
+            errors.append(error)
+
+    for _ in range(10):
+        thread = threading.Thread(target=close)
+        thread.start()
+        thread.join()
+    assert errors == []
 
 
 def test_what_is_no_setting_or_no_workload_is_refused_in_words(open_lab: Callable[..., Any]) -> None:
