@@ -24,8 +24,8 @@ from memlab.meter.protocol import Meter
 from memlab.model import toggles
 from memlab.model.build import LiveModel, build
 from memlab.model.offload.watch import OffloadWatch
-from memlab.model.quiet import quiet_megatron
-from memlab.model.recovery import recover
+from memlab.model.quiet import silence_megatron
+from memlab.model.recovery import recover, release_tensors
 from memlab.model.residency.host_buffer import registered_bytes
 from memlab.model.residency.residency import groups_on_host
 from memlab.model.residency.transfers import Transfers
@@ -59,8 +59,8 @@ class Stepper:
     @contextmanager
     def job_context(self) -> Iterator[None]:
         """Every other method must run inside this context."""
+        silence_megatron()
         with ExitStack() as stack:
-            stack.enter_context(quiet_megatron())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self.backend.active())
             stack.enter_context(labelled_by(self.labels))
@@ -69,7 +69,11 @@ class Stepper:
 
     def build(self) -> None:
         """Builds the model."""
-        self.live = build(self.scenario, self.backend.layer_provider, self.backend.join)
+        try:
+            self.live = build(self.scenario, self.backend.layer_provider, self.backend.join)
+        except BaseException as error:
+            release_tensors(error)
+            raise
         self.labels.attach(self.live.working_modules())
         self.transfers = Transfers(self.live, self.meter)
         with self.labels.category("workspace"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import traceback
+from typing import Any
 
 from megatron.core.tensor_parallel import random
 
@@ -21,12 +22,9 @@ def recover(live: LiveModel, settings: MemorySettings, error: BaseException) -> 
     Args:
         live: The model.
         settings: The current ones; they are applied again, so that Megatron's offload manager restarts.
-        error: What ended the step. Its frames hold the step's tensors, and are emptied.
+        error: What ended the step; `release_tensors` is applied to it.
     """
-    current: BaseException | None = error
-    while current is not None:
-        traceback.clear_frames(current.__traceback__)
-        current = current.__cause__ or current.__context__
+    release_tensors(error)
     random._unset_checkpointing()
     for part in live.optimizers:
         # torch adds a state's tensors one by one, and would take an incomplete state for a complete one.
@@ -39,3 +37,43 @@ def recover(live: LiveModel, settings: MemorySettings, error: BaseException) -> 
     offload_manager.empty_groups()
     toggles.apply(live, settings)
     gc.collect()
+
+
+def release_tensors(error: BaseException) -> None:
+    """Removes every reference to a tensor from an exception; its traceback becomes text, as a note (PEP 678).
+
+    Whoever catches an exception may keep it: IPython keeps the last one as ``sys.last_value``. Its traceback keeps the
+    frames of the step that raised, and with them most activations of that step. Emptying these frames
+    (`traceback.clear_frames`) is not enough, because a frame also keeps its function, and a function its closure: torch
+    2.13 calls a module with hooks through ``Module._call_impl.<locals>.inner``, whose closure holds the arguments.
+
+    Args:
+        error: Changed in place, with every exception that it was raised from or while handling, which it loses.
+    """
+    text = "".join(traceback.format_exception(error)).rstrip()
+    for part in _chain(error):
+        traceback.clear_frames(part.__traceback__)  # a context manager that is still open may hold the traceback too
+        part.__traceback__ = part.__cause__ = part.__context__ = None
+        part.args = tuple(_plain(value) for value in part.args)
+        for name in vars(part).keys() - {"__notes__"}:
+            vars(part)[name] = _plain(vars(part)[name])
+        if isinstance(part, AttributeError):
+            part.obj = None  # the object that lacks the attribute
+    error.add_note(f"The step's own traceback:\n{text}")
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    found: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        part = waiting.pop()
+        if part is not None and not any(part is known for known in found):
+            found.append(part)
+            waiting += [part.__cause__, part.__context__]
+            waiting += part.exceptions if isinstance(part, BaseExceptionGroup) else ()
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Returns a number or a text as it is, and the name of any other value's type."""
+    return value if value is None or isinstance(value, (int, float, str, bytes)) else f"<{type(value).__name__}>"
