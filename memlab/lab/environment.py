@@ -1,17 +1,27 @@
-"""The versions that a measurement depends on."""
+"""What a measurement depends on besides its scenario: versions and hardware."""
 
 from __future__ import annotations
 
+import os
 import platform
+import re
+from functools import cache
 from importlib import metadata
-
-import torch
+from pathlib import Path
+from typing import Any
 
 from memlab._version import __version__
+from memlab.backends.host import host_memory_bytes
+from memlab.units import format_bytes
+
+_CPU_FACTS = Path("/proc/cpuinfo")
+_DRIVER_VERSION = Path("/sys/module/nvidia/version")
 
 
 def versions() -> dict[str, str]:
-    """Returns each by the name of its package; one that is missing is ``not installed``."""
+    """Returns the versions of memlab, Python and the packages that compute; a missing one is ``not installed``."""
+    import torch
+
     found = {"memlab": __version__, "python": platform.python_version(), "torch": torch.__version__}
     for package in ("megatron-core", "transformer-engine"):
         try:
@@ -19,3 +29,36 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[package] = "not installed"
     return found
+
+
+@cache
+def hardware(gpu: int | None) -> dict[str, str]:
+    """Returns the hardware that a lab runs on, in words, under the names that ``memlab doctor`` prints.
+
+    Args:
+        gpu: The device's number; None for a lab that uses none, which then reads nothing of CUDA.
+    """
+    # A lab's own thread may be pinned to some cores: what counts is what the process has when it opens a lab.
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found = {} if gpu is None else _gpu_facts(gpu)
+    found["CPU"] = f"{_cpu_model(_CPU_FACTS)}, {num_cores} cores"
+    found["host memory"] = format_bytes(host_memory_bytes())
+    return found
+
+
+def _gpu_facts(gpu: int) -> dict[str, str]:
+    import torch
+
+    properties = torch.cuda.get_device_properties(gpu)
+    facts = {"GPU": f"{properties.name}, {format_bytes(properties.total_memory)}"}
+    if _DRIVER_VERSION.is_file():
+        facts["driver"] = _DRIVER_VERSION.read_text().strip()
+    facts["CUDA"] = str(torch.version.cuda)
+    nccl: Any = torch.cuda.nccl  # untyped
+    facts["NCCL"] = ".".join(str(part) for part in nccl.version())
+    return facts
+
+
+def _cpu_model(facts: Path) -> str:
+    model = re.search(r"^model name\s*:\s*(.+)$", facts.read_text(), re.MULTILINE) if facts.is_file() else None
+    return model[1] if model else platform.processor() or platform.machine()

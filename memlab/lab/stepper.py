@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from memlab.backends import Backend
+from memlab.backends.cuda import local_rank
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.settings_on_model import checkpoints_moe_layers, without_backward
-from memlab.lab.environment import versions
+from memlab.lab.environment import hardware, versions
 from memlab.lab.progress import StepStopped
 from memlab.meter.labels import Labels, labelled_by
 from memlab.meter.protocol import Meter
@@ -50,6 +51,8 @@ class Stepper:
         self.labels = Labels()
         self.meter: Meter = backend.meter(self.labels)
         self.backend = backend
+        # Read on the thread that opens the lab, where torch.cuda is torch's own on every backend.
+        self._hardware = hardware(local_rank() if backend.name == "cuda" else None)
         self._offload_watch = OffloadWatch()
         self._remedy = CheckpointRemedy()
         self._bookkeeping_seconds = 0.0
@@ -264,6 +267,7 @@ class Stepper:
             settings=self.settings,
             backend=self.backend.name,
             versions=versions(),
+            hardware=dict(self._hardware),
             step_index=self.num_steps - 1,
             residual_bytes=residual_bytes,
             host_reserved_bytes=self._host_reserved_bytes(),

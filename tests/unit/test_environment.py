@@ -1,0 +1,51 @@
+"""The hardware that a record names."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from memlab.lab import environment
+from memlab.record.step_record import StepRecord
+
+
+def test_a_record_names_the_processor_and_the_memory_that_the_process_may_use(
+    open_lab: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment.hardware.cache_clear()
+    monkeypatch.setattr(environment, "host_memory_bytes", lambda: 6 * 1024**3)
+    record = open_lab("phi-4-tiny", num_layers=1, seq_length=16).step()
+    environment.hardware.cache_clear()
+    assert set(record.hardware) == {"CPU", "host memory"}, "a lab on the CPU reads nothing of CUDA"
+    assert record.hardware["host memory"] == "6.000 GiB"
+    assert record.hardware["CPU"].endswith(" cores")
+    assert StepRecord.load(record.save(tmp_path / "record")).hardware == record.hardware
+
+
+def test_a_gpu_is_named_with_driver_cuda_and_nccl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "version").write_text("580.65.06\n")
+    gpus = [
+        SimpleNamespace(name="another", total_memory=1),
+        SimpleNamespace(name="NVIDIA H200", total_memory=150 * 1024**3),
+    ]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: gpus[number])
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(environment, "_DRIVER_VERSION", tmp_path / "version")
+    found = environment.hardware.__wrapped__(1)
+    assert list(found) == ["GPU", "driver", "CUDA", "NCCL", "CPU", "host memory"]
+    assert found["GPU"] == "NVIDIA H200, 150.000 GiB"
+    assert (found["driver"], found["CUDA"], found["NCCL"]) == ("580.65.06", "12.8", "2.27.3")
+
+
+def test_the_processor_is_the_kernel_s_name_for_it_or_else_the_system_s(tmp_path: Path) -> None:
+    facts = tmp_path / "cpuinfo"
+    assert environment._cpu_model(facts) == (platform.processor() or platform.machine())
+    facts.write_text("processor\t: 0\nmodel name\t: A Fast One @ 3 GHz\nflags\t: x\n\nmodel name\t: other\n")
+    assert environment._cpu_model(facts) == "A Fast One @ 3 GHz"
