@@ -37,7 +37,7 @@ class FakeProcess:
 
 @pytest.fixture(scope="module")
 def found() -> SearchResult:
-    scenario = Scenario(architecture="qwen3-moe-tiny")
+    scenario = Scenario.of(architecture="qwen3-moe-tiny")
     return search(PLAIN, scenario, machine(1, scenario), 59 * GIB, resolution_bytes=GIB // 4)
 
 
