@@ -30,10 +30,10 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def binary_unit(largest_bytes: int) -> tuple[int, str]:
-    """Picks the one unit in which a whole figure or table is written.
+    """Returns the unit in which a whole figure or table is written.
 
     Args:
-        largest_bytes: The largest byte count that will be shown.
+        largest_bytes: The largest byte count that the figure or table shows.
 
     Returns:
         The unit's size in bytes and its name.
@@ -48,12 +48,13 @@ def parse_bytes(text: str) -> int:
     """Reads a size such as ``80GiB``, ``1.5 TiB`` or ``80 GB``; a number without a unit is bytes.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If the text is not a size, or the size is 0.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?\s*", text)
+    found = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([KMGT]i?B|B)?\s*", text)
     num_bytes = int(float(found[1]) * _UNIT_BYTES[found[2] or "B"]) if found else 0
-    if num_bytes < 1:
-        raise ValueError(f"{text!r} is no size of memory: write a number and a unit, such as 80GiB or 80GB")
+    if not 1 <= num_bytes < 2**63:
+        shown = text if len(text) <= 40 else f"{text[:40]}..."
+        raise ValueError(f"{shown!r} is not a size of memory: write a number and a unit, such as 80GiB or 80GB")
     return num_bytes
 
 

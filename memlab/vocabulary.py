@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 POOLS = ("device", "host", "on_chip", "pending_free", "reserved")
-"""``device`` is what torch calls allocated. ``on_chip`` holds what a fused GPU kernel keeps in registers and shared
-memory, and what the CPU has to materialise to compute the same: it is never part of the device's bytes. Only a real
-GPU has the last two: ``pending_free`` is freed, but another stream still uses it (torch's active bytes are ``device``
-and these), and ``reserved`` is what the allocator holds of the device, used or not."""
+"""``device`` is what torch calls allocated. ``on_chip`` is what a fused GPU kernel keeps in registers and shared
+memory, and what the CPU has to materialise to compute the same result; it is never part of the device's bytes. Only a
+real GPU has the last two: ``pending_free`` is freed, but another stream still uses it (torch's active bytes are
+``device`` plus these), and ``reserved`` is what the allocator has taken from the device, used or not."""
 CATEGORIES = (
     "parameters",
     "gradients",
@@ -17,9 +17,9 @@ CATEGORIES = (
     "workspace",
     "unlabelled",
 )
-"""``unlabelled`` is what a snapshot of another program tells of: its bytes are known, its purpose is not."""
+"""``unlabelled`` is what a snapshot of another program contains: its bytes are known, its purpose is not."""
 RESIDUAL_CATEGORIES = ("activations", "recomputed", "temporary")
-"""What no step needs from the one before: alive at a step's end, it is the step's residual."""
+"""No step needs these from the step before. What is alive of them at a step's end is its residual."""
 PHASES = ("load", "forward", "backward", "optimizer", "offload", "idle")
 
 

@@ -1,9 +1,9 @@
 """torch's caching allocator, replayed from its own history: which block every request got, and how large it was.
 
-The history names the bytes that were asked for; the allocator counts the block that it gave. A block is the request
-rounded to 512 bytes, or more, where what was left over was too little to split off. The rules are those of
+The history contains requested bytes; the allocator counts the bytes of the block that it gave. A block is the request
+rounded to 512 bytes, or larger where the remainder was too small to split off. The rules are those of
 ``c10/cuda/CUDACachingAllocator.cpp`` (torch 2.11: ``round_size``, ``should_split``, ``try_merge_blocks``); the
-address in the history takes the place of its search for a block that fits.
+address in the history replaces its search for a block that fits.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Blocks:
     """All segments of one device, and the blocks in them.
 
     Args:
-        segments: As in a snapshot of torch, taken before the history that is to be replayed.
-        expandable: Whether the allocator ran with ``expandable_segments``: it then splits off any rest, and what is
-            free inside a segment is not followed, since pages come and go in it.
+        segments: Those of a torch snapshot that was taken before the history that is replayed.
+        expandable: Whether the allocator ran with ``expandable_segments``: it then splits off every remainder. Free
+            memory inside a segment is not tracked, since its pages are mapped and unmapped.
     """
 
     def __init__(self, segments: Iterable[Mapping[str, Any]], *, expandable: bool = False) -> None:
@@ -74,10 +74,10 @@ class Blocks:
         return max((block.num_bytes for block in self if block.is_free), default=0)
 
     def replay(self, entry: Mapping[str, Any]) -> tuple[Change, int, int] | None:
-        """Takes one entry of the history in.
+        """Applies one entry of the history.
 
         Returns:
-            What changed, the address, and the bytes of the block or segment; None where nothing did.
+            What changed, the address, and the bytes of the block or segment; None if nothing changed.
         """
         action = entry["action"]
         if action == "alloc":
@@ -98,7 +98,7 @@ class Blocks:
 
     def _block(self, address: int) -> Block:
         block = self._blocks.get(address)
-        assert block is not None, f"the allocator's history names a block at {address:#x} that never was"
+        assert block is not None, f"the allocator's history names a block at {address:#x} that does not exist"
         return block
 
     def _allocate(self, address: int, requested_bytes: int) -> int:
@@ -110,11 +110,11 @@ class Blocks:
         assert block.is_free, f"the allocator's history allocates the block at {address:#x} twice"
         block.is_free = False
         if self._splits(block, block.num_bytes - num_bytes):
-            rest = Block(address + num_bytes, block.num_bytes - num_bytes, True, block.segment, block, block.after)
+            remainder = Block(address + num_bytes, block.num_bytes - num_bytes, True, block.segment, block, block.after)
             if block.after is not None:
-                block.after.before = rest
-            block.after, block.num_bytes = rest, num_bytes
-            self._blocks[rest.address] = rest
+                block.after.before = remainder
+            block.after, block.num_bytes = remainder, num_bytes
+            self._blocks[remainder.address] = remainder
         return block.num_bytes
 
     def _splits(self, block: Block, remaining_bytes: int) -> bool:

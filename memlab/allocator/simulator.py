@@ -1,8 +1,8 @@
-"""torch's caching allocator, played: which block a request would get, and what the allocator would reserve for it.
+"""torch's caching allocator, simulated: which block a request would get, and what the allocator would reserve.
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` (torch 2.11: ``get_pool``, ``get_free_block``,
 ``get_allocation_size``, ``should_split``, ``try_merge_blocks``) with its default settings, for one stream and a
-device that has room. `Blocks` replays what a real allocator did; here the search for a block is made as well.
+device with enough memory. `Blocks` replays what a real allocator did; this class also searches for the block.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from memlab.allocator.rules import SMALL_REQUEST_BYTES, rounded_bytes, segment_b
 
 
 class CachingAllocator:
-    """Blocks of one device, as torch would have cut them."""
+    """The blocks of one device, split as torch would split them."""
 
     def __init__(self) -> None:
         self.reserved_bytes = 0
         self._top = 0
         self._small_segments: set[int] = set()
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-        """Size and address of the free blocks in small segments and in the others, in the order of the search."""
+        """Size and address of the free blocks, in small segments and in others, in torch's search order."""
         self._free_blocks: dict[int, Block] = {}
 
     def allocate(self, requested_bytes: int) -> Block:
@@ -30,9 +30,9 @@ class CachingAllocator:
         is_small = num_bytes <= SMALL_REQUEST_BYTES
         block = self._best_fit(num_bytes, is_small) or self._new_segment(num_bytes, is_small)
         block.is_free = False
-        rest = block.num_bytes - num_bytes
-        if splits_remainder(rest, in_small_segment=is_small):
-            after = Block(block.address + num_bytes, rest, True, block.segment, block, block.after)
+        remainder = block.num_bytes - num_bytes
+        if splits_remainder(remainder, in_small_segment=is_small):
+            after = Block(block.address + num_bytes, remainder, True, block.segment, block, block.after)
             if block.after is not None:
                 block.after.before = after
             block.after, block.num_bytes = after, num_bytes
@@ -40,7 +40,7 @@ class CachingAllocator:
         return block
 
     def makes_room(self, requested_bytes: int, limit_bytes: int) -> bool:
-        """Returns whether a request can be met with so many bytes reserved; gives back free segments where it must."""
+        """Returns whether a request fits within `limit_bytes` reserved, after returning free segments if it must."""
         num_bytes = rounded_bytes(requested_bytes)
         is_small = num_bytes <= SMALL_REQUEST_BYTES
         free = self._free[is_small]
@@ -56,7 +56,7 @@ class CachingAllocator:
         return max((free[-1][0] for free in self._free.values() if free), default=0)
 
     def free(self, block: Block) -> None:
-        """Takes a block back, and merges it with its free neighbours."""
+        """Frees a block, and merges it with its free neighbours."""
         block.is_free = True
         if block.after is not None and block.after.is_free:
             self._withdraw(block.after)
@@ -68,7 +68,7 @@ class CachingAllocator:
         self._offer(block)
 
     def empty_cache(self) -> None:
-        """Gives back the segments in which nothing is allocated."""
+        """Returns the segments in which nothing is allocated to the device."""
         for block in list(self._free_blocks.values()):
             if block.before is None and block.after is None:
                 self._withdraw(block)

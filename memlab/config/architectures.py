@@ -1,4 +1,4 @@
-"""The models that memlab knows: two families, their published members, and one tiny member of each.
+"""The architectures that memlab knows: two families, their published members, and one tiny member of each.
 
 The published values are those of the models' Hugging Face ``config.json`` files. The tiny members keep
 their family's shape (grouped-query attention, q/k norms, experts) at widths that step on a laptop's CPU.
@@ -70,7 +70,7 @@ class Architecture:
     moe_ffn_hidden_size: int = 0
     moe_aux_loss_coeff: float = 0.0
     moe_router_pre_softmax: bool = False
-    """True where the kept probabilities are not renormalised (Hugging Face ``norm_topk_prob: false``)."""
+    """Whether the selected probabilities are not renormalised (Hugging Face ``norm_topk_prob: false``)."""
     default_seq_length: int = 4096
     """The sequence length that a Scenario takes when none is given."""
 
@@ -107,12 +107,12 @@ class Architecture:
 
     @property
     def is_moe(self) -> bool:
-        """Whether the layers hold experts instead of one dense MLP."""
+        """Whether the layers have experts instead of one dense MLP."""
         return self.num_moe_experts is not None
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the whole model, all layers, counted from the published shapes."""
+        """Number of parameters of the whole model, counted from the published shapes."""
         query, kv = self.num_attention_heads * self.kv_channels, self.num_query_groups * self.kv_channels
         attention = self.hidden_size * (query + 2 * kv) + query * self.hidden_size
         norms = 2 * self.hidden_size + (2 * self.kv_channels if self.qk_layernorm else 0)
@@ -236,7 +236,7 @@ def find_architecture(name: str | Path) -> Architecture:
         name: A key of `ARCHITECTURES`, or the path of a ``config.json`` or of a folder that holds one.
 
     Raises:
-        ValueError: If it is neither, or if the config is of another family or uses what memlab does not model.
+        ValueError: If it is neither, or the config is damaged, of another family, or uses what memlab does not model.
     """
     known = ARCHITECTURES.get(str(name))
     if known is not None:

@@ -1,4 +1,4 @@
-"""How a job is spread over ranks: the sizes of its parallel groups, and which rank is looked at."""
+"""How a job is spread over ranks: the sizes of its parallel groups, and which rank memlab steps."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ MOST_RANKS = 2**17
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Sizes of Megatron's parallel groups; one rank alone by default.
+    """Sizes of Megatron's parallel groups; a single rank by default.
 
     Raises:
-        ValueError: If a size is no positive number, or the expert groups do not fit the other ranks.
+        ValueError: If a size is not a positive whole number, or the expert groups do not fit the other ranks.
     """
 
     tensor_model_parallel_size: int = 1
-    """Ranks that share each layer's matrices; above 1 with sequence parallel, as MoE models need it."""
+    """Ranks that share each layer's matrices; above 1 always with sequence parallel, which MoE models need."""
     context_parallel_size: int = 1
-    """Ranks that share each sequence: two chunks of it each, one from its front and one from its back."""
+    """Ranks that share each sequence: each has two chunks of it, one from the front and one from the back."""
     pipeline_model_parallel_size: int = 1
     """Stages of layers, one after the other (1F1B)."""
     virtual_pipeline_model_parallel_size: int = 1
-    """Chunks of layers that each stage has, each some way behind the last (interleaved 1F1B); 1 is plain 1F1B."""
+    """Chunks of layers per stage (interleaved 1F1B): a stage has chunks from several depths of the model; 1 is 1F1B."""
     expert_model_parallel_size: int = 1
     """Ranks that share a layer's experts, out of those of one pipeline stage."""
     expert_tensor_parallel_size: int | None = None
-    """Ranks that share each expert's matrices; None is as many as share the other layers'."""
+    """Ranks that share each expert's matrices; None takes `tensor_model_parallel_size`."""
     data_parallel_size: int = 1
-    """Copies of the model, each with its own batch; the optimizer's state is spread over them."""
+    """Copies of the model, each with its own batch; the optimizer state is sharded over them."""
     num_layers_in_first_pipeline_stage: int | None = None
-    """Fewer or more than in the stages between, which share the rest evenly; None is alike."""
+    """Layers of the first stage; None splits the layers evenly."""
     num_layers_in_last_pipeline_stage: int | None = None
-    """As of the first."""
+    """Layers of the last stage; None splits the layers evenly."""
     rank: int = 0
-    """The one that is looked at, of `world_size`, in Megatron's order: tensor, context, data, pipeline."""
+    """The rank that memlab steps, of `world_size`, in Megatron's order: tensor, context, data, pipeline."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -76,22 +76,22 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the whole job."""
+        """Number of ranks of the whole job."""
         return self.ranks_of_a_stage * self.pipeline_model_parallel_size
 
     @property
     def ranks_of_a_stage(self) -> int:
-        """Ranks that have the same layers, or parts of them."""
+        """Number of ranks that have the same layers, or parts of them."""
         return self.tensor_model_parallel_size * self.context_parallel_size * self.data_parallel_size
 
     @property
     def pipeline_stage(self) -> int:
-        """The stage that `rank` is of."""
+        """The stage that `rank` belongs to."""
         return self.rank // self.ranks_of_a_stage
 
     @property
     def expert_tensor_size(self) -> int:
-        """Ranks that share each expert's matrices."""
+        """Number of ranks that share each expert's matrices."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
@@ -110,10 +110,10 @@ class Layout:
         return rest // stages
 
     def most_passes_in_flight(self, num_microbatches: int) -> int:
-        """Returns how many forward passes, each of one chunk, wait for their backward at most, the last one counted.
+        """Returns the maximum number of chunk forward passes in flight at once, including the current one.
 
-        As ``get_pp_rank_microbatches`` has it (megatron/core/pipeline_parallel/schedules.py, 0.16.1), which makes all
-        of them but one before the first backward.
+        The formula is that of ``get_pp_rank_microbatches`` (megatron/core/pipeline_parallel/schedules.py, 0.16.1),
+        which runs all of them but one before the first backward.
         """
         stages, chunks = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
         after = stages - self.pipeline_stage - 1
@@ -121,16 +121,16 @@ class Layout:
         return min(before_the_first_backward + 1, num_microbatches * chunks)
 
     def _even(self, num_layers: int) -> tuple[int, int]:
-        """Returns the layers, and the stages, that are shared out evenly."""
+        """Returns the number of layers, and of stages, that are split evenly."""
         given = [self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage]
         counts = [count for count in given if count is not None]
         return num_layers - sum(counts), self.pipeline_model_parallel_size - len(counts)
 
     def distinct_ranks(self, *, by_expert: bool) -> tuple[int, ...]:
-        """Returns one rank of every kind: alike are those of a stage with the same chunks and the same experts.
+        """Returns one rank of every kind: ranks of a stage with the same chunks and the same experts use equal memory.
 
         Args:
-            by_expert: Whether experts differ in how many tokens they get.
+            by_expert: Whether the experts get different numbers of tokens.
         """
         first: dict[tuple[int, int], int] = {}
         for rank in range(self.ranks_of_a_stage):
@@ -142,7 +142,7 @@ class Layout:
         return tuple(stage * self.ranks_of_a_stage + rank for stage in stages for rank in first.values())
 
     def check(self, architecture: Architecture, num_layers: int, seq_length: int, num_microbatches: int) -> None:
-        """Holds the layout against what it splits.
+        """Checks the layout against what it splits.
 
         Raises:
             ValueError: If something does not divide.
@@ -178,7 +178,7 @@ class Layout:
         self._check_chunks(num_layers, num_microbatches)
 
     def _check_chunks(self, num_layers: int, num_microbatches: int) -> None:
-        """By Megatron's rules (``TransformerConfig``, and ``forward_backward_pipelining_with_interleaving``)."""
+        """Checks Megatron's rules (``TransformerConfig`` and ``forward_backward_pipelining_with_interleaving``)."""
         stages, chunks = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
         layers = {self.layers_of_stage(stage, num_layers) for stage in range(stages)}
         uneven = [count for count in sorted(layers) if count % chunks]
@@ -202,7 +202,7 @@ class Layout:
         if has_ends and (self.pipeline_model_parallel_size == 1 or rest < stages or (not stages and rest)):
             raise ValueError(
                 f"num_layers_in_first_pipeline_stage {first} and num_layers_in_last_pipeline_stage {last} leave {rest} "
-                f"of {num_layers} layers to {stages} stages, must leave one or more each, and none to none: give others"
+                f"of {num_layers} layers to {stages} stages, must leave at least one to each stage: give other numbers"
             )
         what = "layers" if rest == num_layers else "layers between first and last stage"
         return [("pipeline_model_parallel_size", stages, what, rest)] if stages else []

@@ -1,7 +1,7 @@
-"""Which experts tokens go to, where no router computes it: a choice of the simulated backend.
+"""Which experts tokens go to on the simulated backend, where no router computes it.
 
-On one rank the sum over the experts is the same whatever is chosen; spread over ranks, the rank whose experts are in
-demand holds more rows than the others.
+On one rank the sum over the experts is always the same. With experts spread over ranks, the rank with the popular
+experts holds more rows than the others.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Routing:
     """
 
     kind: Literal["balanced", "random", "skewed", "shares"] = "balanced"
-    """``balanced``: all alike. ``random``: each token chooses alike among all experts. ``skewed``: the first expert
-    gets `factor` times the mean, each further one less by the same ratio. ``shares``: as given."""
+    """``balanced``: equal shares. ``random``: each token chooses uniformly among all experts. ``skewed``: the first
+    expert gets `factor` times the mean, and each further one less by the same ratio. ``shares``: those given."""
     seed: int = 0
-    """Of ``random``; each rank draws its own."""
+    """For ``random``; each rank draws its own choices."""
     factor: float = 1.0
     shares: tuple[float, ...] = ()
-    """Of all that is routed, for each expert; they sum to 1."""
+    """For ``shares``: each expert's share of all routed tokens; they sum to 1."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -54,13 +54,15 @@ class Routing:
                 raise ValueError(f"routing has shares with {what}, must be from 0 to 1 with a sum of 1: {_CHOICES}")
 
     def check(self, num_experts: int, topk: int) -> None:
-        """Holds the routing against a model's experts.
+        """Checks the routing against a model's experts.
 
         Raises:
-            ValueError: If it cannot be one of them.
+            ValueError: If the model's experts cannot get these shares.
         """
         if self.kind == "shares" and len(self.shares) != num_experts:
-            raise ValueError(f"routing has {len(self.shares)} shares, must be {num_experts}, one an expert: {_CHOICES}")
+            raise ValueError(
+                f"routing has {len(self.shares)} shares, must be {num_experts}, one per expert: {_CHOICES}"
+            )
         most = num_experts / topk
         highest = max(self.shares, default=0) * num_experts if self.kind == "shares" else self.factor
         if highest > most + 1e-6:
@@ -124,7 +126,7 @@ def find_routing(text: str) -> Routing:
 
 def _geometric_shares(count: int, factor: float) -> tuple[float, ...]:
     """Returns shares that fall by one ratio, the first of which is `factor` times the mean."""
-    low, high = 0.0, 1.0  # of the ratio; the first share falls from 1 to 1 / count
+    low, high = 0.0, 1.0  # bounds of the ratio: from 0 to 1, the first share falls from 1 to 1 / count
     for _ in range(60):
         ratio = (low + high) / 2
         first = 1 / sum(ratio**index for index in range(count))

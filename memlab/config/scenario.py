@@ -1,4 +1,4 @@
-"""What a step runs: an architecture, cut to some layers, on some workload, spread over some ranks."""
+"""What a step runs: an architecture, reduced to some layers, with a workload, spread over ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_TOKENS_OF_A_MICRO_BATCH = 2**26
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
-    """Architecture x cut x workload x layout. Memory settings are not part of it: they change on the live model.
+    """Architecture, number of layers, workload and layout. Memory settings are not part: they change on a live model.
 
     Raises:
         ValueError: If a value is not of its type or range.
@@ -43,15 +43,15 @@ class Scenario:
     num_microbatches: int = 1
     """Passes whose gradients are accumulated before one optimizer step."""
     seed: int = 1234
-    """Of the weights and of the batch; the same batch is used in every step."""
+    """Seed of the weights and of the batch; every step uses the same batch."""
     dtype: Dtype = "bf16"
-    """Of parameters and activations. Gradients and optimizer state are fp32 in either case."""
+    """Type of parameters and activations. Gradients and optimizer state are always fp32."""
     layout: Layout = field(default_factory=Layout)
     """How the job is spread over ranks."""
     routing: Routing = field(default_factory=Routing)
     """Which experts tokens go to on the simulated backend, elsewhere the router decides."""
     expert_buffers: bool = False
-    """Gives the experts DDP buffers of their own, as Megatron does where they are spread over ranks."""
+    """Whether experts get DDP buffers of their own, as Megatron gives them where they are spread over ranks."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.architecture, Architecture):
@@ -124,24 +124,24 @@ class Scenario:
 
     @property
     def layers_of_chunks(self) -> tuple[int, ...]:
-        """Layers of each model chunk of the job: all in one without pipeline stages."""
+        """Layers of each model chunk of the job; a single chunk without pipeline stages."""
         stages, chunks = self.layout.pipeline_model_parallel_size, self.layout.virtual_pipeline_model_parallel_size
         counts = [self.layout.layers_of_stage(stage, self.num_layers) // chunks for stage in range(stages)]
         return tuple(count for count in counts for _ in range(chunks))
 
     @property
     def num_layers_of_stage(self) -> int:
-        """Layers of the pipeline stage that the rank is of."""
+        """Layers of the rank's pipeline stage."""
         return self.layout.layers_of_stage(self.layout.pipeline_stage, self.num_layers)
 
     @property
     def num_layers_of_chunk(self) -> int:
-        """Layers of each model chunk of that stage."""
+        """Layers of each model chunk of the rank's stage."""
         return self.num_layers_of_stage // self.layout.virtual_pipeline_model_parallel_size
 
     @property
     def most_passes_in_flight(self) -> int:
-        """Forward passes, each of one chunk, that wait for their backward at most."""
+        """Maximum number of chunk forward passes in flight at once (`Layout.most_passes_in_flight`)."""
         return self.layout.most_passes_in_flight(self.num_microbatches)
 
     @property
@@ -153,13 +153,13 @@ class Scenario:
 
     @property
     def ranks_of_every_kind(self) -> tuple[int, ...]:
-        """One rank of each kind that the layout and the routing make; at random each rank draws for itself."""
+        """One rank of each kind that layout and routing make. Under random routing every rank is a kind of its own."""
         if self.routing.kind == "random":
             return tuple(range(self.layout.world_size))
         return self.layout.distinct_ranks(by_expert=self.routing != Routing())
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the scenario as JSON-ready values; architecture, layout and routing as their own objects."""
+        """Returns the scenario as JSON-ready values; architecture, layout and routing are nested objects."""
         values = asdict(self)
         return values | {"routing": values["routing"] | {"shares": list(self.routing.shares)}}
 

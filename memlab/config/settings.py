@@ -1,9 +1,9 @@
-"""The memory settings of one training step, and the rules that they obey on any model.
+"""The memory settings of one training step, and the rules that hold on any model.
 
-Names and defaults are Megatron-Core's (``megatron/core/transformer/transformer_config.py``, 0.16.1). A
-setting that Megatron refuses, and one that it would take and then fail or ignore by mistake, is refused
-here, in one line; what one model refuses or ignores stands in `memlab.config.settings_on_model`. Widget, notebook,
-command and nightly all meet the same texts.
+Names and defaults are Megatron-Core's (``megatron/core/transformer/transformer_config.py``, 0.16.1). A setting that
+Megatron refuses, or accepts and then fails with or ignores by mistake, is refused here, in one line. What only some
+models refuse or ignore is in `memlab.config.settings_on_model`. Panel, notebook, command line and nightly all show the
+same texts.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ MOE_OFFLOAD_MODULES = ("expert_fc1", "moe_act")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemorySettings:
-    """What is recomputed, what is offloaded during a step, and what waits on the host between steps.
+    """What is recomputed, what is offloaded during a step, and what is kept on the host between steps.
 
-    The default is plain Megatron: nothing recomputed, nothing offloaded. Lists of modules are kept as tuples in a
-    fixed order, so that settings that mean the same compare equal.
+    The default is plain Megatron: nothing is recomputed, nothing is offloaded. Lists of modules are stored as tuples in
+    a fixed order, so that equivalent settings compare equal.
 
     Raises:
         ValueError: In one line, with the value, the rule and what to do, if a rule is broken.
@@ -43,23 +43,23 @@ class MemorySettings:
     recompute_method: RecomputeMethod | None = None
     """Under ``full``: ``uniform`` checkpoints every group of layers, ``block`` only the first layers one by one."""
     recompute_num_layers: int | None = None
-    """Under ``full``: layers a checkpoint (uniform), or layers that are recomputed (block)."""
+    """Under ``full``: layers per checkpoint (uniform), or the number of layers that are recomputed (block)."""
     recompute_modules: tuple[str, ...] | None = None
-    """Under ``selective``: some of `RECOMPUTE_MODULES`; Megatron's default is ``core_attn`` alone."""
+    """Under ``selective``: some of `RECOMPUTE_MODULES`; Megatron's default is only ``core_attn``."""
     checkpoint_input_remedy: CheckpointInputRemedy | None = None
-    """Against the input and gradient that a checkpoint of an MoE layer keeps after its backward: ``detach`` what holds
-    them, ``clear_gradient``, or ``release_storage`` (`memlab.model.retention.remedies`). None changes nothing."""
+    """Remedy for the input and gradient that a checkpoint of an MoE layer keeps alive after its backward: ``detach``
+    what refers to them, ``clear_gradient``, or ``release_storage`` (`memlab.model.retention.remedies`)."""
     offload_modules: tuple[str, ...] | None = None
     """Modules whose saved inputs go to the host between forward and backward: some of `OFFLOAD_MODULES`."""
     min_offloaded_tensor_size: int = 1024 * 1024
-    """Smallest saved tensor, in elements, that `offload_modules` moves."""
+    """Smallest saved tensor, in elements, that `offload_modules` transfers to the host."""
     offload_parameters: bool = False
-    """Keep the parameters on the host between steps (copied down and up)."""
+    """Keep the parameters on the host between steps (copied to the host and back)."""
     offload_gradients: bool | None = None
-    """Drop the gradient buffers between steps (nothing is copied; they come back zeroed). None, when the settings are
-    made, stands for what `offload_optimizer` is; ``dataclasses.replace`` keeps what it then became."""
+    """Drop the gradient buffers between steps (nothing is copied; they come back as zeros). None takes the value of
+    `offload_optimizer` when the settings are made; ``dataclasses.replace`` keeps that value."""
     offload_optimizer: bool = False
-    """Keep main parameters and Adam's moments on the host between steps (copied down and up)."""
+    """Keep main parameters and Adam's moments on the host between steps (copied to the host and back)."""
 
     def __post_init__(self) -> None:
         self._set("recompute_modules", _modules("recompute_modules", self.recompute_modules, RECOMPUTE_MODULES))
@@ -70,10 +70,12 @@ class MemorySettings:
         for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "offload_gradients" and value is None):
-                raise ValueError(f"{name} is {shortened(value)}, must be True or False: say where the tensors wait")
+                raise ValueError(
+                    f"{name} is {shortened(value)}, must be True or False: True frees device memory between steps"
+                )
 
-        # Gradients go with the optimizer unless told otherwise: between steps they hold nothing that the optimizer
-        # has not used (SkyRL #563).
+        # By default gradients follow the optimizer: between steps they contain nothing that it has not used
+        # (SkyRL #563).
         if self.offload_gradients is None:
             self._set("offload_gradients", self.offload_optimizer)
 
@@ -153,7 +155,7 @@ class MemorySettings:
         return cls(**values)
 
     def changed(self) -> dict[str, Any]:
-        """Returns the fields that have to be named to make equal settings, in the order of the class."""
+        """Returns the fields that have to be given to make equal settings, in the order of the class."""
         default = MemorySettings(offload_optimizer=self.offload_optimizer)
         return {
             field.name: getattr(self, field.name)

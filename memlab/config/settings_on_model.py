@@ -1,6 +1,6 @@
-"""What a model makes of memory settings: which it refuses, which it ignores, and what they keep alive.
+"""Which memory settings a model refuses, which it ignores, and what they keep alive.
 
-Rules that hold on any model are `MemorySettings`' own; these need the architecture, and how its layers are spread.
+Rules that hold on any model are in `MemorySettings`; these need the architecture, and how its layers are split.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from memlab.config.settings import (
 
 
 def checkpoints_moe_layers(settings: MemorySettings, architecture: Architecture) -> bool:
-    """Whether an MoE layer is recomputed as a whole: then its checkpoint keeps its input and gradient alive."""
+    """Whether MoE layers are recomputed as a whole; their checkpoints then keep input and gradient alive."""
     whole = settings.recompute_granularity == "full" or "moe" in (settings.recompute_modules or ())
     return architecture.is_moe and whole
 
@@ -32,7 +32,7 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
         scenario: Its architecture, and how its layers are split into model chunks, decide.
 
     Raises:
-        ValueError: If a module exists only in MoE layers and the model is dense, if more layers are to be recomputed
+        ValueError: If a module exists only in MoE layers and the model is dense, if more layers shall be recomputed
             than the model has, or if full recompute is combined with offload modules on pipeline stages.
     """
     architecture, layers = scenario.architecture, scenario.layers_of_chunks
@@ -51,11 +51,11 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
             f"divide into groups of that size: choose from {', '.join(divisors)}"
         )
     if len(layers) > 1 and settings.recompute_granularity == "full" and settings.offload_modules:
-        # Its forward opens no chunks of the offload manager for the micro-batches, and their backward asks for them:
+        # Its forward opens no chunks of the offload manager for the micro-batches, and their backward needs them:
         # "Chunk mismatch" (fine_grained_activation_offload.py, 0.16.1).
         raise ValueError(
-            f"recompute_granularity 'full' has offload_modules {list(settings.offload_modules)} beside it, must have "
-            "none on pipeline stages, where Megatron's offload manager fails at it: leave one of the two out"
+            f"recompute_granularity 'full' is combined with offload_modules {list(settings.offload_modules)}, must "
+            "have none on pipeline stages, where Megatron's offload manager fails: leave one of the two out"
         )
     if architecture.is_moe:
         return
@@ -74,11 +74,11 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
 
 
 def without_effect(settings: MemorySettings, architecture: Architecture) -> dict[str, str]:
-    """Names what Megatron accepts here and then ignores, as far as the model's structure decides it.
+    """Names the settings that Megatron accepts and then ignores, as far as the model's structure decides it.
 
     Returns:
         Setting (``field:module``) to the reason, for each setting that changes nothing on this architecture. What
-        only a run can tell (tensors under the minimum size, the last group of a name) is added by the step record.
+        only a run can show (tensors under the minimum size, the last group of a name) is added by the step record.
     """
     reasons: dict[str, str] = {}
     fused_attention_norm = "the norm before attention is fused into linear_qkv: there is no norm module to offload"
@@ -87,7 +87,7 @@ def without_effect(settings: MemorySettings, architecture: Architecture) -> dict
         settings.offload_modules is None
         and settings.min_offloaded_tensor_size != MemorySettings().min_offloaded_tensor_size
     ):
-        reasons["min_offloaded_tensor_size"] = "no offload_modules are named, so no tensor is held against it"
+        reasons["min_offloaded_tensor_size"] = "no offload_modules are named, so no tensor is compared with it"
     if "attn_norm" in (settings.offload_modules or ()):
         reasons["offload_modules:attn_norm"] = fused_attention_norm
     if "mlp_norm" in (settings.offload_modules or ()) and not architecture.is_moe:
@@ -108,10 +108,10 @@ def without_effect(settings: MemorySettings, architecture: Architecture) -> dict
 
 
 def without_backward(settings: MemorySettings) -> dict[str, str]:
-    """Names what does nothing in a pass without backward, like `without_effect`: nothing is kept for one."""
+    """Names what does nothing in a pass without backward, like `without_effect`: nothing is saved for backward."""
     names = [name for name in ("recompute_granularity", "checkpoint_input_remedy") if getattr(settings, name)]
     names += [f"offload_modules:{name}" for name in settings.offload_modules or ()]
-    return dict.fromkeys(names, "a pass without backward keeps nothing that could be recomputed or offloaded")
+    return dict.fromkeys(names, "a pass without backward saves nothing that could be recomputed or offloaded")
 
 
 def _whole(layers: tuple[int, ...]) -> str:

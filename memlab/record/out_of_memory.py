@@ -1,4 +1,4 @@
-"""What was seen when a step ran out of memory, as plain data: the refused request, and what was alive then."""
+"""A step that ran out of memory, as plain data: the allocation that failed, and what was allocated at that moment."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _WITHIN_STEP = [CATEGORIES.index(name) for name in ("activations", "recomputed",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailedAllocation:
-    """One request that a device had no room for, as its meter knew it. What only a real GPU knows is None elsewhere."""
+    """One allocation that did not fit. What only a real GPU reports is None on other backends."""
 
     phase: str
     module: str
-    """At work when it asked; empty outside the model's modules."""
+    """The module that requested it; empty outside the model's modules."""
     nanoseconds: int
-    """Since the step's start, on the timeline's clock."""
+    """Time since the step's start, on the timeline's clock."""
     requested_bytes: int
     allocated_bytes: int
     limit_bytes: int
-    """The most that torch may hold: what the lab was told, or the whole device."""
+    """The most bytes that torch may reserve: the limit given to the lab, or the whole device."""
     pending_free_bytes: int = 0
     """Freed, but another stream still uses them."""
     reserved_bytes: int | None = None
-    """What the allocator held, after it had given back every segment that was wholly free."""
+    """Bytes that the allocator had reserved, after it had returned every segment without a block in use."""
     largest_free_bytes: int | None = None
-    """The largest block that was free inside the reserved bytes; None where segments are expandable, too."""
+    """The largest free block inside the reserved bytes; None also where segments are expandable."""
     device_free_bytes: int | None = None
-    """What CUDA still had."""
+    """Bytes that CUDA could still give."""
     device_total_bytes: int | None = None
 
     @property
@@ -50,21 +50,21 @@ class FailedAllocation:
 
     @property
     def unused_reserved_bytes(self) -> int:
-        """Reserved and neither allocated nor waiting: pieces between what is alive."""
+        """Reserved bytes that are neither allocated nor pending: the free blocks between those in use."""
         if self.reserved_bytes is None:
             return 0
         return max(0, self.reserved_bytes - self.allocated_bytes - self.pending_free_bytes)
 
     @property
     def outside_bytes(self) -> int | None:
-        """What is held on the device beside torch's reserved bytes: the CUDA context, libraries, other processes."""
+        """Bytes used on the device outside torch: the CUDA context, libraries, other processes."""
         if self.reserved_bytes is None or self.device_free_bytes is None or self.device_total_bytes is None:
             return None
         return self.device_total_bytes - self.reserved_bytes - self.device_free_bytes
 
     @property
     def room_bytes(self) -> int:
-        """The most that could have been allocated then: what was, and what torch could still have got."""
+        """The most bytes that could have been allocated: those that were, and those that torch could still reserve."""
         if self.reserved_bytes is None:
             return self.limit_bytes
         within_limit = self.limit_bytes - self.reserved_bytes
@@ -73,12 +73,12 @@ class FailedAllocation:
 
     @property
     def step_room_bytes(self) -> int:
-        """The most that another step could allocate: what is in pieces now, it may lay out otherwise."""
+        """The most bytes that another step could allocate: without this step's fragmentation."""
         return min(self.limit_bytes, self.room_bytes + self.unused_reserved_bytes)
 
     @property
     def missing_bytes(self) -> int:
-        """How much less would have had to be allocated for this one request."""
+        """How many bytes fewer would have to be allocated for this one request to fit."""
         return max(0, self.allocated_bytes + self.pending_free_bytes + self.requested_bytes - self.room_bytes)
 
 
@@ -88,9 +88,9 @@ class Suggestion:
 
     settings: MemorySettings
     peak_bytes: int
-    """The step's peak under it: seen, or the least that it can be."""
+    """The step's peak under these settings: measured, or a lower bound."""
     source: Source
-    """``measured``: this lab took the step under these settings. Else the setting saves at most what is reckoned."""
+    """``measured``: this lab took the step under these settings. Otherwise the settings save at most the estimate."""
 
     def __str__(self) -> str:
         return f"{self.settings} ({self.source})"
@@ -102,27 +102,27 @@ class OutOfMemory:
 
     failed_allocation: FailedAllocation
     alive_by_category: dict[str, int]
-    """Allocated when the request was refused, the largest first."""
+    """Bytes that were allocated when the request failed, the largest first."""
     alive_by_module: dict[str, int]
-    """The same bytes by the module where they were born."""
+    """The same bytes by the module that allocated them."""
     activations_by_module: dict[str, int]
-    """Of them, what the step itself had made: activations, recomputed, temporary."""
+    """Of those, what the step itself had allocated: activations, recomputed, temporary."""
     passes_in_flight: int = 1
-    """Forward passes whose backward had not ended, the one at work counted."""
+    """Forward passes whose backward had not ended, including the current one."""
     retained_by_module: dict[str, int] = field(default_factory=dict)
-    """Of those, what was alive before the step began: parts of earlier steps, and (without a module) what something
-    else in the process holds."""
+    """Of `activations_by_module`, what was allocated before the step began: by earlier steps, and (without a module)
+    by something else in the process."""
     verdict: Verdict | None = None
     evidence: str = ""
-    """The figures that say so, in one or two lines."""
+    """The figures that show it, in one or two lines."""
     advice: str = ""
     """What to do next."""
     suggestion: Suggestion | None = None
-    """None where none of the known settings fits."""
+    """None if no known setting fits."""
 
     @classmethod
     def at(cls, failed: FailedAllocation, timeline: Timeline, *, passes_in_flight: int = 1) -> OutOfMemory:
-        """Looks up in a step's timeline what was alive when a request was refused."""
+        """Finds in a step's timeline what was allocated when an allocation failed."""
         index = int(np.searchsorted(timeline.nanoseconds, failed.nanoseconds, side="right")) - 1
         index = max(index, timeline.first_step_event)
         head = slice(0, index + 1)
@@ -140,12 +140,12 @@ class OutOfMemory:
 
     @property
     def static_bytes(self) -> int:
-        """Parameters, gradients, optimizer state and workspaces: alive whatever is recomputed or offloaded."""
+        """Parameters, gradients, optimizer state and workspaces: no recompute or activation offload frees them."""
         return sum(self.alive_by_category.get(name, 0) for name in STATIC_CATEGORIES)
 
     @property
     def retained_bytes(self) -> int:
-        """What was alive before the step began and is none of the static categories."""
+        """Bytes that were allocated before the step began and are in no static category."""
         return sum(self.retained_by_module.values())
 
     def to_dict(self) -> dict[str, Any]:

@@ -13,15 +13,15 @@ from memlab.units import format_bytes
 
 @dataclass(slots=True)
 class RequestedPlacement:
-    """What a lab was asked to move: an audit goes by this, never by what the code that moves believes."""
+    """Where each group was requested to be. An audit compares with this, not with the transferring code's own notes."""
 
     away: set[str] = field(default_factory=set)
     """Groups that should be off the device."""
     copied: set[str] = field(default_factory=set)
-    """Groups that should have one copy on the host. Gradients never: they are dropped and come back as zeros."""
+    """Groups that should have one copy on the host. Gradients never do: they are dropped and come back as zeros."""
 
     def move(self, action: str, groups: Collection[str]) -> None:
-        """Notes a movement (``load``, ``offload``, ``hand over``); a host copy stays when its group comes up."""
+        """Notes a transfer (``load``, ``offload``, ``hand over``). A load keeps the copy on the host."""
         if action == "load":
             self.away.difference_update(groups)
             return
@@ -30,25 +30,25 @@ class RequestedPlacement:
             self.away.update(groups)
 
     def end_step(self, groups: Collection[str]) -> None:
-        """Notes that a step ended with groups sent down, and that the copies of all others were given back."""
+        """Notes that a step ended with these groups on the host, and that the host copies of all others were freed."""
         self.away, self.copied = set(), set()
         self.move("offload", groups)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holding:
-    """What one holder has of a group on the device."""
+    """The bytes of a group that one holder keeps on the device."""
 
     group: str
     holder: str
     """Megatron's name for it, such as ``expert_parallel_buffers.grad_data``."""
     expected_bytes: int
-    """What its tensors need by their shapes; 0 where the group is away, and for a second copy, which nobody needs."""
+    """What its tensors need by their shapes; 0 if the group should be on the host, and for a second copy."""
     device_bytes: int
 
     @property
     def complaint(self) -> str:
-        """What is wrong; empty if nothing is."""
+        """What is wrong, in words; empty if nothing is."""
         there, expected = format_bytes(self.device_bytes), format_bytes(self.expected_bytes)
         if self.device_bytes > self.expected_bytes:
             return f"{self.group}: {there} on the device where {expected} should be, held by {self.holder}"
@@ -62,7 +62,7 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostCopy:
-    """What the host has of a group."""
+    """The bytes of a group on the host."""
 
     group: str
     expected_bytes: int
@@ -70,7 +70,7 @@ class HostCopy:
 
     @property
     def complaint(self) -> str:
-        """What is wrong; empty if nothing is."""
+        """What is wrong, in words; empty if nothing is."""
         if self.host_bytes == self.expected_bytes:
             return ""
         there, expected = format_bytes(self.host_bytes), format_bytes(self.expected_bytes)
@@ -79,20 +79,20 @@ class HostCopy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResidencyAudit:
-    """Every holder of parameters, gradients and optimizer state, held against what was asked for."""
+    """Every holder of parameters, gradients and optimizer state, compared with what was requested."""
 
     holdings: tuple[Holding, ...]
     host_copies: tuple[HostCopy, ...]
     unnamed_device_bytes: int
-    """Alive on the device in no group and in no workspace of Megatron's."""
+    """Allocated on the device, in no group and in no workspace of Megatron's."""
     move_host_bytes: int
-    """On the host before or after the last move, whichever is more."""
+    """On the host before or after the last transfer, whichever is more."""
     move_peak_host_bytes: int
-    """The most bytes on the host during the last move."""
+    """The most bytes on the host during the last transfer."""
 
     @property
     def complaints(self) -> tuple[str, ...]:
-        """What is wrong, a line each; empty if every byte is where it should be."""
+        """What is wrong, one line per complaint; empty if every byte is where it should be."""
         found = [holding.complaint for holding in self.holdings]
         found += [copy.complaint for copy in self.host_copies]
         if self.unnamed_device_bytes:
@@ -105,7 +105,7 @@ class ResidencyAudit:
         return tuple(complaint for complaint in found if complaint)
 
     def device_bytes(self, group: str) -> int:
-        """Returns what all holders have of a group on the device."""
+        """Returns the bytes of a group on the device, of all holders."""
         return sum(holding.device_bytes for holding in self.holdings if holding.group == group)
 
     def __str__(self) -> str:

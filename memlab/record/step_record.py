@@ -35,43 +35,45 @@ class StepRecord:
     versions: dict[str, str]
     """Of memlab, Python, torch and what else decides the figures, by package."""
     step_index: int
-    """How many steps the lab had taken before this one, warm-up steps included."""
+    """Number of steps that the lab had taken before this one, including warm-up steps."""
     static_bytes: int
-    """Allocated when the step began, before anything was loaded back from the host."""
+    """Bytes allocated when the step began, before anything was loaded from the host."""
     peak_allocated_bytes: int
     """The most bytes allocated at any moment of the step."""
     activation_peak_bytes: int
     """The peak over forward and backward, above `static_bytes`."""
     peak_by_category: dict[str, int]
-    """What made up `peak_allocated_bytes`, the largest first."""
+    """`peak_allocated_bytes` by category, the largest first."""
     peak_by_module: dict[str, int]
-    """The same bytes by the module where they were born, the largest first."""
+    """The same bytes by the module that allocated them, the largest first."""
     residual_bytes: int
-    """Alive at the step's end beyond parameters, gradients, optimizer state and workspaces."""
+    """Bytes allocated at the step's end, except parameters, gradients, optimizer state and workspaces."""
     host_bytes: int
     """The most bytes on the host at any moment of the step: what was offloaded, and the batch."""
     offloaded_bytes_by_module: dict[str, int] = field(default_factory=dict)
-    """Saved inputs that `offload_modules` moved to the host in this step, by offload module."""
+    """Saved inputs that `offload_modules` transferred to the host in this step, by offload module."""
     offloaded_bytes_by_group: dict[str, int] = field(default_factory=dict)
     """Bytes that left the device at the step's end: parameters, gradients (dropped), optimizer state."""
     peak_active_bytes: int | None = None
-    """Allocated bytes and those that were freed while another stream still used them. Only on a GPU, as the next."""
+    """The peak of allocated bytes plus those freed while another stream still used them. This field and the next three
+    exist only on a GPU."""
     peak_reserved_bytes: int | None = None
-    """The most that torch's allocator held of the device, used or not."""
+    """The most bytes that torch's allocator had reserved, used or not."""
     unused_reserved_bytes: int | None = None
-    """Of the reserved bytes, those that nothing used when the allocated bytes peaked: cached, or too scattered."""
+    """Reserved bytes that nothing used when the allocated bytes peaked: cached, or fragmented."""
     host_reserved_bytes: int | None = None
-    """Pinned host memory that is really held when the step ends: torch rounds each request to a power of two."""
+    """Pinned host memory that is reserved when the step ends: torch rounds each request to a power of two."""
     recomputed_bytes: int = 0
-    """Bytes that backward made a second time."""
+    """Bytes that backward recomputed."""
     without_effect: dict[str, str] = field(default_factory=dict)
-    """Settings that Megatron accepted and that did nothing here, each with the reason."""
+    """Settings that Megatron accepted and that had no effect in this step, each with the reason."""
     load_seconds: float = 0.0
-    """Time to bring parameters, gradients and optimizer state back; exactly 0.0 where nothing moved."""
+    """Time to load parameters, gradients and optimizer state; exactly 0.0 if nothing was transferred."""
     offload_seconds: float = 0.0
-    """Time to take them down again; exactly 0.0 where nothing moved."""
+    """Time to offload them again; exactly 0.0 if nothing was transferred."""
     step_seconds: float = 0.0
-    """Whole step, loading and offloading included. On the simulated backend what simulating took: no prediction."""
+    """Time of the whole step, including loading and offloading. On the simulated backend it is the time of the
+    simulation, not a prediction."""
     tokens_per_second: float = 0.0
     loss: float | None = None
     forward_only: bool = False
@@ -80,18 +82,18 @@ class StepRecord:
     hardware: dict[str, str] = field(default_factory=dict)
     """What the step ran on, such as the GPU's model and memory, driver and processor; empty in records of 0.1.0."""
     message: str = ""
-    """Why a step that is not ok ended, and what to do."""
+    """If the status is not ``ok``: why the step ended, and what to do."""
     out_of_memory: OutOfMemory | None = None
-    """Of a step that ran out of memory: the evidence, and the verdict on it."""
+    """If the step ran out of memory: the evidence, and the verdict."""
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def from_timeline(cls, timeline: Timeline, **others: Any) -> StepRecord:
-        """Builds a record, every figure that a timeline has taken from it.
+        """Builds a record and takes every figure that a timeline contains from it.
 
         Args:
-            timeline: Of the step.
-            **others: The fields that it does not tell.
+            timeline: The step's.
+            **others: The other fields.
         """
         peak = timeline.peak_index()
         reserved_bytes = timeline.bytes_at(peak, "reserved")
@@ -116,14 +118,14 @@ class StepRecord:
 
     @property
     def residual_by_module(self) -> dict[str, int]:
-        """`residual_bytes` by the module where they were born, the largest first; empty without a timeline."""
+        """`residual_bytes` by the module that allocated them, the largest first; empty without a timeline."""
         if self.timeline is None:
             return {}
         return self.timeline.breakdown(len(self.timeline) - 1, by="module", categories=RESIDUAL_CATEGORIES)
 
     @property
     def recomputed_by_module(self) -> dict[str, int]:
-        """`recomputed_bytes` by the module that made them again; empty without a timeline."""
+        """`recomputed_bytes` by the module that recomputed them; empty without a timeline."""
         return {} if self.timeline is None else self.timeline.allocated_bytes_by_module("recomputed")
 
     def to_dict(self) -> dict[str, Any]:
@@ -170,16 +172,18 @@ class StepRecord:
     def export_snapshot(self, path: Path | str) -> Path:
         """Writes the step as a memory snapshot that https://pytorch.org/memory_viz opens, and `Timeline.from_snapshot`.
 
-        Every storage bears its module, category and phase. Addresses are made up.
+        Every storage is labelled with its module, category and phase. Addresses are made up.
 
         Args:
-            path: Of the pickle; its folder has to exist.
+            path: Path of the pickle; its folder has to exist.
 
         Raises:
             ValueError: If the record has no timeline.
         """
         if self.timeline is None:
-            raise ValueError("this record has no timeline to export: take the step anew, or load the folder it is in")
+            raise ValueError(
+                "this record has no timeline to export: take the step again, or load the folder where it was saved"
+            )
         return write_snapshot(self.timeline, path)
 
     @classmethod

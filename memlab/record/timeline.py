@@ -1,7 +1,11 @@
-"""The timeline of a step: every birth, death and move of a storage, as columns.
+"""The timeline of a step: every storage that is allocated, freed or transferred, as columns.
 
-A running sum over `delta_bytes` is the memory in use, so a timeline needs no reference to any tensor, and one
-with a million events is five arrays. What was alive before the step stands at its head as opening events.
+A running sum over `delta_bytes` is the memory in use, so a timeline needs no reference to any tensor, and one with a
+million events is a few arrays. What was allocated before the step comes first, as opening events. For example, a step
+that begins with 100 bytes, allocates 30, and frees 20 of the first:
+
+    delta_bytes         100   30   -20       num_opening_events = 1
+    running sum         100  130   110       the peak is after event 1
 """
 
 from __future__ import annotations
@@ -33,26 +37,26 @@ class Timeline:
     """Memory events of one step, in the order in which they happened. All columns have the same length."""
 
     nanoseconds: IntArray
-    """Since the step's start; opening events stand at 0."""
+    """Time since the step's start; 0 for opening events."""
     delta_bytes: IntArray
-    """Positive when a storage is born or grows, negative when it dies or shrinks."""
+    """Positive when a storage is allocated or grows, negative when it is freed or shrinks."""
     pool: npt.NDArray[np.uint8]
     """Index into `POOLS`."""
     category: npt.NDArray[np.uint8]
-    """Index into `CATEGORIES`: what the storage is, the same at its birth and at its death."""
+    """Index into `CATEGORIES`: what the storage is; the same when it is allocated and when it is freed."""
     phase: npt.NDArray[np.uint8]
     """Index into `PHASES`: when the event happened."""
     module: npt.NDArray[np.int32]
-    """Index into `modules`: where the storage was born."""
+    """Index into `modules`: which module allocated the storage."""
     storage: npt.NDArray[np.int32]
-    """Number of the storage that the event is about: what joins a death to its birth."""
+    """Number of the storage that the event is about; it joins a free to its allocation."""
     modules: tuple[str, ...]
     """Module names, for example ``decoder.layers.0.mlp.experts.linear_fc1``."""
     num_opening_events: int
-    """How many events at the head stand for what was alive when the step began."""
+    """Number of events at the head that describe what was allocated when the step began."""
     rounding_bytes: IntArray | None = None
-    """A column too: of `delta_bytes`, what the allocator gave beyond the request, by rounding and by rests that it did
-    not split off. None where that is not told: in a snapshot, and in what a memlab before this column saved."""
+    """A column too: the part of `delta_bytes` that the allocator gave beyond the request, by rounding and by unsplit
+    remainders. None if unknown: in a snapshot, and in files from before this column existed."""
 
     def __post_init__(self) -> None:
         lengths = {len(getattr(self, name)) for name in _COLUMNS}
@@ -81,11 +85,11 @@ class Timeline:
         return place_in_words(PHASES[self.phase[index]], self.modules[self.module[index]])
 
     def peak_index(self, pool: str = "device", phases: Sequence[str] | None = None) -> int:
-        """Returns the index of the first event after which the pool is fullest.
+        """Returns the index of the first event after which the pool is at its peak.
 
         Args:
             pool: One of `POOLS`.
-            phases: Looks only at events of these phases; None looks at all, opening events included (from their last).
+            phases: Considers only events of these phases; None considers all, and the last opening event.
         """
         first = self.first_step_event
         totals = self.total_bytes(pool)[first:]
@@ -100,7 +104,7 @@ class Timeline:
         return first + int(np.argmax(totals))
 
     def peak_active_bytes(self) -> int:
-        """Returns the most bytes in use on the device, those included that only another stream still uses."""
+        """Returns the most bytes in use on the device, including those that only another stream still uses."""
         first = self.first_step_event
         return int((self.total_bytes("device") + self.total_bytes("pending_free"))[first:].max(initial=0))
 
@@ -133,7 +137,7 @@ class Timeline:
         """Splits the bytes in use after event `index`.
 
         Returns:
-            Name to bytes, the largest first, without empty ones. Of all categories the values add up to `bytes_at`.
+            Name to bytes, the largest first, without empty ones. With all categories the values add up to `bytes_at`.
         """
         head = slice(0, index + 1)
         mask = self.pool[head] == POOLS.index(pool)
@@ -146,7 +150,7 @@ class Timeline:
         return {names[code]: int(sums[code]) for code in order if sums[code] != 0}
 
     def allocated_bytes_by_module(self, category: str) -> dict[str, int]:
-        """Returns the device bytes of a category that were born during the step, by module, deaths not taken off."""
+        """Returns the device bytes of a category that the step allocated, by module; frees are not subtracted."""
         mask = (
             (self.category == CATEGORIES.index(category))
             & (self.pool == POOLS.index("device"))
@@ -215,21 +219,22 @@ class Timeline:
     def from_snapshot(cls, path: Path | str, device: int | None = None) -> Timeline:
         """Reads a memory snapshot of torch: a pickle that ``torch.cuda.memory._dump_snapshot`` wrote, by any program.
 
-        The running totals end at the snapshot's own bytes; what was there before its first entry is found by walking
-        back from there. A block's bytes are what torch counts, exactly, but for one case: a block over 1 MiB that was
-        there before the first entry and died with free memory behind it is the request rounded to 512 bytes, and may
-        have been up to 1 MiB larger. (Under ``roundup_power2_divisions`` that holds of every block that died.)
+        The running totals end at the snapshot's own bytes; what existed before its first entry is found by going back
+        from there. The bytes of a block are exactly those that torch counts, with one exception: a block over 1 MiB
+        that was allocated before the first entry and freed with free memory behind it gets its request rounded to 512
+        bytes, and may have been up to 1 MiB larger. (Under ``roundup_power2_divisions`` this is so for every block
+        that was freed.)
 
-        Category and phase are not known: ``unlabelled``, ``idle``. Module is the text that the program had set with
-        ``torch.cuda.memory._set_memory_metadata``, else the line outside torch that allocated, where stacks were
-        recorded. What `StepRecord.export_snapshot` wrote comes back with its bytes, modules and categories.
+        Category and phase are unknown: ``unlabelled``, ``idle``. Module is the text that the program had set with
+        ``torch.cuda.memory._set_memory_metadata``, or else the line outside torch that allocated, if stacks were
+        recorded. What `StepRecord.export_snapshot` wrote is read back with its bytes, modules and categories.
 
         Args:
-            path: Of the pickle. Nothing in it is executed: it is refused if it asks for more than plain data.
-            device: Number of the device; None takes the only one that the snapshot tells of.
+            path: Path of the pickle. Nothing in it is executed: it is refused if it contains more than plain data.
+            device: Number of the device; None takes the only one that the snapshot contains.
 
         Raises:
-            ValueError: If the file cannot be read, is no snapshot, or does not tell of the device.
+            ValueError: If the file cannot be read, is not a snapshot, or does not contain the device.
         """
         events = read_snapshot(path, device)
         unlabelled = CATEGORIES.index("unlabelled")

@@ -1,4 +1,4 @@
-"""One move between device and host outside a step, as plain data."""
+"""One transfer between device and host outside a step, as plain data."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Literal
 from memlab.units import format_bytes
 
 GROUPS = ("parameters", "gradients", "optimizer state")
-"""What can wait on the host between steps."""
+"""What can be kept on the host between steps."""
 
 Action = Literal["load", "offload", "hand over"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfer:
-    """What moved, how long it took, and what is where afterwards."""
+    """What was transferred, how long it took, and what is where afterwards."""
 
     action: Action
     transferred_bytes: dict[str, int]
-    """Bytes by group that arrived on the device, or left it; empty if nothing had to move."""
+    """Bytes by group that arrived on the device, or left it; empty if nothing had to be transferred."""
     seconds: float
-    """Exactly 0.0 where nothing moved."""
+    """Exactly 0.0 if nothing was transferred."""
     device_bytes: int
-    """Allocated on the device afterwards."""
+    """Bytes allocated on the device afterwards."""
     host_bytes: int
-    """Held on the host afterwards."""
+    """Bytes on the host afterwards."""
     peak_host_bytes: int
-    """The most bytes held on the host at any moment of the move."""
+    """The most bytes on the host at any moment of the transfer."""
 
     def __str__(self) -> str:
         groups = [f"{group} {format_bytes(size)}" for group, size in self.transferred_bytes.items()]
@@ -39,10 +39,10 @@ class Transfer:
 
 
 def check_groups(groups: tuple[str, ...]) -> None:
-    """Holds names of groups against `GROUPS`.
+    """Checks names of groups.
 
     Raises:
-        ValueError: If there is none, or one is unknown.
+        ValueError: If no name is given, or one is unknown.
     """
     unknown = [group for group in groups if group not in GROUPS]
     if unknown or not groups:

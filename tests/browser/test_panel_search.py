@@ -56,5 +56,5 @@ def test_a_room_that_is_none_is_a_line_and_the_panel_lives(panel: PanelPage) -> 
     panel.press("search-toggle")
     panel.write("search-room", "much")
     panel.press("search-start")
-    expect(panel.part("search-status")).to_contain_text("'much' is no size of memory")
+    expect(panel.part("search-status")).to_contain_text("'much' is not a size of memory")
     panel.run()

@@ -90,7 +90,7 @@ def test_what_cannot_fit_is_told_from_what_may_fit_under_several_settings(capfd:
         ("--tensor-model-parallel-size 0", "tensor_model_parallel_size is 0, must be a whole number of at least 1"),
         ("--rank first", "'first' is not a whole number"),
         ("--world-size 3 --pipeline-model-parallel-size 2", "the job has 3 ranks, must be a multiple of 2"),
-        ("--gpu-memory 80Gi", "'80Gi' is no size of memory: write a number and a unit, such as 80GiB"),
+        ("--gpu-memory 80Gi", "'80Gi' is not a size of memory: write a number and a unit, such as 80GiB"),
         ("--gpu-memory 80", "--gpu-memory is 80 B, must be more than the 2.449 GiB that CUDA and its libraries take"),
         ("--routing skewed:2", "phi-4-tiny has no experts: leave it out"),
     ],
@@ -175,7 +175,7 @@ def test_a_size_is_read_with_its_unit(text: str, num_bytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "80 gib", "1e3", "0", "0.0001"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no size of memory"):
+    with pytest.raises(ValueError, match="is not a size of memory"):
         parse_bytes(text)
 
 

@@ -113,7 +113,7 @@ def test_a_search_is_of_the_form_s_workload_and_what_waits_between_steps(state: 
 
 @pytest.mark.parametrize(
     ("room", "changes", "words"),
-    [("much", {}, "'much' is no size of memory"), ("1GiB", {"seq_length": 0}, "seq_length is 0")],
+    [("much", {}, "'much' is not a size of memory"), ("1GiB", {"seq_length": 0}, "seq_length is 0")],
 )
 def test_what_cannot_be_searched_is_said(state: SearchState, room: str, changes: dict[str, Any], words: str) -> None:
     state._state.edit(**changes)
