@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
-import secrets
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -139,34 +136,37 @@ class StepRecord:
         }
 
     def save(self, folder: Path | str) -> Path:
-        """Writes ``record.json`` and ``timeline.npz`` into a new folder, or one that is empty.
+        """Writes ``record.json`` and ``timeline.npz`` into a folder, which is made if it is missing.
 
-        The folder appears with both files at once: they are written aside and renamed. Of two processes that save to
-        the same folder at the same time, the second is refused.
+        ``record.json`` appears last and at once, so no reader finds half a record, or one with another's timeline. Of
+        two processes that save to the same folder, the second is refused.
 
         Raises:
-            ValueError: If the folder holds something already, or cannot be written.
+            ValueError: If the folder has a record already, or cannot be written.
         """
         folder = Path(folder)
-        target = folder.resolve()
-        aside = target.with_name(f".{target.name[:100]}.{os.getpid()}-{secrets.token_hex(4)}.partial")
+        claim = folder / ".record.json.partial"
         try:
-            aside.mkdir(parents=True)
-            if self.timeline is not None:
-                self.timeline.save(aside / "timeline.npz")
-            values = {"format": FORMAT, **self.to_dict()}
-            (aside / "record.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-            aside.rename(target)
+            folder.mkdir(parents=True, exist_ok=True)
+            claim.open("x").close()
         except OSError as error:
             if error.errno == errno.ENOSPC:  # the commands report a full disk in their own words
                 raise
-            taken = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
-            reason = (
-                "it exists and is not an empty folder" if taken else (error.strerror or type(error).__name__).lower()
-            )
+            reason = (error.strerror or type(error).__name__).lower()
+            if claim.name in str(error.filename) and error.errno == errno.EEXIST:
+                reason = f"another process saves a record there, or was killed while it did and left {claim.name}"
             raise ValueError(f"{shortened(folder)} cannot take a record ({reason}): give a new folder") from error
+        try:
+            if (folder / "record.json").exists():
+                raise ValueError(f"{shortened(folder)} has a record, which is never overwritten: give a new folder")
+            (folder / "timeline.npz").unlink(missing_ok=True)
+            if self.timeline is not None:
+                self.timeline.save(folder / "timeline.npz")
+            values = {"format": FORMAT, **self.to_dict()}
+            claim.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+            claim.replace(folder / "record.json")
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            claim.unlink(missing_ok=True)
         return folder
 
     def export_snapshot(self, path: Path | str) -> Path:

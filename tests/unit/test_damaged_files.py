@@ -187,9 +187,25 @@ def test_hardware_is_saved_with_the_record_and_is_not_a_metric(tmp_path: Path) -
 def test_a_record_is_never_saved_over_another(saved: Path) -> None:
     before = (saved / "record.json").read_bytes()
     message = refusal(lambda: record_of(None).save(saved))
-    assert "it exists and is not an empty folder" in message
+    assert "has a record, which is never overwritten: give a new folder" in message
     assert (saved / "record.json").read_bytes() == before
-    assert sorted(path.name for path in saved.parent.iterdir()) == ["saved"], "nothing is left behind"
+    assert StepRecord.load(saved).timeline is not None
+    assert sorted(path.name for path in saved.iterdir()) == ["record.json", "timeline.npz"], "nothing is left behind"
+
+
+def test_a_folder_with_other_files_can_take_a_record_and_keeps_them(tmp_path: Path) -> None:
+    (tmp_path / "ranks.html").write_text("")
+    record_of(training_step()).save(tmp_path)
+    assert StepRecord.load(tmp_path).timeline is not None
+    assert (tmp_path / "ranks.html").exists()
+
+
+def test_a_timeline_without_its_record_is_not_taken_for_another_s(saved: Path) -> None:
+    """What a process leaves that is killed between the two files."""
+    (saved / "record.json").unlink()
+    assert "holds no record.json" in refusal(lambda: StepRecord.load(saved))
+    record_of(None).save(saved)
+    assert StepRecord.load(saved).timeline is None
 
 
 def test_of_two_that_save_to_one_folder_at_once_one_is_refused_and_the_other_is_whole(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -419,6 +420,7 @@ def test_a_prediction_is_drawn_phase_by_phase_unless_another_axis_is_chosen() ->
     assert "events since" in compare_figure(predicted, measured, axis="event").layout.xaxis.title.text
 
 
+@contextmanager
 def saved(folder: Path, **records: StepRecord) -> Iterator[list[str]]:
     yield [str(record.save(folder / name)) for name, record in records.items()]
 

@@ -112,10 +112,10 @@ def test_an_architecture_that_nobody_knows_is_refused_with_the_known(capfd: pyte
     ("shares", "refusal"),
     [
         ([0.1] * 8, "a sum of 0.8, must be from 0 to 1 with a sum of 1"),
-        ([0.25] * 4, "routing has 4 shares, must be 8, one an expert"),
+        ([0.25] * 4, "routing has 4 shares, must be 8, one per expert"),
         ([1.0, *[0.0] * 7], "gives an expert 8 times the mean, must be at most 4"),
         ({"first": 1}, "which does not hold a list of shares"),
-        ([True, "all"], "shares with 'all', must be from 0 to 1"),
+        ([True, "all"], "shares with True, must be from 0 to 1"),
     ],
 )
 def test_a_routing_file_that_cannot_be_is_refused(

@@ -135,5 +135,5 @@ def test_a_storage_that_grows_or_shrinks_is_written_anew(tmp_path: Path) -> None
 
 def test_a_record_without_a_timeline_says_so(tmp_path: Path) -> None:
     record = replace(record_of(random_timeline(20)), timeline=None)
-    with pytest.raises(ValueError, match="has no timeline to export: take the step anew"):
+    with pytest.raises(ValueError, match="has no timeline to export: take the step again"):
         record.export_snapshot(tmp_path / "x.pickle")
