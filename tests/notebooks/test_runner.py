@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from memlab.record.step_record import StepRecord
-from memlab.regression.run.runner import LabFailedError
+from memlab.regression.run.runner import LabFailedError, prepare_lab
 from tests.notebooks.small_labs import RECORD, run_lab, set_tag, write_lab
 
 WRITE_PIDS = """\
@@ -221,3 +225,104 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
         run_lab(lab, {"name": str(pids)}, folder, timeout_seconds=120, on_progress=interrupt)
     assert not list(folder.parent.iterdir())
     assert_ended(pids)
+
+
+HOSTILE = {
+    "removes its folder": (
+        "import shutil; shutil.rmtree(os.environ['MEMLAB_RUN_FOLDER'])",
+        "small lab {x}.ipynb failed ",
+    ),
+    "log is a folder": ("(folder / 'log.txt').unlink(); (folder / 'log.txt').mkdir()", "small lab {x}.ipynb failed "),
+    "plants a link": ("(folder / 'link').symlink_to('/')", "in its folder: link is a link, must be a file or folder"),
+    "writes its own metrics": ("(folder / 'metrics.json').write_text('[')", "metrics.json already exists"),
+}
+
+
+@pytest.mark.parametrize(("source", "message"), HOSTILE.values(), ids=HOSTILE)
+def test_a_notebook_that_spoils_its_own_folder_is_a_failure_with_a_log(
+    tmp_path: Path, source: str, message: str
+) -> None:
+    prologue = "import os, pathlib; folder = pathlib.Path(os.environ['MEMLAB_RUN_FOLDER'])\n"
+    with pytest.raises(LabFailedError) as failure:
+        run_lab(write_lab(tmp_path, prologue + source), {}, tmp_path / "runs" / "run", timeout_seconds=120)
+    assert message in str(failure.value)
+    assert str(failure.value) in (failure.value.folder / "log.txt").read_text()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run.failed"]
+
+
+def test_an_error_of_the_runner_is_a_failure_with_its_traceback_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def judge(_: Path) -> str:
+        raise TypeError("two\nlines")
+
+    monkeypatch.setattr("memlab.regression.run.runner._judge", judge)
+    with pytest.raises(LabFailedError, match=r"failed outside of its cells: TypeError: two lines$") as failure:
+        run_lab(write_lab(tmp_path), {}, tmp_path / "run", timeout_seconds=120)
+    assert "in judge" in (failure.value.folder / "log.txt").read_text()
+
+
+def test_two_runs_into_one_folder_are_both_kept(tmp_path: Path) -> None:
+    lab = write_lab(tmp_path)
+    prepared = [prepare_lab(lab, {}, tmp_path / "run", timeout_seconds=120) for _ in range(2)]
+    folders = [one.run(lambda _: None).folder for one in prepared]
+    assert folders == [tmp_path / "run", tmp_path / "run-2"]
+    assert all((folder / "metrics.json").is_file() for folder in folders)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process can adopt orphans")
+@pytest.mark.parametrize("limit", [120, 15])
+def test_a_process_with_another_environment_ends_with_the_run(tmp_path: Path, limit: int) -> None:
+    pids = tmp_path / "pids"
+    source = (
+        "import subprocess, pathlib, time\n"
+        "orphan = subprocess.Popen(['sleep', '600'], env={}, start_new_session=True)\n"
+        "pathlib.Path(name).write_text(str(orphan.pid))\n"
+    )
+    lab = write_lab(tmp_path, source + ("time.sleep(600)" if limit == 15 else ""))
+    with contextlib.suppress(LabFailedError):
+        run_lab(lab, {"name": str(pids)}, tmp_path / "run", timeout_seconds=limit)
+    assert_ended(pids)
+
+
+def test_what_a_notebook_prints_is_bounded_and_the_run_is_whole(tmp_path: Path) -> None:
+    sources = [
+        "for _ in range(30): print('p' * 1_000_000)\nprint('the last line')",
+        "from IPython.display import HTML, display\nfor _ in range(5): display(HTML('h' * 20_000_000))",
+        "print('printed after')",
+    ]
+    run = run_lab(write_lab(tmp_path, *sources), {}, tmp_path / "run", timeout_seconds=300)
+    sizes = {path.name: path.stat().st_size for path in run.folder.iterdir() if path.is_file()}
+    assert sizes["log.txt"] < 10 * 2**20
+    assert sizes["notebook.ipynb"] < 80 * 2**20
+    page = (run.folder / "page.html").read_text()
+    assert page.count("[left out: the cell prints more than 1,048,576 letters]") == 1
+    assert page.count("[left out: the notebook shows more than") == 2
+    assert "the last line" not in page
+    assert "printed after" in page
+
+
+def test_a_long_log_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
+    source = "import os\nlog = open(os.path.join(os.environ['MEMLAB_RUN_FOLDER'], 'log.txt'), 'a')\n"
+    source += "log.write('beginning' + 'x' * 2**25 + 'end')\nlog.flush()"
+    run = run_lab(write_lab(tmp_path, source), {}, tmp_path / "run", timeout_seconds=120)
+    text = (run.folder / "log.txt").read_text()
+    assert len(text) < 9 * 2**20
+    assert "[left out]" in text
+    assert "xxxend" in text
+
+
+def test_a_run_whose_runner_is_killed_ends_with_all_its_processes(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    lab = write_lab(tmp_path, WRITE_PIDS + "time.sleep(600)")
+    command = [sys.executable, "-m", "memlab", "run", str(lab), "-p", "name", str(pids)]
+    with subprocess.Popen([*command, "--out", str(tmp_path / "runs" / "run")], stdout=subprocess.DEVNULL) as process:
+        while not (pids.is_file() and pids.read_text()):
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.kill()
+    deadline = time.monotonic() + 60
+    while list((tmp_path / "runs").iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert_ended(pids)
+    assert not list((tmp_path / "runs").iterdir())

@@ -167,6 +167,8 @@ def _judge(staging: Path) -> str:
     links = [path.relative_to(staging) for path in staging.rglob("*") if path.is_symlink()]
     if links:
         return f"in its folder: {links[0]} is a link, must be a file or folder: write files there"
+    if not (staging / LOG_FILE).is_file():
+        return f"in its folder: {LOG_FILE} is gone or a folder, must be the run's log: take the code that removed it out"
     cells = cells_that_run(read_notebook(staging / _NOTEBOOK))
     never_ran = [number for number, cell in enumerate(cells, start=1) if cell.execution_count is None]
     if never_ran:
@@ -179,7 +181,7 @@ def _judge(staging: Path) -> str:
 
 def _shorten_log(log: Path) -> None:
     """Keeps the beginning and the end of a log that is too long."""
-    if log.stat().st_size <= _MAX_LOG_BYTES:
+    if not log.is_file() or log.stat().st_size <= _MAX_LOG_BYTES:
         return
     half = _MAX_LOG_BYTES // 2
     with log.open("rb") as file:
