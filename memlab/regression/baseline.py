@@ -79,6 +79,7 @@ def write_baseline(path: Path, baseline: Baseline) -> None:
     """Writes a baseline in the place of the old one; a reader sees one of the two, whole."""
     gated = {name: _gated(record, baseline.backend) for name, record in baseline.measured.records.items()}
     measured = replace(baseline.measured, records=gated).to_dict()
+    del measured["hardware"]  # of this machine, and never compared
     values = {name: getattr(baseline, name) for name in baseline.__slots__} | {"measured": measured}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.stem[:80]}.{uuid.uuid4().hex[:8]}.partial")

@@ -67,6 +67,8 @@ class Measured:
     machine: str
     """The processor: floating-point results are only equal on equal processors."""
     records: dict[str, RecordMeasured]
+    hardware: dict[str, str] = field(default_factory=dict)
+    """What the records were measured on, as `StepRecord.hardware`; the report shows it, and it is never compared."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON-ready values."""
@@ -109,7 +111,8 @@ def read_measured(folder: Path, lab: str, parameters: Mapping[str, ParameterValu
         written = build(_Written, read_json(path))
     except ValueError as error:
         raise ValueError(f"{path.name} cannot be read ({one_line(error)}): let `finish` alone write it") from error
-    records = {}
+    records: dict[str, RecordMeasured] = {}
+    hardware: dict[str, str] = {}
     for name in written.records:
         if not RECORD_NAME.fullmatch(name):
             raise ValueError(f"{path.name} names a record {name!r}, which is not a folder: let `finish` alone write it")
@@ -120,6 +123,7 @@ def read_measured(folder: Path, lab: str, parameters: Mapping[str, ParameterValu
                 f"record {name} was made on {values['backend']}, but the suite says {backend}: "
                 "let the lab leave the backend open, or name this one in the suite"
             )
+        hardware |= record.hardware
         metrics = {key: values[key] for key in _METRICS if values[key] is not None}
         for key in _METRICS_BY_NAME:
             metrics |= {f"{key}/{part}": num_bytes for part, num_bytes in values[key].items()}
@@ -134,7 +138,12 @@ def read_measured(folder: Path, lab: str, parameters: Mapping[str, ParameterValu
     if written.extra:
         records[LAB] = RecordMeasured(metrics=dict(written.extra))
     measured = Measured(
-        lab=lab, parameters=dict(parameters), versions=written.versions, machine=_machine(), records=records
+        lab=lab,
+        parameters=dict(parameters),
+        versions=written.versions,
+        machine=_machine(),
+        records=records,
+        hardware=hardware,
     )
     return Measured.from_dict(measured.to_dict())  # a record on disk may be damaged in ways that only a number shows
 

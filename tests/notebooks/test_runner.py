@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from memlab.record.step_record import StepRecord
+from memlab.regression.run.bounded_output import MAX_SHOWN_LETTERS, OutputBound
 from memlab.regression.run.runner import LabFailedError, prepare_lab
 from tests.notebooks.small_labs import RECORD, run_lab, set_tag, write_lab
 
@@ -271,35 +273,61 @@ def test_two_runs_into_one_folder_are_both_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process can adopt orphans")
-@pytest.mark.parametrize("limit", [120, 15])
-def test_a_process_with_another_environment_ends_with_the_run(tmp_path: Path, limit: int) -> None:
+@pytest.mark.parametrize("is_interrupted", [False, True], ids=["whole", "interrupted"])
+def test_a_process_with_another_environment_ends_with_the_run(tmp_path: Path, is_interrupted: bool) -> None:
     pids = tmp_path / "pids"
     source = (
         "import subprocess, pathlib, time\n"
         "orphan = subprocess.Popen(['sleep', '600'], env={}, start_new_session=True)\n"
         "pathlib.Path(name).write_text(str(orphan.pid))\n"
     )
-    lab = write_lab(tmp_path, source + ("time.sleep(600)" if limit == 15 else ""))
-    with contextlib.suppress(LabFailedError):
-        run_lab(lab, {"name": str(pids)}, tmp_path / "run", timeout_seconds=limit)
+
+    def on_progress(line: str) -> None:
+        if is_interrupted and "Part 2" in line:
+            raise KeyboardInterrupt
+
+    lab = write_lab(tmp_path, source, "time.sleep(1)")
+    with contextlib.suppress(KeyboardInterrupt):
+        run_lab(lab, {"name": str(pids)}, tmp_path / "run", timeout_seconds=120, on_progress=on_progress)
     assert_ended(pids)
 
 
 def test_what_a_notebook_prints_is_bounded_and_the_run_is_whole(tmp_path: Path) -> None:
-    sources = [
-        "for _ in range(30): print('p' * 1_000_000)\nprint('the last line')",
-        "from IPython.display import HTML, display\nfor _ in range(5): display(HTML('h' * 20_000_000))",
-        "print('printed after')",
+    sources = ["for _ in range(4): print('p' * 500_000)\nprint('the last line')", "print('printed after')"]
+    run = run_lab(write_lab(tmp_path, *sources), {}, tmp_path / "run", timeout_seconds=120)
+    log = (run.folder / "log.txt").read_text()
+    for name in ("log.txt", "notebook.ipynb", "page.html"):
+        text = (run.folder / name).read_text()
+        assert len(text) < 1.2 * 2**20
+        assert text.count("[left out: the cell prints more than 1,048,576 letters]") == 1
+    assert "the last line" not in log
+    assert "printed after" in log
+
+
+def message_of(kind: str, **content: object) -> dict[str, Any]:
+    return {"msg_type": kind, "content": content}
+
+
+def test_an_output_that_does_not_fit_into_the_notebook_is_left_out_and_a_smaller_one_after_it_is_kept() -> None:
+    bound = OutputBound()
+    large, small = ({"text/html": "h" * size} for size in (MAX_SHOWN_LETTERS // 2, 100))
+    shown = [
+        bound.bounded(message_of("display_data", data=data, metadata={}), cell_index=number)
+        for number, data in enumerate([large, large, small])
     ]
-    run = run_lab(write_lab(tmp_path, *sources), {}, tmp_path / "run", timeout_seconds=300)
-    sizes = {path.name: path.stat().st_size for path in run.folder.iterdir() if path.is_file()}
-    assert sizes["log.txt"] < 10 * 2**20
-    assert sizes["notebook.ipynb"] < 80 * 2**20
-    page = (run.folder / "page.html").read_text()
-    assert page.count("[left out: the cell prints more than 1,048,576 letters]") == 1
-    assert page.count("[left out: the notebook shows more than") == 2
-    assert "the last line" not in page
-    assert "printed after" in page
+    first, second, third = (message["content"]["data"] for message in shown if message is not None)
+    assert first == large
+    assert second == {"text/plain": f"[left out: the notebook shows more than {MAX_SHOWN_LETTERS:,} letters]"}
+    assert third == small
+
+
+def test_a_long_traceback_keeps_its_beginning_and_its_end() -> None:
+    lines = ["first", "x" * 10**7, "last"]
+    message = OutputBound().bounded(message_of("error", evalue="y" * 10**6, traceback=lines), cell_index=0)
+    assert message is not None
+    text = "\n".join(message["content"]["traceback"])
+    assert (text.startswith("first"), text.endswith("last"), len(text) < 110_000) == (True, True, True)
+    assert len(message["content"]["evalue"]) == 10_000
 
 
 def test_a_long_log_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -15,6 +16,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from memlab.cli import main
+from memlab.record.metrics import RUN_FOLDER_VARIABLE
 from memlab.record.step_record import StepRecord
 from memlab.regression import nightly
 from memlab.regression.baseline import read_baseline
@@ -467,3 +469,15 @@ def test_a_record_is_read_as_it_was_saved(night: Nightly) -> None:
     assert measured is not None
     assert measured.records["plain"].metrics["peak_allocated_bytes"] == record.peak_allocated_bytes
     assert measured.records["(lab)"].metrics == {"ratio": 0.5}
+
+
+def test_what_a_killed_nightly_left_running_is_ended_by_the_next_one(night: Nightly) -> None:
+    abandoned = night.root / "papermill_runs" / "runs" / ".2026_abc_cpu.nightly-0"
+    case = abandoned / ".one.running-0"
+    case.mkdir(parents=True)
+    (abandoned / ".alive").touch()
+    environment = {RUN_FOLDER_VARIABLE: str(case)}
+    with subprocess.Popen(["/bin/sleep", "600"], env=environment, start_new_session=True) as kernel:
+        night.run(night.suite(TWO), allow_missing=True)
+        assert kernel.wait(timeout=60) == -signal.SIGKILL
+    assert not abandoned.exists()

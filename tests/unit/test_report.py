@@ -10,6 +10,8 @@ from xml.etree import ElementTree as ET
 
 import numpy as np
 
+from memlab.regression.baseline import Baseline, read_baseline, write_baseline
+from memlab.regression.compare import compare_with_baseline
 from memlab.regression.report.report import write_reports
 from memlab.regression.report.summary_text import summary_table
 from memlab.regression.summary import Summary, read_summary
@@ -213,3 +215,23 @@ def test_the_table_names_case_metric_baseline_now_difference_and_setting() -> No
     assert "  settings of plain: offload expert_fc1+moe_act" in table
     assert "  changed: setting offload_modules: a+b -> a" in table
     assert "changed<case>: changed" in table
+
+
+def test_the_hardware_is_in_every_form_of_the_report_and_never_compared(tmp_path: Path) -> None:
+    here = replace(measured(), hardware={"gpu": "<H200>, 141 GiB", "driver": "570.1"})
+    elsewhere = replace(here, hardware={"gpu": "H100"})
+    assert not compare_with_baseline(elsewhere, here, "cuda")
+    run = summary_of(result_of(measured=here, baseline=elsewhere))
+    text = "".join(Checker(page_of(tmp_path, run)).text)
+    assert "gpu: <H200>, 141 GiB · driver: 570.1" in text
+    assert "hardware: gpu <H200>, 141 GiB, driver 570.1" in summary_table(run)
+    properties = {p.get("name"): p.get("value") for p in ET.parse(tmp_path / "junit.xml").getroot().iter("property")}
+    assert properties["hardware gpu"] == "<H200>, 141 GiB"
+    assert read_summary(tmp_path).results[0].measured == here
+    assert "hardware" not in summary_table(summary_of(PASSED)), "records of an older memlab have none"
+    path = tmp_path / "small.json"
+    write_baseline(path, Baseline(backend="cpu", case="small", date="2026-01-01", commit="abc1234", measured=here))
+    assert "H200" not in path.read_text()
+    read = read_baseline(path)
+    assert read is not None
+    assert not compare_with_baseline(read.measured, here, "cpu")

@@ -27,6 +27,9 @@ def junit_xml(summary: Summary) -> str:
     properties = ET.SubElement(suite, "properties")
     for name in ("backend", "commit", "name"):
         ET.SubElement(properties, "property", {"name": name, "value": getattr(summary, name)})
+    hardware = next((result.measured.hardware for result in summary.results if result.measured), {})
+    for name, value in hardware.items():
+        ET.SubElement(properties, "property", {"name": f"hardware {name}", "value": value})
     for result in summary.results:
         _add(suite, summary, result)
     ET.indent(suites)

@@ -45,10 +45,11 @@ class OutputBound:
             case "error":
                 return message | {"content": content | _bounded_error(content)}
             case "execute_result" | "display_data" | "update_display_data":
-                self._shown += len(json.dumps(content["data"], default=str))
-                if self._shown > MAX_SHOWN_LETTERS:
+                size = len(json.dumps(content["data"], default=str))
+                if self._shown + size > MAX_SHOWN_LETTERS:  # a smaller output after it may still fit
                     note = f"[left out: the notebook shows more than {MAX_SHOWN_LETTERS:,} letters]"
                     return message | {"content": content | {"data": {"text/plain": note}, "metadata": {}}}
+                self._shown += size
         return message
 
     def _bounded_stream(self, message: dict[str, Any], content: dict[str, Any]) -> dict[str, Any] | None:

@@ -168,7 +168,7 @@ def _judge(staging: Path) -> str:
     if links:
         return f"in its folder: {links[0]} is a link, must be a file or folder: write files there"
     if not (staging / LOG_FILE).is_file():
-        return f"in its folder: {LOG_FILE} is gone or a folder, must be the run's log: take the code that removed it out"
+        return f"in its folder: {LOG_FILE} is gone, must be the log of the run: leave that file to the runner"
     cells = cells_that_run(read_notebook(staging / _NOTEBOOK))
     never_ran = [number for number, cell in enumerate(cells, start=1) if cell.execution_count is None]
     if never_ran:
