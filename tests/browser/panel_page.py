@@ -75,7 +75,7 @@ class PanelPage:
         return next(figure for figure in shown if any(trace["uid"] == "total" for trace in figure["traces"]))
 
     def trace(self, name: str) -> dict[str, Any]:
-        """Returns a trace of the chart by its uid, which stays while the name that its legend tells changes."""
+        """Returns a trace of the chart by its uid, which stays while the name in its legend changes."""
         return next(trace for trace in self.chart()["traces"] if trace["uid"] == name)
 
     def highest(self, name: str) -> float | None:

@@ -56,7 +56,7 @@ def test_a_run_is_pinned_laid_over_shown_again_and_deleted(panel: PanelPage) -> 
     panel.wait_for_peak(plain_peak)
 
 
-def test_a_moment_tells_what_is_alive(panel: PanelPage) -> None:
+def test_a_moment_shows_what_is_allocated(panel: PanelPage) -> None:
     panel.run()
     breakdown = panel.part("breakdown")
     panel.write("moment", 1)

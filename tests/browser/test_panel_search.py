@@ -27,7 +27,7 @@ _PLACE = """(plot, number) => {
 
 def test_a_click_on_the_front_sets_the_controls_and_run_takes_them(panel: PanelPage) -> None:
     panel.press("search-toggle")
-    panel.write("search-room", "1GiB")
+    panel.write("search-limit", "1GiB")
     panel.choose("offload-optimizer", "host")
     panel.press("search-start")
     status = panel.part("search-status")
@@ -54,7 +54,7 @@ def test_a_click_on_the_front_sets_the_controls_and_run_takes_them(panel: PanelP
 
 def test_a_room_that_is_none_is_a_line_and_the_panel_lives(panel: PanelPage) -> None:
     panel.press("search-toggle")
-    panel.write("search-room", "much")
+    panel.write("search-limit", "much")
     panel.press("search-start")
     expect(panel.part("search-status")).to_contain_text("'much' is not a size of memory")
     panel.run()

@@ -432,7 +432,7 @@ def test_switches_change_pool_and_axis(make_panel: Callable[..., Panel]) -> None
     assert (shown.state.pool, shown.state.axis) == ("host", "event")
     assert "on the host" in layout["title"]["text"]
     assert layout["xaxis"]["title"]["text"].startswith("memory events")
-    assert "Alive on the host" in view.breakdown.value
+    assert "Allocated on the host" in view.breakdown.value
     shown.state.pool = "device"
     assert view.pool.value == "device"
 
@@ -448,7 +448,7 @@ def test_the_text_table_says_what_the_chart_shows(make_panel: Callable[..., Pane
     assert html.escape(record_table(record), quote=False) in shown.table.value
     press(button(shown, "pin"))
     press(shown.run_bar.run)
-    assert "against the pinned run 1" in shown.table.value
+    assert "compared with the pinned run 1" in shown.table.value
 
 
 def test_text_of_a_run_is_escaped_on_the_page(make_panel: Callable[..., Panel]) -> None:

@@ -98,7 +98,7 @@ def test_the_table_says_what_was_left_out(found: SearchResult) -> None:
 
 def test_a_search_is_of_the_form_s_workload_and_what_waits_between_steps(state: SearchState) -> None:
     state._state.edit(seq_length=128, offload_optimizer=True, recompute_granularity="full")
-    state.room = "30 MiB"
+    state.limit = "30 MiB"
     state.start()
     scenario, base, room_bytes = state._process.asked
     assert (scenario.seq_length, base, room_bytes) == (128, MemorySettings(offload_optimizer=True), 30 * MIB)
@@ -117,24 +117,24 @@ def test_a_search_is_of_the_form_s_workload_and_what_waits_between_steps(state: 
 )
 def test_what_cannot_be_searched_is_said(state: SearchState, room: str, changes: dict[str, Any], words: str) -> None:
     state._state.edit(**changes)
-    state.room = room
+    state.limit = room
     state.start()
     assert not state.busy and state.notice.startswith("Not searched: ") and words in state.notice
 
 
 def test_the_room_that_is_proposed_lies_just_under_the_shown_run(state: SearchState) -> None:
     state.is_open = True
-    assert state.room == "76.000 GiB"
+    assert state.limit == "76.000 GiB"
     lab = FakeLab()
     lab.submit(PLAIN)
     beside = SearchState(LabState(lab), FakeProcess)
     beside.is_open = True
-    assert parse_bytes(beside.room) == pytest.approx(0.9 * lab.records[0].peak_allocated_bytes, rel=1e-3)
+    assert parse_bytes(beside.limit) == pytest.approx(0.9 * lab.records[0].peak_allocated_bytes, rel=1e-3)
 
 
 def test_every_point_of_the_front_comes_into_the_controls_as_it_is(state: SearchState, found: SearchResult) -> None:
     view = SearchView(state)
-    state.room = "59GiB"
+    state.limit = "59GiB"
     state.start()
     state._process.on_end(found)
     assert view.chart is not None and not state.busy

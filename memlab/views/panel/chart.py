@@ -1,6 +1,6 @@
-"""The panel's chart as data: the shown run stacked by category, the pinned run as a line, the moment looked at.
+"""The panel's chart as data: the shown run stacked by category, the pinned run as a line, the selected moment.
 
-It has the same traces whatever it shows, so that a widget can take over the next picture in place of the last.
+Its traces are always the same, in the same order; those with nothing to show are empty.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def chart_figure(shown: Run | None, pinned: Run | None, pool: str = "device", ax
     """Draws the panel's chart, without the mark of a moment.
 
     Args:
-        shown: The run whose memory is stacked by category; None says that there is none.
-        pinned: A run whose total is laid over it as a line, or None.
+        shown: The run whose memory is stacked by category; None draws a text that no run is shown.
+        pinned: A run whose total is drawn over it as a line, or None.
         pool: ``"device"`` or ``"host"``.
         axis: ``"time"`` or ``"event"``.
 
@@ -66,14 +66,14 @@ def _picture(shown: Run | None, pinned: Run | None, pool: str, axis: Axis) -> go
 
 
 def mark_moment(figure: go.Figure, shown: Run | None, moment: int | None, pool: str, axis: Axis) -> go.Figure:
-    """Draws a line across the chart at a moment, with a mark on the total; None takes them off.
+    """Draws a line across the chart at a moment, with a mark on the total; None removes them.
 
     Args:
-        figure: What `chart_figure` drew of the same run; it is changed.
+        figure: The result of `chart_figure` for the same run; it is changed.
         shown: The run.
         moment: Number of the event, counted from the step's start.
-        pool: As the figure has it.
-        axis: As the figure has it.
+        pool: The figure's pool.
+        axis: The figure's axis.
 
     Returns:
         The same figure.
@@ -87,7 +87,7 @@ def mark_moment(figure: go.Figure, shown: Run | None, moment: int | None, pool: 
     low, high = figure.layout.yaxis.range
     position = float(moment) if axis == "event" else timeline.nanoseconds[index] / 1e6
     trace.update(
-        x=np.full(3, min(position, figure.layout.xaxis.range[1])),  # a moment of the recovery lies past the axis
+        x=np.full(3, min(position, figure.layout.xaxis.range[1])),  # a moment of the recovery is past the axis
         y=np.array([low, timeline.bytes_at(index, pool) / unit_bytes, high]),
         visible=True,
         mode="lines+markers",
@@ -100,7 +100,7 @@ def mark_moment(figure: go.Figure, shown: Run | None, moment: int | None, pool: 
 
 
 def event_at(timeline: Timeline, point: int, pool: str, axis: Axis) -> int:
-    """Returns the moment of a drawn point, which is what a click on the chart names."""
+    """Returns the moment of a drawn point, by its number in the trace ``total``."""
     return int(resample(timeline, pool, axis).event_index[point]) - timeline.first_step_event
 
 
@@ -111,7 +111,7 @@ def _timeline_of(run: Run | None) -> Timeline | None:
 
 
 def _is_far_below(run: Run, y_range: tuple[float, float], unit_bytes: int, pool: str) -> bool:
-    """Whether a run goes further below the axis than the axis is long; a little is cut off instead."""
+    """Whether a run goes below the axis by more than the length of the axis; less than that is cut off."""
     timeline = _timeline_of(run)
     assert timeline is not None
     lowest = float(timeline.total_bytes(pool)[timeline.first_step_event :].min()) / unit_bytes
@@ -125,7 +125,7 @@ def _overlay(figure: go.Figure, run: Run, pool: str, axis: Axis, unit_bytes: int
     points = resample(timeline, pool, axis)
     totals = points.total_bytes / unit_bytes
     low, high = figure.layout.yaxis.range
-    label = figure.layout.annotations[-1]  # of the shown run's peak: it moves up, over the line
+    label = figure.layout.annotations[-1]  # of the shown run's peak: it moves above the line
     growth = max(1.0, (float(totals.max()) - low) / (label.y - low or 1.0))
     label.y = low + (label.y - low) * growth
     figure.layout.yaxis.range = [low, low + (high - low) * growth]
@@ -161,7 +161,7 @@ def _with_all_traces(figure: go.Figure, traces: dict[str, dict[str, Any]]) -> go
     """The figure's layout over the traces of `TRACES`, in their order."""
     shown = []
     for name in TRACES:
-        # The pinned run is known by its uid: its name tells which run it is. A uid with a space paints a pattern black.
+        # The name of the pinned run's trace changes, its uid does not. A space in a uid would paint its pattern black.
         trace = {"visible": True, **traces[name]} if name in traces else _NOTHING
         stacked = {"stackgroup": "pool"} if name in (BASE, *CATEGORY_LOOKS) else {}
         legend = {

@@ -1,7 +1,7 @@
 """The chart on the page: one widget whose state is the picture, and no more than the picture.
 
 plotly's FigureWidget has two defects here. It carries plotly.js, 5 MB, as a part of its state: in the message that
-creates it and in every notebook that saves it. And its page forgets the updates that it received, so that a second
+creates it and in every notebook that saves it. And its page loses the updates that it received, so that a second
 view, or a page that is loaded again, draws an old picture without its colours. In this widget the whole picture is
 one trait, at most some hundred kilobytes, and the page requests plotly.js from the kernel once.
 """

@@ -1,4 +1,4 @@
-"""Run and Stop, how far the step has come, and what the last press led to."""
+"""Run and Stop, the progress of the step, and the result of the last action."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class RunBar:
         self.progress = ipywidgets.IntProgress(min=0, max=1)
         self.place = ipywidgets.HTML()
         self.status = ipywidgets.HTML()
-        self.run.tooltip = "Takes a step with these settings; a warm-up step comes first after a change"
-        self.stop.tooltip = "Ends the step between two layers; the model stays usable"
+        self.run.tooltip = "Takes a step with these settings, after a warm-up step if they have changed"
+        self.stop.tooltip = "Stops the step before its next layer; the model stays usable"
         for name in ("run", "stop", "progress", "status"):
             getattr(self, name).add_class(f"memlab-{name}")
         self.place.add_class("memlab-progress-text")
-        # A second press is answered in words, so Run stays enabled while a step runs.
+        # Run stays enabled while a step runs: a second press says in words why it starts nothing.
         self.run.on_click(lambda _: state.run())
         self.stop.on_click(lambda _: state.stop())
         self.box = ipywidgets.Box([self.run, self.stop, self.progress, self.place, self.status])

@@ -1,4 +1,4 @@
-"""The runs of a lab: the table, what can be done to the run that is shown, and its exports."""
+"""The runs of a lab: the table, the actions on the shown run, and its exports."""
 
 from __future__ import annotations
 
@@ -31,16 +31,21 @@ _logger = logging.getLogger(__name__)
 
 
 class RunsView:
-    """The table and its buttons. `box` is the widget; each button calls a method that needs no widget."""
+    """The table and its buttons. `box` is the widget; each button calls a method that works without widgets."""
 
     def __init__(self, state: LabState) -> None:
         self._state = state
         self.table = RunsTable(columns=[list(column) for column in COLUMNS.items()])
         self.table.add_class("memlab-runs")
         self.table.observe(lambda change: state.show(change["new"]), names=["shown"])
-        self.pin = _button("Pin", "pin", "Lays this run over the others and holds them against it", state.pin)
+        self.pin = _button(
+            "Pin",
+            "pin",
+            "Compares the other runs with this one, in the chart and in the table",
+            state.pin,
+        )
         reuse = _button("Use its settings", "reuse", "Puts this run's settings into the controls", state.reuse)
-        delete = _button("Delete", "delete", "Forgets this run, its record included", state.delete)
+        delete = _button("Delete", "delete", "Deletes this run and its record", state.delete)
         self.folder = ipywidgets.Text(description="Export to folder", continuous_update=False)
         self.folder.style.description_width = "initial"
         self.folder.add_class("memlab-export-folder")
@@ -64,7 +69,7 @@ class RunsView:
         state.observe(lambda _: self._show(), names=["runs", "shown", "pinned", "export_folder"])
 
     def export(self, kind: str) -> Path | None:
-        """Writes a file of the shown run, and says in the state's notice where it is, or what is wrong.
+        """Writes a file of the shown run, and says in the state's notice where the file is, or what went wrong.
 
         Args:
             kind: ``run``, ``snapshot``, ``png``, ``svg``, ``html`` or ``csv``.
@@ -99,7 +104,7 @@ class RunsView:
         except (ValueError, OSError) as error:
             state.notice = f"Not exported: {error}"
             return None
-        except Exception as error:  # a browser that kaleido starts may fail in any way, and the panel must live on
+        except Exception as error:  # the browser that kaleido starts may fail in any way: the panel stays usable
             _logger.exception("export of %s as %s", run, kind)
             state.notice = f"Not exported: {type(error).__name__}: {error}: export HTML instead, which needs no browser"
             return None
@@ -118,7 +123,7 @@ class RunsView:
             self.repeat.value = ""
         else:
             lines = html.escape(f"{settings_line(shown.settings)}\n{measure_command(shown)}", quote=False)
-            self.repeat.value = f'Run {shown.number} again:<pre tabindex="0">{lines}</pre>'
+            self.repeat.value = f'To repeat run {shown.number}:<pre tabindex="0">{lines}</pre>'
 
 
 def text_twin(shown: Run | None, pinned: Run | None) -> str:
@@ -129,7 +134,7 @@ def text_twin(shown: Run | None, pinned: Run | None) -> str:
         return f"{shown}: {shown.message}"
     text = record_table(shown.record)
     if pinned is not None and pinned.record is not None and pinned is not shown:
-        text += f"\n\nagainst the pinned run {pinned.number}\n\n{compare_table(pinned.record, shown.record)}"
+        text += f"\n\ncompared with the pinned run {pinned.number}\n\n{compare_table(pinned.record, shown.record)}"
     return text
 
 

@@ -1,4 +1,4 @@
-"""The panel's search as state: what has to be fitted into, whether a search runs, what it found, and what is taken."""
+"""The panel's search as state: the memory limit, the running search, its result, and what the user takes of it."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from memlab.units import GIB, format_bytes, parse_bytes
 from memlab.views.panel.state import LabState
 
 _logger = logging.getLogger(__name__)
-_USUAL_ROOM_BYTES = 76 * GIB
+_USUAL_LIMIT_BYTES = 76 * GIB
 _SHARE_OF_PEAK = 0.9
-"""Of the shown run's peak: a room in which that run just does not fit."""
+"""Of the shown run's peak: a limit that this run exceeds a little."""
 
 
 class SearchState(traitlets.HasTraits):
-    """A search beside a lab: it steps a simulated one of the same scenario, in a process of its own.
+    """A search next to a lab: it steps a simulated lab of the same scenario, in a process of its own.
 
     Args:
-        state: Of the panel; what is taken from the front goes into its form.
+        state: The panel's state; settings taken from the front go into its form.
         start_process: Starts the search.
     """
 
     is_open = traitlets.Bool()
-    room = traitlets.Unicode()
-    """A size, as it was typed."""
+    limit = traitlets.Unicode()
+    """Device memory for torch, as the user typed it."""
     busy = traitlets.Bool()
     notice = traitlets.Unicode()
-    """How far the search is, or what came of the last press, in words."""
+    """Progress of the search, or the result of the user's last action, in words."""
     found = traitlets.Instance(SearchResult, allow_none=True)
 
     def __init__(self, state: LabState, start_process: Callable[..., Any] = SearchProcess) -> None:
@@ -43,17 +43,17 @@ class SearchState(traitlets.HasTraits):
         self._process: Any = None
 
     @traitlets.observe("is_open")
-    def _propose_room(self, _change: object) -> None:
-        if not self.room:
+    def _propose_limit(self, _change: object) -> None:
+        if not self.limit:
             shown = self._state.shown
-            limit = getattr(self._state.lab, "device_memory_bytes", None)
+            device_limit = self._state.lab.device_memory_bytes
             peak = shown.record.peak_allocated_bytes if shown is not None and shown.record is not None else 0
-            self.room = format_bytes(limit or int(peak * _SHARE_OF_PEAK) or _USUAL_ROOM_BYTES)
+            self.limit = format_bytes(device_limit or int(peak * _SHARE_OF_PEAK) or _USUAL_LIMIT_BYTES)
 
     def start(self) -> None:
         """Starts a search from the form's workload, or says in `notice` why not.
 
-        Each setting keeps what the form says of the time between steps, and of checkpoints' inputs.
+        All settings keep the form's offload between steps and its remedy for checkpoints' inputs.
         """
         with self._state.lock:
             if self.busy:
@@ -61,7 +61,7 @@ class SearchState(traitlets.HasTraits):
                 return
             form = self._state.form
             try:
-                room_bytes = parse_bytes(self.room)
+                limit_bytes = parse_bytes(self.limit)
                 scenario = form.scenario(self._state.scenario)
                 base = MemorySettings(
                     offload_parameters=form.offload_parameters,
@@ -72,8 +72,8 @@ class SearchState(traitlets.HasTraits):
                 self._process = self._start_process(
                     scenario,
                     base,
-                    room_bytes,
-                    resolution_bytes=default_resolution_bytes(room_bytes),
+                    limit_bytes,
+                    resolution_bytes=default_resolution_bytes(limit_bytes),
                     on_line=self._say,
                     on_end=self._finish,
                 )
@@ -88,14 +88,14 @@ class SearchState(traitlets.HasTraits):
             self._process.stop()
 
     def take(self, number: int) -> None:
-        """Puts a point's settings into the controls, as if they had been set there; Run then takes them.
+        """Puts a point's settings into the controls, so that Run takes a step with them.
 
         Args:
-            number: Its place in the points that were found.
+            number: Index into the points that were found.
         """
         with self._state.lock:
             if self.found is None:
-                self.notice = "Nothing was searched: press Search first."
+                self.notice = "There is no search result: press Search first."
                 return
             point = self.found.points[number]
             self._state.form = self._state.form.with_settings(point.settings)

@@ -1,4 +1,4 @@
-"""The search section of the panel: what to fit into, the front as a chart, a list and text. Closed, it is a button."""
+"""The search section of the panel: the memory limit, and the front as chart, list and text. Closed, it is a button."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _NO_CHOICE = -1
 
 
 class SearchView:
-    """Controls, chart and table on one state. `box` is the widget; the chart is made when there is one to show."""
+    """Controls, chart and table on one state. `box` is the widget; the chart exists after the first search."""
 
     def __init__(self, state: SearchState) -> None:
         self.state = state
         self.toggle = ipywidgets.ToggleButton(description="Search what fits")
         self.toggle.tooltip = "The settings that fit, and the extra work that each costs"
-        self.room = ipywidgets.Text(description="room for torch", continuous_update=False)
-        self.room.style.description_width = "initial"
+        self.limit = ipywidgets.Text(description="GPU memory for torch", continuous_update=False)
+        self.limit.style.description_width = "initial"
         self.search = ipywidgets.Button(description="Search")
-        self.search.tooltip = "Predicts settings on a simulated lab beside this one, which stays free"
+        self.search.tooltip = "Predicts settings on a simulated lab next to this one, which stays free"
         self.stop = ipywidgets.Button(description="Stop search")
         self.status = ipywidgets.HTML()
         self.choice = ipywidgets.Dropdown(description="on the front", options=[("", _NO_CHOICE)])
@@ -34,19 +34,19 @@ class SearchView:
         self.table = ipywidgets.HTML()
         self.chart: ChartWidget | None = None
         self._num_found = 0
-        self._bar = ipywidgets.Box([self.room, self.search, self.stop, self.status])
+        self._bar = ipywidgets.Box([self.limit, self.search, self.stop, self.status])
         self._section = ipywidgets.VBox([self._bar, self.choice, self.table])
         self.box = ipywidgets.VBox([self.toggle, self._section])
-        names = {"search-toggle": self.toggle, "search-room": self.room, "search-start": self.search}
+        names = {"search-toggle": self.toggle, "search-limit": self.limit, "search-start": self.search}
         names |= {"search-stop": self.stop, "search-status": self.status, "search-choice": self.choice}
         for name, widget in (names | {"search-bar": self._bar, "search-text": self.table}).items():
             widget.add_class(f"memlab-{name}")
         self.toggle.observe(lambda change: state.set_trait("is_open", change["new"]), names=["value"])
-        self.room.observe(lambda change: state.set_trait("room", change["new"]), names=["value"])
+        self.limit.observe(lambda change: state.set_trait("limit", change["new"]), names=["value"])
         self.search.on_click(lambda _: state.start())
         self.stop.on_click(lambda _: state.stop())
         self.choice.observe(self._take_choice, names=["value"])
-        state.observe(lambda _: self._show(), names=["is_open", "room", "busy", "notice"])
+        state.observe(lambda _: self._show(), names=["is_open", "limit", "busy", "notice"])
         state.observe(lambda _: self._show_found(), names=["found"])
         self._show()
 
@@ -64,7 +64,7 @@ class SearchView:
         state = self.state
         self.toggle.value = state.is_open
         self._section.layout.display = None if state.is_open else "none"
-        self.room.value = state.room
+        self.limit.value = state.limit
         self.stop.disabled = not state.busy
         for part in (self.choice, self.table):
             part.layout.display = "none" if state.found is None else None

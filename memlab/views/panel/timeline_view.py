@@ -1,4 +1,4 @@
-"""The chart in the panel, its switches, and what is alive at the moment that is looked at."""
+"""The chart in the panel, its switches, and what is allocated at the selected moment."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TimelineView:
         self.number = ipywidgets.BoundedIntText(
             min=0, max=0, description="event", style={"description_width": "initial"}
         )
-        self.to_peak = ipywidgets.Button(description="Peak", tooltip="Looks at the step's peak")
+        self.to_peak = ipywidgets.Button(description="Peak", tooltip="Selects the step's peak")
         self.to_peak.on_click(lambda _: state.look_at(None))
         self.breakdown = ipywidgets.HTML()
         for name, widget in (("moment-slider", self.slider), ("moment", self.number), ("to-peak", self.to_peak)):
@@ -64,7 +64,7 @@ class TimelineView:
     def _figure(self) -> Any:
         state = self._state
         key = (state.shown, state.pinned, state.pool, state.axis)
-        # A moment is marked on the picture that stands: a million events are not drawn again for it.
+        # Only the mark of the moment changes: a million events are not drawn again for it.
         if self._drawn is None or self._drawn[0] != key:
             self._drawn = (key, chart_figure(*key))
         return mark_moment(self._drawn[1], state.shown, state.moment, state.pool, state.axis)
@@ -83,7 +83,7 @@ class TimelineView:
 
     def _moment_given(self, change: Any) -> None:
         timeline = self._timeline()
-        # The controls stand at the peak while nobody looks at another moment: that is no choice of it.
+        # Without a selected moment the controls show the peak, which is not the user's choice.
         if timeline is not None and change["new"] != self._moment(timeline):
             self._state.look_at(change["new"])
 
@@ -104,7 +104,7 @@ class TimelineView:
             return
         moment, last = self._moment(timeline), len(timeline) - 1 - timeline.first_step_event
         for control in (self.slider, self.number):
-            # In the order in which no value is ever beyond its end: a page would answer with a moment of its own.
+            # In an order in which no value is ever above its maximum: the page would change it and send that back.
             if moment > control.max:
                 control.max = last
             control.value = moment
@@ -113,19 +113,19 @@ class TimelineView:
 
 
 def breakdown_html(timeline: Timeline, moment: int, pool: str, *, is_peak: bool) -> str:
-    """Writes what is alive after an event: by category and by module, the largest first."""
+    """Writes what is allocated after an event: by category and by module, the largest first."""
     index = timeline.first_step_event + moment
     total = timeline.bytes_at(index, pool)
     where = f"event {moment:,}, {timeline.nanoseconds[index] / 1e6:,.3f} ms, {PHASES[timeline.phase[index]]}"
-    head = f"Alive on the {pool} at {'the peak, ' if is_peak else ''}{where}: {format_bytes(total)}"
+    head = f"Allocated on the {pool} at {'the peak, ' if is_peak else ''}{where}: {format_bytes(total)}"
     categories = timeline.breakdown(index, "category", pool)
     modules = timeline.breakdown(index, "module", pool)
     rest = sum(list(modules.values())[_NUM_MODULES:])
     largest = {module_name(name): size for name, size in list(modules.items())[:_NUM_MODULES]}
     if rest:
         largest[f"{len(modules) - _NUM_MODULES} other modules"] = rest
-    tables = _table("by category", categories, total) + _table("by module that made it", largest, total)
-    return f'<div class="memlab-alive" aria-live="polite">{head}</div><div class="memlab-tables">{tables}</div>'
+    tables = _table("by category", categories, total) + _table("by module that allocated it", largest, total)
+    return f'<div class="memlab-allocated" aria-live="polite">{head}</div><div class="memlab-tables">{tables}</div>'
 
 
 def _table(title: str, sizes: dict[str, int], total: int) -> str:
