@@ -415,7 +415,7 @@ def test_beyond_the_largest_the_modules_of_a_category_are_one_row() -> None:
 
 def test_a_prediction_is_drawn_phase_by_phase_unless_another_axis_is_chosen() -> None:
     predicted, measured = pair()
-    assert "each phase" in compare_figure(predicted, measured).layout.xaxis.title.text
+    assert "phases aligned" in compare_figure(predicted, measured).layout.xaxis.title.text
     assert "(ms)" in compare_figure(predicted, measured, axis="time").layout.xaxis.title.text
     assert "events since" in compare_figure(predicted, measured, axis="event").layout.xaxis.title.text
 

@@ -423,7 +423,7 @@ def test_compared_phases_are_laid_over_each_other() -> None:
     figure = compare_figure(PLAIN, RECOMPUTED)
     names = [annotation for annotation in figure.layout.annotations if annotation.yref == "paper"]
     assert [name.text for name in names][:2] == ["forward", "backward"]
-    edges = [shape.x0 for shape in figure.layout.shapes if shape.type == "line"]
+    edges = [shape.x0 for shape in figure.layout.shapes if shape.type == "line" and shape.yref == "paper"]
     lines = [trace for trace in figure.data if trace.mode != "markers"]
     for line in lines:
         phases = list(line.text)
@@ -431,6 +431,16 @@ def test_compared_phases_are_laid_over_each_other() -> None:
         assert line.x[phases.index("optimizer")] == pytest.approx(edges[1], abs=0.01)
         assert (line.x[0], line.x[-1]) == (0.0, 100.0)
     assert len(lines[0].x) != len(lines[1].x), "the steps differ in their events"
+
+
+def test_a_label_far_from_its_peak_is_joined_to_it() -> None:
+    figure = compare_figure(*[PLAIN] * 4)
+    joins = [shape for shape in figure.layout.shapes if shape.yref != "paper"]
+    shifts = [label.yshift for label in figure.layout.annotations if label.yref != "paper"]
+    assert len(joins) == sum(shift > 17 for shift in shifts) > 0
+    assert {(join.x0, join.y0) for join in joins} == {
+        (trace.x[0], trace.y[0]) for trace in figure.data if trace.mode == "markers"
+    }
 
 
 def test_a_step_between_load_and_offload_is_compared_phase_by_phase() -> None:

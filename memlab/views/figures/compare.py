@@ -102,7 +102,8 @@ def compare_figure(*records: StepRecord, axis: CompareAxis | None = None) -> go.
     set_ranges(figure, end, floor, max(peaks) / unit_bytes, num_lines=min(len(peaks), 5))
     mark_phases(figure, spans, end)
     low, high = figure.layout.yaxis.range
-    shifts = _label_shifts([points for _, _, points in drawn], labels, end, unit_bytes * (high - low) / PLOT_HEIGHT)
+    units_per_pixel = (high - low) / PLOT_HEIGHT
+    shifts = _label_shifts([points for _, _, points in drawn], labels, end, unit_bytes * units_per_pixel)
     for position, (shift, (name, timeline, points)) in enumerate(zip(shifts, drawn, strict=True)):
         look = series_look(position)
         on_axis = slice(points.num_on_axis)
@@ -115,6 +116,10 @@ def compare_figure(*records: StepRecord, axis: CompareAxis | None = None) -> go.
             hovertemplate=f"%{{y:.3f}} {unit}, %{{text}}<extra>{textwrap.shorten(name, 40)}</extra>",
         )
         mark_peak(figure, points, unit_bytes, labels[position], end, shift=shift, colour=look.colour)
+        if shift > LINE_HEIGHT:  # so far from its mark, the label is joined to it
+            x, y = float(points.position[points.peak]), peaks[position] / unit_bytes
+            line = {"color": look.colour, "width": 0.8}
+            figure.add_shape(type="line", x0=x, x1=x, y0=y, y1=y + shift * units_per_pixel, line=line)
     if difference is not None:
         looks = [series_look(0 if side is records[0] else 1) for side in (difference.predicted, difference.measured)]
         add_waterfall(figure, difference, [look.colour for look in looks])

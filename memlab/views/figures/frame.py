@@ -23,7 +23,7 @@ from memlab.vocabulary import PHASES
 AXIS_TITLES = {
     "time": "time since the step's start (ms)",
     "event": "memory events since the step's start",
-    "phase": "memory events, each phase of all steps at one place",
+    "phase": "memory events, phases aligned",
 }
 # Pixels.
 PLOT_HEIGHT = 320

@@ -12,7 +12,7 @@ from memlab.record.step_record import StepRecord
 from memlab.units import binary_unit
 from memlab.views.figures.frame import LINE_HEIGHT, PLOT_HEIGHT, figure_frame, messages
 from memlab.views.figures.palette import CATEGORY_LOOKS, INK, PATTERN_INK
-from memlab.views.text.compare import left_for_torch, peak_phase
+from memlab.views.text.compare import gpu_name, left_for_torch, peak_phase
 from memlab.views.text.layout import in_unit
 
 _LETTERS_OF_NAMES = 96
@@ -91,4 +91,4 @@ def _mark_limits(figure: go.Figure, limits: Mapping[str, float], top: float) -> 
         figure.add_shape(type="line", xref="paper", x0=0.0, x1=1.0, y0=height, y1=height, line=line)
         at = height / top * PLOT_HEIGHT
         free = max(free, at) + LINE_HEIGHT
-        figure.add_annotation(y=height, yshift=free - LINE_HEIGHT - at, text=f"{size} GPU", **place)
+        figure.add_annotation(y=height, yshift=free - LINE_HEIGHT - at, text=gpu_name(size), **place)

@@ -50,6 +50,8 @@ _POOL_TITLES = {
 _STATUS_TITLES = {"ok": "", "out_of_memory": ", out of memory", "interrupted": ", interrupted"}
 _LETTERS_OF_SETTINGS = 48
 """In a title; longer settings are also on a line of their own."""
+_SHARE_TO_NAME = 0.01
+"""What grew by less than this share of the peak is not named."""
 _LETTERS_AT_PEAK = 42
 """On a line of the label of a peak in the figure's middle."""
 
@@ -220,7 +222,8 @@ def _peak_label(timeline: Timeline, points: DrawnPoints, held: IntArray, pool: s
         head += f" = {in_unit(held_bytes, unit_bytes)} held + {in_unit(total - held_bytes, unit_bytes)}"
     lines = [head, *folded(_parts(points.category_bytes[:, points.peak] - held, unit_bytes), _LETTERS_AT_PEAK)]
     grown = peak_by_module(module_growth(timeline, int(points.event_index[points.peak]), pool), {})
-    for name, size in list(grown.items())[:1]:
+    largest = [(name, size) for name, size in list(grown.items())[:1] if size >= total * _SHARE_TO_NAME]
+    for name, size in largest:
         size_text = format_bytes(size).replace(" ", "\N{NO-BREAK SPACE}")
         lines += folded(f"grew most: {name}, {size_text}", _LETTERS_AT_PEAK)
     return lines

@@ -139,8 +139,14 @@ def _which_fit(size: str, limit: int, records: Mapping[str, StepRecord]) -> str:
 
 def left_for_torch(size: str, limit: int) -> str:
     """Says what a GPU of a size such as ``80GiB`` leaves for torch's allocator."""
-    spaced = f"{size} B" if size.isdigit() else re.sub(r"(?<=\d)(?=[A-Za-z])", " ", size)
-    return f"A {spaced} GPU leaves {format_bytes(limit)} for torch"
+    name = gpu_name(size)
+    article = "An" if re.match(r"8|1[18](?!\d)", name) else "A"  # an eight, an eleven, an eighteen
+    return f"{article} {name} leaves {format_bytes(limit)} for torch"
+
+
+def gpu_name(size: str) -> str:
+    """Names a GPU by its size: ``80 GiB GPU``."""
+    return f"{size} B GPU" if size.isdigit() else re.sub(r"(?<=\d)(?=[A-Za-z])", " ", size) + " GPU"
 
 
 def _byte_column(above: str, name: str, values: Sequence[int], known: Sequence[bool] | None = None) -> list[str]:
