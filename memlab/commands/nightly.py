@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memlab.commands.output import out_path
+from memlab.commands.output import check_writable_folder, out_path
 from memlab.commands.process import terminate_on_signal
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     from memlab.regression.nightly import KEPT_RUNS, Options
     from memlab.regression.suite.suite import read_suite
 
+    if arguments.out is not None:
+        check_writable_folder(arguments.out)
     suite = read_suite(arguments.suite)
     own_jobs = min(os.cpu_count() or 1, _MAX_JOBS) if suite.backend != "cuda" else 1
     options = Options(

@@ -56,6 +56,33 @@ def check_new_file(path: Path | None) -> None:
         raise _unwritable(path, error) from error
 
 
+def check_writable_folder(path: Path) -> None:
+    """Checks that files can be written into a folder, or into the one in which it will be made.
+
+    Raises:
+        ValueError: If the path, or the first part of it that exists, is not a folder or is read-only.
+    """
+    nearest = path.absolute()
+    while not _is_there(nearest):
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise ValueError(f"--out is {path}, but {nearest} is not a folder: choose another path")
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _is_there(path: Path) -> bool:
+    """Whether something has this name, a broken link too. A name that no file can have raises `OSError`."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
     """Yields a temporary path next to a file, which becomes the file if the block succeeds."""

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memlab.commands.output import out_path
+from memlab.commands.output import check_writable_folder, out_path
 from memlab.commands.process import terminate_on_signal
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
     if twice:
         raise ValueError(f"parameter {twice[0]} is given twice, must be given once: leave one -p {twice[0]} out")
+    if arguments.out is not None:
+        check_writable_folder(arguments.out)
     output = arguments.out or _new_folder(arguments.notebook.stem)
     lab = prepare_lab(arguments.notebook, dict(arguments.parameters), output, arguments.timeout)
     return lambda: _run(lab)

@@ -287,6 +287,11 @@ def _lines() -> Iterator[str]:  # noqa: PLR0915  # a table
         "run labs/00_quickstart.ipynb -p seq_length",
         "run labs/00_quickstart.ipynb -p x 1",
     )
+    for command in ("run labs/00_quickstart.ipynb", "nightly papermill_runs/suites/cpu.yaml"):
+        yield from (
+            f"{command} --out {value}"
+            for value in ("''", "{page.html}", "{page.html}/x/y", "/dev/null", "/proc/runs", LONG, "{loop}", "{loop}/x")
+        )
     yield from (f"nightly {name}" for name in ("none.yaml", "{suite.yaml}", "labs", LONG))
     yield from (f"baseline update {name}" for name in ("none.yaml", "{suite.yaml}", LONG))
 
@@ -304,6 +309,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             path.write_bytes(content)
         else:
             path.write_text(content if isinstance(content, str) else json.dumps(content))
+    (folder / "loop").symlink_to(folder / "loop")
     names = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*")}
     return {f"{{{name}}}": path for name, path in names.items()}
 
@@ -319,7 +325,7 @@ def test_a_bad_command_line_ends_in_one_line_and_exit_code_2(
     line: str, files: dict[str, Path], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    before = {path: path.stat().st_mtime_ns for path in files["{is_full}"].parent.rglob("*")}
+    before = {path: path.lstat().st_mtime_ns for path in files["{is_full}"].parent.rglob("*")}
     code = main(_words(line, files))
     printed, complaint = capfd.readouterr()
     assert (code, printed) == (2, ""), complaint
