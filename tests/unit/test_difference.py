@@ -158,7 +158,7 @@ def test_peaks_at_different_moments_are_said_to_be() -> None:
     assert "both peak in backward of output_layer" in difference_table(split(record_of(plain), measured_as(plain)))
 
 
-# What is held against what
+# Which steps are compared
 
 
 def test_two_steps_of_one_backend_are_compared_as_ever() -> None:

@@ -1,4 +1,4 @@
-"""Why a step ran out of memory: from evidence made by hand, and from live steps that are then mended."""
+"""Why a step ran out of memory: from evidence made by hand, and from live steps that then fit."""
 
 from __future__ import annotations
 
@@ -105,9 +105,9 @@ def test_unused_pieces_that_are_each_too_small_are_fragmentation() -> None:
     assert judged.verdict == "fragmentation"
     assert "17.000 GiB of 77.000 GiB reserved are unused, in blocks of at most 512.00 MiB" in judged.evidence
     # Both together would have been enough: seen on an H200, where logits of 2.3 GiB found no place in 2.7.
-    rest = {"reserved_bytes": 77 * GIB, "device_free_bytes": 2 * GIB, "allocated_bytes": 68 * GIB}
+    both = {"reserved_bytes": 77 * GIB, "device_free_bytes": 2 * GIB, "allocated_bytes": 68 * GIB}
     assert "9.000 GiB of 77.000 GiB reserved are unused, in blocks of at most 512.00 MiB, and 2.000 GiB are not" in (
-        verdict_of(refused({LAYER: 18 * GIB}, **rest)).evidence
+        verdict_of(refused({LAYER: 18 * GIB}, **both)).evidence
     )
     assert "expandable_segments" in judged.advice
     assert verdict_of(refused(**pieces, largest_free_bytes=None)).verdict != "fragmentation", (
@@ -119,7 +119,7 @@ def test_unused_pieces_that_are_each_too_small_are_fragmentation() -> None:
 def test_what_is_left_from_before_the_step_is_retention_if_it_would_have_made_the_room() -> None:
     foreign = verdict_of(refused(retained={"": 8 * GIB}))
     assert (foreign.verdict, "something outside the model" in foreign.evidence) == ("retention", True)
-    assert verdict_of(refused(retained={"": 2 * GIB})).verdict != "retention", "3 GiB were lacking"
+    assert verdict_of(refused(retained={"": 2 * GIB})).verdict != "retention", "3 GiB are missing"
     record = replace(refused(), settings=FULL)
     earlier = fitted(FULL, residual_bytes=4 * GIB, peak_allocated_bytes=70 * GIB)
     judged = verdict_of(record, [earlier])
@@ -240,13 +240,13 @@ def test_no_setting_saves_more_than_is_estimated(family: str, open_lab: Callable
     lab = open_lab(family, seq_length=256)
     plain = lab.step()
     timeline, peak = plain.timeline, plain.timeline.peak_index()
-    born: dict[tuple[int, str], int] = {}
+    allocated: dict[tuple[int, str], int] = {}
     rows = zip(timeline.pool, timeline.category, timeline.module, timeline.delta_bytes, strict=True)
     for pool, category, module, delta in list(rows)[: peak + 1]:
         parts = timeline.modules[module].split(".", 3)
         if not pool and CATEGORIES[category] == "activations" and parts[0] == "decoder" and len(parts) > 2:
             place = (int(parts[2]), parts[3] if len(parts) > 3 else "")
-            born[place] = born.get(place, 0) + int(delta)
+            allocated[place] = allocated.get(place, 0) + int(delta)
     tried = 0
     single = [recompute(name) for name in RECOMPUTE_MODULES]
     single += [offload(name) for name in OFFLOAD_MODULES if name != "attn_proj"] + [offload("core_attn", "attn_proj")]
@@ -255,7 +255,9 @@ def test_no_setting_saves_more_than_is_estimated(family: str, open_lab: Callable
             saved = plain.peak_allocated_bytes - lab.step(settings).peak_allocated_bytes
         except ValueError:
             continue  # not a module of this family
-        estimated = recomputed_bytes(settings, born, lab.scenario) + offloaded_bytes(settings, born, lab.scenario)
+        estimated = recomputed_bytes(settings, allocated, lab.scenario) + offloaded_bytes(
+            settings, allocated, lab.scenario
+        )
         assert saved <= estimated, settings
         tried += saved > 0
     assert tried >= 5

@@ -1,4 +1,4 @@
-"""The estimate of what a GPU holds beside torch: within what was measured, and larger with each kind of communication."""
+"""The estimate of what a GPU holds outside torch: within what was measured, and larger with each kind of communication."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TWO_RANKS = [
 ]
 
 
-def test_one_rank_talks_to_nobody() -> None:
+def test_one_rank_has_no_connections() -> None:
     assert estimate_outside_torch(Layout()).nccl_bytes == 0
     assert "NCCL" not in str(estimate_outside_torch(Layout()))
 
@@ -31,7 +31,7 @@ def test_two_ranks_are_within_what_h200s_held(sizes: dict[str, int]) -> None:
 
 
 def test_an_all_to_all_of_eight_ranks_is_what_an_h100_took_for_it() -> None:
-    """4.34 - 1.06 GB beside torch, before and after the first one (NVIDIA/nccl#1685)."""
+    """4.34 - 1.06 GB outside torch, before and after the first one (NVIDIA/nccl#1685)."""
     sizes = {"data_parallel_size": 8}
     apart = estimate_outside_torch(Layout(**sizes, expert_model_parallel_size=8)).nccl_bytes
     counts = 24 * 12 * MIB

@@ -1,4 +1,4 @@
-"""Resampling, held against plain Python loops that look at every event."""
+"""Resampling, compared with plain Python loops that look at every event."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_the_front_is_that_of_every_candidate_s_own_step(scenario: Scenario, bas
 
 
 def machine(seed: int, scenario: Scenario) -> Callable[[MemorySettings, int | None], StepRecord]:
-    """A model of steps: each module frees and moves its own bytes, with a little noise, as real ones were seen to."""
+    """A model of steps: each module frees and transfers its own bytes, with a little noise, as real ones were seen to."""
     drawn = random.Random(seed)
     frees = {name: drawn.randint(1, 400) * MIB for name in sorted({*recompute_names(), *offload_names()})}
     moves = {name: drawn.randint(1, 400) * MIB for name in offload_names()}
@@ -127,7 +127,7 @@ def offload_names() -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_is_reckoned_and_not_predicted_is_on_no_front(seed: int) -> None:
+def test_what_is_pruned_is_not_on_the_front(seed: int) -> None:
     scenario = Scenario.of(architecture="qwen3-30b-a3b")
     step = machine(seed, scenario)
     found = search(PLAIN, scenario, step, 59 * GIB)
@@ -294,7 +294,7 @@ def test_the_command_prints_what_single_steps_give(capfd: pytest.CaptureFixture[
     assert "which already exists: choose another file or remove it" in capfd.readouterr().err
 
 
-def test_where_nothing_fits_it_says_what_is_lacking_and_exits_with_1(capfd: pytest.CaptureFixture[str]) -> None:
+def test_where_nothing_fits_it_says_what_is_missing_and_exits_with_1(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["search", *TINY, f"--gpu-memory={OUTSIDE_BYTES + MIB}B", "--max-steps", "2"]) == 1
     printed = " ".join(capfd.readouterr().out.split())
     assert (

@@ -320,7 +320,7 @@ def test_a_timeline_without_bytes_says_that_nothing_was_seen(num_events: int) ->
         assert not figure.data
 
 
-def test_a_step_beside_one_without_bytes_is_still_compared() -> None:
+def test_a_step_next_to_one_without_bytes_is_still_compared() -> None:
     empty = record_of(TimelineBuilder().build())
     names = [trace.name for trace in compare_figure(empty, RECOMPUTED, PLAIN).data if trace.name]
     assert [name.split(": ")[0] for name in names] == ["full uniform 1", "none, step 3"]

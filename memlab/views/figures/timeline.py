@@ -66,7 +66,7 @@ def timeline_figure(
         pool: One of ``"device"``, ``"host"``, ``"on_chip"``.
         axis: ``"time"`` in milliseconds, or ``"event"``, which gives every event the same width.
         above_start: Starts the bytes axis at what the pool held from the step's start to its end, category by category,
-            where that is more than a quarter of the peak: parameters and optimizer state would press the rest flat. The
+            where that is more than a quarter of the peak: parameters and optimizer state would press all else flat. The
             subtitle says how much is below the axis. False starts the axis at 0.
 
     Returns:
