@@ -178,6 +178,21 @@ def answered(exercise: str, answer: str) -> str:
     return exercise.replace(marked, indent + answer)
 
 
+def cells_needed(work: list[str], answers: list[str]) -> list[str]:
+    """Returns the cells that give a name to something that the answers use, directly or through other such cells."""
+    used = {node.id for answer in answers for node in ast.walk(ast.parse(answer)) if isinstance(node, ast.Name)}
+    needed: list[str] = []
+    for cell in reversed(work):
+        nodes = list(ast.walk(ast.parse(cell)))
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        given = {name.id for name in names if isinstance(name.ctx, ast.Store)}
+        given |= {node.name for node in nodes if isinstance(node, ast.alias)}
+        if given & used:
+            used |= {name.id for name in names}
+            needed.insert(0, cell)
+    return needed
+
+
 def value_of(cell: str, names: dict[str, Any]) -> object:
     """Runs a cell; returns the value of its last line, which a notebook would show."""
     *body, last = ast.parse(cell).body
@@ -198,21 +213,24 @@ def test_a_solution_reaches_the_goal_and_no_wrong_answer_does(
     for figure in ("show", "compare"):
         monkeypatch.setattr(f"memlab.{figure}", MagicMock())  # drawing is tested elsewhere
     work, exercises = exercises_of(lab)
+    answers = {
+        exercise: ([exercise, *(answered(exercise, wrong) for wrong in each.wrong)], answered(exercise, each.solution))
+        for exercise, each in zip(exercises, EXERCISES[lab], strict=True)
+    }
     names: dict[str, Any] = {}
-    for source in work:
+    for source in cells_needed(work, [cell for wrong, solution in answers.values() for cell in (*wrong, solution)]):
         exec(source, names)  # noqa: S102  # the lab's own cells
         if source is work[0]:
             names |= SMALLER.get(lab, {})
     try:
-        for exercise, answers in zip(exercises, EXERCISES[lab], strict=True):
-            for cell in (exercise, *(answered(exercise, wrong) for wrong in answers.wrong)):
+        for wrong, solution in answers.values():
+            for cell in wrong:
                 capsys.readouterr()
                 outcome = value_of(cell, names)
                 assert isinstance(outcome, (Check, ResidencyCheck))
                 assert not outcome, f"this answer is wrong, and the check accepts it:\n{cell}"
                 lines = capsys.readouterr().out.splitlines()
                 assert [line.startswith("not yet: ") for line in lines] == [False] * (len(lines) - 1) + [True]
-            cell = answered(exercise, answers.solution)
-            assert value_of(cell, names), f"this is the solution, and the check refuses it:\n{cell}"
+            assert value_of(solution, names), f"this is the solution, and the check refuses it:\n{solution}"
     finally:
         names["lab"].close()
