@@ -102,6 +102,8 @@ def run_suite(
         if future is None:
             raise
         return future.result()
+    finally:
+        pool.shutdown(wait=False)
 
 
 class _Night:
