@@ -20,7 +20,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     """Finds the folder of the labs.
 
     Raises:
-        ValueError: If it is neither in the current folder nor beside the package.
+        ValueError: If it is neither in the current folder nor next to the package.
     """
     folder = next((path / "labs" for path in (Path.cwd(), Path(__file__).parents[2]) if (path / "labs").is_dir()), None)
     if folder is None:

@@ -32,7 +32,7 @@ _LIMITS = {
     "elements of the largest activation": 2**50,
 }
 """The largest sizes that a command starts on. Each is far above any model that was trained. Beyond them torch's 64-bit
-sizes overflow, the ids of one batch alone fill the host, or building the model takes hours."""
+sizes overflow, the token ids of one batch fill the host, or building the model takes hours."""
 _LARGEST_MEMORY_BYTES = 2**50
 
 _LAYOUT_HELP = {
@@ -141,12 +141,12 @@ def _add_settings_arguments(settings: argparse._ArgumentGroup) -> None:
 
 
 def add_pass_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what one pass can be besides a training step that has all the memory it needs."""
+    """Declares what makes a pass something other than a training step with unlimited memory."""
     group = parser.add_argument_group("pass")
     group.add_argument(
         "--forward-only",
         action="store_true",
-        help="run the forward pass alone, without gradients, as reinforcement learning does for log-probabilities",
+        help="run only the forward pass, without gradients, as reinforcement learning does for log-probabilities",
     )
     group.add_argument(
         "--device-memory",

@@ -1,4 +1,4 @@
-"""What a run leaves outside the panel: files, and the lines that repeat it headless."""
+"""What a run leaves outside the panel: files, and the lines that repeat it without a browser."""
 
 from __future__ import annotations
 

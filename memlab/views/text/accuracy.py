@@ -23,10 +23,10 @@ def accuracy_page(pairs: Sequence[Pair], hardware: str = "") -> str:
         pairs: Predictions with their measurements.
         hardware: What the measured steps ran on, for records that do not say it.
     """
-    alone = [pair for pair in pairs if pair.measured.scenario.layout.world_size == 1]
+    single = [pair for pair in pairs if pair.measured.scenario.layout.world_size == 1]
     of_jobs = [pair for pair in pairs if pair.measured.scenario.layout.world_size > 1]
     lines = [_HEAD.strip(), ""]
-    for title, group in (("One rank", alone), ("Every rank of jobs with several ranks", of_jobs)):
+    for title, group in (("One rank", single), ("Every rank of jobs with several ranks", of_jobs)):
         if group:
             lines += [f"### {title}", _versions(group, hardware), "", *_summary(group), "", *_steps(group), ""]
     return "\n".join(lines)

@@ -126,14 +126,14 @@ def _row(result: Result, plain: Result) -> tuple[str, ...]:
     if record.status != "ok":
         return (str(record.settings), record.status.replace("_", " "), *[""] * (len(_COLUMNS) - 2))
     saved = plain.record.peak_allocated_bytes - record.peak_allocated_bytes
-    moved = sum(record.offloaded_bytes_by_module.values())
-    touched = moved or record.recomputed_bytes
+    transferred = sum(record.offloaded_bytes_by_module.values())
+    touched = transferred or record.recomputed_bytes
     step, plain_step = statistics.median(result.seconds), statistics.median(plain.seconds)
     return (
         str(record.settings),
         _gib(record.peak_allocated_bytes),
         _gib(saved) if record is not plain.record else "",
-        _gib(moved) if moved else "",
+        _gib(transferred) if transferred else "",
         _gib(record.recomputed_bytes) if record.recomputed_bytes else "",
         f"{saved / touched:.2f}" if touched else "",
         _gib(record.residual_bytes) if record.residual_bytes else "0",
