@@ -1,4 +1,4 @@
-"""Steps predicted, each on a simulated lab: the ranks of a larger job, and steps that were measured elsewhere."""
+"""Predictions on simulated labs: of the ranks of a larger job, and of steps that were measured elsewhere."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def predict_ranks(
 
     Args:
         architecture: As a `Lab` takes it.
-        layout: How the job is spread; its own `rank` is not looked at.
+        layout: How the job is spread; its own `rank` is ignored.
         settings: Of all ranks; None is plain Megatron.
-        ranks: Which to look at; None takes one of every kind (`Scenario.ranks_of_every_kind`).
-        routing: Which experts tokens go to; where it is not balanced, ranks with other experts are of another kind, and
-            at random every rank is.
+        ranks: Which to predict; None takes one of every kind (`Scenario.ranks_of_every_kind`).
+        routing: Which experts tokens go to. Unless it is balanced, ranks with different experts are of different kinds;
+            with random routing every rank is.
         **workload: Further arguments of a `Lab`.
 
     Returns:
@@ -59,17 +59,17 @@ def predict_measured(measured: Sequence[StepRecord]) -> list[StepRecord]:
     """Predicts steps that were measured, in the order in which they were taken.
 
     Args:
-        measured: Steps that ended well, those of one lab after each other.
+        measured: Steps that finished; the steps of one lab follow each other.
 
     Returns:
         The predictions, without their timelines.
 
     Raises:
-        ValueError: If a step did not end well.
+        ValueError: If a step did not finish.
     """
     failed = next((record for record in measured if record.status != "ok"), None)
     if failed is not None:
-        raise ValueError(f"{failed.scenario}, {failed} is no whole step, and only such are held against: leave it out")
+        raise ValueError(f"{failed.scenario}, {failed} did not finish, so there is nothing to compare: leave it out")
     return list(_predictions(measured))
 
 
@@ -93,7 +93,7 @@ def _predictions(measured: Sequence[StepRecord]) -> Iterator[StepRecord]:
 
 
 def _split(scenario: Scenario) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns a lab's arguments: those that stay, and those that `Lab.set_workload` changes."""
+    """Returns a lab's arguments: those of the model, and those that `Lab.set_workload` changes."""
     values = {field.name: getattr(scenario, field.name) for field in fields(scenario)}
     workload = {name: values.pop(name) for name in _WORKLOAD}
     return values, workload

@@ -1,4 +1,4 @@
-"""A search on a lab of fake tensors: in this process, or in one of its own beside a lab that lives here.
+"""A search on a simulated lab: in this process, or in a process of its own next to a lab that is open in this one.
 
 The simulated backend replaces torch's CUDA calls and Megatron's process groups for the whole process, so a panel
 searches in another one: `SearchProcess` starts ``python -m memlab.lab.search_process`` and sends it the scenario as
@@ -34,7 +34,7 @@ _logger = logging.getLogger(__name__)
 
 @contextmanager
 def stepping(scenario: Scenario, *, forward_only: bool = False) -> Iterator[Step]:
-    """Opens a simulated lab that keeps no record, for the block."""
+    """Opens a simulated lab for the block, and yields a function that takes a step and keeps no record."""
     from memlab.lab.lab import Lab
 
     with Lab(**{field.name: getattr(scenario, field.name) for field in fields(Scenario)}, backend="simulated") as lab:
@@ -42,11 +42,11 @@ def stepping(scenario: Scenario, *, forward_only: bool = False) -> Iterator[Step
         def step(settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
             lab.device_memory_bytes = limit_bytes
             record = lab.forward_only(settings) if forward_only else lab.step(settings)
-            lab.records.clear()  # the timelines of a hundred steps of a large model do not fit a laptop
+            lab.records.clear()  # the timelines of a hundred steps of a large model exceed a laptop's memory
             return record
 
-        # After every step the lab collects garbage, and would look through all of torch and Megatron each time: most of
-        # the time of a small step.
+        # The lab collects garbage after every change of settings. A collection that visits all objects of torch and
+        # Megatron takes longer than a small step, so they are excluded.
         gc.collect()
         gc.freeze()
         try:
@@ -56,7 +56,7 @@ def stepping(scenario: Scenario, *, forward_only: bool = False) -> Iterator[Step
 
 
 def search_simulated(scenario: Scenario, base: MemorySettings, limit_bytes: int, **options: Any) -> SearchResult:
-    """Searches in this process, and tells on stderr how far it is.
+    """Searches in this process, and reports its progress on stderr.
 
     Args:
         scenario: What is run.
@@ -66,25 +66,25 @@ def search_simulated(scenario: Scenario, base: MemorySettings, limit_bytes: int,
     """
     num_tried = 0
 
-    def tell(point: Point, num_left: int) -> None:
+    def report(point: Point, num_left: int) -> None:
         nonlocal num_tried
         num_tried += 1
         peak = format_bytes(point.peak_allocated_bytes)
         print(f"{num_tried} predicted, at most {num_left} to go: {point.settings}: {peak}", file=sys.stderr, flush=True)  # noqa: T201
 
     with stepping(scenario) as step:
-        return search(base, scenario, step, limit_bytes, on_point=tell, **options)
+        return search(base, scenario, step, limit_bytes, on_point=report, **options)
 
 
 class SearchProcess:
-    """A search in a process of its own. It ends by itself, or by `stop`; either way `on_end` is called once.
+    """A search in a process of its own. It ends by itself or by `stop`; `on_end` is called once, whatever happens.
 
     Args:
         scenario: What is run.
         base: What each setting does at least.
         limit_bytes: What torch may hold.
         on_line: Called on a thread of its own with each line of progress.
-        on_end: Called on that thread with the search, or with one line that says what went wrong.
+        on_end: Called on that thread with the result, or with one line that says what went wrong.
     """
 
     def __init__(
@@ -159,11 +159,11 @@ class SearchProcess:
 
 
 def main() -> None:
-    """Reads from stdin what is asked for, as JSON, and writes what was found to the file that is named there."""
-    asked = json.load(sys.stdin)
-    answer = Path(asked.pop("answer"))
-    scenario, base = Scenario.from_dict(asked.pop("scenario")), MemorySettings.from_dict(asked.pop("base"))
-    found = search_simulated(scenario, base, **asked)
+    """Reads a request from stdin, as JSON, and writes the result to the file that the request names."""
+    request = json.load(sys.stdin)
+    answer = Path(request.pop("answer"))
+    scenario, base = Scenario.from_dict(request.pop("scenario")), MemorySettings.from_dict(request.pop("base"))
+    found = search_simulated(scenario, base, **request)
     answer.write_text(json.dumps(found.to_dict()))
 
 

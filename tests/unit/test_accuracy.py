@@ -70,5 +70,5 @@ def test_errors_are_shares_of_what_was_measured() -> None:
 
 
 def test_a_step_that_did_not_end_is_not_predicted_again() -> None:
-    with pytest.raises(ValueError, match="is no whole step"):
+    with pytest.raises(ValueError, match="did not finish"):
         predict_measured([replace(record_of(None), status="out_of_memory")])

@@ -348,7 +348,7 @@ def test_the_end_of_a_search_is_reported_once_even_if_its_progress_could_not_be(
         raise RuntimeError(f"no widget for {line[:1]}")
 
     ended: list[SearchResult | str] = []
-    scenario = Scenario(architecture="phi-4-tiny", num_layers=1, seq_length=32)
+    scenario = Scenario.of("phi-4-tiny", num_layers=1, seq_length=32)
     SearchProcess(scenario, PLAIN, GIB, resolution_bytes=MIB, on_line=fail, on_end=ended.append).wait()
     assert ended == ["The search was lost (RuntimeError: no widget for 1): search again."]
 
