@@ -1,4 +1,4 @@
-"""What a measurement depends on besides its scenario: versions and hardware."""
+"""What a measurement depends on in addition to its scenario: versions and hardware."""
 
 from __future__ import annotations
 

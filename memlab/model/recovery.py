@@ -42,7 +42,7 @@ def recover(live: LiveModel, settings: MemorySettings, error: BaseException) -> 
 def release_tensors(error: BaseException) -> None:
     """Removes every reference to a tensor from an exception; its traceback becomes text, as a note (PEP 678).
 
-    Whoever catches an exception may keep it: IPython keeps the last one as ``sys.last_value``. Its traceback keeps the
+    The caller may keep an exception: IPython keeps the last one as ``sys.last_value``. Its traceback keeps the
     frames of the step that raised, and with them most activations of that step. Emptying these frames
     (`traceback.clear_frames`) is not enough, because a frame also keeps its function, and a function its closure: torch
     2.13 calls a module with hooks through ``Module._call_impl.<locals>.inner``, whose closure holds the arguments.
