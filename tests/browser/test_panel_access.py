@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
@@ -93,10 +94,10 @@ def test_text_is_readable(panel: PanelPage, theme: str) -> None:
     assert panel.root.evaluate(FAINT) == []
 
 
-def test_exports_are_files_beside_the_notebook(panel: PanelPage) -> None:
+def test_exports_are_files_next_to_the_notebook(panel: PanelPage, tmp_path: Path) -> None:
     panel.run()
-    panel.write("export-folder", "exported")
-    folder = panel.notebook.server.work / "exported"
+    panel.write("export-folder", tmp_path.name)  # a name that no other test or round has
+    folder = panel.notebook.server.work / tmp_path.name
     for hook, told, pattern in (
         ("csv", r"\.csv", "*.csv"),
         ("html", r"\.html", "*.html"),
@@ -107,14 +108,14 @@ def test_exports_are_files_beside_the_notebook(panel: PanelPage) -> None:
         assert len(list(folder.glob(pattern))) == 1, hook
 
 
-def test_pictures_are_saved_or_what_they_need_is_said(panel: PanelPage) -> None:
+def test_pictures_are_saved_or_what_they_need_is_said(panel: PanelPage, tmp_path: Path) -> None:
     panel.run()
-    panel.write("export-folder", "pictures")
+    panel.write("export-folder", tmp_path.name)
     for kind, beginning in (("png", b"\x89PNG"), ("svg", b"<svg")):
         panel.press(f"export-{kind}")
         if find_spec("kaleido") is None:
             expect(panel.part("status")).to_contain_text(f"{kind.upper()} needs kaleido")
         else:
             expect(panel.part("status")).to_contain_text(f".{kind}")
-            (picture,) = (panel.notebook.server.work / "pictures").glob(f"*.{kind}")
+            (picture,) = (panel.notebook.server.work / tmp_path.name).glob(f"*.{kind}")
             assert picture.read_bytes().startswith(beginning)
