@@ -328,6 +328,7 @@ def test_a_fault_that_is_refused_leaves_the_audit_as_it_was(open_lab: Callable[.
     lab = open_lab("qwen3-moe-tiny")
     lab.step(NONE)
     lab.hand_over()
+    lab.offload("optimizer state")
     with pytest.raises(ValueError, match="expert_buffers=True"), lab.residency_fault("expert_buffers_forgotten"):
         pass
     assert not lab.audit_residency().complaints

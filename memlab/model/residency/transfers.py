@@ -91,7 +91,7 @@ class Transfers:
             raise ValueError(
                 f"{name} cannot join a fault that is on already, must be the only one: leave its block first"
             )
-        self.residency.load()
+        self.load()  # also if the model lacks what the fault needs, so that the audit still agrees
         repair(self._live)
         pinned = self.residency.pinned
         self.residency = Residency(self._live) if name is None else FAULTS[name](self._live)
