@@ -335,6 +335,7 @@ _WITHOUT_TE = (
         where="backends/cpu.py",
         why="With TE it is a CUDA kernel; None selects multi_tensor_scale_impl.",
         absent_without_te=True,
+        since=(0, 19),
     ),
     Internal(
         owner="megatron.core.optimizer.optimizer",
