@@ -138,6 +138,7 @@ def build(
     )
     live = LiveModel(scenario, config, chunks, optimizer, get_forward_backward_func())
     _fuse_adam(live)
+    _retain_main_gradients(live)
     return live
 
 
@@ -155,6 +156,16 @@ def _fuse_adam(live: LiveModel) -> None:
         if isinstance(part.optimizer, torch.optim.Adam):
             for group in part.optimizer.param_groups:
                 group["fused"], group["foreach"] = True, False
+
+
+def _retain_main_gradients(live: LiveModel) -> None:
+    # In fp32 the main parameters are views of the parameters, not leaves. Megatron sets their `.grad` itself, and torch
+    # warns at each read before that, until it knows that a view's gradient is meant to be read.
+    for part in live.optimizers:
+        for group in part.optimizer.param_groups:
+            for main_parameter in group["params"]:
+                if not main_parameter.is_leaf:
+                    main_parameter.retain_grad()
 
 
 def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chunk: int = 0) -> GPTModel:

@@ -8,9 +8,7 @@ import warnings
 
 _ADVICE = (
     ("", r"megatron\."),
-    # It calls collectives by older names, and reads `.grad` of the views that its fp32 main parameters are.
-    (r"`torch\.distributed\.\w+` is deprecated", ""),
-    (r"The \.grad attribute of a Tensor that is not a leaf", ""),
+    (r"`torch\.distributed\.\w+` is deprecated", ""),  # it calls collectives by older names
 )
 """Regular expressions of a warning's message and of the module that it names; the empty one matches any."""
 
