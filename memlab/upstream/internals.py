@@ -62,6 +62,13 @@ _TORCH = (
     ),
     Internal(
         owner="torch",
+        names=("compile",),
+        use="replaced",
+        where="model/__init__.py",
+        why="Its default compiler takes 1.4 s of CPU to import, and without a GPU nothing is compiled.",
+    ),
+    Internal(
+        owner="torch",
         names=("get_rng_state",),
         use="replaced",
         where="backends/cpu.py",

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import memlab
 
@@ -42,7 +43,14 @@ def test_an_unknown_name_is_an_attribute_error_with_the_choices() -> None:
         _ = memlab.Labb
 
 
-def test_importing_the_lab_is_silent() -> None:
+def test_importing_the_lab_is_silent_and_loads_no_compiler_without_a_gpu() -> None:
     # megatron-core warns about optional packages when it is imported: `memlab.model` imports it first, with these silenced.
-    done = subprocess.run([sys.executable, "-c", "import memlab.lab.lab"], capture_output=True, text=True, check=True)
-    assert done.stdout + done.stderr == ""
+    code = "import memlab.lab.lab, sys\nprint('torch._inductor.compile_fx' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout + done.stderr == f"{torch.cuda.device_count() > 0}\n"
+
+
+def test_a_headless_run_does_not_import_the_parser_of_urls_that_takes_2_seconds() -> None:
+    code = "import memlab.regression.run.execute, sys\nprint('rfc3987_syntax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
