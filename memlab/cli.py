@@ -15,16 +15,16 @@ from typing import Any, NoReturn
 from memlab._version import __version__
 
 _COMMANDS = {
-    "measure": "Run one steady training step here, on a GPU or a CPU, and print the memory that it needed.",
-    "predict": "Predict the memory of a training step at full size, without a GPU, and say whether it fits one.",
-    "search": "Search for the memory settings that fit a GPU with the least extra work.",
-    "compare": "Compare saved steps; the difference between a prediction and a measurement is split into terms.",
-    "run": "Run one lab without a browser, with parameters, into a folder of its own.",
+    "measure": "Run a training step on this machine, on a GPU or a CPU, and print the memory that it needs.",
+    "predict": "Predict the memory of a full-size training step without a GPU, and say whether it fits a given GPU.",
+    "search": "Search for the memory settings that fit a GPU with the least recompute and the least transfer.",
+    "compare": "Compare saved steps, and show where a predicted and a measured peak differ.",
+    "run": "Run one lab without a browser, with parameters that you give, and save the result in a new folder.",
     "nightly": "Run a suite of labs and compare every metric with its baseline.",
-    "baseline": "Update the baselines of a suite from one of its runs.",
-    "results": "Write a Markdown page from measured records: what settings save, and how accurate predictions are.",
-    "doctor": "List packages, hardware and backends, and say how to install what is missing.",
-    "lab": "Open JupyterLab on the labs.",
+    "baseline": "Update the baselines of a suite with the values of a nightly run.",
+    "results": "Write a Markdown page from measured records: the effect of each setting and the errors of predictions.",
+    "doctor": "List packages, hardware and backends, and say how to install missing packages.",
+    "lab": "Open the labs in JupyterLab.",
 }
 """Each command's summary. The command itself is the module of `memlab.commands` of that name."""
 
@@ -46,9 +46,9 @@ def build_parser(names: Collection[str] = tuple(_COMMANDS)) -> argparse.Argument
     """
     parser = _Parser(
         prog="memlab",
-        description="Run training steps of a live Megatron model and account for every byte of memory.",
-        epilog="memlab COMMAND --help explains one command. Exit codes: 0 success, 1 the answer is no or the work "
-        "failed, 2 the command line or a file is wrong.",
+        description="Measure or predict the memory of Megatron training steps, and account for every byte.",
+        epilog="memlab COMMAND --help explains one command. Exit codes: 0 for success; 1 if a step does not fit, a "
+        "metric changed or the command failed; 2 if the command line or an input file is wrong.",
     )
     parser.add_argument("--version", action="version", version=f"memlab {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

@@ -18,19 +18,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     update = actions.add_parser(
-        "update", help="write the baselines again, and print old and new values", allow_abbrev=False
+        "update",
+        help="write new baselines, and print the old and new values",
+        description="Write the values of a nightly run as new baselines, and print the old and new values.",
+        allow_abbrev=False,
     )
     update.add_argument(
-        "suite", type=Path, metavar="SUITE", help="a suite file, such as papermill_runs/suites/cpu.yaml"
+        "suite", type=Path, metavar="SUITE", help="the suite to update, such as papermill_runs/suites/cpu.yaml"
     )
     update.add_argument(
-        "--only", metavar="PATTERN", help="update only cases whose name contains PATTERN; * and ? match any letters"
+        "--only",
+        metavar="PATTERN",
+        help="update only cases whose name contains PATTERN; * matches any characters, ? any one character",
     )
     update.add_argument(
         "--run",
         type=out_path,
         metavar="FOLDER",
-        help="the run to take them from (default: the newest run of the suite)",
+        help="folder of the nightly run to take the values from (default: the newest run of the suite)",
     )
 
 

@@ -15,11 +15,15 @@ from memlab.record.step_record import StepRecord
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
     parser.add_argument(
-        "folders", type=Path, nargs="+", metavar="FOLDER", help="two or more that measure --out or predict --out wrote"
+        "folders",
+        type=Path,
+        nargs="+",
+        metavar="FOLDER",
+        help="folders that measure --out or predict --out wrote; give two or more",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object; bytes are integers")
     parser.add_argument(
-        "--out", type=out_path, metavar="FILE", help="also write the figure and the text as one HTML page"
+        "--out", type=out_path, metavar="FILE", help="also write the figure and the text to this new HTML file"
     )
 
 

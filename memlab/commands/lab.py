@@ -12,7 +12,10 @@ from pathlib import Path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
     parser.add_argument(
-        "options", nargs="*", metavar="-- OPTION", help="passed to jupyter lab, such as -- --no-browser"
+        "options",
+        nargs="*",
+        metavar="-- OPTION",
+        help="options for jupyter lab, such as -- --no-browser",
     )
 
 

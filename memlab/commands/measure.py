@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backend",
         default="auto",
         metavar="NAME",
-        help=f"one of {', '.join(BACKENDS)} (default auto: a GPU, or else the CPU)",
+        help=f"one of {', '.join(BACKENDS)} (default: auto, which takes a GPU if there is one, otherwise the CPU)",
     )
 
 

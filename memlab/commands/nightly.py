@@ -21,22 +21,29 @@ _MAX_JOBS = 4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
-    parser.add_argument("suite", type=Path, metavar="SUITE", help="a file such as papermill_runs/suites/cpu.yaml")
+    parser.add_argument(
+        "suite", type=Path, metavar="SUITE", help="the suite to run, such as papermill_runs/suites/cpu.yaml"
+    )
     parser.add_argument(
         "--jobs",
         type=int,
         metavar="N",
-        help=f"how many cases run at the same time (default: one per core, at most {_MAX_JOBS}; 1 on cuda)",
+        help=f"run at most N cases at the same time (default: one per core, at most {_MAX_JOBS}; 1 on a GPU)",
     )
     parser.add_argument(
-        "--only", metavar="PATTERN", help="run only cases whose name contains PATTERN; * and ? match any letters"
+        "--only",
+        metavar="PATTERN",
+        help="run only cases whose name contains PATTERN; * matches any characters, ? any one character",
     )
-    parser.add_argument("--allow-missing", action="store_true", help="let cases without a baseline pass")
+    parser.add_argument("--allow-missing", action="store_true", help="count a case without a baseline as passed")
     parser.add_argument(
-        "--keep", type=int, metavar="N", help="how many runs of this suite to keep, this one included (default: 14)"
+        "--keep",
+        type=int,
+        metavar="N",
+        help="keep only the newest N runs of this suite, including this one (default: 14)",
     )
     parser.add_argument(
-        "--out", type=out_path, metavar="FOLDER", help="the folder of the kept runs (default: papermill_runs/runs)"
+        "--out", type=out_path, metavar="FOLDER", help="folder that contains the runs (default: papermill_runs/runs)"
     )
 
 

@@ -27,12 +27,12 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print one JSON object; bytes are integers")
     group.add_argument(
-        "--out", type=out_path, metavar="FOLDER", help="also save the record and its timeline in this new folder"
+        "--out", type=out_path, metavar="FOLDER", help="also save the step's record and timeline in this new folder"
     )
     group.add_argument(
         "--snapshot",
         action="store_true",
-        help="also write snapshot.pickle into FOLDER, which pytorch.org/memory_viz opens",
+        help="also write a memory snapshot for pytorch.org/memory_viz to snapshot.pickle in the folder of --out",
     )
 
 

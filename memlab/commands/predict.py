@@ -45,14 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_rank,
         default=0,
         metavar="N|all",
-        help="predict rank N (default 0), or one rank of every kind and mark the worst",
+        help="predict rank N (default 0); with all, predict one rank of each kind (ranks of one kind need the same "
+        "memory) and mark the rank with the highest peak",
     )
     parser.add_argument(
         "--gpu-memory",
         type=memory_size,
         metavar="SIZE",
-        help="say whether the step fits a GPU of this size, such as 80GiB, and which single settings would make it "
-        "fit; the exit code is 1 if it does not",
+        help="say whether the step fits a GPU of this size, such as 80GiB; if not, list the single settings with which "
+        "it would fit, and exit with code 1",
     )
 
 

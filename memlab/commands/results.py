@@ -18,20 +18,27 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
-    parser.add_argument("records", type=Path, metavar="RECORDS", help="a file such as labs/results/h200_settings.jsonl")
+    parser.add_argument(
+        "records",
+        type=Path,
+        metavar="RECORDS",
+        help="file of records that show what settings save, such as labs/results/h200_settings.jsonl",
+    )
     parser.add_argument(
         "--steps",
         type=Path,
         metavar="FILE",
-        help="records of measured steps, each of which is predicted and compared",
+        help="file of records of measured steps; memlab predicts each step and compares the two",
     )
     parser.add_argument(
         "--hardware",
         default="",
         metavar="NAME",
-        help="the machine of records that do not name it (memlab 0.1.0), such as 'NVIDIA H200'",
+        help="machine that measured the records, such as 'NVIDIA H200', if they do not name it (memlab 0.1.0 did not)",
     )
-    parser.add_argument("--out", type=out_path, metavar="FILE", help="write the page to this new file")
+    parser.add_argument(
+        "--out", type=out_path, metavar="FILE", help="write the page to this new file (default: print it)"
+    )
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:

@@ -22,7 +22,9 @@ _RUNS_FOLDER = Path("papermill_runs") / "runs"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
-    parser.add_argument("notebook", type=Path, metavar="NOTEBOOK", help="a lab, such as labs/00_quickstart.ipynb")
+    parser.add_argument(
+        "notebook", type=Path, metavar="NOTEBOOK", help="the lab to run, such as labs/00_quickstart.ipynb"
+    )
     parser.add_argument(
         "-p",
         dest="parameters",
@@ -30,13 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar=("NAME", "VALUE"),
-        help="value of a parameter of the notebook; may be repeated",
+        help="set a parameter of the notebook; give -p once per parameter",
     )
     parser.add_argument(
-        "--timeout", type=float, default=1800.0, metavar="SECONDS", help="time limit of the run (default: 1800)"
+        "--timeout", type=float, default=1800.0, metavar="SECONDS", help="time limit in seconds (default: 1800)"
     )
     parser.add_argument(
-        "--out", type=out_path, metavar="FOLDER", help=f"the folder of the run (default: a new one in {_RUNS_FOLDER})"
+        "--out",
+        type=out_path,
+        metavar="FOLDER",
+        help=f"folder for the result (default: a new folder in {_RUNS_FOLDER})",
     )
 
 

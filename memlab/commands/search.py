@@ -28,22 +28,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags: those of `predict` for one rank, and those that bound the search."""
     add_step_arguments(parser)
     add_job_arguments(parser)
+    parser.epilog = "Every combination of settings that the search tries includes the memory settings that you give."
     parser.add_argument(
-        "--rank", type=whole_number, default=0, metavar="N", help="search for this rank of the job (default 0)"
+        "--rank",
+        type=whole_number,
+        default=0,
+        metavar="N",
+        help="find settings for this rank of the job (default 0)",
     )
     parser.add_argument(
         "--gpu-memory", type=memory_size, required=True, metavar="SIZE", help="memory of the GPU, such as 80GiB"
     )
-    parser.add_argument("--max-steps", type=whole_number, metavar="N", help="predict at most N settings (default: all)")
+    parser.add_argument(
+        "--max-steps",
+        type=whole_number,
+        metavar="N",
+        help="predict at most N combinations of settings (default: no limit)",
+    )
     parser.add_argument(
         "--resolution",
         type=memory_size,
         metavar="SIZE",
-        help="treat peaks that differ by less than this as equal (default: 1/64 of the GPU; 1B compares exactly)",
+        help="compare peaks in units of this size (default: 1/64 of the GPU's memory; 1B compares exactly)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object; bytes are integers")
     parser.add_argument(
-        "--out", type=out_path, metavar="FILE.html", help="also write the chart and the table as one HTML page"
+        "--out", type=out_path, metavar="FILE.html", help="also write the chart and the table to this new HTML file"
     )
 
 

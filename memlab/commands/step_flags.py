@@ -36,12 +36,12 @@ sizes overflow, the token ids of one batch fill the host, or building the model 
 _LARGEST_MEMORY_BYTES = 2**50
 
 _LAYOUT_HELP = {
-    "tensor-model": "ranks that split each layer's matrices, with sequence parallel (default 1)",
-    "context": "ranks that split each sequence (default 1)",
-    "pipeline-model": "stages of layers (default 1)",
-    "virtual-pipeline-model": "chunks of layers per stage; above 1 the schedule is interleaved (default 1)",
-    "expert-model": "ranks that split the experts of a layer (default 1)",
-    "expert-tensor": "ranks that split the matrices of an expert (default: the tensor parallel size)",
+    "tensor-model": "number of ranks that share each layer's matrices; above 1 with sequence parallelism (default 1)",
+    "context": "number of ranks that share each sequence (default 1)",
+    "pipeline-model": "number of pipeline stages (default 1)",
+    "virtual-pipeline-model": "number of model chunks per stage; above 1 the schedule is interleaved (default 1)",
+    "expert-model": "number of ranks that share the experts of a layer (default 1)",
+    "expert-tensor": "number of ranks that share the matrices of an expert (default: the tensor parallel size)",
 }
 
 
@@ -50,13 +50,15 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "architecture",
         metavar="ARCH",
-        help=f"{', '.join(ARCHITECTURES)}, or the path of a Hugging Face config.json",
+        help=f"model: {', '.join(ARCHITECTURES)}, or the path of a Hugging Face config.json",
     )
     workload = parser.add_argument_group("workload")
     workload.add_argument(
-        "--num-layers", type=whole_number, metavar="N", help="build only the first N layers (default: all)"
+        "--num-layers", type=whole_number, metavar="N", help="build only the first N layers of the model (default: all)"
     )
-    workload.add_argument("--seq-length", type=whole_number, metavar="N", help="tokens in a sequence")
+    workload.add_argument(
+        "--seq-length", type=whole_number, metavar="N", help="tokens in a sequence (default: depends on ARCH)"
+    )
     workload.add_argument(
         "--micro-batch-size", type=whole_number, metavar="N", help="sequences in a micro-batch (default 1)"
     )
@@ -71,9 +73,9 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
         "--expert-buffers",
         action="store_true",
         default=None,
-        help="give the experts gradient buffers of their own, as under expert parallelism",
+        help="keep the gradients of the experts in separate buffers, as Megatron does under expert parallelism",
     )
-    layout = parser.add_argument_group("parallel layout, with Megatron's names; all further ranks are data parallel")
+    layout = parser.add_argument_group("parallel layout (Megatron's names; the remaining ranks are data parallel)")
     for name, text in _LAYOUT_HELP.items():
         layout.add_argument(f"--{name}-parallel-size", type=whole_number, metavar="N", help=text)
     for place in ("first", "last"):
@@ -81,44 +83,44 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
             f"--num-layers-in-{place}-pipeline-stage",
             type=whole_number,
             metavar="N",
-            help=f"layers of the {place} stage (default: layers are split evenly)",
+            help=f"number of layers in the {place} stage (default: all stages have the same number)",
         )
-    _add_settings_arguments(parser.add_argument_group("memory settings, with Megatron's names"))
+    _add_settings_arguments(parser.add_argument_group("memory settings (Megatron's names)"))
 
 
 def _add_settings_arguments(settings: argparse._ArgumentGroup) -> None:
     settings.add_argument(
         "--recompute-granularity",
         metavar=_choices(RECOMPUTE_GRANULARITIES),
-        help="recompute whole layers, or only --recompute-modules, in backward",
+        help="full: backward recomputes whole layers; selective: it recomputes only --recompute-modules",
     )
     settings.add_argument(
         "--recompute-method",
         metavar=_choices(RECOMPUTE_METHODS),
-        help="with full: checkpoint all layers in groups, or only the first layers",
+        help="with full granularity: uniform recomputes all layers, block only the first ones",
     )
     settings.add_argument(
         "--recompute-num-layers",
         type=whole_number,
         metavar="N",
-        help="with full: layers per checkpoint (uniform), or layers to recompute (block)",
+        help="uniform: number of layers per checkpoint; block: number of layers to recompute",
     )
     settings.add_argument(
         "--recompute-modules",
         type=_names,
         metavar="A,B",
-        help=f"with selective: some of {', '.join(RECOMPUTE_MODULES)}",
+        help=f"with selective granularity: some of {', '.join(RECOMPUTE_MODULES)}",
     )
     settings.add_argument(
         "--checkpoint-input-remedy",
         metavar=_choices(CHECKPOINT_INPUT_REMEDIES),
-        help="free the inputs that checkpoints of MoE layers retain after backward",
+        help="how to free the inputs that checkpoints of MoE layers keep allocated after backward (default: none)",
     )
     settings.add_argument(
         "--offload-modules",
         type=_names,
         metavar="A,B",
-        help="move the saved inputs of these modules to the host between forward and backward: some of "
+        help="copy the saved inputs of these modules to the host in forward, and back for backward: some of "
         f"{', '.join(OFFLOAD_MODULES)}",
     )
     settings.add_argument(
@@ -133,7 +135,7 @@ def _add_settings_arguments(settings: argparse._ArgumentGroup) -> None:
     settings.add_argument(
         "--offload-gradients",
         action=argparse.BooleanOptionalAction,
-        help="drop the gradient buffers between steps (default: as --offload-optimizer)",
+        help="free the gradient buffers between steps (default: yes if --offload-optimizer is given, otherwise no)",
     )
     settings.add_argument(
         "--offload-optimizer", action="store_true", default=None, help="keep optimizer state on the host between steps"
@@ -142,7 +144,7 @@ def _add_settings_arguments(settings: argparse._ArgumentGroup) -> None:
 
 def add_pass_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares what makes a pass something other than a training step with unlimited memory."""
-    group = parser.add_argument_group("pass")
+    group = parser.add_argument_group("step")
     group.add_argument(
         "--forward-only",
         action="store_true",
@@ -159,12 +161,14 @@ def add_pass_arguments(parser: argparse.ArgumentParser) -> None:
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares what only a predicted job has."""
     group = parser.add_argument_group("job")
-    group.add_argument("--world-size", type=whole_number, default=1, metavar="N", help="ranks of the job (default 1)")
+    group.add_argument(
+        "--world-size", type=whole_number, default=1, metavar="N", help="number of ranks in the job (default 1)"
+    )
     group.add_argument(
         "--routing",
         metavar="CHOICE",
-        help="how tokens are routed to experts: balanced (default), random:SEED, skewed:FACTOR, or a JSON list, or "
-        "file, with one share per expert",
+        help="how tokens are routed to experts: balanced (default), random:SEED, skewed:FACTOR, or one "
+        "share per expert, as a JSON list or the path of a JSON file",
     )
 
 

@@ -20,11 +20,11 @@ _COLUMNS = (
     "transferred GiB",
     "recomputed GiB",
     "R",
-    "left GiB",
+    "residual GiB",
     "reserved GiB",
     "step ms",
     "spread",
-    "x",
+    "time ratio",
     "tokens/s",
 )
 
@@ -96,18 +96,19 @@ def results_page(results: Iterable[Result], hardware: str = "") -> str:
 
 _HEAD = """
 # Results
-What each recompute and offload module saves and costs, measured on the hardware that each table names. Written by
-`memlab results` from the records next to this page, never by hand.
+This page shows what each recompute and offload module saves and costs. Each table names the hardware that it was
+measured on. `memlab results` writes this page from measured records; do not edit it by hand.
 
-- **peak**: the most bytes allocated in the step, parameters, gradients and optimizer state included.
-- **saved**: the peak without settings minus this peak; below zero the setting costs memory.
+- **peak**: the most bytes allocated at any moment of the step, including parameters, gradients and optimizer state.
+- **saved**: the peak without settings minus this peak. If it is negative, the setting raises the peak.
 - **transferred**: bytes that activation offload copied to the host. **recomputed**: bytes that backward recomputed.
-- **R** = saved / transferred, or saved / recomputed if nothing was transferred: 1 if every such byte lowered the peak.
-- **left**: bytes allocated after the step beyond parameters, gradients and optimizer state.
-- **reserved**: the most that torch's allocator held of the device.
-- **step**: forward, backward and optimizer, with the meter on. **spread**: the interquartile range of the step times,
-  as a share of their median; where it is wide, the host was slower than the GPU, and times say little. **x**: the step
-  time as a multiple of the step without settings.
+- **R**: saved / transferred, or saved / recomputed if nothing was transferred. R is 1 if each of these bytes lowers the
+  peak by one byte. (The offload audit defines its own R: saved / expected.)
+- **residual**: bytes still allocated after the step, without parameters, gradients, optimizer state and workspace.
+- **reserved**: the most device memory that torch's allocator held during the step.
+- **step**: the time of forward, backward and optimizer, with the meter on. **spread**: the interquartile range of the
+  step times, divided by their median. If the spread is large, the host was slower than the GPU, and the times say
+  little. **time ratio**: the step time divided by the step time without settings.
 """
 
 
