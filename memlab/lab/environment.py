@@ -18,6 +18,12 @@ _CPU_FACTS = Path("/proc/cpuinfo")
 _DRIVER_VERSION = Path("/sys/module/nvidia/version")
 
 
+def variables_that_import_memlab() -> dict[str, str]:
+    """Returns environment variables with which a child process imports this memlab, whether it is installed or not."""
+    root = str(Path(__file__).parents[2])
+    return {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
 def versions() -> dict[str, str]:
     """Returns the versions of memlab, Python and the packages that compute; a missing one is ``not installed``."""
     import torch

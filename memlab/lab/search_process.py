@@ -26,6 +26,7 @@ from memlab.config.settings import MemorySettings
 from memlab.fitting.fit import Step
 from memlab.fitting.front import Point, SearchResult
 from memlab.fitting.search import search
+from memlab.lab.environment import variables_that_import_memlab
 from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes
 
@@ -105,12 +106,10 @@ class SearchProcess:
             "resolution_bytes": resolution_bytes,
             "answer": str(Path(self._folder.name) / "search.json"),
         }
-        root = str(Path(__file__).parents[2])
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._stopped = False
         self._process = subprocess.Popen(  # this interpreter
             [sys.executable, "-m", "memlab.lab.search_process"],
-            env=os.environ | {"PYTHONPATH": path},
+            env=os.environ | variables_that_import_memlab(),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

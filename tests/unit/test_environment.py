@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,3 +51,19 @@ def test_the_processor_is_the_kernel_s_name_for_it_or_else_the_system_s(tmp_path
     assert environment._cpu_model(facts) == (platform.processor() or platform.machine())
     facts.write_text("processor\t: 0\nmodel name\t: A Fast One @ 3 GHz\nflags\t: x\n\nmodel name\t: other\n")
     assert environment._cpu_model(facts) == "A Fast One @ 3 GHz"
+
+
+def test_a_child_process_imports_this_memlab_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    variables = environment.variables_that_import_memlab()
+    code = "import sys, memlab; print(memlab.__file__, sys.path)"
+    child = subprocess.run(
+        [sys.executable, "-S", "-c", code],  # without site-packages, where memlab may be installed
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert child.stdout.startswith(str(Path(environment.__file__).parents[1] / "__init__.py"))
+    assert str(tmp_path) in child.stdout, "what was on the path stays there"

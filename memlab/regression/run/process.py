@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from memlab.lab.environment import variables_that_import_memlab
 from memlab.record.metrics import RUN_FOLDER_VARIABLE
 
 _KILL_SECONDS = 30
@@ -50,7 +51,10 @@ def execute(
         subprocess.Popen(  # noqa: S603 - this interpreter
             [sys.executable, "-m", "memlab.regression.run.execute", request],
             cwd=folder,
-            env=os.environ | variables | {RUN_FOLDER_VARIABLE: str(folder), "PLOTLY_RENDERER": "plotly_mimetype"},
+            env=os.environ
+            | variables_that_import_memlab()
+            | variables
+            | {RUN_FOLDER_VARIABLE: str(folder), "PLOTLY_RENDERER": "plotly_mimetype"},
             stdin=subprocess.PIPE,  # stays open: where it ends, this process was killed, and the run ends itself
             stdout=subprocess.PIPE,
             stderr=log,
