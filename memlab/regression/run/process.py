@@ -51,10 +51,13 @@ def execute(
         subprocess.Popen(  # noqa: S603 - this interpreter
             [sys.executable, "-m", "memlab.regression.run.execute", request],
             cwd=folder,
-            env=os.environ
-            | variables_that_import_memlab()
-            | variables
-            | {RUN_FOLDER_VARIABLE: str(folder), "PLOTLY_RENDERER": "plotly_mimetype"},
+            env={
+                **os.environ,
+                **variables_that_import_memlab(),
+                **variables,
+                RUN_FOLDER_VARIABLE: str(folder),
+                "PLOTLY_RENDERER": "plotly_mimetype",
+            },
             stdin=subprocess.PIPE,  # stays open: where it ends, this process was killed, and the run ends itself
             stdout=subprocess.PIPE,
             stderr=log,
