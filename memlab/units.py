@@ -50,7 +50,7 @@ def parse_bytes(text: str) -> int:
     Raises:
         ValueError: If the text is not a size, or the size is 0.
     """
-    found = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([KMGT]i?B|B)?\s*", text)
+    found = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([KMGT]i?B|B)?\s*", text, re.ASCII)
     num_bytes = int(float(found[1]) * _UNIT_BYTES[found[2] or "B"]) if found else 0
     if not 1 <= num_bytes < 2**63:
         shown = text if len(text) <= 40 else f"{text[:40]}..."

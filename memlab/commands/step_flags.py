@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from memlab.config.architectures import ARCHITECTURES
-from memlab.config.layout import Layout
+from memlab.config.layout import MOST_RANKS, Layout
 from memlab.config.scenario import DTYPES, Scenario
 from memlab.config.settings import (
     CHECKPOINT_INPUT_REMEDIES,
@@ -19,20 +19,10 @@ from memlab.config.settings import (
     MemorySettings,
 )
 from memlab.config.settings_on_model import check_on_model
+from memlab.config.validation import check_whole_number
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.units import format_bytes, parse_bytes
 
-_LIMITS = {
-    "num_layers": 10_000,
-    "num_microbatches": 2**16,
-    "world_size": 2**17,
-    "num_moe_experts": 2**16,
-    "tokens in a micro-batch": 2**24,
-    "parameters": 2**50,
-    "elements of the largest activation": 2**50,
-}
-"""The largest sizes that a command starts on. Each is far above any model that was trained. Beyond them torch's 64-bit
-sizes overflow, the token ids of one batch fill the host, or building the model takes hours."""
 _LARGEST_MEMORY_BYTES = 2**50
 
 _LAYOUT_HELP = {
@@ -176,15 +166,11 @@ def checked_step(arguments: argparse.Namespace, layout: Layout) -> tuple[dict[st
     """Returns the arguments of a `Lab` and the settings of its step.
 
     Raises:
-        ValueError: If a value breaks its rule, or a size is absurd.
+        ValueError: If a value breaks its rule.
     """
-    for name in ("num_layers", "num_microbatches"):
-        _check_limit(name, getattr(arguments, name) or 0)
     workload = _given(arguments, Scenario) | {"layout": layout}
-    scenario = Scenario.of(**workload)
-    _check_sizes(scenario)
     settings = MemorySettings(**_given(arguments, MemorySettings))
-    check_on_model(settings, scenario)
+    check_on_model(settings, Scenario.of(**workload))
     return workload, settings
 
 
@@ -199,19 +185,19 @@ def layout_of_the_job(arguments: argparse.Namespace, num_ranks: int, rank: int) 
     Raises:
         ValueError: If a size breaks its rule, or the ranks do not divide.
     """
-    _check_limit("world_size", num_ranks)
+    check_whole_number("world_size", num_ranks, at_most=MOST_RANKS)
     given = {field.name: getattr(arguments, field.name, None) for field in fields(Layout)}
     sizes = {name: size for name, size in given.items() if size is not None and name != "rank"}
     splits = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
     tensor, context, pipeline = (sizes.get(name, 1) for name in splits)
     per_copy = tensor * context * pipeline
-    if per_copy > 0 and (num_ranks < 1 or num_ranks % per_copy):
+    if per_copy > 0 and num_ranks % per_copy:
         raise ValueError(
             f"the job has {num_ranks} ranks, must be a multiple of {per_copy} (tensor {tensor} x context {context} x "
             f"pipeline {pipeline}): take {per_copy} (torchrun --nproc-per-node, or --world-size of a prediction), or "
             "change a size"
         )
-    return Layout(**sizes, data_parallel_size=max(1, num_ranks // max(1, per_copy)), rank=rank)
+    return Layout(**sizes, data_parallel_size=num_ranks // max(1, per_copy), rank=rank)
 
 
 def limit_for_torch(gpu_memory_bytes: int, layout: Layout) -> int:
@@ -243,34 +229,9 @@ def memory_size(text: str) -> int:
         num_bytes = parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    except OverflowError:
-        num_bytes = 2 * _LARGEST_MEMORY_BYTES
-    if num_bytes > _LARGEST_MEMORY_BYTES or not text.isascii():
+    if num_bytes > _LARGEST_MEMORY_BYTES:
         raise argparse.ArgumentTypeError(f"{text!r} is larger than any GPU's memory: give a size such as 80GiB")
     return num_bytes
-
-
-def _check_sizes(scenario: Scenario) -> None:
-    """Checks what would overflow or never end, before torch is imported."""
-    architecture, micro_batch = scenario.architecture, scenario.seq_length * scenario.micro_batch_size
-    largest_row = max(
-        architecture.vocab_size,
-        architecture.ffn_hidden_size,
-        architecture.hidden_size,
-        architecture.num_attention_heads * architecture.kv_channels,
-        architecture.moe_router_topk * max(architecture.moe_ffn_hidden_size, architecture.hidden_size),
-    )
-    _check_limit("num_layers", scenario.num_layers)
-    _check_limit("num_microbatches", scenario.num_microbatches)
-    _check_limit("num_moe_experts", architecture.num_moe_experts or 0)
-    _check_limit("tokens in a micro-batch", micro_batch)
-    _check_limit("parameters", architecture.num_parameters)
-    _check_limit("elements of the largest activation", micro_batch * largest_row)
-
-
-def _check_limit(name: str, value: int) -> None:
-    if value > _LIMITS[name]:
-        raise ValueError(f"{name}: {value} is more than memlab supports, {_LIMITS[name]}: give a smaller size")
 
 
 def _given(arguments: argparse.Namespace, cls: type[Scenario | MemorySettings]) -> dict[str, Any]:

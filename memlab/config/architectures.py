@@ -111,6 +111,17 @@ class Architecture:
         return self.num_moe_experts is not None
 
     @property
+    def largest_row(self) -> int:
+        """The most elements that one token has in any activation, before anything is split over ranks."""
+        return max(
+            self.vocab_size,
+            self.ffn_hidden_size,
+            self.hidden_size,
+            self.num_attention_heads * self.kv_channels,
+            self.moe_router_topk * max(self.moe_ffn_hidden_size, self.hidden_size),
+        )
+
+    @property
     def num_parameters(self) -> int:
         """Number of parameters of the whole model, counted from the published shapes."""
         query, kv = self.num_attention_heads * self.kv_channels, self.num_query_groups * self.kv_channels

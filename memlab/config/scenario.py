@@ -23,6 +23,8 @@ _MOST = {
 }
 _MOST_TOKENS_OF_A_MICRO_BATCH = 2**26
 """Every backend holds a batch's token numbers in host memory: 0.5 GiB at this limit."""
+_MOST_ELEMENTS_OF_AN_ACTIVATION = 2**50
+"""A tensor of so many elements takes 4 PiB in fp32. Torch counts bytes in 64 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +68,12 @@ class Scenario:
             raise ValueError(
                 f"micro_batch_size {self.micro_batch_size} x seq_length {self.seq_length} is {tokens:,} tokens, must "
                 f"be at most {_MOST_TOKENS_OF_A_MICRO_BATCH:,}, beyond any real job: give fewer or shorter sequences"
+            )
+        largest_row = self.architecture.largest_row
+        if tokens * largest_row > _MOST_ELEMENTS_OF_AN_ACTIVATION:
+            raise ValueError(
+                f"the largest activation has {tokens:,} tokens x {largest_row:,} elements, must be at most "
+                f"{_MOST_ELEMENTS_OF_AN_ACTIVATION:,} in all, beyond any real job: give fewer or shorter sequences"
             )
         check_whole_number("seed", self.seed, at_least=0)
         if self.seed >= 2**63:

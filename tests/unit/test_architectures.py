@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -258,6 +259,15 @@ def test_sizes_beyond_any_real_job_are_refused(values: dict[str, int], words: st
 def test_layouts_beyond_any_real_job_are_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must be at most 131,072, beyond any real job"):
         Layout(**sizes)
+
+
+def test_an_activation_of_more_elements_than_any_real_one_is_refused() -> None:
+    sizes = {"num_moe_experts": 2**14, "moe_router_topk": 2**14, "moe_ffn_hidden_size": 2**10}
+    wide = replace(ARCHITECTURES["qwen3-moe-tiny"], **sizes)
+    most = {"seq_length": 2**24, "micro_batch_size": 4}
+    assert Scenario.of(wide, **most).architecture.largest_row == 2**24
+    with pytest.raises(ValueError, match="the largest activation has 67,108,864 tokens x 16,793,600 elements, must be"):
+        Scenario.of(replace(wide, moe_ffn_hidden_size=2**10 + 1), **most)
 
 
 def test_large_real_jobs_are_accepted() -> None:
