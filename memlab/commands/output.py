@@ -88,10 +88,22 @@ def written_aside(path: Path) -> Iterator[Path]:
     """Yields a temporary path next to a file, which becomes the file if the block succeeds."""
     aside = path.with_name(f".memlab-{uuid.uuid4().hex[:8]}{path.suffix[:8]}")
     try:
-        yield aside
-        aside.replace(path)
+        with _naming(path):
+            yield aside
+            aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Adds the path to an error of the block that has none: a write to a full disk names no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 @contextmanager
@@ -131,9 +143,10 @@ def claimed_folder(folder: Path | None) -> Iterator[None]:
 
 def save_record(record: StepRecord, folder: Path, *, snapshot: bool) -> None:
     """Saves a record with its timeline, and as a memory snapshot if requested."""
-    record.save(folder)
-    if snapshot:
-        record.export_snapshot(folder / "snapshot.pickle")
+    with _naming(folder):
+        record.save(folder)
+        if snapshot:
+            record.export_snapshot(folder / "snapshot.pickle")
 
 
 def _unwritable(path: Path, error: OSError) -> ValueError:

@@ -142,7 +142,8 @@ class StepRecord:
         two processes that save to the same folder, the second is refused.
 
         Raises:
-            ValueError: If the folder has a record already, or cannot be written.
+            ValueError: If the folder has a record already, or cannot be written to.
+            OSError: If the disk is full. Nothing of the record is left then.
         """
         folder = Path(folder)
         claim = folder / ".record.json.partial"
@@ -167,6 +168,8 @@ class StepRecord:
             claim.replace(folder / "record.json")
         finally:
             claim.unlink(missing_ok=True)
+            if not (folder / "record.json").exists():
+                (folder / "timeline.npz").unlink(missing_ok=True)
         return folder
 
     def export_snapshot(self, path: Path | str) -> Path:

@@ -319,13 +319,15 @@ def test_a_measure_that_fails_leaves_no_folder(
 def test_a_disk_that_fills_up_under_out_is_one_line(
     fake_lab: type[FakeLab], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def fill(record: StepRecord, folder: Path) -> Path:
-        raise OSError(errno.ENOSPC, "No space left on device", str(folder / "timeline.npz"))
+    def fill(path: Path, **_: object) -> None:
+        path.write_bytes(b"half of it")
+        raise OSError(errno.ENOSPC, "No space left on device")  # a write names no file, as only opening one does
 
-    monkeypatch.setattr(StepRecord, "save", fill)
+    monkeypatch.setattr(np, "savez_compressed", fill)
     assert main(["measure", "phi-4-tiny", "--out", str(tmp_path / "out")]) == 1
     last = capfd.readouterr().err.splitlines()[-1]
-    assert last == f"{tmp_path / 'out' / 'timeline.npz'}: no space left on device: free space or choose another path"
+    assert last == f"{tmp_path / 'out'}: no space left on device: free space or choose another path"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_long_values_are_shortened_and_line_ends_escaped() -> None:
