@@ -39,7 +39,7 @@ class CachingAllocator:
             self._offer(after)
         return block
 
-    def makes_room(self, requested_bytes: int, limit_bytes: int) -> bool:
+    def makes_space(self, requested_bytes: int, limit_bytes: int) -> bool:
         """Returns whether a request fits within `limit_bytes` reserved, after returning free segments if it must."""
         num_bytes = rounded_bytes(requested_bytes)
         is_small = num_bytes <= SMALL_REQUEST_BYTES

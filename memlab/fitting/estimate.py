@@ -66,7 +66,7 @@ class StepEstimate:
     @property
     def limit_bytes(self) -> int:
         """The most that another step could allocate."""
-        return self.failure.failed_allocation.step_room_bytes
+        return self.failure.failed_allocation.step_capacity_bytes
 
     @property
     def outside_model_bytes(self) -> int:

@@ -53,7 +53,7 @@ def _known_too_large(estimate: StepEstimate) -> set[MemorySettings]:
         for known in estimate.earlier_records
         if known.scenario == estimate.record.scenario
         and known.out_of_memory is not None
-        and known.out_of_memory.failed_allocation.step_room_bytes >= estimate.limit_bytes
+        and known.out_of_memory.failed_allocation.step_capacity_bytes >= estimate.limit_bytes
     }
 
 

@@ -59,7 +59,7 @@ class SimulatedMeter(StorageMeter):
         if allocation.pool != _DEVICE or not num_bytes:
             return num_bytes
         allocator, limit = self._allocator, self.device_memory_bytes
-        if limit is not None and not allocator.makes_room(num_bytes, limit):
+        if limit is not None and not allocator.makes_space(num_bytes, limit):
             largest, reserved = allocator.largest_free_bytes, allocator.reserved_bytes
             self._fail_allocation(num_bytes, limit, reserved_bytes=reserved, largest_free_bytes=largest)
         block = self._blocks[id(allocation)] = allocator.allocate(num_bytes)

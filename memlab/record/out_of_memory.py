@@ -63,7 +63,7 @@ class FailedAllocation:
         return self.device_total_bytes - self.reserved_bytes - self.device_free_bytes
 
     @property
-    def room_bytes(self) -> int:
+    def capacity_bytes(self) -> int:
         """The most bytes that could have been allocated: those that were, and those that torch could still reserve."""
         if self.reserved_bytes is None:
             return self.limit_bytes
@@ -72,14 +72,14 @@ class FailedAllocation:
         return self.allocated_bytes + self.pending_free_bytes + max(0, more)
 
     @property
-    def step_room_bytes(self) -> int:
+    def step_capacity_bytes(self) -> int:
         """The most bytes that another step could allocate: without this step's fragmentation."""
-        return min(self.limit_bytes, self.room_bytes + self.unused_reserved_bytes)
+        return min(self.limit_bytes, self.capacity_bytes + self.unused_reserved_bytes)
 
     @property
     def missing_bytes(self) -> int:
         """How many bytes fewer would have to be allocated for this one request to fit."""
-        return max(0, self.allocated_bytes + self.pending_free_bytes + self.requested_bytes - self.room_bytes)
+        return max(0, self.allocated_bytes + self.pending_free_bytes + self.requested_bytes - self.capacity_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -122,11 +122,6 @@ class Timeline:
         """Device bytes in use when the step began."""
         return self.bytes_at(self.num_opening_events - 1)
 
-    @property
-    def closing_bytes(self) -> int:
-        """Device bytes in use when the step ended."""
-        return self.bytes_at(len(self) - 1)
-
     def breakdown(
         self,
         index: int,

@@ -137,10 +137,10 @@ def test_what_a_warm_lab_says_fits_does_so_in_a_fresh_one(lab: Lab) -> None:
     assert not fit.fits
     assert lab.device_memory_bytes is None
     cheapest = fit.alternatives[0].settings
-    room_bytes = fit.gpu_memory_bytes - outside_bytes
+    limit_bytes = fit.gpu_memory_bytes - outside_bytes
     lab.close()
     with Lab("qwen3-30b-a3b", num_layers=2, seq_length=8192, backend="cuda") as fresh:
-        fresh.device_memory_bytes = room_bytes
+        fresh.device_memory_bytes = limit_bytes
         record = fresh.step(cheapest)
         assert record.status == "ok", (cheapest, record.message)
         fresh.device_memory_bytes = None

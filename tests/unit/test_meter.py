@@ -131,7 +131,7 @@ def test_what_stays_inside_a_fused_kernel_never_counts_as_device_memory() -> Non
     assert timeline.peak_bytes("device") == 1000
     assert timeline.peak_bytes("on_chip") == 2000
     assert timeline.peak_bytes("host") == 1000
-    assert timeline.closing_bytes == 0
+    assert timeline.total_bytes()[-1] == 0
 
 
 def test_lifetime_tells_activations_from_temporaries() -> None:

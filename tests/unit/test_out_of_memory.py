@@ -80,14 +80,14 @@ def test_evidence_adds_up() -> None:
     seen = failed_allocation(pending_free_bytes=GIB // 4)
     assert seen.outside_bytes == 2 * GIB
     assert seen.unused_reserved_bytes == GIB * 3 // 4
-    assert seen.room_bytes == 77 * GIB + GIB // 4
+    assert seen.capacity_bytes == 77 * GIB + GIB // 4
     assert seen.missing_bytes == 3 * GIB
     capped = failed_allocation(limit_bytes=72 * GIB)
-    assert (capped.room_bytes, capped.missing_bytes) == (71 * GIB, 9 * GIB)
+    assert (capped.capacity_bytes, capped.missing_bytes) == (71 * GIB, 9 * GIB)
     on_cpu = failed_allocation(
         reserved_bytes=None, device_free_bytes=None, device_total_bytes=None, largest_free_bytes=None
     )
-    assert (on_cpu.room_bytes, on_cpu.outside_bytes, on_cpu.unused_reserved_bytes) == (80 * GIB, None, 0)
+    assert (on_cpu.capacity_bytes, on_cpu.outside_bytes, on_cpu.unused_reserved_bytes) == (80 * GIB, None, 0)
 
 
 def test_what_others_hold_is_outside_torch_and_a_context_is_not() -> None:
@@ -143,7 +143,7 @@ def test_activations_that_a_setting_lowers_are_a_spike_and_static_bytes_are_capa
     spike = verdict_of(refused())
     assert spike.verdict == "spike" and spike.suggestion is not None
     assert spike.suggestion.source == "estimated, at most"
-    assert spike.suggestion.peak_bytes <= failed_allocation().room_bytes
+    assert spike.suggestion.peak_bytes <= failed_allocation().capacity_bytes
     capacity = verdict_of(refused({LAYER: GIB}))
     assert (capacity.verdict, capacity.suggestion) == ("capacity", None)
     assert "50.000 GiB for parameters" in capacity.evidence and "None of the known settings fits" in capacity.advice
@@ -375,7 +375,7 @@ def test_what_is_proposed_to_a_rank_of_a_job_can_be_set_and_frees_no_more_than_t
         refused = lab.step()
         assert refused.status == "out_of_memory"
         evidence = refused.out_of_memory
-        assert evidence is not None and evidence.failed_allocation.step_room_bytes <= lab.device_memory_bytes
+        assert evidence is not None and evidence.failed_allocation.step_capacity_bytes <= lab.device_memory_bytes
         assert 1 <= evidence.passes_in_flight <= lab.scenario.most_passes_in_flight
         proposed = suggested(refused, [])
         for choice in proposed:

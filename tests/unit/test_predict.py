@@ -140,8 +140,8 @@ def test_a_step_that_does_not_fit_names_what_does() -> None:
     with Lab("phi-4-tiny", num_layers=4, seq_length=2048, backend="simulated") as lab:
         tried: list[MemorySettings] = []
 
-        def step(settings: MemorySettings, room_bytes: int | None) -> StepRecord:
-            lab.device_memory_bytes = room_bytes
+        def step(settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
+            lab.device_memory_bytes = limit_bytes
             tried.append(settings)
             return lab.step(settings)
 

@@ -100,7 +100,7 @@ def machine(seed: int, scenario: Scenario) -> Callable[[MemorySettings, int | No
     frees = {name: drawn.randint(1, 400) * MIB for name in sorted({*recompute_names(), *offload_names()})}
     moves = {name: drawn.randint(1, 400) * MIB for name in offload_names()}
 
-    def step(settings: MemorySettings, room_bytes: int | None) -> StepRecord:
+    def step(settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
         noise = random.Random(f"{seed} {settings}").randint(0, MIB // 8)
         offloaded = {name: moves[name] for name in settings.offload_modules or ()}
         freed = sum(frees[name] for name in settings.recompute_modules or ()) + sum(frees[name] for name in offloaded)
@@ -368,7 +368,7 @@ def test_ctrl_c_shows_what_was_found_until_then() -> None:
 
 
 def test_ctrl_c_before_anything_was_found_is_no_search() -> None:
-    def interrupted(settings: MemorySettings, room_bytes: int | None) -> StepRecord:
+    def interrupted(settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt) as error:

@@ -27,8 +27,8 @@ from .fake_lab import FakeLab
 class FakeProcess:
     """A search that ends when a test says so."""
 
-    def __init__(self, scenario: Scenario, base: MemorySettings, room_bytes: int, **others: Any) -> None:
-        self.asked = (scenario, base, room_bytes)
+    def __init__(self, scenario: Scenario, base: MemorySettings, limit_bytes: int, **others: Any) -> None:
+        self.asked = (scenario, base, limit_bytes)
         self.on_line, self.on_end = others["on_line"], others["on_end"]
 
     def stop(self) -> None:
@@ -100,8 +100,8 @@ def test_a_search_is_of_the_form_s_workload_and_what_waits_between_steps(state: 
     state._state.edit(seq_length=128, offload_optimizer=True, recompute_granularity="full")
     state.limit = "30 MiB"
     state.start()
-    scenario, base, room_bytes = state._process.asked
-    assert (scenario.seq_length, base, room_bytes) == (128, MemorySettings(offload_optimizer=True), 30 * MIB)
+    scenario, base, limit_bytes = state._process.asked
+    assert (scenario.seq_length, base, limit_bytes) == (128, MemorySettings(offload_optimizer=True), 30 * MIB)
     assert state.busy
     state.start()
     assert "is running" in state.notice

@@ -88,7 +88,7 @@ def test_torch_s_own_tools_read_what_is_written(timeline: Timeline, tmp_path: Pa
     from torch.cuda import _memory_viz
 
     snapshot = export(timeline, tmp_path)
-    closing = timeline.closing_bytes
+    closing = timeline.total_bytes()[-1]
     assert f"total_allocated: {_memory_viz.Bytes(closing)!r}\n" in _memory_viz.segsum(snapshot)
     assert f"{len(snapshot['device_traces'][0])} entries" in _memory_viz.trace(snapshot)
     folded = _memory_viz.memory(snapshot, lambda lines: lines)
