@@ -5,77 +5,47 @@ Names are loaded when they are first used, so that `import memlab` is quick and 
 
 from __future__ import annotations
 
+import ast
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memlab._version import __version__  # noqa: F401
 
-if TYPE_CHECKING:
-    from memlab.analysis.diagnosis import diagnose, probability_of_exceeding, worst
-    from memlab.config.architectures import ARCHITECTURES, Architecture
-    from memlab.config.layout import Layout
-    from memlab.config.scenario import Scenario
-    from memlab.config.settings import MemorySettings, validation_error
-    from memlab.exercises import check, failure
-    from memlab.lab.lab import Lab
-    from memlab.lab.predictions import predict_ranks
-    from memlab.record.metrics import finish
-    from memlab.record.step_record import StepRecord
-    from memlab.record.timeline import Timeline
-    from memlab.record.transfer import GROUPS
-    from memlab.units import format_bytes
-    from memlab.views.display import compare, peaks, show
-    from memlab.views.panel.panel import panel
+if TYPE_CHECKING:  # the one list of public names; the module reads it below
+    from memlab.analysis.diagnosis import diagnose as diagnose
+    from memlab.analysis.diagnosis import probability_of_exceeding as probability_of_exceeding
+    from memlab.analysis.diagnosis import worst as worst
+    from memlab.config.architectures import ARCHITECTURES as ARCHITECTURES
+    from memlab.config.architectures import Architecture as Architecture
+    from memlab.config.layout import Layout as Layout
+    from memlab.config.scenario import Scenario as Scenario
+    from memlab.config.settings import MemorySettings as MemorySettings
+    from memlab.config.settings import validation_error as validation_error
+    from memlab.exercises import check as check
+    from memlab.exercises import failure as failure
+    from memlab.lab.lab import Lab as Lab
+    from memlab.lab.predictions import predict_ranks as predict_ranks
+    from memlab.record.metrics import finish as finish
+    from memlab.record.step_record import StepRecord as StepRecord
+    from memlab.record.timeline import Timeline as Timeline
+    from memlab.record.transfer import GROUPS as GROUPS
+    from memlab.units import format_bytes as format_bytes
+    from memlab.views.display import compare as compare
+    from memlab.views.display import peaks as peaks
+    from memlab.views.display import show as show
+    from memlab.views.panel.panel import panel as panel
 
-__all__ = [
-    "ARCHITECTURES",
-    "GROUPS",
-    "Architecture",
-    "Lab",
-    "Layout",
-    "MemorySettings",
-    "Scenario",
-    "StepRecord",
-    "Timeline",
-    "check",
-    "compare",
-    "diagnose",
-    "failure",
-    "finish",
-    "format_bytes",
-    "panel",
-    "peaks",
-    "predict_ranks",
-    "probability_of_exceeding",
-    "show",
-    "validation_error",
-    "worst",
-]
 
-_HOMES = {
-    "ARCHITECTURES": "memlab.config.architectures",
-    "Architecture": "memlab.config.architectures",
-    "GROUPS": "memlab.record.transfer",
-    "Lab": "memlab.lab.lab",
-    "Layout": "memlab.config.layout",
-    "MemorySettings": "memlab.config.settings",
-    "Scenario": "memlab.config.scenario",
-    "StepRecord": "memlab.record.step_record",
-    "Timeline": "memlab.record.timeline",
-    "check": "memlab.exercises",
-    "compare": "memlab.views.display",
-    "diagnose": "memlab.analysis.diagnosis",
-    "failure": "memlab.exercises",
-    "finish": "memlab.record.metrics",
-    "format_bytes": "memlab.units",
-    "panel": "memlab.views.panel.panel",
-    "peaks": "memlab.views.display",
-    "predict_ranks": "memlab.lab.predictions",
-    "probability_of_exceeding": "memlab.analysis.diagnosis",
-    "show": "memlab.views.display",
-    "validation_error": "memlab.config.settings",
-    "worst": "memlab.analysis.diagnosis",
-}
+def _homes() -> dict[str, str]:
+    """Returns the module of each public name, as this file imports it above for type checkers."""
+    (block,) = (node for node in ast.parse(Path(__file__).read_text(encoding="utf-8")).body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: node.module or "" for node in imports for alias in node.names}
+
+
+_HOMES = _homes()
+__all__ = sorted(_HOMES)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:

@@ -38,7 +38,7 @@ def test_every_exported_name_is_there(name: str) -> None:
 
 def test_an_unknown_name_is_an_attribute_error_with_the_choices() -> None:
     with pytest.raises(
-        AttributeError, match=r"no attribute 'Labb': choose from ARCHITECTURES, GROUPS, Architecture, Lab,"
+        AttributeError, match=r"no attribute 'Labb': choose from ARCHITECTURES, Architecture, GROUPS, Lab,"
     ):
         _ = memlab.Labb
 
