@@ -7,8 +7,6 @@ import os
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import torch
-
 _NODES = Path("/sys/devices/system/node")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -71,6 +69,8 @@ def pin_to_numa_node(device: int) -> None:
 def _processors_near(device: int) -> frozenset[int]:
     if len(list(_NODES.glob("node[0-9]*"))) < 2:
         return frozenset()
+    import torch
+
     properties: Any = torch.cuda.get_device_properties(device)  # the stubs lack the address
     address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     return processors_of(_PCI_DEVICES / address / "numa_node", _NODES)

@@ -20,6 +20,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 
 from memlab._version import __version__
+from memlab.backends.host import host_memory_bytes
 from memlab.commands.process import stdout_reserved_for_result
 from memlab.units import format_bytes
 
@@ -199,7 +200,7 @@ def _hardware() -> dict[str, str]:
     names = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*:\s*(.*)", names.read_text()) if names.is_file() else None
     found["CPU"] = f"{model[1] if model else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-    found["host memory"] = format_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    found["host memory"] = format_bytes(host_memory_bytes())
     return found
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from memlab.cli import main, one_line
+from memlab.commands import doctor
 from memlab.commands.process import stdout_reserved_for_result
 from memlab.config.layout import Layout
 from memlab.config.settings import MemorySettings
@@ -373,6 +374,7 @@ def test_doctor_works_in_a_broken_installation(names: str) -> None:
     found = json.loads(done.stdout)
     assert not found["backends"]["cpu"]["ok"] and found["backends"]["cpu"]["remedy"]
     assert {"torch", "megatron-core", "numpy", "plotly"} <= found["packages"].keys()
+    assert found["hardware"]["host memory"].endswith("iB")
     assert found["packages"]["memlab"]["ok"] == ("nothing" not in names)
 
 
@@ -389,13 +391,15 @@ def test_doctor_names_the_hardware_and_versions_that_were_never_run(
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB, 580.159.04'\n")
     tool.chmod(0o755)
+    monkeypatch.setattr(doctor, "host_memory_bytes", lambda: 6 * 1024**3)  # a container's limit
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert found["packages"]["megatron-core"]["note"] == "memlab was never run with it, only with 0.16 and 0.19"
     assert found["hardware"]["GPU 0"] == "NVIDIA H200, 143771 MiB"
     assert found["hardware"]["driver"] == "580.159.04"
-    assert {"CUDA", "CPU", "host memory"} <= found["hardware"].keys()
+    assert {"CUDA", "CPU"} <= found["hardware"].keys()
+    assert found["hardware"]["host memory"] == "6.000 GiB"
 
 
 def test_doctor_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
