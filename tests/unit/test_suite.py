@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
 
 from memlab.cli import main
+from memlab.regression.suite.notebooks import read_notebook
 from memlab.regression.suite.suite import read_suite
 from tests.notebooks.small_labs import write_lab
 from tests.notebooks.small_suites import write_suite
@@ -168,6 +170,22 @@ def test_a_file_that_is_not_a_notebook_is_refused_in_one_line(tmp_path: Path, te
     with pytest.raises(ValueError, match="is not a valid notebook") as refusal:
         read_suite(path)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("ids", [[], ["same", "same", "same"]], ids=["none", "equal"])
+def test_a_notebook_whose_cells_have_no_or_equal_ids_is_read_without_a_warning(tmp_path: Path, ids: list[str]) -> None:
+    write_lab(tmp_path, name="small")
+    lab = tmp_path / "small.ipynb"
+    values = json.loads(lab.read_text())
+    for cell in values["cells"]:
+        del cell["id"]
+    for cell, name in zip(values["cells"], ids, strict=False):
+        cell["id"] = name
+    lab.write_text(json.dumps(values))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert len(read_notebook(lab).cells) == len(values["cells"])
+    assert seen == []
 
 
 @pytest.mark.parametrize("damage", ["tags", "source", "cells"])

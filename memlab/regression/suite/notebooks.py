@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 
 import nbformat
+from nbformat.warnings import DuplicateCellId, MissingIDFieldWarning
 
 PARAMETERS_TAG = "parameters"
 RECORD_TAG = "record"
@@ -28,7 +30,10 @@ def read_notebook(path: Path) -> nbformat.NotebookNode:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"notebook {str(path)[:200]} cannot be read ({reason}): give an .ipynb file") from error
     try:
-        notebook: nbformat.NotebookNode = nbformat.reads(text, as_version=4, capture_validation_error=invalid)
+        with warnings.catch_warnings():
+            for category in (MissingIDFieldWarning, DuplicateCellId):  # nbformat repairs both, and no run uses the ids
+                warnings.simplefilter("ignore", category)
+            notebook: nbformat.NotebookNode = nbformat.reads(text, as_version=4, capture_validation_error=invalid)
     except Exception as error:
         reason = str(error).partition("\n")[0][:100]
         raise ValueError(f"{path} is not a valid notebook ({reason}): save it again in JupyterLab") from error
