@@ -54,16 +54,17 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
 
 def _write(refresh: Refresh, baselines_folder: Path) -> int:
+    lines: list[str] = []
+    failure = ""
     try:
-        for line in refresh.write():
-            print(line)
-    except BrokenPipeError:
-        raise
+        lines.extend(refresh.write())
     except OSError as error:
-        print(
+        failure = (
             f"{baselines_folder} cannot be written ({error.strerror or error}): baselines that are not named above are "
-            "as they were: free some space, and update again",
-            file=sys.stderr,
+            "as they were: free some space, and update again"
         )
-        return 1
-    return 0
+    # Printed at the end: a reader that leaves early, as in ``| head``, must not leave the other baselines unwritten.
+    print("\n".join(lines), flush=True)
+    if failure:
+        print(failure, file=sys.stderr)
+    return 1 if failure else 0

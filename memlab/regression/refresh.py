@@ -24,9 +24,12 @@ class Refresh:
     measured: dict[str, Measured]
     """By case."""
     not_in_run: tuple[str, ...]
+    unreadable: tuple[str, ...] = ()
+    """Kept runs that could not be read, of which one may be newer; a line each."""
 
     def write(self) -> Iterator[str]:
         """Writes the baselines, and yields what changed, line by line."""
+        yield from self.unreadable
         yield f"from {self.summary.name}"
         for case, measured in self.measured.items():
             path = baseline_path(self.suite.baselines_folder, case)
@@ -58,7 +61,8 @@ def plan_refresh(suite: Suite, cases: Sequence[Case], run: Path | None = None) -
     Raises:
         ValueError: If there is no such run, one of its cases failed, or it was run with other parameters.
     """
-    summary = read_summary(run) if run is not None else _newest(suite)
+    unreadable: list[str] = []
+    summary = read_summary(run) if run is not None else _newest(suite, unreadable)
     if (summary.suite, summary.backend) != (suite.name, suite.backend):
         raise ValueError(
             f"run {summary.name} is of suite {summary.suite} on {summary.backend}, must be of {suite.name} on "
@@ -85,15 +89,16 @@ def plan_refresh(suite: Suite, cases: Sequence[Case], run: Path | None = None) -
         summary=summary,
         measured=chosen,
         not_in_run=tuple(case.name for case in cases if case.name not in chosen),
+        unreadable=tuple(unreadable),
     )
 
 
-def _newest(suite: Suite) -> Summary:
-    unreadable: list[str] = []
+def _newest(suite: Suite, unreadable: list[str]) -> Summary:
     history = read_history(suite.runs_folder, suite.name, suite.backend, unreadable.append)
     if not history:
+        damaged = f" ({'; '.join(unreadable)})" if unreadable else ""
         raise ValueError(
-            f"{suite.runs_folder} holds no run of {suite.name} on {suite.backend}: run memlab nightly "
+            f"{suite.runs_folder} holds no run of {suite.name} on {suite.backend}{damaged}: run memlab nightly "
             f"{suite.shown_path} first, or give one with --run"
         )
     return history[-1][1]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -249,6 +252,34 @@ def test_an_update_takes_modules_over_that_explain_the_same_metrics(
     assert main(["baseline", "update", str(suite_with_a_run), "--only", "one"]) == 0
     assert capfd.readouterr().out.endswith("one: no metric beyond its tolerance; new figures by module\n")
     assert '"residual_by_module": {"decoder.layers.0": 64}' in baselines(suite_with_a_run)["one.json"]
+
+
+def test_an_update_whose_reader_leaves_early_writes_every_baseline(suite_with_a_run: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "memlab", "baseline", "update", str(suite_with_a_run)]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # else the lines of a small suite stay in a buffer
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False, env=environment)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+    assert baselines(suite_with_a_run).keys() == {"one.json", "two.json"}
+
+
+def test_an_update_names_a_newer_run_that_cannot_be_read(
+    suite_with_a_run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    runs = suite_with_a_run.parents[1] / "runs"
+    (kept,) = runs.iterdir()
+    newer = runs / "2027-01-01-000000_abc1234_cpu" / "summary.json"
+    newer.parent.mkdir()
+    newer.write_text("{")
+    assert main(["baseline", "update", str(suite_with_a_run)]) == 0
+    damaged, chosen, *_ = capfd.readouterr().out.splitlines()
+    assert damaged.startswith(f"left out: {newer} cannot be read")
+    assert chosen == f"from {kept.name}"
+    (kept / "summary.json").write_text("[]")
+    assert main(["baseline", "update", str(suite_with_a_run)]) == 2
+    assert f"holds no run of small on cpu (left out: {kept / 'summary.json'} cannot be read" in capfd.readouterr().err
 
 
 def test_an_update_replaces_a_corrupted_baseline(suite_with_a_run: Path, capfd: pytest.CaptureFixture[str]) -> None:

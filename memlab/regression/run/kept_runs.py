@@ -93,7 +93,7 @@ def read_history(runs_folder: Path, suite: str, backend: str, on_unreadable: Cal
         try:
             summary = read_summary(folder)
         except ValueError as error:
-            on_unreadable(f"left out of the trend: {error}")
+            on_unreadable(f"left out: {error}")
             continue
         if (summary.suite, summary.backend) == (suite, backend):
             history.append((folder, summary))
