@@ -88,6 +88,13 @@ class Summary:
         return tuple(result for result in self.results if not result.is_green)
 
     @property
+    def hardware(self) -> dict[str, str]:
+        """What the records were measured on; empty where none says it."""
+        return next(
+            (result.measured.hardware for result in self.results if result.measured and result.measured.hardware), {}
+        )
+
+    @property
     def headline(self) -> str:
         """The outcome in one line."""
         num_cases = f"{len(self.results)} case{'' if len(self.results) == 1 else 's'}"

@@ -12,6 +12,7 @@ import numpy as np
 
 from memlab.regression.baseline import Baseline, read_baseline, write_baseline
 from memlab.regression.compare import compare_with_baseline
+from memlab.regression.report.junit import junit_xml
 from memlab.regression.report.report import write_reports
 from memlab.regression.report.summary_text import summary_table
 from memlab.regression.summary import Summary, read_summary
@@ -228,6 +229,8 @@ def test_the_hardware_is_in_every_form_of_the_report_and_never_compared(tmp_path
     properties = {p.get("name"): p.get("value") for p in ET.parse(tmp_path / "junit.xml").getroot().iter("property")}
     assert properties["hardware gpu"] == "<H200>, 141 GiB"
     assert read_summary(tmp_path).results[0].measured == here
+    unnamed = replace(PASSED, name="unnamed")
+    assert "hardware gpu" in junit_xml(replace(run, results=(unnamed, *run.results))), "whichever case names it"
     assert "hardware" not in summary_table(summary_of(PASSED)), "records of an older memlab have none"
     path = tmp_path / "small.json"
     write_baseline(path, Baseline(backend="cpu", case="small", date="2026-01-01", commit="abc1234", measured=here))

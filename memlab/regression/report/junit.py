@@ -13,7 +13,7 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def junit_xml(summary: Summary) -> str:
-    """Returns a document with one test case per case: a failed case is an error, any other red case a failure."""
+    """Returns a document with one test case per case: a red case without figures is an error, any other a failure."""
     counts = {
         "tests": str(len(summary.results)),
         "failures": str(sum(result.measured is not None for result in summary.red)),
@@ -27,8 +27,7 @@ def junit_xml(summary: Summary) -> str:
     properties = ET.SubElement(suite, "properties")
     for name in ("backend", "commit", "name"):
         ET.SubElement(properties, "property", {"name": name, "value": getattr(summary, name)})
-    hardware = next((result.measured.hardware for result in summary.results if result.measured), {})
-    for name, value in hardware.items():
+    for name, value in summary.hardware.items():
         ET.SubElement(properties, "property", {"name": f"hardware {name}", "value": value})
     for result in summary.results:
         _add(suite, summary, result)

@@ -112,8 +112,8 @@ class _Page:
         measured = next((result.measured for result in self._summary.results if result.measured), None)
         versions = "" if measured is None else " · ".join(f"{name} {text}" for name, text in measured.versions.items())
         machine = "" if measured is None else f"<br>{escape(measured.machine)}"
-        if measured is not None and measured.hardware:
-            machine += "<br>" + escape(" · ".join(f"{name}: {value}" for name, value in measured.hardware.items()))
+        if self._summary.hardware:
+            machine += "<br>" + escape(" · ".join(f"{name}: {value}" for name, value in self._summary.hardware.items()))
         return (
             f'<footer>{escape(versions)}{machine}<br>the same as data: <a href="summary.json">summary.json</a>, '
             '<a href="junit.xml">junit.xml</a></footer>'

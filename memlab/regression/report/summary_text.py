@@ -15,9 +15,8 @@ def summary_table(summary: Summary) -> str:
     rows = [["case", "status", "time"]]
     rows += [[result.name, result.status, f"{result.seconds:.0f} s"] for result in summary.results]
     lines = _aligned(rows)
-    hardware = next((r.measured.hardware for r in summary.results if r.measured and r.measured.hardware), {})
-    if hardware:
-        lines += ["", "hardware: " + ", ".join(f"{name} {value}" for name, value in hardware.items())]
+    if summary.hardware:
+        lines += ["", "hardware: " + ", ".join(f"{name} {value}" for name, value in summary.hardware.items())]
     for result in summary.red:
         lines += ["", f"{result.name}: {result.status}", f"  {result.message}"]
         lines += [f"  {line}" for line in changes_table(result)]
