@@ -18,7 +18,7 @@ run: $(VENV)/.installed ## Run the quickstart lab headless and say where its not
 	@$(BIN)/memlab run labs/00_quickstart.ipynb
 	@echo "make lab opens the labs in JupyterLab"
 
-test: $(VENV)/.installed-dev ## Lint, check types and the order of the rooms, run all tests
+test: $(VENV)/.installed-dev ## Lint, check types and the import order of the packages, run all tests
 	@$(BIN)/ruff check --quiet
 	@$(BIN)/ruff format --check --quiet
 	@$(BIN)/mypy --no-error-summary

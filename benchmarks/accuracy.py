@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from memlab.analysis.accuracy import pairs_of
-from memlab.commands.ranks import abort_job_on_error, rank
+from memlab.commands.shared.ranks import abort_job_on_error, rank
 from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
 from memlab.config.settings import MOE_OFFLOAD_MODULES, MOE_RECOMPUTE_MODULES, MemorySettings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memlab.config.settings_on_model import checkpoints_moe_layers
+from memlab.config.model_restrictions import checkpoints_moe_layers
 from memlab.record.step_record import StepRecord
 
 _SORTS_ALWAYS = "0.16."

@@ -2,8 +2,8 @@
 
 Three things are replaced inside a `cuda_replaced` block: the parts of ``torch.cuda`` that Megatron calls, tensor calls
 that name a CUDA device, and the few names in megatron-core that need Transformer Engine. Each has a row with the reason
-in `memlab.upstream.internals`. A storage remembers whether it would be in host memory, so that the meter sees offloads
-although device and host are the same RAM.
+in `memlab.upstream.private_names`. A storage remembers whether it would be in host memory, so that the meter sees
+offloads although device and host are the same RAM.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from memlab.backends import Backend
-from memlab.backends.cuda_calls import CUDA_API, CudaOnCpu, from_numpy, is_on_host, random_state
-from memlab.backends.host import host_memory_bytes
+from memlab.backends.cuda_on_cpu import CUDA_API, CudaOnCpu, from_numpy, is_on_host, random_state
+from memlab.backends.host_memory import host_memory_bytes
 from memlab.config.scenario import Scenario
 from memlab.meter.labels import one_kernel
 from memlab.meter.storage_meter import StorageMeter
@@ -29,7 +29,7 @@ from memlab.model.layers import torch_moe
 from memlab.model.layers.torch_layers import TorchProvider
 from memlab.model.process_group import join_alone, require_one_rank
 from memlab.units import format_bytes
-from memlab.upstream.patched import patched, swapped
+from memlab.upstream.patching import patched, swapped
 
 
 def backend(reason: str) -> Backend:

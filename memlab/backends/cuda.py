@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 
 from memlab.backends import Backend
-from memlab.backends.host import pin_to_numa_node
+from memlab.backends.host_memory import pin_to_numa_node
 from memlab.meter.cuda.meter import AllocatorMeter
 from memlab.model.process_group import join_with_nccl, require_started_ranks
-from memlab.model.retention.te_caches import fill_cublas_workspaces
-from memlab.upstream.patched import swapped
+from memlab.model.retention.transformer_engine_caches import fill_cublas_workspaces
+from memlab.upstream.patching import swapped
 
 EARLY_VARIABLES = {"NVTE_FRAMEWORK": "pytorch", "NVTE_CPU_OFFLOAD_V1": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """What Transformer Engine and CUDA read once, and the value that Megatron needs: TE 2.10 and later copies weights to

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 from memlab.backends import Backend, fake_collectives
-from memlab.backends.chosen_routing import chosen_routing
 from memlab.backends.cpu import cuda_replaced
-from memlab.backends.fake_calls import FAKE, FakeCuda
+from memlab.backends.fake_cuda import FAKE, FakeCuda
 from memlab.backends.meta_result_cache import MetaResultCache
+from memlab.backends.simulated_routing import chosen_routing
 from memlab.meter.simulated_meter import SimulatedMeter
 from memlab.model.layers.fake_layers import FakeProvider
 from memlab.model.process_group import join_alone
-from memlab.model.retention.te_caches import hold_fake_workspaces
-from memlab.upstream.patched import patched
+from memlab.model.retention.transformer_engine_caches import hold_fake_workspaces
+from memlab.upstream.patching import patched
 
 
 def backend(reason: str) -> Backend:

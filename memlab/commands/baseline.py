@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memlab.commands.output import out_path
+from memlab.commands.shared.output import out_path
 
 if TYPE_CHECKING:
-    from memlab.regression.refresh import Refresh
+    from memlab.regression.refresh_baselines import Refresh
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     Raises:
         ValueError: If there is no such run, one of its cases failed, or a case was run with other parameters.
     """
-    from memlab.regression.refresh import plan_refresh
+    from memlab.regression.refresh_baselines import plan_refresh
     from memlab.regression.suite.suite import read_suite
 
     suite = read_suite(arguments.suite)

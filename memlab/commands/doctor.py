@@ -20,8 +20,8 @@ from importlib import import_module, metadata
 from pathlib import Path
 
 from memlab._version import __version__
-from memlab.backends.host import host_memory_bytes
-from memlab.commands.process import stdout_reserved_for_result
+from memlab.backends.host_memory import host_memory_bytes
+from memlab.commands.shared.process import stdout_reserved_for_result
 from memlab.units import format_bytes
 
 _CPU_EXTRA, _GPU_EXTRA = "pip install -e '.[cpu]'", "pip install --no-build-isolation -e '.[gpu]'"

@@ -11,9 +11,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from memlab.backends import BACKEND_VARIABLE, BACKENDS
-from memlab.commands.output import add_record_arguments, claimed_folder, save_record
-from memlab.commands.process import exit_now, stdout_reserved_for_result
-from memlab.commands.ranks import (
+from memlab.commands.shared.output import add_record_arguments, claimed_folder, save_record
+from memlab.commands.shared.process import exit_now, stdout_reserved_for_result
+from memlab.commands.shared.ranks import (
     abort_job_on_error,
     gathered,
     rank,
@@ -22,7 +22,7 @@ from memlab.commands.ranks import (
     ranks_table,
     world_size,
 )
-from memlab.commands.step_flags import add_pass_arguments, add_step_arguments, checked_step, layout_of_the_job
+from memlab.commands.shared.step_flags import add_pass_arguments, add_step_arguments, checked_step, layout_of_the_job
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.record.step_record import StepRecord

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memlab.commands.output import check_writable_folder, out_path
-from memlab.commands.process import terminate_on_signal
+from memlab.commands.shared.output import check_writable_folder, out_path
+from memlab.commands.shared.process import terminate_on_signal
 
 if TYPE_CHECKING:
     from memlab.regression.nightly import Options

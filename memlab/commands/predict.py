@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from memlab.analysis.diagnosis import worst
-from memlab.commands.output import add_record_arguments, claimed_folder, save_record
-from memlab.commands.process import stdout_reserved_for_result
-from memlab.commands.ranks import ranks_json, ranks_table
-from memlab.commands.step_flags import (
+from memlab.commands.shared.output import add_record_arguments, claimed_folder, save_record
+from memlab.commands.shared.process import stdout_reserved_for_result
+from memlab.commands.shared.ranks import ranks_json, ranks_table
+from memlab.commands.shared.step_flags import (
     add_job_arguments,
     add_pass_arguments,
     add_step_arguments,
@@ -27,7 +27,7 @@ from memlab.commands.step_flags import (
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.fitting.fit import Fit, fits, judge_fit
+from memlab.fitting.does_it_fit import Fit, fits, judge_fit
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.lab.search_process import stepping
 from memlab.record.step_record import StepRecord

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memlab.analysis.accuracy import pairs_of
-from memlab.commands.output import check_new_file, out_path, written_aside
-from memlab.commands.process import stdout_reserved_for_result
+from memlab.commands.shared.output import check_new_file, out_path, written_aside
+from memlab.commands.shared.process import stdout_reserved_for_result
 
 if TYPE_CHECKING:
     from memlab.record.step_record import StepRecord

@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memlab.commands.output import check_writable_folder, out_path
-from memlab.commands.process import terminate_on_signal
+from memlab.commands.shared.output import check_writable_folder, out_path
+from memlab.commands.shared.process import terminate_on_signal
 
 if TYPE_CHECKING:
     from memlab.regression.run.runner import PreparedLab

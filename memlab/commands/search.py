@@ -6,10 +6,10 @@ import argparse
 import json
 from collections.abc import Callable
 
-from memlab.commands.output import check_new_file, out_path, written_aside
 from memlab.commands.predict import other_ranks_line
-from memlab.commands.process import stdout_reserved_for_result
-from memlab.commands.step_flags import (
+from memlab.commands.shared.output import check_new_file, out_path, written_aside
+from memlab.commands.shared.process import stdout_reserved_for_result
+from memlab.commands.shared.step_flags import (
     add_job_arguments,
     add_step_arguments,
     checked_step,
@@ -19,7 +19,7 @@ from memlab.commands.step_flags import (
     whole_number,
 )
 from memlab.config.scenario import Scenario
-from memlab.fitting.front import SearchResult, default_resolution_bytes
+from memlab.fitting.pareto_front import SearchResult, default_resolution_bytes
 from memlab.fitting.search import SearchInterrupted
 from memlab.lab.search_process import search_simulated
 

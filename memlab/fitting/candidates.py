@@ -11,9 +11,9 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
+from memlab.config.model_restrictions import check_on_model, checkpoints_moe_layers, without_effect
 from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
-from memlab.config.settings_on_model import check_on_model, checkpoints_moe_layers, without_effect
 
 _NUM_BLOCKS = 8
 """Full recompute of the first layers is tried in this many even shares of the layers."""

@@ -14,8 +14,8 @@ from typing import Any
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.candidates import added_offload, candidates, without_added_offload
-from memlab.fitting.fit import Step, fits, transferred_bytes
-from memlab.fitting.front import Point, SearchResult, criteria, is_dominated
+from memlab.fitting.does_it_fit import Step, fits, transferred_bytes
+from memlab.fitting.pareto_front import Point, SearchResult, criteria, is_dominated
 from memlab.fitting.recompute_cost import recomputed_operations
 from memlab.record.step_record import StepRecord
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from memlab._version import __version__
-from memlab.backends.host import host_memory_bytes
+from memlab.backends.host_memory import host_memory_bytes
 from memlab.units import format_bytes
 
 _CPU_FACTS = Path("/proc/cpuinfo")

@@ -17,14 +17,14 @@ from memlab.config.layout import Layout
 from memlab.config.routing import Routing
 from memlab.config.scenario import Dtype, Scenario
 from memlab.config.settings import MemorySettings
-from memlab.fitting.fit import Fit
+from memlab.fitting.does_it_fit import Fit
 from memlab.lab.probes import Probes
 from memlab.lab.progress import Progress
 from memlab.lab.residency import ResidencyControl
 from memlab.lab.session import Session
-from memlab.model.retention import holders
+from memlab.model.retention import megatron_globals
+from memlab.model.retention.activation_tap import Tap
 from memlab.model.retention.retained_leaves import Retained
-from memlab.model.retention.taps import Tap
 from memlab.record.offload_audit import OffloadAudit
 from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.step_record import StepRecord
@@ -104,7 +104,7 @@ class Lab:
             self._worker.submit(self._stepper.build).result()
         except BaseException:
             self._worker.end()  # a build that Ctrl-C interrupted runs to its end first
-            holders.forget()
+            megatron_globals.forget()
             raise
 
     @property
@@ -285,7 +285,7 @@ class Lab:
         """Within the block, transfers have an error that a real project once had; outside it, all is on the device.
 
         Args:
-            name: One of `memlab.model.residency.faults.FAULTS`, each of which names its source.
+            name: One of `memlab.model.residency.injected_faults.FAULTS`, each of which names its source.
 
         Raises:
             ValueError: If there is no such fault, another one is active, or the model lacks what the fault needs.
@@ -414,4 +414,4 @@ def _close_open_lab() -> None:
         lab.close()
 
 
-atexit.register(holders.forget)
+atexit.register(megatron_globals.forget)

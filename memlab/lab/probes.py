@@ -10,12 +10,12 @@ from dataclasses import replace
 import torch
 
 from memlab.config.settings import MemorySettings
-from memlab.fitting.fit import Fit, judge_fit
+from memlab.fitting.does_it_fit import Fit, judge_fit
 from memlab.lab.session import Session
 from memlab.lab.stepper import Stepper
-from memlab.model.offload.audit import SavedInRegions, audit_offload
+from memlab.model.activation_offload.audit import SavedInRegions, audit_offload
+from memlab.model.retention.activation_tap import Tap
 from memlab.model.retention.retained_leaves import Retained, find_retained
-from memlab.model.retention.taps import Tap
 from memlab.model.training_step import train_step
 from memlab.record.offload_audit import OffloadAudit
 from memlab.record.step_record import StepRecord

@@ -9,9 +9,9 @@ import torch
 
 from memlab.lab.session import Session
 from memlab.lab.stepper import Stepper
-from memlab.model.residency.faults import FAULTS
-from memlab.model.residency.group_use import GroupUse
-from memlab.model.residency.walk import require_resident
+from memlab.model.residency.find_groups import require_resident
+from memlab.model.residency.group_usage import GroupUse
+from memlab.model.residency.injected_faults import FAULTS
 from memlab.model.training_step import train_step
 from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.transfer import Action, Transfer, check_groups

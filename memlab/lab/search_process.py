@@ -23,8 +23,8 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.fitting.fit import Step
-from memlab.fitting.front import Point, SearchResult
+from memlab.fitting.does_it_fit import Step
+from memlab.fitting.pareto_front import Point, SearchResult
 from memlab.fitting.search import search
 from memlab.lab.environment import variables_that_import_memlab
 from memlab.record.step_record import StepRecord

@@ -9,10 +9,10 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from memlab.backends import Backend
+from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.config.settings_on_model import check_on_model
-from memlab.fitting.oom_verdict import judge
+from memlab.fitting.out_of_memory_verdict import judge
 from memlab.lab.progress import Progress, StepMonitor
 from memlab.lab.stepper import Stepper
 from memlab.lab.worker import Worker

@@ -15,25 +15,25 @@ import torch
 
 from memlab.backends import Backend
 from memlab.backends.cuda import local_rank
+from memlab.config.model_restrictions import checkpoints_moe_layers, without_backward
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.config.settings_on_model import checkpoints_moe_layers, without_backward
 from memlab.lab.environment import hardware, versions
 from memlab.lab.progress import StepStopped
 from memlab.meter.labels import Labels, labelled_by
 from memlab.meter.protocol import Meter
-from memlab.model import toggles
+from memlab.model import apply_settings
+from memlab.model.activation_offload.transfer_watch import OffloadWatch
 from memlab.model.build import LiveModel, build
-from memlab.model.offload.watch import OffloadWatch
-from memlab.model.quiet import silence_megatron
-from memlab.model.recovery import recover, release_tensors
+from memlab.model.recover_failed_step import recover, release_tensors
+from memlab.model.residency.find_groups import require_resident
 from memlab.model.residency.host_buffer import registered_bytes
 from memlab.model.residency.residency import groups_on_host
 from memlab.model.residency.transfers import Transfers
-from memlab.model.residency.walk import require_resident
-from memlab.model.retention import holders
+from memlab.model.retention import megatron_globals
+from memlab.model.retention.activation_tap import Tap
 from memlab.model.retention.remedies import CheckpointRemedy
-from memlab.model.retention.taps import Tap
+from memlab.model.silence_warnings import silence_megatron
 from memlab.model.training_step import forward_only_step, train_step
 from memlab.record.out_of_memory import OutOfMemory
 from memlab.record.step_record import Status, StepRecord
@@ -85,7 +85,7 @@ class Stepper:
 
     def apply(self, settings: MemorySettings) -> None:
         """Makes these the current settings; Megatron's offload manager starts over."""
-        toggles.apply(self.live, settings)
+        apply_settings.apply(self.live, settings)
         self.settings = settings
         self._offload_watch.misled = False
 
@@ -121,18 +121,18 @@ class Stepper:
         self.labels.release()
         gc.collect()
         left: dict[str, int] = {}
-        for holder, let_go in holders.process_wide_holders():
+        for holder, let_go in megatron_globals.process_wide_holders():
             before = self.meter.live_bytes()
             let_go()
             gc.collect()
             left[holder] = before - self.meter.live_bytes()
-        holders.forget()
+        megatron_globals.forget()
         self.meter.close()
         return {holder: num_bytes for holder, num_bytes in left.items() if num_bytes}
 
     def release(self) -> None:
         """Frees the model."""
-        holders.release(self.live)
+        megatron_globals.release(self.live)
         del self.live, self.transfers
         self.labels.release()
         self.meter.close()

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memlab.upstream.patched import patched
+from memlab.upstream.patching import patched
 
 
 class Observer(Protocol):

@@ -12,7 +12,7 @@ from memlab.allocator.simulator import CachingAllocator
 from memlab.meter.allocations import Allocation, Event
 from memlab.meter.labels import Labels
 from memlab.meter.storage_meter import StorageAllocation, StorageMeter
-from memlab.upstream.patched import patched
+from memlab.upstream.patching import patched
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
 _DEVICE, _RESERVED = POOLS.index("device"), POOLS.index("reserved")

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from memlab.upstream.patched import patched
+from memlab.upstream.patching import patched
 
 with warnings.catch_warnings():
     # Importing megatron-core advises on optional packages (Apex, Transformer Engine): `memlab doctor` reports them.

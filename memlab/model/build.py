@@ -23,9 +23,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.model.config import transformer_config
+from memlab.model.megatron_config import transformer_config
 from memlab.model.process_group import initialize_megatron
-from memlab.upstream.patched import patched
+from memlab.upstream.patching import patched
 
 # Weights stay as they are from step to step: a loss that differs between two settings is then a setting's fault. Adam
 # still allocates and updates everything that it does at any other rate.
@@ -107,10 +107,10 @@ def build(
         scenario: What to build.
         provider: A `BackendSpecProvider` class, in the place of Megatron's ``TESpecProvider``.
         join: Joins torch.distributed's process group.
-        settings: Recompute and offload settings to build with; `toggles.apply` changes them on the live model.
+        settings: Recompute and offload settings to build with; `apply_settings.apply` changes them on the live model.
 
     Returns:
-        The model, its optimizer and its schedule. `holders.release` frees them.
+        The model, its optimizer and its schedule. `megatron_globals.release` frees them.
     """
     join(scenario.layout)
     initialize_megatron(scenario.layout, scenario.seed)

@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from memlab.config.layout import Layout
-from memlab.model.config import interleaved_chunks
+from memlab.model.megatron_config import interleaved_chunks
 
 
 def join_alone(layout: Layout) -> None:

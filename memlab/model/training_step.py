@@ -12,10 +12,10 @@ from megatron.core.tensor_parallel import random
 
 from memlab.config.scenario import Scenario
 from memlab.meter.labels import Labels
+from memlab.model.activation_offload import manager as offload_manager
 from memlab.model.build import LiveModel
-from memlab.model.compat import zero_auxiliary_losses
-from memlab.model.offload import manager as offload_manager
-from memlab.upstream.patched import patched
+from memlab.model.megatron_versions import zero_auxiliary_losses
+from memlab.upstream.patching import patched
 
 
 def train_step(live: LiveModel, labels: Labels) -> float | None:

@@ -98,7 +98,7 @@ class Suggestion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutOfMemory:
-    """The evidence, and what `memlab.fitting.oom_verdict` makes of it."""
+    """The evidence, and what `memlab.fitting.out_of_memory_verdict` makes of it."""
 
     failed_allocation: FailedAllocation
     alive_by_category: dict[str, int]

@@ -12,7 +12,7 @@ from memlab.config.from_json import build, read_json
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
-from memlab.record.format import FORMAT, check_format
+from memlab.record.file_format import FORMAT, check_format
 from memlab.record.out_of_memory import OutOfMemory
 from memlab.record.timeline import Timeline
 from memlab.snapshot.writer import write_snapshot

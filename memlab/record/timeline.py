@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memlab._version import __version__
-from memlab.record.format import FORMAT, check_format
+from memlab.record.file_format import FORMAT, check_format
 from memlab.snapshot.reader import SNAPSHOT_POOLS, read_snapshot
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS, place_in_words
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from memlab.regression.case_results import Measured, RecordMeasured
 from memlab.regression.checked_json import build, one_line, read_json
 from memlab.regression.compare import tolerance
-from memlab.regression.measured import Measured, RecordMeasured
 
 _ON_ONE_LINE = (
     "parameters",

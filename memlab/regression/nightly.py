@@ -18,9 +18,9 @@ from pathlib import Path
 
 from memlab.backends import BACKEND_VARIABLE
 from memlab.regression.baseline import baseline_path, read_baseline
+from memlab.regression.case_results import read_measured
 from memlab.regression.checked_json import one_line
 from memlab.regression.compare import compare_with_baseline, has_same_rounding
-from memlab.regression.measured import read_measured
 from memlab.regression.report.report import write_reports
 from memlab.regression.run.kept_runs import (
     current_commit,

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from memlab.snapshot.allocation_sites import places_of
 from memlab.snapshot.allocations import (
     ALLOC,
     FREE_COMPLETED,
@@ -27,9 +28,8 @@ from memlab.snapshot.allocations import (
     IntArray,
     find_allocations,
 )
-from memlab.snapshot.places import places_of
-from memlab.snapshot.plain_data import load_plain_data, without_garbage_collection
 from memlab.snapshot.remainders import add_unsplit_remainders
+from memlab.snapshot.safe_unpickle import load_plain_data, without_garbage_collection
 
 SNAPSHOT_POOLS = ("device", "pending_free", "reserved")
 _ACTIONS = {

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memlab.analysis.diagnosis import Finding
-from memlab.fitting.fit import Fit
+from memlab.fitting.does_it_fit import Fit
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.record.offload_audit import OffloadAudit
 from memlab.record.out_of_memory import OutOfMemory
@@ -28,9 +28,9 @@ from memlab.views.text.audits import (
     residency_blocks,
     retained_blocks,
 )
+from memlab.views.text.columns import Block, Table, as_html, as_text
 from memlab.views.text.compare import peak_blocks
 from memlab.views.text.difference import comparison_blocks
-from memlab.views.text.layout import Block, Table, as_html, as_text
 from memlab.views.text.record import out_of_memory_blocks, record_table, timeline_table
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ import tinycss2
 from playwright.sync_api import Browser, Page, expect
 
 from memlab.config.settings import MemorySettings
-from memlab.views.panel.chart import chart_figure
+from memlab.views.panel.chart_data import chart_figure
 from memlab.views.panel.chart_widget import _PLOTLY_JS, _packed
-from memlab.views.panel.page_code import page_code
 from memlab.views.panel.run import Run
+from memlab.views.panel.static_files import page_code
 from tests.unit.builders import TimelineBuilder, record_of
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from memlab.regression.case_results import Measured, MetricValue, RecordMeasured
 from memlab.regression.compare import MetricChange
-from memlab.regression.measured import Measured, MetricValue, RecordMeasured
 from memlab.regression.summary import CaseResult, Summary
 from tests.notebooks.small_labs import write_lab
 

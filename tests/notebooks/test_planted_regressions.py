@@ -35,12 +35,12 @@ SUITE = (
 FAULTS = """\
 from contextlib import nullcontext
 
-from memlab.model import toggles
+from memlab.model import apply_settings
 from memlab.model.retention import remedies
-recomputes_moe = toggles._FLAGS["moe_layer_recompute"]
+recomputes_moe = apply_settings._FLAGS["moe_layer_recompute"]
 remedies.detach = nullcontext
-toggles._FLAGS["offload_moe_act"] = lambda module, settings: False
-toggles._FLAGS["moe_layer_recompute"] = lambda module, settings: (
+apply_settings._FLAGS["offload_moe_act"] = lambda module, settings: False
+apply_settings._FLAGS["moe_layer_recompute"] = lambda module, settings: (
     recomputes_moe(module, settings) and module.layer_number != 2
 )
 """

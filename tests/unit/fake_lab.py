@@ -8,16 +8,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.config.settings_on_model import check_on_model
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
 
 from .builders import record_of, training_step
 
 if TYPE_CHECKING:
-    from memlab.views.panel.lab_like import LabLike
+    from memlab.views.panel.lab_protocol import LabLike
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from memlab.config.model_restrictions import check_on_model
 from memlab.config.settings import (
     MOE_OFFLOAD_MODULES,
     MOE_RECOMPUTE_MODULES,
@@ -14,7 +15,6 @@ from memlab.config.settings import (
     RECOMPUTE_MODULES,
     MemorySettings,
 )
-from memlab.config.settings_on_model import check_on_model
 from memlab.lab.lab import Lab
 
 FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)

@@ -45,8 +45,8 @@ def megatron() -> object:
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
 def test_the_live_model_has_the_published_number_of_parameters(name: str, megatron: object) -> None:
     from memlab.model.build import gpt_model
-    from memlab.model.config import transformer_config
     from memlab.model.layers.torch_layers import TorchProvider
+    from memlab.model.megatron_config import transformer_config
 
     scenario = Scenario.of(name)
     with megatron(), FakeTensorMode():  # type: ignore[operator]

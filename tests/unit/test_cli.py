@@ -19,7 +19,7 @@ import pytest
 
 from memlab.cli import main, one_line
 from memlab.commands import doctor
-from memlab.commands.process import stdout_reserved_for_result
+from memlab.commands.shared.process import stdout_reserved_for_result
 from memlab.config.layout import Layout
 from memlab.config.settings import MemorySettings
 from memlab.record.step_record import StepRecord

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memlab.backends.cpu import cuda_replaced
-from memlab.backends.cuda_calls import FACTORIES, is_on_host
+from memlab.backends.cuda_on_cpu import FACTORIES, is_on_host
 from memlab.meter.labels import Labels, labelled_by
 from memlab.meter.storage_meter import StorageMeter
 

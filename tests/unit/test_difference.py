@@ -29,9 +29,9 @@ from memlab.units import KIB, MIB
 from memlab.views.display import compare
 from memlab.views.figures.compare import compare_figure
 from memlab.views.figures.palette import CATEGORY_LOOKS
+from memlab.views.text.columns import LINE_WIDTH
 from memlab.views.text.compare import compare_table
 from memlab.views.text.difference import comparison_text, difference_lines, difference_rows, difference_table
-from memlab.views.text.layout import LINE_WIDTH
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 from tests.unit.builders import out_of_memory, random_timeline, record_of, scenario, training_step
 from tests.unit.test_simulated_backend import measured_on_an_h200

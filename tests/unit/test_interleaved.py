@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from memlab.config.layout import Layout
+from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.config.settings_on_model import check_on_model
 from memlab.lab.lab import Lab
 from memlab.record.step_record import StepRecord
 from memlab.vocabulary import PHASES, POOLS

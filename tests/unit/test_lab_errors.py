@@ -15,7 +15,7 @@ import torch
 
 from memlab.config.settings import MemorySettings
 from memlab.lab.lab import Lab
-from memlab.model.recovery import release_tensors
+from memlab.model.recover_failed_step import release_tensors
 from tests.unit.live import FULL, offload, recompute
 
 PLAIN = MemorySettings()

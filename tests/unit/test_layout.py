@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from memlab.cli import build_parser
-from memlab.commands.ranks import ranks_table, worst
-from memlab.commands.step_flags import layout_of_the_job
+from memlab.commands.shared.ranks import ranks_table, worst
+from memlab.commands.shared.step_flags import layout_of_the_job
 from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario

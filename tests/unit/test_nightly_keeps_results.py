@@ -20,7 +20,7 @@ from memlab.record.metrics import RUN_FOLDER_VARIABLE
 from memlab.record.step_record import StepRecord
 from memlab.regression import nightly
 from memlab.regression.baseline import read_baseline
-from memlab.regression.measured import read_measured
+from memlab.regression.case_results import read_measured
 from memlab.regression.nightly import NothingKeptError, Options, run_suite
 from memlab.regression.report import report
 from memlab.regression.run.kept_runs import kept_runs
@@ -370,7 +370,7 @@ def test_a_number_that_is_not_finite_in_a_baseline_never_passes(night: Nightly) 
     night.run(suite, allow_missing=True)
     refresh = nightly.read_baseline  # what the nightly reads with is what this test writes for
     assert main(["baseline", "update", str(suite.path)]) == 2, "the suite file says cpu"
-    from memlab.regression.refresh import plan_refresh
+    from memlab.regression.refresh_baselines import plan_refresh
 
     list(plan_refresh(suite, suite.cases).write())
     path = night.baselines / "small-count=0.json"
@@ -420,7 +420,7 @@ def test_the_newest_run_is_the_one_made_last_even_if_the_clock_was_set_back(
     names = iter(["2030-01-01-000000_abc_cpu", "2020-01-01-000000_abc_cpu", "2019-01-01-000000_abc_cpu"])
     night.run(suite, allow_missing=True)
     night.run(suite, allow_missing=True)
-    from memlab.regression.refresh import plan_refresh
+    from memlab.regression.refresh_baselines import plan_refresh
 
     assert plan_refresh(suite, suite.cases).summary.name == "2020-01-01-000000_abc_cpu"
     night.run(suite, allow_missing=True, keep=2)

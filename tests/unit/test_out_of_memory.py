@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from memlab.config.layout import Layout
+from memlab.config.model_restrictions import check_on_model, without_effect
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
-from memlab.config.settings_on_model import check_on_model, without_effect
 from memlab.fitting.estimate import StepEstimate, offloaded_bytes, recomputed_bytes
-from memlab.fitting.oom_verdict import judge
+from memlab.fitting.out_of_memory_verdict import judge
 from memlab.fitting.suggestions import suggestions
 from memlab.lab.lab import Lab
 from memlab.record.out_of_memory import FailedAllocation, OutOfMemory, Suggestion

@@ -11,7 +11,7 @@ import pytest
 import tinycss2
 from playwright._impl._driver import compute_driver_executable
 
-from memlab.views.panel.page_code import STATIC, page_code
+from memlab.views.panel.static_files import STATIC, page_code
 
 ROOT = Path(__file__).parents[2]
 PANEL = ROOT / "memlab" / "views" / "panel"

@@ -17,19 +17,19 @@ import numpy as np
 import pytest
 
 from memlab.cli import build_parser, main
-from memlab.commands.step_flags import layout_of_the_job
+from memlab.commands.shared.step_flags import layout_of_the_job
 from memlab.config.architectures import ARCHITECTURES
 from memlab.config.layout import Layout
+from memlab.config.model_restrictions import check_on_model, without_effect
 from memlab.config.routing import Routing, find_routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
-from memlab.config.settings_on_model import check_on_model, without_effect
 from memlab.lab.lab import Lab
 from memlab.record.step_record import StepRecord
 from memlab.units import MIB
 from memlab.views.panel import exports
 from memlab.views.panel import state as state_module
-from memlab.views.panel.chart import TRACES, chart_figure, event_at, mark_moment
+from memlab.views.panel.chart_data import TRACES, chart_figure, event_at, mark_moment
 from memlab.views.panel.run import Run, rows
 from memlab.views.panel.settings_form import SettingsForm
 from memlab.views.panel.state import LabState

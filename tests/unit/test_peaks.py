@@ -19,7 +19,7 @@ from memlab.lab.predictions import predict_ranks
 from memlab.units import GIB
 from memlab.views.display import View, peaks
 from memlab.views.figures.palette import CATEGORY_LOOKS
-from memlab.views.text.layout import LINE_WIDTH
+from memlab.views.text.columns import LINE_WIDTH
 from memlab.vocabulary import CATEGORIES
 from tests.unit.builders import out_of_memory, record_of, training_step
 

@@ -14,7 +14,7 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.candidates import candidates
-from memlab.fitting.fit import judge_fit
+from memlab.fitting.does_it_fit import judge_fit
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.lab.lab import Lab
 from memlab.lab.predictions import predict_measured, predict_ranks

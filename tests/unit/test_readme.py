@@ -39,7 +39,7 @@ def test_the_file_tree_is_the_one_that_is_there() -> None:
     assert [name for name in inside if not (ROOT / "memlab" / name).exists()] == []
     assert [name for name in outside if not (ROOT / name).exists()] == []
     own = {path.name + ("/" if path.is_dir() else "") for path in (ROOT / "memlab").iterdir()}
-    assert {name for name in own if not name.startswith("_")} <= set(inside), "a room without a phrase"
+    assert {name for name in own if not name.startswith("_")} <= set(inside), "a package without a phrase"
 
 
 @pytest.mark.parametrize(

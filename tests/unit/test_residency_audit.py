@@ -12,13 +12,13 @@ import torch
 
 from memlab.config.settings import MemorySettings
 from memlab.exercises import check
-from memlab.model.residency.faults import FAULTS
+from memlab.model.residency.injected_faults import FAULTS
 from memlab.model.residency.residency import Residency
 from memlab.record.residency_audit import Holding, HostCopy, RequestedPlacement, ResidencyAudit
 from memlab.record.transfer import GROUPS
 from memlab.units import format_bytes
 from memlab.views.text.audits import groups_used_table, residency_table
-from memlab.views.text.layout import LINE_WIDTH
+from memlab.views.text.columns import LINE_WIDTH
 from tests.unit.live import FULL
 
 NONE = MemorySettings()

@@ -17,13 +17,13 @@ import pytest
 
 from memlab.cli import main
 from memlab.config.layout import Layout
+from memlab.config.model_restrictions import check_on_model, checkpoints_moe_layers, without_effect
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.config.settings_on_model import check_on_model, checkpoints_moe_layers, without_effect
 from memlab.fitting.candidates import added_offload, candidates
-from memlab.fitting.fit import transferred_bytes
-from memlab.fitting.front import Point, SearchResult
+from memlab.fitting.does_it_fit import transferred_bytes
 from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.fitting.pareto_front import Point, SearchResult
 from memlab.fitting.recompute_cost import recomputed_operations
 from memlab.fitting.search import SearchInterrupted, search
 from memlab.lab.lab import Lab

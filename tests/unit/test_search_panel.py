@@ -9,7 +9,7 @@ import pytest
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.fitting.front import SearchResult
+from memlab.fitting.pareto_front import SearchResult
 from memlab.fitting.search import search
 from memlab.units import GIB, MIB, parse_bytes
 from memlab.views.figures.search import CHOICE, search_figure
@@ -17,7 +17,7 @@ from memlab.views.panel.panel import panel
 from memlab.views.panel.search_state import SearchState
 from memlab.views.panel.search_view import SearchView
 from memlab.views.panel.state import LabState
-from memlab.views.text.layout import LINE_WIDTH
+from memlab.views.text.columns import LINE_WIDTH
 from memlab.views.text.search import search_table
 from tests.unit.test_search import PLAIN, machine
 

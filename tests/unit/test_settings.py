@@ -9,9 +9,9 @@ import pytest
 
 from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
+from memlab.config.model_restrictions import check_on_model, without_effect
 from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, MemorySettings, validation_error
-from memlab.config.settings_on_model import check_on_model, without_effect
 
 MOE, DENSE = find_architecture("qwen3-moe-tiny"), find_architecture("phi-4-tiny")
 

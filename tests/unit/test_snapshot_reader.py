@@ -17,7 +17,7 @@ import pytest
 
 from memlab.allocator.replay import Blocks
 from memlab.record.timeline import Timeline
-from memlab.snapshot.places import NUM_NAMES, OTHERS
+from memlab.snapshot.allocation_sites import NUM_NAMES, OTHERS
 from memlab.snapshot.remainders import _Boundaries
 from memlab.vocabulary import POOLS
 from tests.unit.caching_allocator import MIB, CachingAllocator, random_history

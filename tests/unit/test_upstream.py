@@ -21,9 +21,9 @@ from megatron.core.package_info import MINOR
 import memlab
 from memlab.backends import cpu, cuda
 from memlab.backends.fake_collectives import collectives_on_fake_tensors
-from memlab.upstream import patched as patching
-from memlab.upstream.internals import INTERNALS, Internal, replaceable
-from memlab.upstream.patched import in_this_version, patched
+from memlab.upstream import patching
+from memlab.upstream.patching import in_this_version, patched
+from memlab.upstream.private_names import INTERNALS, Internal, replaceable
 
 ROOT = Path(memlab.__file__).parent
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None

@@ -29,8 +29,8 @@ from memlab.views.figures.palette import CATEGORY_LOOKS, INK, PHASE_LOOKS, serie
 from memlab.views.figures.resample import AXES, Axis
 from memlab.views.figures.timeline import timeline_figure
 from memlab.views.text.audits import audit_table
+from memlab.views.text.columns import LINE_WIDTH, in_unit
 from memlab.views.text.compare import compare_table, record_names
-from memlab.views.text.layout import LINE_WIDTH, in_unit
 from memlab.views.text.record import record_table
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 

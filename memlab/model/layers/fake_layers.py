@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from memlab.model.compat import grouped_experts
 from memlab.model.layers.torch_layers import TorchProvider, device_empty, expert_part
+from memlab.model.megatron_versions import grouped_experts
 
 
 class FakeProvider(TorchProvider):

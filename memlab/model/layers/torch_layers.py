@@ -15,10 +15,10 @@ from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from memlab.model.compat import grouped_experts
 from memlab.model.layers.context_parallel import RingAttention
 from memlab.model.layers.tensor_parallel import split_of
 from memlab.model.layers.torch_functions import CausalAttention, GroupedLinear, Linear, NormLinear, RmsNorm
+from memlab.model.megatron_versions import grouped_experts
 
 
 class TorchProvider(BackendSpecProvider):

@@ -10,10 +10,10 @@ import torch
 from memlab.config.settings import MemorySettings
 from memlab.meter.protocol import Meter
 from memlab.model.build import LiveModel
-from memlab.model.residency.faults import FAULTS, repair
+from memlab.model.residency.find_groups import audit_residency
+from memlab.model.residency.injected_faults import FAULTS, repair
 from memlab.model.residency.residency import Residency, groups_on_host
-from memlab.model.residency.walk import audit_residency
-from memlab.model.retention import holders
+from memlab.model.retention import megatron_globals
 from memlab.record.residency_audit import RequestedPlacement, ResidencyAudit
 from memlab.record.transfer import GROUPS, Action, Transfer
 
@@ -31,7 +31,7 @@ class Transfers:
 
     def categories(self) -> dict[str, list[torch.Tensor]]:
         """Returns what the model keeps from step to step: workspaces, and the groups with their host copies."""
-        return {"workspace": list(holders.workspace(self._live)), **self.residency.tensors()}
+        return {"workspace": list(megatron_globals.workspace(self._live)), **self.residency.tensors()}
 
     def load(self, groups: Collection[str] = GROUPS) -> float:
         """Loads what a step needs; returns the seconds that it took, 0.0 if nothing was on the host."""

@@ -20,7 +20,7 @@ import torch
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from memlab.upstream.patched import patched
+from memlab.upstream.patching import patched
 
 _DISPATCH = f"{MoEAlltoAllTokenDispatcher.__module__}.MoEAlltoAllTokenDispatcher.dispatch_preprocess"
 _BACKWARD = f"{random.__name__}.CheckpointFunction.backward"

@@ -14,7 +14,7 @@ import torch
 
 from memlab.meter.module_tracker import module_of
 from memlab.model.build import LiveModel
-from memlab.model.retention.te_caches import caches, tensors_in
+from memlab.model.retention.transformer_engine_caches import caches, tensors_in
 
 
 def find_holders(live: LiveModel, modules: list[str], storages: Collection[int]) -> dict[int, tuple[str, ...]]:

@@ -10,9 +10,9 @@ from urllib.parse import quote
 
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
+from memlab.regression.case_results import LAB, Measured, MetricValue
 from memlab.regression.checked_json import one_line
 from memlab.regression.compare import compare_with_baseline, has_same_rounding, tolerance
-from memlab.regression.measured import LAB, Measured, MetricValue
 from memlab.regression.report.drawings import step_outline, trend
 from memlab.regression.report.summary_text import changes, value_text
 from memlab.regression.run.kept_runs import History

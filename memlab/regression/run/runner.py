@@ -21,7 +21,7 @@ from typing import Any
 
 from memlab.record.metrics import METRICS_MIMETYPE
 from memlab.regression.checked_json import one_line, read_json
-from memlab.regression.run.page import write_page
+from memlab.regression.run.notebook_page import write_page
 from memlab.regression.run.process import execute
 from memlab.regression.suite.notebooks import cells_that_run, check_record_cell, read_notebook
 from memlab.regression.suite.parameters import ParameterValue, read_parameters, resolve

@@ -41,9 +41,9 @@ from memlab.views.figures.resample import (
     resample,
 )
 from memlab.views.figures.waterfall import add_waterfall
+from memlab.views.text.columns import in_unit
 from memlab.views.text.compare import common_scenario, record_names
 from memlab.views.text.difference import difference_lines
-from memlab.views.text.layout import in_unit
 
 _LETTERS_IN_LEGEND = 76
 

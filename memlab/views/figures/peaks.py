@@ -12,8 +12,8 @@ from memlab.record.step_record import StepRecord
 from memlab.units import binary_unit
 from memlab.views.figures.frame import LINE_HEIGHT, PLOT_HEIGHT, figure_frame, messages
 from memlab.views.figures.palette import CATEGORY_LOOKS, INK, PATTERN_INK
+from memlab.views.text.columns import in_unit
 from memlab.views.text.compare import gpu_name, left_for_torch, peak_phase
-from memlab.views.text.layout import in_unit
 
 _LETTERS_OF_NAMES = 96
 """Across the plot."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from memlab.fitting.front import Point, SearchResult
+from memlab.fitting.pareto_front import Point, SearchResult
 from memlab.units import binary_unit, format_bytes
 from memlab.views.figures.frame import PLOT_HEIGHT, figure_frame
 from memlab.views.figures.palette import GRID, INK, series_look

@@ -36,7 +36,7 @@ from memlab.views.figures.frame import (
 )
 from memlab.views.figures.palette import CATEGORY_LOOKS, INK, PATTERN_INK, TRANSPARENT
 from memlab.views.figures.resample import AXES, Axis, DrawnPoints, largest_modules, module_growth, phase_spans, resample
-from memlab.views.text.layout import in_unit
+from memlab.views.text.columns import in_unit
 from memlab.views.text.record import module_name, peak_by_module
 from memlab.vocabulary import CATEGORIES, POOLS
 

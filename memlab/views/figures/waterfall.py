@@ -11,8 +11,8 @@ from memlab.analysis.difference import PeakDifference
 from memlab.units import binary_unit, format_bytes
 from memlab.views.figures.frame import PLOT_HEIGHT
 from memlab.views.figures.palette import CATEGORY_LOOKS, GRID, INK, PATTERN_INK, TRANSPARENT
+from memlab.views.text.columns import ending, in_unit
 from memlab.views.text.difference import Row, difference_rows
-from memlab.views.text.layout import ending, in_unit
 
 # Pixels.
 _ROW_HEIGHT = 38

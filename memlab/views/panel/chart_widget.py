@@ -18,7 +18,7 @@ import plotly
 import plotly.graph_objects as go
 import traitlets
 
-from memlab.views.panel.page_code import page_code
+from memlab.views.panel.static_files import page_code
 
 _PLOTLY_JS = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
 

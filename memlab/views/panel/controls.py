@@ -8,8 +8,8 @@ from typing import Any
 
 import ipywidgets
 
+from memlab.config.model_restrictions import without_effect
 from memlab.config.settings import CHECKPOINT_INPUT_REMEDIES, OFFLOAD_MODULES, RECOMPUTE_METHODS, RECOMPUTE_MODULES
-from memlab.config.settings_on_model import without_effect
 from memlab.units import format_bytes
 from memlab.views.panel.run import GRADIENTS
 from memlab.views.panel.settings_form import SettingsForm

@@ -8,13 +8,13 @@ from typing import Any
 import ipywidgets
 
 from memlab.views.panel.controls import SettingsControls
-from memlab.views.panel.lab_like import LabLike
-from memlab.views.panel.page_code import page_code
+from memlab.views.panel.lab_protocol import LabLike
 from memlab.views.panel.run_bar import RunBar
 from memlab.views.panel.runs import RunsView, text_twin
 from memlab.views.panel.search_state import SearchState
 from memlab.views.panel.search_view import SearchView
 from memlab.views.panel.state import LabState
+from memlab.views.panel.static_files import page_code
 from memlab.views.panel.timeline_view import TimelineView
 
 # By the lab's id, which no other object gets: the panel keeps its lab.

@@ -10,7 +10,7 @@ from typing import Any
 
 import ipywidgets
 
-from memlab.views.panel.chart import chart_figure, mark_moment
+from memlab.views.panel.chart_data import chart_figure, mark_moment
 from memlab.views.panel.exports import (
     free_path,
     measure_command,

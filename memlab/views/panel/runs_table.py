@@ -7,7 +7,7 @@ from typing import Any
 import anywidget
 import traitlets
 
-from memlab.views.panel.page_code import page_code
+from memlab.views.panel.static_files import page_code
 
 
 class RunsTable(anywidget.AnyWidget):

@@ -9,7 +9,7 @@ from typing import Any
 import traitlets
 
 from memlab.config.settings import MemorySettings
-from memlab.fitting.front import SearchResult, default_resolution_bytes
+from memlab.fitting.pareto_front import SearchResult, default_resolution_bytes
 from memlab.lab.search_process import SearchProcess
 from memlab.units import GIB, format_bytes, parse_bytes
 from memlab.views.panel.state import LabState

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from memlab.config.architectures import Architecture
+from memlab.config.model_restrictions import check_on_model, without_effect
 from memlab.config.scenario import Scenario
 from memlab.config.settings import (
     OFFLOAD_MODULES,
@@ -20,7 +21,6 @@ from memlab.config.settings import (
     RecomputeMethod,
     validation_error,
 )
-from memlab.config.settings_on_model import check_on_model, without_effect
 
 MODULE_FIELDS = {"recompute_modules": RECOMPUTE_MODULES, "offload_modules": OFFLOAD_MODULES}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import anywidget
 import traitlets
 
-from memlab.views.panel.page_code import page_code
+from memlab.views.panel.static_files import page_code
 
 
 class Slider(anywidget.AnyWidget):

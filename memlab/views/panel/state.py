@@ -22,7 +22,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.record.step_record import StepRecord
 from memlab.views.figures.resample import AXES
-from memlab.views.panel.lab_like import LabLike, ProgressLike
+from memlab.views.panel.lab_protocol import LabLike, ProgressLike
 from memlab.views.panel.run import Run
 from memlab.views.panel.settings_form import SettingsForm
 

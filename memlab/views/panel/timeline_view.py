@@ -11,7 +11,7 @@ from memlab.record.timeline import Timeline
 from memlab.units import format_bytes
 from memlab.views.figures.palette import CATEGORY_LOOKS
 from memlab.views.figures.resample import AXES
-from memlab.views.panel.chart import chart_figure, event_at, mark_moment
+from memlab.views.panel.chart_data import chart_figure, event_at, mark_moment
 from memlab.views.panel.chart_widget import ChartWidget
 from memlab.views.panel.slider import Slider
 from memlab.views.panel.state import POOLS_SHOWN, LabState

@@ -10,7 +10,7 @@ from memlab.record.offload_audit import OffloadAudit
 from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.transfer import GROUPS
 from memlab.units import binary_unit, format_bytes
-from memlab.views.text.layout import NAME_WIDTH, SETTING_WIDTH, Block, Table, as_text, ending, in_unit
+from memlab.views.text.columns import NAME_WIDTH, SETTING_WIDTH, Block, Table, as_text, ending, in_unit
 
 
 def residency_table(audit: ResidencyAudit) -> str:

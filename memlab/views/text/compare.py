@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from memlab.record.step_record import StepRecord
 from memlab.units import binary_unit, format_bytes
-from memlab.views.text.layout import SETTING_WIDTH, Block, Table, as_text, in_unit
+from memlab.views.text.columns import SETTING_WIDTH, Block, Table, as_text, in_unit
 from memlab.views.text.record import module_name
 from memlab.vocabulary import CATEGORIES, PHASES
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from memlab.analysis.difference import TERM_NAMES, PeakDifference, Term, difference_of, obstacles
 from memlab.record.step_record import StepRecord
 from memlab.units import binary_unit, format_bytes
+from memlab.views.text.columns import NAME_WIDTH, Block, Table, as_text, ending, in_unit
 from memlab.views.text.compare import compare_blocks
-from memlab.views.text.layout import NAME_WIDTH, Block, Table, as_text, ending, in_unit
 from memlab.views.text.record import module_name
 
 _NUM_GROUPS = 8

@@ -10,7 +10,7 @@ from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
 from memlab.record.transfer import GROUPS
 from memlab.units import binary_unit, format_bytes
-from memlab.views.text.layout import NAME_WIDTH, Block, Table, as_text, ending, in_unit
+from memlab.views.text.columns import NAME_WIDTH, Block, Table, as_text, ending, in_unit
 
 _NUM_MODULES = 10
 _MOSTLY = 0.98

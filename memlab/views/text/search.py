@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memlab.config.settings import MemorySettings
-from memlab.fitting.front import Point, SearchResult
+from memlab.fitting.pareto_front import Point, SearchResult
 from memlab.units import binary_unit, format_bytes
-from memlab.views.text.layout import aligned, in_unit, wrapped
+from memlab.views.text.columns import aligned, in_unit, wrapped
 
 _SETTING_WIDTH = 52
 

@@ -9,10 +9,10 @@ from typing import Any
 from megatron.core.tensor_parallel import random
 
 from memlab.config.settings import MemorySettings
-from memlab.model import toggles
+from memlab.model import apply_settings
+from memlab.model.activation_offload import manager as offload_manager
 from memlab.model.build import LiveModel
-from memlab.model.compat import forget_pending_offload
-from memlab.model.offload import manager as offload_manager
+from memlab.model.megatron_versions import forget_pending_offload
 from memlab.model.retention.retained_leaves import drop_graphs
 
 
@@ -35,7 +35,7 @@ def recover(live: LiveModel, settings: MemorySettings, error: BaseException) -> 
         forget_pending_offload(module)
     drop_graphs(live)
     offload_manager.empty_groups()
-    toggles.apply(live, settings)
+    apply_settings.apply(live, settings)
     gc.collect()
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from megatron.core.transformer.identity_op import IdentityOp
 
+from memlab.config.model_restrictions import check_on_model
 from memlab.config.settings import MemorySettings
-from memlab.config.settings_on_model import check_on_model
+from memlab.model.activation_offload import manager as offload_manager
 from memlab.model.build import LiveModel
-from memlab.model.config import settings_fields, transformer_config
-from memlab.model.offload import manager as offload_manager
+from memlab.model.megatron_config import settings_fields, transformer_config
 
 
 def apply(live: LiveModel, settings: MemorySettings) -> None:

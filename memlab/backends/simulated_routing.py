@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memlab.config.routing import Routing
-from memlab.upstream.patched import patched
+from memlab.upstream.patching import patched
 
 _MODULE = "megatron.core.transformer.moe.token_dispatcher"
 

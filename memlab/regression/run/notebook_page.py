@@ -15,7 +15,7 @@ from memlab.regression.suite.notebooks import INTERACTIVE_TAG, has_tag, headings
 
 PLOTLY_MIMETYPE = "application/vnd.plotly.v1+json"
 
-_STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+_STYLE = Path(__file__).with_name("notebook_page.css").read_text(encoding="utf-8")
 
 
 def write_page(notebook_path: Path, page_path: Path, failure: str = "", plotly_js: str = "") -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memlab.regression.baseline import Baseline, baseline_path, read_baseline, write_baseline
+from memlab.regression.case_results import Measured
 from memlab.regression.compare import compare_with_baseline, has_same_rounding
-from memlab.regression.measured import Measured
 from memlab.regression.report.summary_text import value_text
 from memlab.regression.run.kept_runs import read_history
 from memlab.regression.suite.suite import Case, Suite

@@ -9,6 +9,7 @@ from typing import Any
 
 from memlab.config.architectures import ARCHITECTURES
 from memlab.config.layout import MOST_RANKS, Layout
+from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import DTYPES, Scenario
 from memlab.config.settings import (
     CHECKPOINT_INPUT_REMEDIES,
@@ -18,7 +19,6 @@ from memlab.config.settings import (
     RECOMPUTE_MODULES,
     MemorySettings,
 )
-from memlab.config.settings_on_model import check_on_model
 from memlab.config.validation import check_whole_number
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.units import format_bytes, parse_bytes

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as upstream
 
+from memlab.config.model_restrictions import without_effect
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.config.settings_on_model import without_effect
 from memlab.meter.labels import reloading
-from memlab.upstream.patched import patched
+from memlab.upstream.patching import patched
 
 
 class OffloadWatch:
@@ -71,7 +71,7 @@ class OffloadWatch:
     def without_effect(self, scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
         """Returns the reason by ``offload_modules:name``, for each module that transferred nothing in this step.
 
-        Some reasons follow from settings and architecture (`settings_on_model.without_effect`); the others only from a
+        Some reasons follow from settings and architecture (`model_restrictions.without_effect`); the others only from a
         step.
         """
         reasons = without_effect(settings, scenario.architecture)

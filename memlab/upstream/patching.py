@@ -1,4 +1,4 @@
-"""Replaces names of `memlab.upstream.internals` for a block, and puts the originals back."""
+"""Replaces names of `memlab.upstream.private_names` for a block, and puts the originals back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from memlab.upstream.internals import Internal, replaceable
+from memlab.upstream.private_names import Internal, replaceable
 
 _ABSENT = object()
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from memlab.meter.labels import Labels
 from memlab.record.transfer import GROUPS
-from memlab.upstream.patched import patched
+from memlab.upstream.patching import patched
 from memlab.vocabulary import PHASES
 
 _FUSED_KERNELS = "transformer_engine.pytorch.optimizers.multi_tensor_apply"

@@ -14,7 +14,7 @@ import torch
 
 from memlab.meter.protocol import Meter
 from memlab.model.build import LiveModel
-from memlab.model.retention import holders
+from memlab.model.retention import megatron_globals
 from memlab.record.residency_audit import Holding, HostCopy, RequestedPlacement, ResidencyAudit
 from memlab.record.transfer import GROUPS
 from memlab.units import format_bytes
@@ -58,7 +58,7 @@ def audit_residency(
             expected + (0 if entry.group in requested.away else entry.needed_bytes),
             there + (0 if meter.pool_of(entry.tensor) == "host" else entry.tensor.untyped_storage().nbytes()),
         )
-    named = [*(entry.tensor for entry in found), *holders.workspace(live)]
+    named = [*(entry.tensor for entry in found), *megatron_globals.workspace(live)]
     return ResidencyAudit(
         holdings=tuple(
             Holding(group=group, holder=holder, expected_bytes=expected, device_bytes=there)

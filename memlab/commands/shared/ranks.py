@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memlab.analysis.diagnosis import worst
-from memlab.commands.process import exit_now
+from memlab.commands.shared.process import exit_now
 from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes
 

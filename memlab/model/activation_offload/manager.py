@@ -2,7 +2,7 @@
 
 All that memlab does to ``PipelineOffloadManager`` of
 ``megatron/core/pipeline_parallel/fine_grained_activation_offload.py``
-(0.16.1, 0.19.2); `memlab.model.offload.watch` follows what its groups do in a step.
+(0.16.1, 0.19.2); `memlab.model.activation_offload.transfer_watch` follows what its groups do in a step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 
 from memlab.model.build import LiveModel
-from memlab.upstream.patched import patched
+from memlab.upstream.patching import patched
 
 _CONFIG = "megatron.core.transformer.transformer_config.TransformerConfig"
 

@@ -17,10 +17,10 @@ from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+from memlab.model.activation_offload import manager as offload_manager
 from memlab.model.build import LiveModel
-from memlab.model.compat import auxiliary_losses, forget_auxiliary_losses
-from memlab.model.offload import manager as offload_manager
-from memlab.model.retention import te_caches
+from memlab.model.megatron_versions import auxiliary_losses, forget_auxiliary_losses
+from memlab.model.retention import transformer_engine_caches
 
 
 def workspace(live: LiveModel) -> Iterator[torch.Tensor]:
@@ -44,7 +44,7 @@ def workspace(live: LiveModel) -> Iterator[torch.Tensor]:
     # transformer/moe/moe_utils.py
     yield from _tensors_in({"scale": MoEAuxLossAutoScaler.main_loss_backward_scale})
     yield from auxiliary_losses()
-    yield from te_caches.tensors()
+    yield from transformer_engine_caches.tensors()
 
 
 def _tensors_in(attributes: dict[Any, Any]) -> Iterator[torch.Tensor]:
@@ -84,9 +84,9 @@ def process_wide_holders() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "the log of auxiliary losses", forget_auxiliary_losses
     yield "the offload manager's buffers", offload_manager.forget
     yield "random states", _forget_random_states
-    for name, _, empty in te_caches.caches():
+    for name, _, empty in transformer_engine_caches.caches():
         yield name, empty
-    yield "cuBLAS workspaces", te_caches.clear_torch_caches
+    yield "cuBLAS workspaces", transformer_engine_caches.clear_torch_caches
     yield "process groups and the global memory buffer", parallel_state.destroy_model_parallel
 
 

@@ -31,7 +31,7 @@ from memlab.record.offload_audit import (
     same_moment,
 )
 from memlab.record.step_record import StepRecord
-from memlab.upstream.patched import patched
+from memlab.upstream.patching import patched
 
 State = Literal["away", "still resident", "back", "copied twice", "not due"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memlab.backends.cuda_calls import CudaOnCpu, made_on_host
+from memlab.backends.cuda_on_cpu import CudaOnCpu, made_on_host
 from memlab.backends.kernel_temporaries import embedding
 
 FAKE = torch.device("meta")
