@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import html
 import json
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,10 +22,13 @@ import memlab
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
 from memlab.lab.lab import Lab
 from memlab.record.step_record import StepRecord
+from memlab.record.timeline import Timeline
 from memlab.views.panel import exports
 from memlab.views.panel.panel import Panel, panel
 from memlab.views.panel.runs import text_twin
+from memlab.views.panel.timeline_view import breakdown_html
 from memlab.views.text.record import record_table
+from memlab.vocabulary import CATEGORIES, PHASES
 
 from .builders import random_timeline, training_step
 from .fake_lab import FakeLab
@@ -384,6 +388,25 @@ def test_a_click_on_the_chart_and_a_typed_moment_tell_the_same(make_panel: Calla
     assert places == sorted(places)
     press(shown.run_bar.run)
     assert shown.state.moment is None
+
+
+def test_the_breakdown_groups_equal_layers_and_names_the_training_state() -> None:
+    sizes = {"": 64, "decoder.layers.0.mlp": 8, "decoder.layers.1.mlp": 8}
+    num_events = len(sizes)
+    timeline = Timeline(
+        nanoseconds=np.arange(num_events),
+        delta_bytes=np.array([*sizes.values()]),
+        pool=np.zeros(num_events, np.uint8),
+        category=np.array([CATEGORIES.index(name) for name in ("parameters", "activations", "activations")], np.uint8),
+        phase=np.full(num_events, PHASES.index("forward"), np.uint8),
+        module=np.arange(num_events, dtype=np.int32),
+        storage=np.arange(num_events, dtype=np.int32),
+        modules=tuple(sizes),
+        num_opening_events=0,
+    )
+    text = breakdown_html(timeline, num_events - 1, "device", is_peak=True)
+    cells = re.findall(r"<td>(?:<i[^>]*></i>)?([^<]*)</td><td>([^<]*)</td>", text.partition("by module")[2])
+    assert cells == [("parameters", "64 B"), ("decoder.layers.*.mlp x\N{NO-BREAK SPACE}2", "16 B")]
 
 
 def test_a_click_on_points_that_a_later_picture_has_replaced_asks_for_another(make_panel: Callable[..., Panel]) -> None:

@@ -37,7 +37,7 @@ from memlab.views.figures.frame import (
 from memlab.views.figures.palette import CATEGORY_LOOKS, INK, PATTERN_INK, TRANSPARENT
 from memlab.views.figures.resample import AXES, Axis, DrawnPoints, largest_modules, module_growth, phase_spans, resample
 from memlab.views.text.columns import in_unit
-from memlab.views.text.record import module_name, peak_by_module
+from memlab.views.text.record import grouped_modules, module_name
 from memlab.vocabulary import CATEGORIES, POOLS
 
 _POOL_TITLES = {
@@ -221,7 +221,7 @@ def _peak_label(timeline: Timeline, points: DrawnPoints, held: IntArray, pool: s
         held_bytes = int(held.sum())
         head += f" = {in_unit(held_bytes, unit_bytes)} held + {in_unit(total - held_bytes, unit_bytes)}"
     lines = [head, *folded(_parts(points.category_bytes[:, points.peak] - held, unit_bytes), _LETTERS_AT_PEAK)]
-    grown = peak_by_module(module_growth(timeline, int(points.event_index[points.peak]), pool), {})
+    grown = grouped_modules(module_growth(timeline, int(points.event_index[points.peak]), pool), {})
     largest = [(name, size) for name, size in list(grown.items())[:1] if size >= total * _SHARE_TO_NAME]
     for name, size in largest:
         size_text = format_bytes(size).replace(" ", "\N{NO-BREAK SPACE}")

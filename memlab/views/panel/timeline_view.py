@@ -15,7 +15,7 @@ from memlab.views.panel.chart_data import chart_figure, event_at, mark_moment
 from memlab.views.panel.chart_widget import ChartWidget
 from memlab.views.panel.slider import Slider
 from memlab.views.panel.state import POOLS_SHOWN, LabState
-from memlab.views.text.record import module_name
+from memlab.views.text.record import grouped_modules
 from memlab.vocabulary import PHASES
 
 _NUM_MODULES = 8
@@ -119,11 +119,11 @@ def breakdown_html(timeline: Timeline, moment: int, pool: str, *, is_peak: bool)
     where = f"event {moment:,}, {timeline.nanoseconds[index] / 1e6:,.3f} ms, {PHASES[timeline.phase[index]]}"
     head = f"Allocated on the {pool} at {'the peak, ' if is_peak else ''}{where}: {format_bytes(total)}"
     categories = timeline.breakdown(index, "category", pool)
-    modules = timeline.breakdown(index, "module", pool)
-    rest = sum(list(modules.values())[_NUM_MODULES:])
-    largest = {module_name(name): size for name, size in list(modules.items())[:_NUM_MODULES]}
-    if rest:
-        largest[f"{len(modules) - _NUM_MODULES} other modules"] = rest
+    modules = grouped_modules(timeline.breakdown(index, "module", pool), categories)
+    others = sum(list(modules.values())[_NUM_MODULES:])
+    largest = dict(list(modules.items())[:_NUM_MODULES])
+    if others:
+        largest[f"{len(modules) - _NUM_MODULES} other rows"] = others
     tables = _table("by category", categories, total) + _table("by module that allocated it", largest, total)
     return f'<div class="memlab-allocated" aria-live="polite">{head}</div><div class="memlab-tables">{tables}</div>'
 

@@ -22,15 +22,19 @@ def module_name(name: str) -> str:
     return name or "(outside the model's modules)"
 
 
-def peak_by_module(sizes: Mapping[str, int], by_category: Mapping[str, int]) -> dict[str, int]:
-    """Names what made up a peak, the largest first; modules of several layers that tie are one entry.
+def grouped_modules(sizes: Mapping[str, int], by_category: Mapping[str, int]) -> dict[str, int]:
+    """Names what allocated the bytes of one moment, the largest first; equal modules of several layers are one entry.
 
-    Four layers whose ``mlp.linear_fc1`` made 2.5 MiB each are ``decoder.layers.*.mlp.linear_fc1 x 4`` with 10 MiB. What
-    no module made is mostly the training state, so it is named by that where it is.
+    Four layers whose ``mlp.linear_fc1`` made 2.5 MiB each are ``decoder.layers.*.mlp.linear_fc1 x 4`` with 10 MiB. If
+    another two made 3 MiB each, they are a second entry. What no module made is mostly the training state, so it is
+    named by that where it is.
 
     Args:
         sizes: Bytes by module.
         by_category: Bytes of the same moment by category.
+
+    Returns:
+        Entries that add up to `sizes`.
     """
     grouped: dict[tuple[str, int], list[str]] = {}
     for name, num_bytes in sizes.items():
@@ -41,6 +45,8 @@ def peak_by_module(sizes: Mapping[str, int], by_category: Mapping[str, int]) -> 
             label = _outside_modules(num_bytes, by_category)
         else:
             label = f"{kind} x\N{NO-BREAK SPACE}{len(names)}" if len(names) > 1 else names[0]
+            if label in named:  # as many layers with other bytes
+                label += f", {names[0]} the first"
         named[label] = num_bytes * len(names)
     return dict(sorted(named.items(), key=lambda item: -item[1]))
 
@@ -101,7 +107,7 @@ def timeline_table(timeline: Timeline) -> str:
 def _peak_entries(
     peak_bytes: int, by_category: Mapping[str, int], by_module: Mapping[str, int]
 ) -> list[tuple[str, int | None]]:
-    modules = list(peak_by_module(by_module, by_category).items())
+    modules = list(grouped_modules(by_module, by_category).items())
     others = sum(num_bytes for _, num_bytes in modules[_NUM_MODULES:])
     return [
         ("device, the step's peak", peak_bytes),
