@@ -7,6 +7,7 @@ JSON.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -117,8 +118,9 @@ class SearchProcess:
             start_new_session=True,  # an interrupted cell ends no search
         )
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request))
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError), self._process.stdin:
+            # A process that has ended without reading it: `_follow` reports why.
+            self._process.stdin.write(json.dumps(request))
         self._thread = threading.Thread(target=self._follow, args=(request["answer"], on_line, on_end), daemon=True)
         self._thread.start()
 

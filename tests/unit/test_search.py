@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -341,6 +343,26 @@ def test_a_search_in_a_process_of_its_own_ends_in_what_it_found_or_in_words() ->
     object.__setattr__(broken, "seq_length", 0)
     _, words = run(broken)
     assert isinstance(words, str) and "seq_length is 0" in words
+
+
+def test_a_search_process_that_ends_before_it_reads_its_request_is_reported_and_leaves_no_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    start = subprocess.Popen
+
+    def start_and_wait(*args: Any, **options: Any) -> Any:
+        process = start(*args, **options)
+        process.wait()
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", start_and_wait)
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ended: list[SearchResult | str] = []
+    scenario = Scenario.of("phi-4-tiny", num_layers=1, seq_length=32)
+    SearchProcess(scenario, PLAIN, GIB, resolution_bytes=MIB, on_line=str, on_end=ended.append).wait()
+    assert ended == ["The search ended with code 1 (): change budget or workload, and search again."]
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_end_of_a_search_is_reported_once_even_if_its_progress_could_not_be() -> None:
