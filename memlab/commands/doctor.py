@@ -22,6 +22,7 @@ from pathlib import Path
 from memlab._version import __version__
 from memlab.backends.host_memory import host_memory_bytes
 from memlab.commands.shared.process import stdout_reserved_for_result
+from memlab.processor import processor_name
 from memlab.units import format_bytes
 
 _CPU_EXTRA, _GPU_EXTRA = "pip install -e '.[cpu]'", "pip install --no-build-isolation -e '.[gpu]'"
@@ -197,9 +198,7 @@ def _hardware() -> dict[str, str]:
         found["CUDA"] = torch.version.cuda or "torch is built without CUDA"
         if torch.version.cuda and not _loading_problem("torch.cuda.nccl"):
             found["NCCL"] = ".".join(str(part) for part in torch.cuda.nccl.version())
-    names = Path("/proc/cpuinfo")
-    model = re.search(r"model name\s*:\s*(.*)", names.read_text()) if names.is_file() else None
-    found["CPU"] = f"{model[1] if model else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    found["CPU"] = f"{processor_name()}, {os.cpu_count()} cores"
     found["host memory"] = format_bytes(host_memory_bytes())
     return found
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -12,9 +11,9 @@ from typing import Any
 
 from memlab._version import __version__
 from memlab.backends.host_memory import host_memory_bytes
+from memlab.processor import processor_name
 from memlab.units import format_bytes
 
-_CPU_FACTS = Path("/proc/cpuinfo")
 _DRIVER_VERSION = Path("/sys/module/nvidia/version")
 
 
@@ -47,7 +46,7 @@ def hardware(gpu: int | None) -> dict[str, str]:
     # A lab's own thread may be pinned to some cores: what counts is what the process has when it opens a lab.
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found = {} if gpu is None else _gpu_facts(gpu)
-    found["CPU"] = f"{_cpu_model(_CPU_FACTS)}, {num_cores} cores"
+    found["CPU"] = f"{processor_name()}, {num_cores} cores"
     found["host memory"] = format_bytes(host_memory_bytes())
     return found
 
@@ -63,8 +62,3 @@ def _gpu_facts(gpu: int) -> dict[str, str]:
     nccl: Any = torch.cuda.nccl  # untyped
     facts["NCCL"] = ".".join(str(part) for part in nccl.version())
     return facts
-
-
-def _cpu_model(facts: Path) -> str:
-    model = re.search(r"^model name\s*:\s*(.+)$", facts.read_text(), re.MULTILINE) if facts.is_file() else None
-    return model[1] if model else platform.processor() or platform.machine()

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from memlab.config.architectures import Architecture
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.processor import processor_features, processor_name
 from memlab.record.metrics import RECORD_NAME
 from memlab.record.step_record import StepRecord
 from memlab.regression.checked_json import build, one_line, read_json
@@ -167,14 +168,8 @@ def _on(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _machine() -> str:
     """Names the processor and its vector units: a virtual machine's model name alone says little."""
-    facts = {"model name": platform.processor() or "unknown processor", "flags": ""}
-    information = Path("/proc/cpuinfo")
-    for line in information.read_text(errors="replace").splitlines() if information.is_file() else []:
-        name, _, value = line.partition(":")
-        if name.strip() in facts:
-            facts[name.strip()] = value.strip()
-    units = [name for name in _VECTOR_UNITS if name in facts["flags"].split()]
-    return " ".join([platform.machine(), facts["model name"], *units])
+    features = processor_features()
+    return " ".join([platform.machine(), processor_name(), *(name for name in _VECTOR_UNITS if name in features)])
 
 
 def _unusual(scenario: dict[str, Any]) -> dict[str, Any]:

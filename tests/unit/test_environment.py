@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from memlab.lab import environment
+from memlab.processor import processor_features, processor_name
 from memlab.record.step_record import StepRecord
 
 
@@ -48,9 +49,11 @@ def test_a_gpu_is_named_with_driver_cuda_and_nccl(monkeypatch: pytest.MonkeyPatc
 
 def test_the_processor_is_the_kernel_s_name_for_it_or_else_the_system_s(tmp_path: Path) -> None:
     facts = tmp_path / "cpuinfo"
-    assert environment._cpu_model(facts) == (platform.processor() or platform.machine())
-    facts.write_text("processor\t: 0\nmodel name\t: A Fast One @ 3 GHz\nflags\t: x\n\nmodel name\t: other\n")
-    assert environment._cpu_model(facts) == "A Fast One @ 3 GHz"
+    assert processor_name(facts) == (platform.processor() or platform.machine())
+    assert processor_features(facts) == frozenset()
+    facts.write_text("processor\t: 0\nmodel name\t: A Fast One @ 3 GHz\nflags\t\t: avx2 amx\n\nmodel name\t: other\n")
+    assert processor_name(facts) == "A Fast One @ 3 GHz"
+    assert processor_features(facts) == {"avx2", "amx"}
 
 
 def test_a_child_process_imports_this_memlab_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
