@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from memlab.analysis.difference import difference_of, obstacles
-from memlab.commands.shared.output import check_new_file, out_path, written_aside
+from memlab.atomic_files import written_aside
+from memlab.commands.shared.output import check_new_file, out_path
 from memlab.record.step_record import StepRecord
 
 

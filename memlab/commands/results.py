@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memlab.analysis.accuracy import pairs_of
-from memlab.commands.shared.output import check_new_file, out_path, written_aside
+from memlab.atomic_files import written_aside
+from memlab.commands.shared.output import check_new_file, out_path
 from memlab.commands.shared.process import stdout_reserved_for_result
 
 if TYPE_CHECKING:

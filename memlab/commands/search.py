@@ -6,8 +6,9 @@ import argparse
 import json
 from collections.abc import Callable
 
+from memlab.atomic_files import written_aside
 from memlab.commands.predict import other_ranks_line
-from memlab.commands.shared.output import check_new_file, out_path, written_aside
+from memlab.commands.shared.output import check_new_file, out_path
 from memlab.commands.shared.process import stdout_reserved_for_result
 from memlab.commands.shared.step_flags import (
     add_job_arguments,

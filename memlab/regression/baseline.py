@@ -8,12 +8,12 @@ file would too.
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from memlab.atomic_files import written_aside
 from memlab.regression.case_results import Measured, RecordMeasured
 from memlab.regression.checked_json import build, one_line, read_json
 from memlab.regression.compare import tolerance
@@ -82,12 +82,8 @@ def write_baseline(path: Path, baseline: Baseline) -> None:
     del measured["hardware"]  # of this machine, and never compared
     values = {name: getattr(baseline, name) for name in baseline.__slots__} | {"measured": measured}
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.stem[:80]}.{uuid.uuid4().hex[:8]}.partial")
-    try:
-        partial.write_text(_text(values) + "\n", encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with written_aside(path) as aside:
+        aside.write_text(_text(values) + "\n", encoding="utf-8")
 
 
 def _gated(record: RecordMeasured, backend: str) -> RecordMeasured:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from memlab.allocator.rules import MIN_BLOCK_BYTES
+from memlab.atomic_files import written_aside
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
 if TYPE_CHECKING:
@@ -36,13 +37,9 @@ def write_snapshot(timeline: Timeline, path: Path | str) -> Path:
         The path.
     """
     path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
+    with written_aside(path) as aside:
         # Protocol 4 is the newest that MemoryViz.js reads.
-        partial.write_bytes(pickle.dumps(_Writer(timeline).snapshot(), protocol=4))
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+        aside.write_bytes(pickle.dumps(_Writer(timeline).snapshot(), protocol=4))
     return path
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memlab.analysis.diagnosis import Finding
+from memlab.atomic_files import written_aside
 from memlab.fitting.does_it_fit import Fit
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.record.offload_audit import OffloadAudit
@@ -69,7 +70,8 @@ class View:
         if self.figure is not None:
             page = self.figure.to_html(include_plotlyjs=True, full_html=True)
         head, body, tail = page.rpartition("</body>")
-        path.write_text(f"{head}{table}{body}{tail}", encoding="utf-8")
+        with written_aside(path) as aside:
+            aside.write_text(f"{head}{table}{body}{tail}", encoding="utf-8")
         return path
 
     def _ipython_display_(self) -> None:

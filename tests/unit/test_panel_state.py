@@ -216,13 +216,13 @@ def test_progress_reaches_the_state_ten_times_a_second_at_most(monkeypatch: pyte
 
 def test_out_of_memory_is_a_row_with_what_to_do() -> None:
     lab, state = lab_state()
-    lab.outcome = {"status": "out_of_memory", "message": "1 GiB asked for: recompute a layer", "loss": None}
+    lab.outcome = {"status": "out_of_memory", "message": "1 GiB requested: recompute a layer", "loss": None}
     run = run_with(state)
 
     row = rows(state.runs, None)[0]
-    assert (row["status"], row["message"]) == ("out of memory", "1 GiB asked for: recompute a layer")
+    assert (row["status"], row["message"]) == ("out of memory", "1 GiB requested: recompute a layer")
     assert row["peak"].startswith("> ")
-    assert state.notice == f"{run}: 1 GiB asked for: recompute a layer"
+    assert state.notice == f"{run}: 1 GiB requested: recompute a layer"
     assert "out of memory" in chart_figure(run, None).layout.title.text
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +33,7 @@ from memlab.views.figures.timeline import timeline_figure
 from memlab.views.text.audits import audit_table
 from memlab.views.text.columns import LINE_WIDTH, in_unit
 from memlab.views.text.compare import compare_table, record_names
-from memlab.views.text.record import record_table
+from memlab.views.text.record import grouped_modules, record_table
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
 from .builders import TimelineBuilder, out_of_memory, random_timeline, record_of, scenario, training_step
@@ -563,6 +565,16 @@ def test_modules_of_several_layers_that_tie_are_one_row() -> None:
     assert modules_listed(replace(PLAIN, peak_by_module=untied)) == untied
 
 
+def test_layers_that_tie_with_other_bytes_are_a_row_of_their_own() -> None:
+    sizes = {f"decoder.layers.{number}.mlp": 4 if number < 2 else 3 for number in range(4)}
+    grouped = grouped_modules(sizes, {})
+    assert list(grouped.values()) == [8, 6]
+    assert [name.replace("\N{NO-BREAK SPACE}", " ") for name in grouped] == [
+        "decoder.layers.*.mlp x 2",
+        "decoder.layers.*.mlp x 2, decoder.layers.2.mlp the first",
+    ]
+
+
 def test_what_no_module_made_is_named_by_the_training_state_that_it_is() -> None:
     state = {"parameters": GIB, "optimizer state": 6 * GIB}
     peak = replace(PLAIN, peak_by_category=state, peak_by_module={"": 7 * GIB + 5})
@@ -666,6 +678,23 @@ def test_a_table_is_the_same_as_text_and_as_html() -> None:
     assert "device memory, allocated; saved = first row minus this row" in view.html
     assert "full uniform 1: offload_modules attn_norm had no effect (&lt;fused&gt;)" in view.html
     assert "full uniform 1: offload_modules attn_norm had no effect (<fused>)" in view.table
+
+
+def test_a_page_that_cannot_be_written_whole_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("old")
+
+    def write_half(path: Path, text: str, **_: Any) -> int:
+        path.write_bytes(text[:9].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with pytest.raises(OSError, match="No space"):
+        View(None, "a table").save(page)
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+    assert page.read_text() == "old"
 
 
 def test_a_view_does_not_change() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import fcntl
 import tempfile
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from memlab.atomic_files import named_in_errors
 from memlab.record.step_record import StepRecord
 
 _LOCK = ".memlab-is-writing"
@@ -84,29 +84,6 @@ def _is_there(path: Path) -> bool:
 
 
 @contextmanager
-def written_aside(path: Path) -> Iterator[Path]:
-    """Yields a temporary path next to a file, which becomes the file if the block succeeds."""
-    aside = path.with_name(f".memlab-{uuid.uuid4().hex[:8]}{path.suffix[:8]}")
-    try:
-        with _naming(path):
-            yield aside
-            aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Adds the path to an error of the block that has none: a write to a full disk names no file."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise
-
-
-@contextmanager
 def claimed_folder(folder: Path | None) -> Iterator[None]:
     """Makes a folder for a record and keeps other commands out of it for the block; nothing is done for None.
 
@@ -143,7 +120,7 @@ def claimed_folder(folder: Path | None) -> Iterator[None]:
 
 def save_record(record: StepRecord, folder: Path, *, snapshot: bool) -> None:
     """Saves a record with its timeline, and as a memory snapshot if requested."""
-    with _naming(folder):
+    with named_in_errors(folder):
         record.save(folder)
         if snapshot:
             record.export_snapshot(folder / "snapshot.pickle")

@@ -14,6 +14,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from memlab.atomic_files import written_aside
 from memlab.config.architectures import ARCHITECTURES
 from memlab.config.layout import Layout
 from memlab.config.routing import Routing
@@ -122,7 +123,8 @@ def save_picture(figure: go.Figure, run: Run, folder: Path, kind: str) -> Path:
     # On the page the chart is transparent and takes the theme's ground; a file has none.
     picture = go.Figure(figure).update_layout(paper_bgcolor="white", plot_bgcolor="white")
     folder.mkdir(parents=True, exist_ok=True)
-    picture.write_image(path, width=1000, height=figure.layout.height or 500, scale=2)
+    with written_aside(path) as aside:
+        picture.write_image(aside, format=kind, width=1000, height=figure.layout.height or 500, scale=2)
     return path
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import ipywidgets
 
+from memlab.atomic_files import written_aside
 from memlab.views.panel.chart_data import chart_figure, mark_moment
 from memlab.views.panel.exports import (
     free_path,
@@ -93,7 +94,8 @@ class RunsView:
             elif kind == "csv":
                 path = free_path(folder / "runs.csv")
                 folder.mkdir(parents=True, exist_ok=True)
-                path.write_text(table_csv(runs, pinned), encoding="utf-8")
+                with written_aside(path) as aside:
+                    aside.write_text(table_csv(runs, pinned), encoding="utf-8")
             elif kind == "html":
                 figure = mark_moment(chart_figure(run, pinned, pool, axis), run, moment, pool, axis)
                 path = save_page(figure, text_twin(run, pinned), run, folder)
