@@ -339,8 +339,8 @@ class Lab:
             settings: With `offload_modules`.
 
         Raises:
-            ValueError: If nothing is offloaded, under full recompute (what is offloaded then is saved in backward), or
-                if the settings break another rule.
+            ValueError: If nothing is offloaded, under full recompute (what is offloaded then is saved in backward), if
+                the settings break another rule, or if one of the steps does not finish.
         """
         return self._probes.audit_offload(settings)
 

@@ -58,10 +58,18 @@ class Probes:
                 "covers activations that wait from forward to backward"
             )
         default = MemorySettings().min_offloaded_tensor_size
-        plain = self._session.step(replace(settings, offload_modules=None, min_offloaded_tensor_size=default))
+        plain = self._finished_step(replace(settings, offload_modules=None, min_offloaded_tensor_size=default))
         saved = self._session.run_exclusive(lambda: _saved_in_regions(self._stepper))
-        offloaded = self._session.step(settings)
+        offloaded = self._finished_step(settings)
         return self._session.run_exclusive(lambda: _audit_offload(self._stepper, saved, plain, offloaded))
+
+    def _finished_step(self, settings: MemorySettings) -> StepRecord:
+        record = self._session.step(settings)
+        if record.status != "ok":
+            raise ValueError(
+                f"audit_offload compares two steps that finish, and one did not: under '{settings}', {record.message}"
+            )
+        return record
 
     def fit(self, record: StepRecord, gpu_memory: str | int) -> Fit:
         """Implements `Lab.fit`."""

@@ -138,6 +138,13 @@ def test_an_audit_leaves_the_lab_as_it_was(open_lab: Callable[..., Lab]) -> None
         assert (record.peak_allocated_bytes, record.loss) == (before.peak_allocated_bytes, before.loss)
 
 
+def test_steps_that_run_out_of_memory_are_not_audited() -> None:
+    with Lab("phi-4-tiny", num_layers=1, seq_length=512, backend="simulated") as lab:
+        lab.device_memory_bytes = lab.step().static_bytes
+        with pytest.raises(ValueError, match=r"two steps that finish, and one did not: under 'none', .*requested"):
+            lab.audit_offload(offload("core_attn"))
+
+
 def test_what_cannot_be_audited_is_refused(open_lab: Callable[..., Lab]) -> None:
     lab = open_lab("qwen3-moe-tiny")
     for settings in (MemorySettings(), replace(FULL, offload_modules=("core_attn",))):
