@@ -76,6 +76,7 @@ class Stepper:
             self.live = build(self.scenario, self.backend.layer_provider, self.backend.join)
         except BaseException as error:
             release_tensors(error)
+            self.meter.close()
             raise
         self.labels.attach(self.live.working_modules())
         self.transfers = Transfers(self.live, self.meter)

@@ -49,12 +49,20 @@ def test_opening_a_lab_closes_the_open_one_and_says_so(open_lab: Callable[..., A
 
 
 def test_a_failed_build_leaves_room_for_the_next(open_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from memlab.meter.storage_meter import StorageMeter
     from memlab.model import build
+
+    closed: list[StorageMeter] = []
+
+    def close(meter: StorageMeter) -> None:
+        closed.append(meter)
 
     with monkeypatch.context() as patched:
         patched.setattr(build, "_fuse_adam", lambda optimizer: 1 / 0)
+        patched.setattr(StorageMeter, "close", close)
         with pytest.raises(ZeroDivisionError):
             open_lab("phi-4-tiny")
+    assert len(closed) == 1, "a GPU's meter would go on recording the allocator's history"
     assert open_lab("phi-4-tiny").step().status == "ok"
 
 
