@@ -255,6 +255,15 @@ def test_unforeseen_error_of_a_press_is_a_row_too(
     assert not state.busy
 
 
+def test_a_drawing_that_fails_leaves_the_panel_ready_for_the_next_run() -> None:
+    lab, state = lab_state()
+    state.observe(lambda _: 1 / 0, names=["shown"])
+
+    assert state.run().result(timeout=10) is lab.records[0]
+
+    assert not state.busy
+
+
 def test_steps_of_a_cell_are_taken_up_once() -> None:
     lab, state = lab_state()
     lab.submit(FULL)

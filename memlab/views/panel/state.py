@@ -231,18 +231,22 @@ class LabState(traitlets.HasTraits):
         self, done: Future[StepRecord], ended: Future[StepRecord], scenario: Scenario, settings: MemorySettings
     ) -> None:
         error = done.exception()
-        with self.lock:
+        try:
+            with self.lock:
+                try:
+                    if error is not None:
+                        self._fail(error, scenario, settings)
+                    else:
+                        self.refresh()
+                        assert self.shown is not None
+                        self.notice = f"{self.shown}: {self.shown.outcome}"
+                finally:  # what draws the new run may raise
+                    self.progress, self.busy = None, False
+        finally:
             if error is not None:
-                self._fail(error, scenario, settings)
+                ended.set_exception(error)
             else:
-                self.refresh()
-                assert self.shown is not None
-                self.notice = f"{self.shown}: {self.shown.outcome}"
-            self.progress, self.busy = None, False
-        if error is not None:
-            ended.set_exception(error)
-        else:
-            ended.set_result(done.result())
+                ended.set_result(done.result())
 
     def _fail(self, error: BaseException, scenario: Scenario, settings: MemorySettings) -> None:
         _logger.error("the step under %s ended in an error", settings, exc_info=error)
