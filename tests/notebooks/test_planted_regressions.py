@@ -1,18 +1,23 @@
-"""A fault in the code that a case's kernel runs turns the suite red, and every report says what, where and under what."""
+"""A fault in the code that a case runs turns the suite red, and every report says what, where and under what."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 from urllib.parse import quote
 
 import pytest
 
+from memlab.cli import main
+from memlab.model import apply_settings
+from memlab.model.retention import remedies
 from memlab.regression.run.kept_runs import kept_runs
 from memlab.regression.summary import CaseResult, Summary, read_summary
+from tests.notebooks.in_process import cells_in_this_process
 from tests.notebooks.small_labs import write_lab
 
 pytestmark = pytest.mark.notebook
@@ -32,24 +37,22 @@ SUITE = (
     "backend: {}\ntimeout_seconds: 120\ncases:\n  - {{lab: steps, matrix: {{name: [remedy, offload, recompute]}}}}\n"
 )
 
-FAULTS = """\
-from contextlib import nullcontext
 
-from memlab.model import apply_settings
-from memlab.model.retention import remedies
-recomputes_moe = apply_settings._FLAGS["moe_layer_recompute"]
-remedies.detach = nullcontext
-apply_settings._FLAGS["offload_moe_act"] = lambda module, settings: False
-apply_settings._FLAGS["moe_layer_recompute"] = lambda module, settings: (
-    recomputes_moe(module, settings) and module.layer_number != 2
-)
-"""
-"""Each is seen by one case alone: the remedy does nothing, an offload module is left out, one layer is not recomputed."""
+@contextmanager
+def faults() -> Iterator[None]:
+    """Each is seen by one case alone: the remedy does nothing, an offload module is left out, one layer is not recomputed."""
+    recomputes_moe = apply_settings._FLAGS["moe_layer_recompute"]
+    flags = {
+        "offload_moe_act": lambda module, settings: False,
+        "moe_layer_recompute": lambda module, settings: recomputes_moe(module, settings) and module.layer_number != 2,
+    }
+    with patch.object(remedies, "detach", nullcontext), patch.dict(apply_settings._FLAGS, flags):
+        yield
 
 
 @dataclass(frozen=True)
 class Night:
-    """A run of the faulty code, held against baselines of the healthy one."""
+    """A run of the faulty code, compared with baselines of the healthy one."""
 
     exit_codes: list[int]
     output: str
@@ -69,22 +72,18 @@ def night(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     suite = root / "papermill_runs" / "suites" / "planted.yaml"
     suite.parent.mkdir(parents=True)
     suite.write_text(SUITE.format(request.param))
-    # A kernel runs what is in its profile before its first cell; the process that judges does not.
-    startup = root / "ipython" / "profile_default" / "startup" / "faults.py"
-    startup.parent.mkdir(parents=True)
 
-    def memlab(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "memlab", *map(str, arguments)]
-        environment = os.environ | {"IPYTHONDIR": str(root / "ipython")}
-        return subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    def memlab(*arguments: str | Path) -> int:
+        return main([*map(str, arguments)])
 
-    healthy = memlab("nightly", suite, "--jobs", "2", "--allow-missing")
-    updated = memlab("baseline", "update", suite)
-    startup.write_text(FAULTS)
-    faulty = memlab("nightly", suite, "--jobs", "2")
+    output = io.StringIO()
+    with cells_in_this_process(), redirect_stdout(output), redirect_stderr(output):
+        codes = [memlab("nightly", suite, "--jobs", "1", "--allow-missing"), memlab("baseline", "update", suite)]
+        output.truncate(output.seek(0))
+        with faults():
+            codes.append(memlab("nightly", suite, "--jobs", "1"))
     run = kept_runs(root / "papermill_runs" / "runs")[-1]
-    codes = [done.returncode for done in (healthy, updated, faulty)]
-    return Night(codes, faulty.stdout + faulty.stderr, (run / "index.html").read_text(), read_summary(run))
+    return Night(codes, output.getvalue(), (run / "index.html").read_text(), read_summary(run))
 
 
 CASES = {
@@ -92,7 +91,7 @@ CASES = {
     "offload": ("offloaded_bytes_by_module/moe_act", "moe_act", "offload expert_fc1+moe_act"),
     "recompute": ("recomputed_bytes", "decoder.layers.1.mlp", "recompute moe"),
 }
-"""What each fault must be reported by: a metric, the module at fault or where the bytes were born, the settings."""
+"""What each fault must be reported by: a metric, the module at fault or where the bytes were allocated, the settings."""
 
 
 def test_healthy_code_is_green_and_a_planted_fault_turns_each_case_red(night: Night) -> None:
