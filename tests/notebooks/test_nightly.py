@@ -19,6 +19,7 @@ import pytest
 from memlab.cli import main
 from memlab.regression.run.kept_runs import free_name, kept_runs, publish, remove_oldest, staged
 from memlab.regression.summary import Summary, read_summary
+from tests.notebooks.in_process import cells_in_this_process
 from tests.notebooks.small_labs import RECORD
 from tests.notebooks.small_suites import files_below, result_of, summary_of, write_suite
 
@@ -47,7 +48,7 @@ def is_running(pid_file: Path) -> bool:
 
 @dataclass(frozen=True)
 class Night:
-    """A green run, baselines taken from it and two of them spoiled, and a run in which everything goes wrong."""
+    """Green runs, baselines taken from them and two of those spoiled, and a run in which everything goes wrong."""
 
     root: Path
     output: str
@@ -64,12 +65,9 @@ class Night:
 def night(tmp_path_factory: pytest.TempPathFactory) -> Night:
     root = tmp_path_factory.mktemp("night")
     suite = write_suite(root, GREEN)
-    commands = [
-        memlab("nightly", suite, "--jobs", "2", "--allow-missing"),
-        memlab("baseline", "update", suite),
-        memlab("nightly", suite, "--jobs", "2"),
-    ]
-    codes = [subprocess.run(command, check=False, capture_output=True).returncode for command in commands]
+    green = f"nightly {suite} --jobs 1"
+    with cells_in_this_process():
+        codes = [main(command.split()) for command in (f"{green} --allow-missing", f"baseline update {suite}", green)]
     folder = root / "papermill_runs" / "baselines" / "cpu"
     planted = folder / "small-name=planted.json"
     planted.write_text(planted.read_text().replace('"peak_allocated_bytes": 30', '"peak_allocated_bytes": 31'))
@@ -215,6 +213,7 @@ def test_a_nightly_that_is_ended_keeps_the_cases_that_had_ended(tmp_path: Path) 
     assert [path.stem for path in (tmp_path / "papermill_runs" / "baselines" / "cpu").iterdir()] == ["one"]
 
 
+@cells_in_this_process()
 def test_a_disk_that_fills_up_at_the_end_keeps_nothing_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -295,6 +294,7 @@ def test_what_a_killed_nightly_left_is_removed_and_a_living_ones_is_not(tmp_path
         assert kept_runs(tmp_path) == [tmp_path / "mine"]
 
 
+@cells_in_this_process()
 def test_an_unreadable_run_is_named_and_left_out_of_the_trend(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -306,6 +306,7 @@ def test_an_unreadable_run_is_named_and_left_out_of_the_trend(
     assert f"left out: {spoiled / 'summary.json'} cannot be read" in capfd.readouterr().out
 
 
+@cells_in_this_process()
 def test_a_record_of_another_backend_fails_its_case(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     suite = write_suite(tmp_path, ONE)
     lab = tmp_path / "labs" / "small.ipynb"
