@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -85,7 +85,7 @@ class Routing:
             shares = self.shares
         else:
             shares = _geometric_shares(num_experts, self.factor if self.kind == "skewed" else 1.0)
-        ends = [round(total * sum(shares[:index])) for index in range(num_experts)] + [total]
+        ends = [0, *(round(total * share) for share in accumulate(shares[:-1])), total]
         counts = [end - start for start, end in pairwise(ends)]
         # Rounding may give an expert one row more than there are tokens; a token cannot choose an expert twice.
         for expert in range(num_experts):
@@ -132,7 +132,8 @@ def _geometric_shares(count: int, factor: float) -> tuple[float, ...]:
         first = 1 / sum(ratio**index for index in range(count))
         low, high = (ratio, high) if first * count > factor else (low, ratio)
     powers = [high**index for index in range(count)]
-    return tuple(power / sum(powers) for power in powers)
+    total = sum(powers)
+    return tuple(power / total for power in powers)
 
 
 def _is_number(value: object) -> bool:
