@@ -71,7 +71,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
 
 def _run(suite: Suite, cases: tuple[Case, ...], options: Options) -> int:
-    from memlab.regression.nightly import NothingKeptError, run_suite
+    from memlab.regression.nightly import NothingKeptError, ReportNotWrittenError, run_suite
     from memlab.regression.report.summary_text import summary_table
 
     print(
@@ -89,6 +89,9 @@ def _run(suite: Suite, cases: tuple[Case, ...], options: Options) -> int:
             "free some space, keep fewer runs with --keep, or give another folder with --out",
             file=sys.stderr,
         )
+        return 1
+    except ReportNotWrittenError as error:
+        print(error, file=sys.stderr)
         return 1
     except NothingKeptError as error:
         print(error, file=sys.stderr)

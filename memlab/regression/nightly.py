@@ -50,6 +50,10 @@ class NothingKeptError(Exception):
     """The nightly was ended before its first case had ended, so there is no run to keep."""
 
 
+class ReportNotWrittenError(Exception):
+    """The disk filled up after the results of the run were written, and before its report was."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
     """How a suite is run."""
@@ -88,6 +92,7 @@ def run_suite(
 
     Raises:
         NothingKeptError: If a signal ended the nightly before its first case had ended.
+        ReportNotWrittenError: If the report cannot be written. The results are kept without it.
         OSError: If the folder of runs cannot be written. Earlier runs and baselines are as they were.
     """
     night = _Night(suite, cases, options, on_progress)
@@ -147,12 +152,16 @@ class _Night:
                 _write_plotly(staging)
                 try:
                     summary = write_reports(staging, summary, history)
-                except OSError:
-                    raise
-                except Exception:
-                    # An error of the page itself, not of a case: it is raised, and the results are kept.
-                    if (staging / SUMMARY_FILE).is_file():
-                        publish(staging, target)
+                except Exception as error:
+                    # A full disk, or an error of the page itself and not of a case: the results are kept.
+                    if not (staging / SUMMARY_FILE).is_file():
+                        raise
+                    publish(staging, target)
+                    if isinstance(error, OSError):
+                        raise ReportNotWrittenError(
+                            f"the report cannot be written ({error.strerror or error}): the results are kept in "
+                            f"{target / SUMMARY_FILE}: free some space, or give another folder with --out"
+                        ) from error
                     raise
                 publish(staging, target)
                 remove_oldest([*history, (target, summary)], self._options.keep, self._report)

@@ -117,8 +117,13 @@ class Summary:
         return json.dumps(values, indent=1, allow_nan=False) + "\n"
 
     def write(self, folder: Path) -> None:
-        """Writes ``summary.json``."""
-        (folder / SUMMARY_FILE).write_text(self.to_json(), encoding="utf-8")
+        """Writes ``summary.json``, which appears whole: a run with that file has its results."""
+        partial = folder / f"{SUMMARY_FILE}.partial"
+        try:
+            partial.write_text(self.to_json(), encoding="utf-8")
+            partial.replace(folder / SUMMARY_FILE)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def read_summary(folder: Path) -> Summary:

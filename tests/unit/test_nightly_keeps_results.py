@@ -90,6 +90,16 @@ def raising(error: BaseException) -> Callable[[Path], object]:
     return fault
 
 
+def measuring(record: StepRecord) -> Callable[[Path], object]:
+    """A fault that replaces the record of its case."""
+
+    def fault(folder: Path) -> None:
+        shutil.rmtree(folder / "records")
+        record.save(folder / "records" / "plain")
+
+    return fault
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -163,6 +173,32 @@ def test_an_error_of_the_page_itself_is_raised_and_the_results_are_kept(
         night.run(night.suite(TWO), allow_missing=True)
     (run,) = night.runs
     assert read_summary(run).headline == "2 cases passed"
+
+
+@pytest.mark.parametrize("name", ["summary.json.partial", "junit.xml", "index.html"])
+def test_a_disk_that_fills_up_with_the_report_keeps_the_results_that_were_written(
+    night: Nightly, name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    suite = night.suite(TWO)
+    write_text = Path.write_text
+
+    def full(path: Path, text: str, **options: str) -> int:
+        if path.name == name:
+            write_text(path, text[: len(text) // 2], **options)
+            raise OSError(28, "No space left on device")
+        return write_text(path, text, **options)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert main(["nightly", str(suite.path), "--allow-missing"]) == 1
+    complaint = capfd.readouterr().err
+    assert complaint.count("\n") == 1
+    if name == "summary.json.partial":
+        assert "cannot be written (No space left on device): nothing of this run was kept" in complaint
+        assert night.runs == []
+    else:
+        (run,) = night.runs
+        assert f"(No space left on device): the results are kept in {run / 'summary.json'}" in complaint
+        assert read_summary(run).headline == "2 cases passed"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
@@ -366,7 +402,7 @@ def test_a_number_that_is_not_finite_in_a_baseline_never_passes(night: Nightly) 
     suite = replace(night.suite(TWO), backend="cuda")
     record = replace(record_of(training_step()), backend="cuda")
     for name in ("small-count=0", "small-count=1"):
-        night.faults[name] = lambda folder: record.save(folder / "records" / "plain")
+        night.faults[name] = measuring(record)
     night.run(suite, allow_missing=True)
     refresh = nightly.read_baseline  # what the nightly reads with is what this test writes for
     assert main(["baseline", "update", str(suite.path)]) == 2, "the suite file says cpu"
@@ -386,7 +422,7 @@ def test_a_number_that_is_not_finite_in_a_baseline_never_passes(night: Nightly) 
 
 def test_metrics_that_are_not_finite_fail_their_case(night: Nightly) -> None:
     spoiled = replace(record_of(training_step()), backend="cpu", loss=float("nan"))
-    night.faults["small-count=0"] = lambda folder: spoiled.save(folder / "records" / "plain")
+    night.faults["small-count=0"] = measuring(spoiled)
     text = '{"records": {"plain": {}}, "extra": {"ratio": NaN}, "versions": {}}'
     night.faults["small-count=1"] = lambda folder: (folder / "metrics.json").write_text(text)
     summary, _ = night.run(night.suite(TWO), allow_missing=True)
@@ -455,9 +491,9 @@ def test_an_old_run_that_cannot_be_removed_is_named_and_the_nightly_stays_green(
 def test_a_folder_of_runs_that_cannot_be_written_is_one_line(night: Nightly, capfd: pytest.CaptureFixture[str]) -> None:
     suite = night.suite(TWO)
     (night.root / "file").write_text("")
-    assert main(["nightly", str(suite.path), "--out", str(night.root / "file" / "runs")]) == 1
+    assert main(["nightly", str(suite.path), "--out", str(night.root / "file" / "runs")]) == 2
     complaint = capfd.readouterr().err
-    assert "cannot be written (Not a directory): nothing of this run was kept" in complaint
+    assert f"but {night.root / 'file'} is not a folder: choose another path" in complaint
     assert complaint.count("\n") == 1
 
 
