@@ -106,8 +106,8 @@ class Check(_Goals):
         for module in modules:
             if not self._record.offloaded_bytes_by_module.get(module):
                 reason = self._record.without_effect.get(f"offload_modules:{module}", "it is not among offload_modules")
-                return self._goal(False, f"{module} moved nothing to the host: {reason}")
-        return self._goal(True, f"{', '.join(modules)} moved to the host")
+                return self._goal(False, f"{module} transferred nothing to the host: {reason}")
+        return self._goal(True, f"the saved inputs of {', '.join(modules)} were transferred to the host")
 
     def same_loss_as(self, other: StepRecord) -> Self:
         """Requires the loss of another step, to the last bit (or within `loss_tolerance`).

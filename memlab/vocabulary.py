@@ -19,7 +19,7 @@ CATEGORIES = (
 )
 """``unlabelled`` is what a snapshot of another program contains: its bytes are known, its purpose is not."""
 RESIDUAL_CATEGORIES = ("activations", "recomputed", "temporary")
-"""No step needs these from the step before. What is alive of them at a step's end is its residual."""
+"""No step needs these from the step before. Their bytes that are still allocated at a step's end are its residual."""
 PHASES = ("load", "forward", "backward", "optimizer", "offload", "idle")
 
 

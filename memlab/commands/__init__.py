@@ -1,6 +1,5 @@
-"""The commands, one a module.
+"""The commands, one per module.
 
-Each has two functions: ``add_arguments`` declares its flags, and ``prepare`` checks what was given and returns the
-job to do. A `ValueError` of ``prepare`` is for the user
-to correct; an error of the job is not.
+Each has two functions: ``add_arguments`` declares its flags, and ``prepare`` checks the values of the flags and returns
+the job to do. The user can correct a `ValueError` that ``prepare`` raises; an error of the job is a failure.
 """

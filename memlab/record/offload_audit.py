@@ -109,8 +109,8 @@ class OffloadAudit:
         """Returns where the expected bytes are, in words; the values add up to `expected_bytes`."""
         modules = self.modules
         return {
-            "never moved": sum(module.never_transferred_bytes for module in modules),
-            "copied a second time": sum(module.copied_twice_bytes for module in modules),
+            "never transferred": sum(module.never_transferred_bytes for module in modules),
+            "copied twice": sum(module.copied_twice_bytes for module in modules),
             "still on the device": sum(module.still_resident_bytes for module in modules),
             "back on the device": sum(module.back_bytes for module in modules),
             "not due at that moment": sum(module.not_due_bytes for module in modules),

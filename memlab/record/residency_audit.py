@@ -99,8 +99,8 @@ class ResidencyAudit:
             found.append(f"{format_bytes(self.unnamed_device_bytes)} on the device that no group names")
         if self.move_peak_host_bytes > self.move_host_bytes:
             found.append(
-                f"the last move held {format_bytes(self.move_peak_host_bytes)} on the host for a moment, and "
-                f"{format_bytes(self.move_host_bytes)} are enough: a copy was made while another was still there"
+                f"the last transfer took {format_bytes(self.move_peak_host_bytes)} on the host at its peak, and "
+                f"{format_bytes(self.move_host_bytes)} are enough: it made a copy before it freed the old one"
             )
         return tuple(complaint for complaint in found if complaint)
 

@@ -567,7 +567,7 @@ _MEGATRON = (
         names=("checkpoint_core_attention", "offload_qkv_linear", "offload_core_attention", "offload_attn_proj"),
         use="used",
         where="model/apply_settings.py",
-        why="As of TransformerLayer.",
+        why="A layer copies its settings here too when it is built.",
         on_instances=True,
     ),
     Internal(
@@ -575,7 +575,7 @@ _MEGATRON = (
         names=("moe_layer_recompute",),
         use="used",
         where="model/apply_settings.py",
-        why="As of TransformerLayer.",
+        why="A layer copies its settings here too when it is built.",
         on_instances=True,
     ),
     Internal(
@@ -583,7 +583,7 @@ _MEGATRON = (
         names=("activation_recompute", "offload_expert_fc1", "offload_moe_act"),
         use="used",
         where="model/apply_settings.py",
-        why="As of TransformerLayer.",
+        why="A layer copies its settings here too when it is built.",
         on_instances=True,
     ),
     Internal(

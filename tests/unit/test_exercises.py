@@ -57,11 +57,11 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
             "the residual after the step is 3.00 MiB, must",
         ),
         (replace(PLAIN, recomputed_bytes=2), ("recomputes_less_than", 2), "what backward recomputes is 2 B, must be"),
-        (PLAIN, ("moves", "moe_act"), "moe_act moved nothing to the host: it is not among offload_modules"),
+        (PLAIN, ("moves", "moe_act"), "moe_act transferred nothing to the host: it is not among offload_modules"),
         (
             replace(PLAIN, without_effect={"offload_modules:moe_act": "all is under min_offloaded_tensor_size"}),
             ("moves", "moe_act"),
-            "moe_act moved nothing to the host: all is under min_offloaded_tensor_size",
+            "moe_act transferred nothing to the host: all is under min_offloaded_tensor_size",
         ),
         (replace(PLAIN, loss=1.0), ("same_loss_as", PLAIN), "a memory setting changes no number"),
         (PLAIN, ("same_loss_as", replace(PLAIN, status="out_of_memory", message="too large")), "ended early (too larg"),

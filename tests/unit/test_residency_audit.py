@@ -122,7 +122,7 @@ SYMPTOMS = {
     "pinned_again": (
         _parameters_down_twice,
         [
-            "the last move held {pinned_peak} on the host for a moment, and {pinned} are enough: a copy was made while another was still there"
+            "the last transfer took {pinned_peak} on the host at its peak, and {pinned} are enough: it made a copy before it freed the old one"
         ],
     ),
 }
