@@ -62,7 +62,7 @@ def test_expected_is_the_formula_and_each_byte_of_it_is_in_one_place(
     assert sum(terms.values()) == account.expected_bytes
     assert terms["saved"] == account.plain.activation_peak_bytes - account.offloaded.activation_peak_bytes
     # The tensors that were looked at, one by one, account for the whole difference between the two steps.
-    assert (terms["never transferred"], terms["added by offload itself"]) == (0, 0)
+    assert (terms["never moved"], terms["added by offload itself"]) == (0, 0)
     assert all(size >= 0 for size in terms.values())
     assert all(held.holders for held in account.still_resident)
 
@@ -77,7 +77,7 @@ def test_attention_alone_leaves_its_output_to_the_linear_after_it(open_lab: Call
     ]
     both = lab.audit_offload(offload("core_attn", "attn_proj"))
     assert not both.still_resident
-    assert both.terms()["copied twice"] == output * (LAYERS - 1)
+    assert both.terms()["copied a second time"] == output * (LAYERS - 1)
 
 
 def test_whoever_keeps_a_moved_tensor_is_named(open_lab: Callable[..., Lab]) -> None:

@@ -100,8 +100,8 @@ def offload_blocks(*audits: OffloadAudit) -> list[Block]:
 
 
 _TERM_HEADS = {
-    "never transferred": ("never", "transferred"),
-    "copied twice": ("copied", "twice"),
+    "never moved": ("never", "transferred"),
+    "copied a second time": ("copied", "twice"),
     "still on the device": ("still", "resident"),
     "back on the device": ("already", "back"),
     "not due at that moment": ("not", "due"),
