@@ -44,7 +44,7 @@ class ResidencyControl:
 
     def audit(self) -> ResidencyAudit:
         """Implements `Lab.audit_residency`."""
-        return self._session.run_exclusive(lambda: self._stepper.transfers.audit())  # noqa: PLW0108  # a closed lab has no moves
+        return self._session.run_exclusive(lambda: self._stepper.transfers.audit())  # noqa: PLW0108  # a closed lab has no transfers
 
     @contextmanager
     def fault(self, name: str) -> Iterator[None]:

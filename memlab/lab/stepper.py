@@ -240,7 +240,7 @@ class Stepper:
             of_offload = self._offload_watch.without_effect(self.scenario, self.settings)
             without_effect = of_offload | self._remedy.without_effect()
         return {
-            "offloaded_bytes_by_module": dict(self._offload_watch.moved_bytes),
+            "offloaded_bytes_by_module": dict(self._offload_watch.transferred_bytes),
             "without_effect": without_effect,
         }
 

@@ -37,7 +37,7 @@ class Meter(Protocol):
         """
 
     def categorise(self, categories: Mapping[str, Iterable[torch.Tensor]]) -> None:
-        """Sets the category of storages, from their allocation on; arguments as of `start`."""
+        """Sets the category of storages, from their allocation on; for the arguments see `start`."""
 
     def at_event(self, number: int, look: Callable[[], None]) -> AbstractContextManager[None]:
         """Calls `look` in a repetition of the last step, right after device event `number` (from 1).

@@ -53,7 +53,7 @@ class SimulatedMeter(StorageMeter):
         return Allocation(0, _RESERVED, 0, PHASES.index("idle"), 0, False, 0, CATEGORIES.index("workspace"))
 
     def require_capacity(self, num_bytes: int) -> None:
-        """Checks nothing: `_take` asks the allocator, block by block."""
+        """Checks nothing: `_take` tries the allocator, block by block."""
 
     def _take(self, allocation: StorageAllocation, num_bytes: int) -> int:
         if allocation.pool != _DEVICE or not num_bytes:

@@ -1,4 +1,4 @@
-"""The live Megatron model: how it is built, toggled, stepped, moved off the device and given back."""
+"""The live Megatron model: how it is built, changed between steps, stepped, offloaded and freed."""
 
 import warnings
 from functools import partial

@@ -126,7 +126,7 @@ _OWN_LEAF = "its own AccumulateGrad node: it was saved as a leaf that requires g
 
 
 @dataclass(slots=True, eq=False)
-class _Move:
+class _Offloaded:
     name: str
     shape: tuple[int, ...]
     num_bytes: int
@@ -140,7 +140,7 @@ class OffloadTrace:
 
     def __init__(self) -> None:
         self.still_resident: list[StillResident] = []
-        self._moves: list[_Move] = []
+        self._offloaded: list[_Offloaded] = []
         self._states: list[State] = []
 
     @contextmanager
@@ -148,20 +148,22 @@ class OffloadTrace:
         """Follows what the block offloads."""
         handler, group = upstream.ChunkOffloadHandler, upstream.OffloadTensorGroup
         offload, reload, push_tensor = handler.offload, handler.reload, group.push_tensor
-        on_host: dict[int, _Move] = {}
-        last: list[_Move] = []
+        on_host: dict[int, _Offloaded] = {}
+        last: list[_Offloaded] = []
 
         def note_offload(chunk: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
             state = offload(chunk, source, *args, **kwargs)
             is_leaf = source.is_leaf and source.requires_grad
-            last[:] = [_Move("", tuple(source.shape), source.nbytes, is_leaf, weakref.ref(source.untyped_storage()))]
+            last[:] = [
+                _Offloaded("", tuple(source.shape), source.nbytes, is_leaf, weakref.ref(source.untyped_storage()))
+            ]
             on_host[id(state[1])] = last[0]
             return state
 
         def note_name(tensors: Any, tag: Any, tensor: Any) -> None:
             if isinstance(tensor, tuple):
                 last[0].name = tensors._name
-                self._moves.append(last[0])
+                self._offloaded.append(last[0])
             push_tensor(tensors, tag, tensor)
 
         def note_reload(chunk: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -181,30 +183,32 @@ class OffloadTrace:
         """Records where every offloaded tensor is at this moment, in the middle of the traced step."""
         self._states = []
         seen: set[int] = set()
-        for move in self._moves:
-            twice = move.reloaded is None and id(move.source) in seen  # one storage, one weak reference
-            seen.add(id(move.source))
-            self._states.append("copied twice" if twice else _state(move))
-        resident = [move for move, state in zip(self._moves, self._states, strict=True) if state == "still resident"]
-        storages = [move.source()._cdata for move in resident]  # type: ignore[union-attr]  # its storage is allocated
+        for each in self._offloaded:
+            twice = each.reloaded is None and id(each.source) in seen  # one storage, one weak reference
+            seen.add(id(each.source))
+            self._states.append("copied twice" if twice else _state(each))
+        resident = [
+            each for each, state in zip(self._offloaded, self._states, strict=True) if state == "still resident"
+        ]
+        storages = [each.source()._cdata for each in resident]  # type: ignore[union-attr]  # its storage is allocated
         holders = find_holders(live, modules, storages) if resident else {}
         self.still_resident = [
             StillResident(
-                name=move.name,
-                shape=move.shape,
-                num_bytes=move.num_bytes,
-                holders=holders[storage] or ((_OWN_LEAF,) if move.is_leaf else ()),
+                name=each.name,
+                shape=each.shape,
+                num_bytes=each.num_bytes,
+                holders=holders[storage] or ((_OWN_LEAF,) if each.is_leaf else ()),
             )
-            for move, storage in zip(resident, storages, strict=True)
+            for each, storage in zip(resident, storages, strict=True)
         ]
 
     def module_account(self, name: str, expected: dict[str, int]) -> ModuleAccount:
         """Returns where a module's bytes were at the moment of `look`, once the step is over."""
-        later: list[State] = ["not due"] * (len(self._moves) - len(self._states))
+        later: list[State] = ["not due"] * (len(self._offloaded) - len(self._states))
         places: dict[State, int] = {}
-        for move, state in zip(self._moves, [*self._states, *later], strict=True):
-            if move.name == name:
-                places[state] = places.get(state, 0) + move.num_bytes
+        for each, state in zip(self._offloaded, [*self._states, *later], strict=True):
+            if each.name == name:
+                places[state] = places.get(state, 0) + each.num_bytes
         return ModuleAccount(
             name=name,
             **expected,
@@ -264,10 +268,10 @@ def audit_offload(
     )
 
 
-def _state(move: _Move) -> State:
-    if move.reloaded is not None:
-        return "back" if _is_allocated(move.reloaded) else "not due"
-    return "still resident" if _is_allocated(move.source) else "away"
+def _state(each: _Offloaded) -> State:
+    if each.reloaded is not None:
+        return "back" if _is_allocated(each.reloaded) else "not due"
+    return "still resident" if _is_allocated(each.source) else "away"
 
 
 def _is_allocated(storage: weakref.ref[Any]) -> bool:

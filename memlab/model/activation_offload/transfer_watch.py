@@ -25,7 +25,7 @@ class OffloadWatch:
     """Counts one step's activation offload."""
 
     def __init__(self) -> None:
-        self.moved_bytes: dict[str, int] = {}
+        self.transferred_bytes: dict[str, int] = {}
         self.misled = False
         """Whether a pass without backward ran with offload on since the settings were applied."""
         self._largest_kept_elements: dict[str, int] = {}
@@ -37,19 +37,19 @@ class OffloadWatch:
         Args:
             on_host: Called with each host copy.
         """
-        self.moved_bytes.clear()
+        self.transferred_bytes.clear()
         self._largest_kept_elements.clear()
         push_tensor = upstream.OffloadTensorGroup.push_tensor
         record_offload_event = upstream.OffloadTensorGroup.record_offload_event
 
-        def count_moved(group: Any, tag: Any, tensor: Any) -> None:
+        def count_transferred(group: Any, tag: Any, tensor: Any) -> None:
             if isinstance(tensor, tuple):
-                self.moved_bytes[group._name] = self.moved_bytes.get(group._name, 0) + tensor[1].nbytes
+                self.transferred_bytes[group._name] = self.transferred_bytes.get(group._name, 0) + tensor[1].nbytes
                 on_host(tensor[1])
             push_tensor(group, tag, tensor)
 
         def count_kept(group: Any, stream: Any) -> None:
-            kept = [tensor.numel() for tensor in group._tensors.values() if _could_move(tensor)]
+            kept = [tensor.numel() for tensor in group._tensors.values() if _could_be_offloaded(tensor)]
             self._largest_kept_elements[group._name] = max(self._largest_kept_elements.get(group._name, 0), *kept, 0)
             record_offload_event(group, stream)
 
@@ -61,7 +61,7 @@ class OffloadWatch:
 
         replacements = {
             "ChunkOffloadHandler.reload": reload_as_activation,
-            "OffloadTensorGroup.push_tensor": count_moved,
+            "OffloadTensorGroup.push_tensor": count_transferred,
             "OffloadTensorGroup.record_offload_event": count_kept,
             "print_offload_summary_table": lambda total_offload_bytes: None,
         }
@@ -77,7 +77,7 @@ class OffloadWatch:
         reasons = without_effect(settings, scenario.architecture)
         for name in settings.offload_modules or ():
             key = f"offload_modules:{name}"
-            if self.moved_bytes.get(name) or key in reasons:
+            if self.transferred_bytes.get(name) or key in reasons:
                 continue
             largest = self._largest_kept_elements.get(name)
             if largest is None and self.misled:
@@ -98,7 +98,7 @@ class OffloadWatch:
         return reasons
 
 
-def _could_move(tensor: Any) -> bool:
+def _could_be_offloaded(tensor: Any) -> bool:
     # Parameters are marked to stay on the device: by one attribute in 0.16, by another in 0.19.
     marked = not getattr(tensor, "offloading_activation", True) or getattr(tensor, "_do_not_offload", False)
     return isinstance(tensor, torch.Tensor) and not marked

@@ -1,8 +1,8 @@
-"""Five errors that were made in moving parameters, gradients and optimizer state, each as a `Residency` that makes it.
+"""Five real errors in the transfer of parameters, gradients and optimizer state, each as a `Residency` that has it.
 
-They exist so that the audit can be seen to find them; `memlab.model.residency.residency` has none of them. None
-accesses memory that it does not have: before upstream's code would, it stops, and `walk.require_resident` refuses the
-next step. `repair` undoes what any of them left.
+They show that the audit finds each of them; `memlab.model.residency.residency` has none of them. None accesses memory
+that it does not have: it stops before upstream's code would, and `find_groups.require_resident` refuses the next step.
+`repair` undoes what any of them left.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class InvertedCondition(SizeNotSaved):
 
 
 class ExpertBuffersForgotten(Residency):
-    """Only ``buffers`` move, not ``expert_parallel_buffers`` (verl #1766): with many experts that is most of the model.
+    """Only ``buffers`` are offloaded, not ``expert_parallel_buffers`` (verl #1766): most of a large MoE model.
 
     Raises:
         ValueError: If the experts of the model have no buffers of their own.

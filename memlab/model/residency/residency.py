@@ -115,7 +115,7 @@ class Residency:
             self._host_buffers[group].clear()
 
     def hand_over(self) -> dict[str, int]:
-        """Copies the parameters to the host for somebody else, as a weight sync does, and leaves them where they are.
+        """Copies the parameters to the host for another program, as a weight sync does; they stay on the device.
 
         Returns:
             Bytes that were copied, under ``parameters``.
@@ -124,7 +124,7 @@ class Residency:
             ValueError: If the parameters are not on the device.
         """
         if self._away["parameters"]:
-            raise ValueError("the parameters wait on the host, and are handed over from the device: load them first")
+            raise ValueError("the parameters are on the host, and are handed over from the device: load them first")
         parameters = self._own_tensors()["parameters"]
         self._copy_down("parameters", parameters)
         torch.cuda.synchronize()
@@ -134,10 +134,11 @@ class Residency:
         """Starts the copies to the host.
 
         Returns:
-            Every now and then, how many tensors have been sent, and the event that says that they have arrived.
+            An entry after every `_EVENT_EVERY_BYTES`: how many tensors were sent by then, and the event that is reached
+            when they have arrived.
         """
         if len(self._copies(group)) != len(tensors):
-            # Adam has made its moments since: the places in the list are others.
+            # Adam has allocated its moments since the last offload, so the buffer has no place for them.
             self._host_buffers[group].clear()
             self._host_buffers[group].append(HostBuffer(tensors, pinned=self.pinned))
         copied: list[tuple[int, torch.cuda.Event]] = []

@@ -60,12 +60,12 @@ class Transfers:
         Raises:
             ValueError: If the parameters are to be handed over while they are on the host.
         """
-        moves = {
+        transfers = {
             "load": lambda: self.residency.load(groups),
             "offload": lambda: self.residency.offload(groups),
             "hand over": self.residency.hand_over,
         }
-        transferred_bytes, seconds = self._timed(moves[action])
+        transferred_bytes, seconds = self._timed(transfers[action])
         self._requested.move(action, groups)
         self._meter.categorise(self.categories())
         return Transfer(
@@ -98,11 +98,11 @@ class Transfers:
         self.residency.pinned = pinned
         self._requested, self._host_bytes = RequestedPlacement(), (0, 0)
 
-    def _timed(self, move: Callable[[], dict[str, int]]) -> tuple[dict[str, int], float]:
+    def _timed(self, transfer: Callable[[], dict[str, int]]) -> tuple[dict[str, int], float]:
         before = self._meter.live_bytes("host")
         self._meter.reset_peak()
         started = time.perf_counter()
-        moved = move()
-        seconds = time.perf_counter() - started if moved else 0.0
+        transferred_bytes = transfer()
+        seconds = time.perf_counter() - started if transferred_bytes else 0.0
         self._host_bytes = (max(before, self._meter.live_bytes("host")), self._meter.peak_host_bytes)
-        return moved, seconds
+        return transferred_bytes, seconds

@@ -93,7 +93,7 @@ def process_wide_holders() -> Iterator[tuple[str, Callable[[], object]]]:
 def _empty_dispatchers() -> None:
     # The cycle runs through autograd's nodes in C++, where Python's garbage collector does not look.
     for candidate in gc.get_objects():
-        if type(candidate) is MoEAlltoAllTokenDispatcher:  # isinstance would ask objects that answer with warnings
+        if type(candidate) is MoEAlltoAllTokenDispatcher:  # isinstance would read `__class__` of objects that then warn
             vars(candidate).clear()
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = None
 

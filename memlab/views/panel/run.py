@@ -76,14 +76,16 @@ class Run:
         """How the run ended, in one line: what was transferred, and which settings had no effect and why."""
         if not self.is_ok:
             return self.message
-        moved = [f"{name} {format_bytes(size)}" for name, size in self.transferred_bytes.items() if name != GRADIENTS]
+        transferred = [
+            f"{name} {format_bytes(size)}" for name, size in self.transferred_bytes.items() if name != GRADIENTS
+        ]
         names: dict[str, list[str]] = {}
         for name, reason in self.without_effect.items():
             names.setdefault(reason, []).append(name.partition(":")[2] or name)
         idle = [f"{', '.join(settings)} ({reason})" for reason, settings in names.items()]
         parts = ["ok"]
-        if moved:
-            parts.append(f"transferred to the host: {', '.join(moved)}")
+        if transferred:
+            parts.append(f"transferred to the host: {', '.join(transferred)}")
         if idle:
             parts.append(f"without effect: {'; '.join(idle)}")
         return "; ".join(parts)
