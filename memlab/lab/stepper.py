@@ -133,10 +133,12 @@ class Stepper:
 
     def release(self) -> None:
         """Frees the model."""
-        megatron_globals.release(self.live)
-        del self.live, self.transfers
-        self.labels.release()
-        self.meter.close()
+        try:
+            megatron_globals.release(self.live)
+        finally:
+            del self.live, self.transfers
+            self.labels.release()
+            self.meter.close()
 
     def step(
         self,

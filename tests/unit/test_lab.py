@@ -66,6 +66,31 @@ def test_a_failed_build_leaves_room_for_the_next(open_lab: Callable[..., Any], m
     assert open_lab("phi-4-tiny").step().status == "ok"
 
 
+def test_a_close_that_fails_still_closes_the_meter(
+    open_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from memlab.meter.storage_meter import StorageMeter
+    from memlab.model.retention import megatron_globals
+
+    closed: list[StorageMeter] = []
+    release = megatron_globals.release
+
+    def close(meter: StorageMeter) -> None:
+        closed.append(meter)
+
+    def release_and_fail(live: Any) -> None:
+        release(live)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(StorageMeter, "close", close)
+    monkeypatch.setattr(megatron_globals, "release", release_and_fail)
+    lab = open_lab("phi-4-tiny")
+    with pytest.raises(ZeroDivisionError):
+        lab.close()
+    assert lab.closed
+    assert len(closed) == 1
+
+
 def test_the_steps_of_one_setting_are_alike_to_the_byte(open_lab: Callable[..., Any]) -> None:
     lab = open_lab("qwen3-moe-tiny")
     for settings in (MemorySettings(), FULL, offload("core_attn", "attn_proj", "expert_fc1")):
