@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
 from memlab.config.settings import MemorySettings
 from memlab.lab.lab import Lab
+from memlab.record.offload_audit import ModuleAccount, OffloadAudit
+from tests.unit.builders import record_of
 from tests.unit.live import FULL, offload
 
 T, LAYERS = 128, 4
@@ -65,6 +69,23 @@ def test_expected_is_the_formula_and_each_byte_of_it_is_in_one_place(
     assert (terms["never moved"], terms["added by offload itself"]) == (0, 0)
     assert all(size >= 0 for size in terms.values())
     assert all(held.holders for held in account.still_resident)
+
+
+def test_the_names_of_the_terms_are_those_of_lab_02_s_metrics() -> None:
+    account = dict.fromkeys((field.name for field in fields(ModuleAccount)), 0) | {"name": "moe_act"}
+    record = record_of(None)
+    audit = OffloadAudit(
+        plain=record,
+        offloaded=record,
+        modules=(ModuleAccount(**account),),  # type: ignore[arg-type]
+        still_resident=(),
+        plain_peak="",
+        offloaded_peak="",
+        freed_bytes=0,
+    )
+    (path, *_) = (Path(__file__).parents[2] / "papermill_runs" / "baselines" / "cpu").glob("activation-offload-*.json")
+    metrics = json.loads(path.read_text())["measured"]["records"]["(lab)"]["metrics"]
+    assert {f"{term.replace(' ', '_')}_bytes" for term in audit.terms()} < metrics.keys()
 
 
 def test_attention_alone_leaves_its_output_to_the_linear_after_it(open_lab: Callable[..., Lab]) -> None:
