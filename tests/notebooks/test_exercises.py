@@ -151,9 +151,10 @@ EXERCISES = {
 }
 SMALLER: dict[str, dict[str, Any]] = {
     "01_recompute": {"seq_length": 256},
-    "02_activation_offload": {"seq_length": 256},
+    "02_activation_offload": {"num_layers": 2, "seq_length": 256},
+    "03_parameters_gradients_optimizer": {"num_layers": 2},
     "04_moe_checkpoint_retention": {"seq_length": 128},
-    "05_phi4_activation_peak": {"longest": 256},
+    "05_phi4_activation_peak": {"num_layers": 2, "longest": 256},
     "06_weight_sync": {"num_layers": 2, "seq_length": 128},
     "07_full_size": {"num_layers": 8, "gpu_memory": "18GiB"},
 }
