@@ -23,7 +23,7 @@ MANY_EXPERTS = replace(ARCHITECTURES["qwen3-moe-tiny"], name="many-experts-tiny"
 def steps() -> tuple[StepRecord, ...]:
     with Lab(MANY_EXPERTS, num_layers=3, seq_length=512, backend="cpu") as lab:
         every = (MemorySettings(), FULL, recompute("moe"), recompute("moe_act", "layernorm"), offload("moe_act"))
-        return tuple(lab.step(settings) for settings in every)
+        return tuple(lab.step(settings, warm_up=False) for settings in every)  # which changes no loss
 
 
 def test_losses_are_equal_to_the_bit_exactly_where_that_is_said() -> None:
