@@ -20,10 +20,15 @@ def _collections_pass_libraries_over() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _ctrl_c_is_heard() -> None:
-    """A shell's background ignores SIGINT, and whatever it starts inherits that: tests that send one would wait forever."""
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+def _signals_are_heard() -> None:
+    """A shell's background ignores SIGINT and SIGQUIT, nohup SIGHUP, and what they start inherits that: tests send them."""
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGQUIT, signal.SIG_DFL),
+        (signal.SIGHUP, signal.SIG_DFL),
+    ):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 @pytest.fixture
