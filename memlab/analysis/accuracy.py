@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from memlab.config.settings import MemorySettings
 from memlab.record.step_record import StepRecord
+from memlab.record.transfer import GROUPS
 from memlab.units import MIB
 
 WORTH_A_LOOK_BYTES = 64 * MIB
 """If a setting saves less, the error of its saving says little."""
-STATE = ("parameters", "gradients", "optimizer state")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Pair:
         return _share(predicted, saved) if saved > WORTH_A_LOOK_BYTES else None
 
     def state_error(self, category: str) -> float | None:
-        """Of one of `STATE`; None where the peak holds none of it."""
+        """Of one of `GROUPS`; None where the peak holds none of it."""
         measured = self.measured.peak_by_category.get(category, 0)
         return _share(self.predicted.peak_by_category.get(category, 0), measured) if measured else None
 
@@ -75,7 +75,7 @@ FIGURES: dict[str, Callable[[Pair], float | None]] = {
     "allocated peak": lambda pair: pair.peak_error,
     "activation peak": lambda pair: pair.activation_peak_error,
     "what a setting saves": lambda pair: pair.saving_error,
-    **{name: lambda pair, name=name: pair.state_error(name) for name in STATE},  # type: ignore[misc]
+    **{name: lambda pair, name=name: pair.state_error(name) for name in GROUPS},  # type: ignore[misc]
 }
 
 

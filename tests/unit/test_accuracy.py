@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from memlab.analysis.accuracy import FIGURES, STATE, Errors, pairs_of
+from memlab.analysis.accuracy import FIGURES, Errors, pairs_of
 from memlab.config.settings import MemorySettings
 from memlab.lab.predictions import predict_measured
+from memlab.record import transfer
 from memlab.record.step_record import StepRecord
 from memlab.views.text.accuracy import accuracy_page
 from tests.unit.builders import record_of
@@ -43,7 +44,7 @@ def test_a_predicted_step_is_near_the_measured_one(name: str) -> None:
         routed = pair.measured.scenario.layout.expert_model_parallel_size > 1  # by a router that the prediction lacks
         assert abs(pair.peak_error) < (0.005 if routed else 0.001), pair.measured
         assert abs(pair.activation_peak_error) < 0.02, pair.measured
-        for category in STATE[:2]:
+        for category in transfer.GROUPS[:2]:
             assert pair.state_error(category) in (0.0, None), pair.measured
         assert abs(pair.state_error("optimizer state") or 0) < 0.001, pair.measured
 

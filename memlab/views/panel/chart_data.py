@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from memlab.record.timeline import Timeline
 from memlab.units import binary_unit, format_bytes
 from memlab.views.figures.frame import LABEL_ON_THE_RIGHT
-from memlab.views.figures.palette import CATEGORY_LOOKS, INK, series_look
+from memlab.views.figures.palette import CATEGORY_LOOKS, INK, TRANSPARENT, series_look
 from memlab.views.figures.resample import Axis, resample
 from memlab.views.figures.timeline import timeline_figure
 from memlab.views.panel.run import Run
@@ -153,8 +153,7 @@ def _words(title: str, text: str) -> go.Figure:
     hidden = {"showticklabels": False, "ticks": "", "showgrid": False, "showline": False, "range": [0, 1]}
     figure = go.Figure(layout={"template": go.layout.Template(), "height": 300, "xaxis": hidden, "yaxis": hidden})
     figure.update_layout(annotations=[words | {"showarrow": False, "font": {"size": 14}}], title_text="")
-    transparent = "rgba(0, 0, 0, 0)"
-    return figure.update_layout(font_color=INK, paper_bgcolor=transparent, plot_bgcolor=transparent)
+    return figure.update_layout(font_color=INK, paper_bgcolor=TRANSPARENT, plot_bgcolor=TRANSPARENT)
 
 
 def _with_all_traces(figure: go.Figure, traces: dict[str, dict[str, Any]]) -> go.Figure:

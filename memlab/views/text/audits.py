@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -11,6 +10,7 @@ from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.transfer import GROUPS
 from memlab.units import binary_unit, format_bytes
 from memlab.views.text.columns import NAME_WIDTH, SETTING_WIDTH, Block, Table, as_text, ending, in_unit
+from memlab.views.text.record import without_layer_numbers
 
 
 def residency_table(audit: ResidencyAudit) -> str:
@@ -119,7 +119,7 @@ def _holder_sentences(audits: Iterable[OffloadAudit]) -> Iterable[str]:
             yield f"{audit.offloaded.settings}: {setting.replace(':', ' ')} had no effect ({reason})"
         sizes: dict[tuple[str, str], list[int]] = {}
         for resident in audit.still_resident:
-            holders = _without_layer_numbers(", ".join(resident.holders)) or "a holder that was not found"
+            holders = without_layer_numbers(", ".join(resident.holders)) or "a holder that was not found"
             sizes.setdefault((resident.name, holders), []).append(resident.num_bytes)
         for (name, holders), resident_bytes in sizes.items():
             size = f"{len(resident_bytes)} of {name}, {format_bytes(sum(resident_bytes))}"
@@ -145,7 +145,7 @@ def retained_blocks(leaves: Iterable[RetainedLeaf]) -> list[Block]:
     """
     groups: dict[tuple[str, tuple[str, ...], tuple[int, ...]], list[RetainedLeaf]] = {}
     for leaf in leaves:
-        groups.setdefault((_without_layer_numbers(leaf.holder), leaf.path, leaf.shape), []).append(leaf)
+        groups.setdefault((without_layer_numbers(leaf.holder), leaf.path, leaf.shape), []).append(leaf)
     blocks: list[Block] = []
     for (holder, path, shape), group in groups.items():
         inputs, gradients = (sum(getattr(leaf, name) for leaf in group) for name in ("input_bytes", "gradient_bytes"))
@@ -158,7 +158,3 @@ def retained_blocks(leaves: Iterable[RetainedLeaf]) -> list[Block]:
             ]
         )
     return blocks or [["No attribute of a module keeps a leaf of an autograd graph alive."]]
-
-
-def _without_layer_numbers(name: str) -> str:
-    return re.sub(r"layers\.\d+", "layers.*", name)

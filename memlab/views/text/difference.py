@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from memlab.analysis.difference import TERM_NAMES, PeakDifference, Term, difference_of, obstacles
@@ -10,7 +9,7 @@ from memlab.record.step_record import StepRecord
 from memlab.units import binary_unit, format_bytes
 from memlab.views.text.columns import NAME_WIDTH, Block, Table, as_text, ending, in_unit
 from memlab.views.text.compare import compare_blocks
-from memlab.views.text.record import module_name
+from memlab.views.text.record import module_name, without_layer_numbers
 
 _NUM_GROUPS = 8
 
@@ -53,7 +52,7 @@ def difference_rows(difference: PeakDifference) -> list[Row]:
     groups: dict[tuple[str, str | None, bool], list[Term]] = {}
     for term in difference.terms:
         if term.difference_bytes:
-            place = None if term.module is None else re.sub(r"\blayers\.\d+", "layers.*", term.module)
+            place = None if term.module is None else without_layer_numbers(term.module)
             groups.setdefault((term.name, place, term.difference_bytes > 0), []).append(term)
     by_size = sorted(groups.items(), key=lambda item: -abs(sum(term.difference_bytes for term in item[1])))
     shown: dict[str, list[Row]] = {}

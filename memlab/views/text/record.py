@@ -22,6 +22,11 @@ def module_name(name: str) -> str:
     return name or "(outside the model's modules)"
 
 
+def without_layer_numbers(name: str) -> str:
+    """Returns a module's name with ``layers.*`` in place of ``layers.0``, ``layers.1`` and so on."""
+    return re.sub(r"\blayers\.\d+", "layers.*", name)
+
+
 def grouped_modules(sizes: Mapping[str, int], by_category: Mapping[str, int]) -> dict[str, int]:
     """Names what allocated the bytes of one moment, the largest first; equal modules of several layers are one entry.
 
@@ -38,7 +43,7 @@ def grouped_modules(sizes: Mapping[str, int], by_category: Mapping[str, int]) ->
     """
     grouped: dict[tuple[str, int], list[str]] = {}
     for name, num_bytes in sizes.items():
-        grouped.setdefault((re.sub(r"\blayers\.\d+", "layers.*", name), num_bytes), []).append(name)
+        grouped.setdefault((without_layer_numbers(name), num_bytes), []).append(name)
     named = {}
     for (kind, num_bytes), names in grouped.items():
         if names == [""]:
