@@ -167,9 +167,10 @@ def _cpu(packages: dict[str, Finding]) -> Finding:
 
 
 def _cuda() -> Finding:
-    problem = _loading_problem("torch") or _loading_problem("memlab.backends.cuda")
-    if problem:
-        return Finding(name="cuda", problem=f"what it is built on does not load ({problem})", remedy=_GPU_EXTRA)
+    for module in ("torch", "memlab.backends.cuda"):
+        problem = _loading_problem(module)
+        if problem:
+            return Finding(name="cuda", problem=f"{module} does not load ({problem})", remedy=_GPU_EXTRA)
     torch, cuda = import_module("torch"), import_module("memlab.backends.cuda")
     cuda.prepare_environment()
     problem, remedy = cuda.check_available() or ("", "")
