@@ -26,6 +26,6 @@ def named_in_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno is not None:  # without a number, the text is all that there is
             error.filename = str(path)
         raise
