@@ -16,17 +16,19 @@ if TYPE_CHECKING:  # the one list of public names; the module reads it below
     from memlab.analysis.diagnosis import diagnose as diagnose
     from memlab.analysis.diagnosis import probability_of_exceeding as probability_of_exceeding
     from memlab.analysis.diagnosis import worst as worst
+    from memlab.config.allocator_settings import AllocatorSettings as AllocatorSettings
     from memlab.config.architectures import ARCHITECTURES as ARCHITECTURES
     from memlab.config.architectures import Architecture as Architecture
     from memlab.config.layout import Layout as Layout
     from memlab.config.scenario import Scenario as Scenario
     from memlab.config.settings import MemorySettings as MemorySettings
     from memlab.config.settings import validation_error as validation_error
+    from memlab.config.training_state import TrainingState as TrainingState
     from memlab.exercises import check as check
     from memlab.exercises import failure as failure
     from memlab.lab.lab import Lab as Lab
     from memlab.lab.predictions import predict_ranks as predict_ranks
-    from memlab.record.metrics import finish as finish
+    from memlab.record.notebook_result import finish as finish
     from memlab.record.step_record import StepRecord as StepRecord
     from memlab.record.timeline import Timeline as Timeline
     from memlab.record.transfer import GROUPS as GROUPS

@@ -21,7 +21,7 @@ import torch
 
 from memlab.backends import Backend
 from memlab.backends.cuda_on_cpu import CUDA_API, CudaOnCpu, from_numpy, is_on_host, random_state
-from memlab.backends.host_memory import host_memory_bytes
+from memlab.backends.host_system import host_memory_bytes
 from memlab.config.scenario import Scenario
 from memlab.meter.labels import one_kernel
 from memlab.meter.storage_meter import StorageMeter

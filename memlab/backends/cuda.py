@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from memlab.backends import Backend
-from memlab.backends.host_memory import pin_to_numa_node
+from memlab.backends.host_system import pin_to_numa_node
 from memlab.meter.cuda.meter import AllocatorMeter
 from memlab.model.process_group import join_with_nccl, require_started_ranks
 from memlab.model.retention.transformer_engine_caches import fill_cublas_workspaces

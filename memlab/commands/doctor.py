@@ -20,9 +20,9 @@ from importlib import import_module, metadata
 from pathlib import Path
 
 from memlab._version import __version__
-from memlab.backends.host_memory import host_memory_bytes
+from memlab.backends.host_system import host_memory_bytes
 from memlab.commands.shared.process import stdout_reserved_for_result
-from memlab.processor import processor_name
+from memlab.cpu_info import processor_name
 from memlab.units import format_bytes
 
 _CPU_EXTRA, _GPU_EXTRA = "pip install -e '.[cpu]'", "pip install --no-build-isolation -e '.[gpu]'"

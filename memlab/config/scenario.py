@@ -6,10 +6,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import Architecture, find_architecture
 from memlab.config.from_json import build
 from memlab.config.layout import Layout
 from memlab.config.routing import Routing, find_routing
+from memlab.config.training_state import TrainingState
 from memlab.config.validation import MOST_LAYERS, MOST_TOKENS_OF_A_SEQUENCE, check_whole_number
 
 Dtype = Literal["bf16", "fp32"]
@@ -47,13 +49,18 @@ class Scenario:
     seed: int = 1234
     """Seed of the weights and of the batch; every step uses the same batch."""
     dtype: Dtype = "bf16"
-    """Type of parameters and activations. Gradients and optimizer state are always fp32."""
+    """Type of parameters and activations."""
     layout: Layout = field(default_factory=Layout)
     """How the job is spread over ranks."""
     routing: Routing = field(default_factory=Routing)
     """Which experts tokens go to on the simulated backend, elsewhere the router decides."""
     expert_buffers: bool = False
     """Whether experts get DDP buffers of their own, as Megatron gives them where they are spread over ranks."""
+
+    state: TrainingState = field(default_factory=TrainingState)
+    """Precision and place of gradients and optimizer state, and how loss, attention and matrices are computed."""
+    allocator: AllocatorSettings = field(default_factory=AllocatorSettings)
+    """Options of torch's allocator; a process on a GPU has those that it was started with."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.architecture, Architecture):
@@ -167,7 +174,7 @@ class Scenario:
         return self.layout.distinct_ranks(by_expert=self.routing != Routing())
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the scenario as JSON-ready values; architecture, layout and routing are nested objects."""
+        """Returns the scenario as JSON-ready values; what is a class of its own is a nested object."""
         values = asdict(self)
         return values | {"routing": values["routing"] | {"shares": list(self.routing.shares)}}
 
@@ -185,8 +192,11 @@ class Scenario:
         ranks = f", {self.layout}" if self.layout.world_size > 1 else ""
         rank = f" rank {self.layout.rank}" if self.layout.rank else ""
         routing = f", routing {self.routing}" if self.routing != Routing() else ""
+        state = f", {self.state}" if self.state != TrainingState() else ""
+        allocator = f", {self.allocator}" if self.allocator != AllocatorSettings() else ""
         buffers = " with expert buffers" if self.expert_buffers else ""
         return (
             f"{self.architecture.name}, {self.num_layers} layers{buffers}, "
-            f"{self.micro_batch_size}{batches} x {self.seq_length} tokens, {self.dtype}{ranks}{rank}{routing}"
+            f"{self.micro_batch_size}{batches} x {self.seq_length} tokens, {self.dtype}{ranks}{rank}"
+            f"{routing}{state}{allocator}"
         )

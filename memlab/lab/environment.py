@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from memlab._version import __version__
-from memlab.backends.host_memory import host_memory_bytes
-from memlab.processor import processor_name
+from memlab.backends.host_system import host_memory_bytes
+from memlab.cpu_info import processor_name
 from memlab.units import format_bytes
 
 _DRIVER_VERSION = Path("/sys/module/nvidia/version")

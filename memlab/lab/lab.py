@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from memlab.backends import find_backend
+from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import Architecture
 from memlab.config.layout import Layout
 from memlab.config.routing import Routing
 from memlab.config.scenario import Dtype, Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.fitting.does_it_fit import Fit
 from memlab.lab.probes import Probes
 from memlab.lab.progress import Progress
@@ -52,6 +54,9 @@ class Lab:
         layout: How the job is spread over ranks, each of which opens the same lab under ``torchrun``; None is one rank.
         routing: Which experts tokens go to on the simulated backend, a `memlab.config.routing.Routing` or its text.
         expert_buffers: Gives experts DDP buffers of their own, as they have when they are spread over ranks.
+        state: Precision and place of gradients and optimizer state, and how loss, attention and matrices are computed;
+            None is plain Megatron in bf16.
+        allocator: Options of torch's allocator, for predicted reserved bytes; None are torch's defaults.
         backend: ``auto`` or a name of `memlab.backends.BACKENDS`.
 
     Raises:
@@ -73,6 +78,8 @@ class Lab:
         layout: Layout | None = None,
         routing: Routing | str = "balanced",
         expert_buffers: bool = False,
+        state: TrainingState | None = None,
+        allocator: AllocatorSettings | None = None,
         backend: str = "auto",
     ) -> None:
         scenario = Scenario.of(
@@ -86,6 +93,8 @@ class Lab:
             layout=layout or Layout(),
             routing=routing,
             expert_buffers=expert_buffers,
+            state=state or TrainingState(),
+            allocator=allocator or AllocatorSettings(),
         )
         self.backend = find_backend(backend)
         if self.backend.computes and scenario.routing != Routing():

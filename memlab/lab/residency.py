@@ -9,7 +9,7 @@ import torch
 
 from memlab.lab.session import Session
 from memlab.lab.stepper import Stepper
-from memlab.model.residency.find_groups import require_resident
+from memlab.model.residency.audit import require_resident
 from memlab.model.residency.group_usage import GroupUse
 from memlab.model.residency.injected_faults import FAULTS
 from memlab.model.training_step import train_step

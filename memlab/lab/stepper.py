@@ -26,7 +26,7 @@ from memlab.model import apply_settings
 from memlab.model.activation_offload.transfer_watch import OffloadWatch
 from memlab.model.build import LiveModel, build
 from memlab.model.recover_failed_step import recover, release_tensors
-from memlab.model.residency.find_groups import require_resident
+from memlab.model.residency.audit import require_resident
 from memlab.model.residency.host_buffer import registered_bytes
 from memlab.model.residency.residency import groups_on_host
 from memlab.model.residency.transfers import Transfers

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -23,13 +23,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.model.megatron_config import transformer_config
+from memlab.model.megatron_config import distributed_data_parallel_config, optimizer_config, transformer_config
 from memlab.model.process_group import initialize_megatron
 from memlab.upstream.patching import patched
-
-# Weights stay as they are from step to step: a loss that differs between two settings is then a setting's fault. Adam
-# still allocates and updates everything that it does at any other rate.
-LEARNING_RATE = 0.0
 
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(.*)")
 
@@ -116,7 +112,7 @@ def build(
     initialize_megatron(scenario.layout, scenario.seed)
     config = transformer_config(scenario, settings or MemorySettings())
     config.memlab_routing = scenario.routing
-    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    ddp_config = distributed_data_parallel_config(scenario)
     chunks = []
     for number in range(scenario.layout.virtual_pipeline_model_parallel_size):
         model = gpt_model(scenario, config, provider, number)
@@ -124,18 +120,7 @@ def build(
             _spread_experts(model)
         # One bucket for each chunk but the first, as Megatron-LM's `get_model` does (megatron/training/training.py).
         chunks.append(DistributedDataParallel(config, ddp_config, model, disable_bucketing=number > 0))
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=LEARNING_RATE,
-            weight_decay=0.0,
-            bf16=scenario.dtype == "bf16",
-            params_dtype=config.params_dtype,
-            use_distributed_optimizer=True,
-        ),
-        chunks,
-        use_gloo_process_groups=False,
-    )
+    optimizer = get_megatron_optimizer(optimizer_config(scenario), chunks, use_gloo_process_groups=False)
     live = LiveModel(scenario, config, chunks, optimizer, get_forward_backward_func())
     _fuse_adam(live)
     _retain_main_gradients(live)

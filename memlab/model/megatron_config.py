@@ -1,4 +1,4 @@
-"""Megatron's TransformerConfig of a Scenario, and the fields of it that are memory settings.
+"""Megatron's configs of a Scenario: of the model, of DDP and of the optimizer.
 
 Written against megatron-core 0.16.1 and 0.19.2.
 """
@@ -8,14 +8,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# Weights stay as they are from step to step: a loss that differs between two settings is then a setting's fault. Adam
+# still allocates and updates everything that it does at any other rate.
+LEARNING_RATE = 0.0
+
+# Megatron and Transformer Engine's Adam write FP8 moments as uint8 (``map_dtype``, megatron/training/arguments.py).
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16, "fp8": torch.uint8}
 
 
 def transformer_config(scenario: Scenario, settings: MemorySettings) -> TransformerConfig:
@@ -71,8 +79,58 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
         bf16=scenario.dtype == "bf16",
         use_cpu_initialization=False,
         finalize_model_grads_func=finalize_model_grads,
+        **_state_fields(scenario.state),
         **moe,
         **settings_fields(settings),
+    )
+
+
+def _state_fields(state: TrainingState) -> dict[str, Any]:
+    return {
+        "cross_entropy_loss_fusion": state.cross_entropy_loss_fusion,
+        "cross_entropy_fusion_impl": state.cross_entropy_fusion_impl,
+        "attention_backend": AttnBackend[state.attention_backend],
+        "apply_rope_fusion": state.apply_rope_fusion,
+        "fp8": state.fp8_format,
+        "fp8_recipe": state.fp8_recipe,
+        "fp8_param": state.fp8_param_gather,
+    }
+
+
+def distributed_data_parallel_config(scenario: Scenario) -> DistributedDataParallelConfig:
+    """Returns the config of Megatron's DDP."""
+    state = scenario.state
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=not state.grad_reduce_in_bf16,
+        use_distributed_optimizer=state.use_distributed_optimizer,
+        overlap_grad_reduce=state.overlap_grad_reduce,
+        overlap_param_gather=state.overlap_param_gather,
+        bucket_size=state.ddp_bucket_size,
+        fp8_param_gather=state.fp8_param_gather,
+    )
+
+
+def optimizer_config(scenario: Scenario) -> OptimizerConfig:
+    """Returns the config of Megatron's optimizer, which checks it by Megatron's own rules too."""
+    state = scenario.state
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=LEARNING_RATE,
+        weight_decay=0.0,
+        bf16=scenario.dtype == "bf16",
+        params_dtype=_DTYPES[scenario.dtype],
+        use_distributed_optimizer=state.use_distributed_optimizer,
+        use_precision_aware_optimizer=state.use_precision_aware_optimizer,
+        main_grads_dtype=_DTYPES[state.main_grads_dtype],
+        main_params_dtype=_DTYPES[state.main_params_dtype],
+        exp_avg_dtype=_DTYPES[state.exp_avg_dtype],
+        exp_avg_sq_dtype=_DTYPES[state.exp_avg_sq_dtype],
+        optimizer_cpu_offload=state.optimizer_cpu_offload,
+        optimizer_offload_fraction=state.optimizer_offload_fraction,
+        overlap_cpu_optimizer_d2h_h2d=state.overlap_cpu_optimizer_d2h_h2d,
+        pin_cpu_grads=state.pin_cpu_grads,
+        pin_cpu_params=state.pin_cpu_params,
+        fp8_recipe=None if state.fp8_format is None else state.fp8_recipe,
     )
 
 

@@ -45,6 +45,8 @@ class StepRecord:
     """The same bytes by the module that allocated them, the largest first."""
     residual_bytes: int
     """Bytes allocated at the step's end, except parameters, gradients, optimizer state and workspaces."""
+    peak_phase: str = ""
+    """Phase in which `peak_allocated_bytes` was reached, of `memlab.vocabulary.PHASES`; empty in older records."""
     host_bytes: int
     """The most bytes on the host at any moment of the step: what was offloaded, and the batch."""
     offloaded_bytes_by_module: dict[str, int] = field(default_factory=dict)
@@ -104,6 +106,7 @@ class StepRecord:
         return cls(
             static_bytes=timeline.opening_bytes,
             peak_allocated_bytes=timeline.bytes_at(peak),
+            peak_phase=timeline.peak_phase(),
             activation_peak_bytes=timeline.peak_bytes(phases=("forward", "backward")) - timeline.opening_bytes,
             peak_by_category=timeline.breakdown(peak),
             peak_by_module=timeline.breakdown(peak, by="module"),

@@ -103,6 +103,18 @@ class Timeline:
             totals = np.where(outside, np.int64(-1), totals)
         return first + int(np.argmax(totals))
 
+    def peak_phase(self) -> str:
+        """Returns the phase in which the device's allocated bytes peak, one of `PHASES`; empty without events.
+
+        Where a step begins at its peak and reaches it again, it is the later phase.
+        """
+        if not len(self):
+            return ""
+        total = self.total_bytes()
+        reached = np.flatnonzero(total == total[self.peak_index()])
+        in_step = reached[reached >= self.num_opening_events]
+        return PHASES[self.phase[in_step[0] if len(in_step) else reached[0]]]
+
     def peak_active_bytes(self) -> int:
         """Returns the most bytes in use on the device, including those that only another stream still uses."""
         first = self.first_step_event

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from memlab.atomic_files import written_aside
-from memlab.regression.case_results import Measured, RecordMeasured
+from memlab.regression.case_measurements import Measured, RecordMeasured
 from memlab.regression.checked_json import build, one_line, read_json
 from memlab.regression.compare import tolerance
 

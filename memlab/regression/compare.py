@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from memlab.config.layout import Layout
-from memlab.regression.case_results import Measured, MetricValue, RecordMeasured
+from memlab.regression.case_measurements import Measured, MetricValue, RecordMeasured
 from memlab.units import format_bytes
 
 _CUDA_TOLERANCE = 0.001

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from memlab.backends import BACKEND_VARIABLE
 from memlab.regression.baseline import baseline_path, read_baseline
-from memlab.regression.case_results import read_measured
+from memlab.regression.case_measurements import read_measured
 from memlab.regression.checked_json import one_line
 from memlab.regression.compare import compare_with_baseline, has_same_rounding
 from memlab.regression.report.report import write_reports

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memlab.regression.baseline import Baseline, baseline_path, read_baseline, write_baseline
-from memlab.regression.case_results import Measured
+from memlab.regression.case_measurements import Measured
 from memlab.regression.compare import compare_with_baseline, has_same_rounding
 from memlab.regression.report.summary_text import value_text
 from memlab.regression.run.kept_runs import read_history

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from memlab.regression.case_results import Measured
+from memlab.regression.case_measurements import Measured
 from memlab.regression.checked_json import build, one_line, read_json
 from memlab.regression.compare import MetricChange
 from memlab.regression.run.runner import append_to_log

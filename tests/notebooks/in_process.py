@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import nbformat
 
-from memlab.record.metrics import METRICS_MIMETYPE, RUN_FOLDER_VARIABLE
+from memlab.record.notebook_result import METRICS_MIMETYPE, RUN_FOLDER_VARIABLE
 from memlab.regression.suite.notebooks import cells_that_run, read_notebook
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from memlab.regression.case_results import Measured, MetricValue, RecordMeasured
+from memlab.regression.case_measurements import Measured, MetricValue, RecordMeasured
 from memlab.regression.compare import MetricChange
 from memlab.regression.summary import CaseResult, Summary
 from tests.notebooks.small_labs import write_lab

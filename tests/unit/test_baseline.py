@@ -13,7 +13,7 @@ import pytest
 
 from memlab.cli import main
 from memlab.regression.baseline import Baseline, baseline_path, read_baseline, write_baseline
-from memlab.regression.case_results import Measured, MetricValue
+from memlab.regression.case_measurements import Measured, MetricValue
 from memlab.regression.compare import compare_with_baseline
 from memlab.regression.report.summary_text import changes
 from memlab.regression.summary import read_summary

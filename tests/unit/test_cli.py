@@ -20,8 +20,10 @@ import pytest
 from memlab.cli import main, one_line
 from memlab.commands import doctor
 from memlab.commands.shared.process import stdout_reserved_for_result
+from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.layout import Layout
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
 from tests.unit.builders import record_of, training_step
@@ -173,7 +175,8 @@ def test_flags_reach_scenario_and_settings(fake_lab: type[FakeLab]) -> None:
         "measure qwen3-moe-tiny --num-layers 3 --seq-length 64 --micro-batch-size 2 --num-microbatches 4 --seed 7 "
         "--dtype fp32 --recompute-granularity selective --recompute-modules core_attn,layernorm --checkpoint-input-remedy detach "
         "--offload-modules expert_fc1,moe_act --min-offloaded-tensor-size 0 --offload-parameters --offload-optimizer "
-        "--no-offload-gradients --json"
+        "--no-offload-gradients --grad-reduce-in-bf16 --fp8-format hybrid --no-use-distributed-optimizer "
+        "--expandable-segments --json"
     )
     assert main(flags.split()) == 0
     assert fake_lab.settings == MemorySettings(
@@ -195,16 +198,21 @@ def test_flags_reach_scenario_and_settings(fake_lab: type[FakeLab]) -> None:
         "seed": 7,
         "dtype": "fp32",
         "layout": Layout(),
+        "state": TrainingState(grad_reduce_in_bf16=True, fp8_format="hybrid", use_distributed_optimizer=False),
+        "allocator": AllocatorSettings(expandable_segments=True),
         "backend": "auto",
     }
 
 
-def test_every_memory_setting_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_memory_setting_and_every_option_of_the_training_state_has_a_flag(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         main(["measure", "--help"])
     printed = capsys.readouterr().out
-    for field in fields(MemorySettings):
-        assert "--" + field.name.replace("_", "-") in printed
+    for field in (*fields(MemorySettings), *fields(TrainingState), *fields(AllocatorSettings)):
+        flag = field.name.replace("_", "-")
+        assert f"--no-{flag}" in printed if field.default is True else f"--{flag}" in printed
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from memlab.cpu_info import processor_features, processor_name
 from memlab.lab import environment
-from memlab.processor import processor_features, processor_name
 from memlab.record.step_record import StepRecord
 
 

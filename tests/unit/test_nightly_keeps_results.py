@@ -16,11 +16,11 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from memlab.cli import main
-from memlab.record.metrics import RUN_FOLDER_VARIABLE
+from memlab.record.notebook_result import RUN_FOLDER_VARIABLE
 from memlab.record.step_record import StepRecord
 from memlab.regression import nightly
 from memlab.regression.baseline import read_baseline
-from memlab.regression.case_results import read_measured
+from memlab.regression.case_measurements import read_measured
 from memlab.regression.nightly import NothingKeptError, Options, run_suite
 from memlab.regression.report import report
 from memlab.regression.run.kept_runs import kept_runs

@@ -25,7 +25,7 @@ from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
 from memlab.views.panel import exports
 from memlab.views.panel.panel import Panel, panel
-from memlab.views.panel.runs import text_twin
+from memlab.views.panel.runs_view import text_twin
 from memlab.views.panel.timeline_view import breakdown_html
 from memlab.views.text.record import record_table
 from memlab.vocabulary import CATEGORIES, PHASES

@@ -7,6 +7,7 @@ import re
 from dataclasses import fields
 from typing import Any
 
+from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import ARCHITECTURES
 from memlab.config.layout import MOST_RANKS, Layout
 from memlab.config.model_restrictions import check_on_model
@@ -18,6 +19,17 @@ from memlab.config.settings import (
     RECOMPUTE_METHODS,
     RECOMPUTE_MODULES,
     MemorySettings,
+)
+from memlab.config.training_state import (
+    ATTENTION_BACKENDS,
+    CROSS_ENTROPY_FUSION_IMPLS,
+    FP8_FORMATS,
+    FP8_RECIPES,
+    LOSSES,
+    MAIN_GRADS_DTYPES,
+    MAIN_PARAMS_DTYPES,
+    MOMENT_DTYPES,
+    TrainingState,
 )
 from memlab.config.validation import check_whole_number
 from memlab.fitting.outside_torch import estimate_outside_torch
@@ -75,7 +87,84 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="N",
             help=f"number of layers in the {place} stage (default: all stages have the same number)",
         )
+    _add_state_arguments(parser.add_argument_group("training state (Megatron's names)"))
+    _add_allocator_arguments(parser.add_argument_group("torch's allocator (as in PYTORCH_CUDA_ALLOC_CONF)"))
     _add_settings_arguments(parser.add_argument_group("memory settings (Megatron's names)"))
+
+
+_SWITCHES = {
+    "grad_reduce_in_bf16": "accumulate and reduce gradients in bf16 (default: fp32)",
+    "overlap_grad_reduce": "reduce the gradients of a bucket while backward computes the next one",
+    "overlap_param_gather": "gather the parameters of a bucket while forward computes with the one before it",
+    "use_precision_aware_optimizer": "store main parameters and moments as Transformer Engine's Adam does",
+    "optimizer_cpu_offload": "keep main parameters and moments on the host, and update them on the CPU",
+    "overlap_cpu_optimizer_d2h_h2d": "with --optimizer-cpu-offload: transfer while the CPU updates",
+    "cross_entropy_loss_fusion": "compute the cross entropy with fewer kernels",
+    "apply_rope_fusion": "rotate queries and keys in one kernel",
+    "fp8_param_gather": "store the parameters of matrices in FP8",
+}
+_CHOICES_OF_STATE = {
+    "main_grads_dtype": (MAIN_GRADS_DTYPES, "type of the gradients that the optimizer reads (default fp32)"),
+    "main_params_dtype": (MAIN_PARAMS_DTYPES, "type of the main parameters (default fp32)"),
+    "exp_avg_dtype": (MOMENT_DTYPES, "type of Adam's first moment (default fp32)"),
+    "exp_avg_sq_dtype": (MOMENT_DTYPES, "type of Adam's second moment (default fp32)"),
+    "loss": (LOSSES, "language-model loss, or log-probabilities and entropy as in RL (default cross_entropy)"),
+    "cross_entropy_fusion_impl": (CROSS_ENTROPY_FUSION_IMPLS, "whose fused cross entropy (default native)"),
+    "attention_backend": (ATTENTION_BACKENDS, "which attention Transformer Engine uses (default auto)"),
+    "fp8_format": (FP8_FORMATS, "multiply matrices in FP8 (default: in --dtype)"),
+    "fp8_recipe": (FP8_RECIPES, "how FP8 tensors are scaled (default delayed)"),
+}
+
+
+def _add_state_arguments(state: argparse._ArgumentGroup) -> None:
+    for name, text in _SWITCHES.items():
+        state.add_argument(_flag(name), action="store_true", default=None, help=text)
+    for name, (choices, text) in _CHOICES_OF_STATE.items():
+        state.add_argument(_flag(name), metavar=_choices(choices), help=text)
+    for flag, text in (
+        ("--no-use-distributed-optimizer", "keep the whole optimizer state on every data-parallel rank"),
+        ("--no-pin-cpu-grads", "with --optimizer-cpu-offload: do not page-lock the gradients on the host"),
+        ("--no-pin-cpu-params", "with --optimizer-cpu-offload: do not page-lock the parameters on the host"),
+    ):
+        state.add_argument(
+            flag, dest=flag.removeprefix("--no-").replace("-", "_"), action="store_false", default=None, help=text
+        )
+    state.add_argument(
+        "--optimizer-offload-fraction",
+        type=_number,
+        metavar="F",
+        help="with --optimizer-cpu-offload: share of the parameters whose state is on the host, 0 to 1 (default 1)",
+    )
+    state.add_argument(
+        "--ddp-bucket-size",
+        type=whole_number,
+        metavar="N",
+        help="elements in a bucket of gradients (default: Megatron's rule; used with an overlap)",
+    )
+    state.add_argument(
+        "--logprobs-chunk-size",
+        type=whole_number,
+        metavar="N",
+        help="with --loss logprobs: number of tokens whose log-probabilities are computed at once (default: all)",
+    )
+
+
+def _add_allocator_arguments(allocator: argparse._ArgumentGroup) -> None:
+    allocator.add_argument(
+        "--expandable-segments", action="store_true", default=None, help="grow segments in place of reserving new ones"
+    )
+    allocator.add_argument(
+        "--garbage-collection-threshold",
+        type=_number,
+        metavar="F",
+        help="share of the GPU's memory above which cached blocks are freed before more is reserved (default: never)",
+    )
+    allocator.add_argument(
+        "--max-split-size-mb",
+        type=whole_number,
+        metavar="N",
+        help="largest block, in MiB, that is split (default: any)",
+    )
 
 
 def _add_settings_arguments(settings: argparse._ArgumentGroup) -> None:
@@ -168,7 +257,11 @@ def checked_step(arguments: argparse.Namespace, layout: Layout) -> tuple[dict[st
     Raises:
         ValueError: If a value breaks its rule.
     """
-    workload = _given(arguments, Scenario) | {"layout": layout}
+    workload = _given(arguments, Scenario) | {
+        "layout": layout,
+        "state": TrainingState(**_given(arguments, TrainingState)),
+        "allocator": AllocatorSettings(**_given(arguments, AllocatorSettings)),
+    }
     settings = MemorySettings(**_given(arguments, MemorySettings))
     check_on_model(settings, Scenario.of(**workload))
     return workload, settings
@@ -223,6 +316,13 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
+def _number(text: str) -> float:
+    """Reads a flag's share. `float` would also take ``nan``, ``1_0`` and the digits of every script."""
+    if not re.fullmatch(r"[+-]?[0-9]{0,30}[.]?[0-9]{1,30}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 0.5")
+    return float(text)
+
+
 def memory_size(text: str) -> int:
     """Reads a flag's size, such as ``80GiB``."""
     try:
@@ -234,7 +334,9 @@ def memory_size(text: str) -> int:
     return num_bytes
 
 
-def _given(arguments: argparse.Namespace, cls: type[Scenario | MemorySettings]) -> dict[str, Any]:
+def _given(
+    arguments: argparse.Namespace, cls: type[Scenario | MemorySettings | TrainingState | AllocatorSettings]
+) -> dict[str, Any]:
     """Returns the flags that were given for a class's fields; the defaults stay the class's own."""
     values = {field.name: getattr(arguments, field.name, None) for field in fields(cls)}
     return {name: value for name, value in values.items() if value is not None}
@@ -242,6 +344,10 @@ def _given(arguments: argparse.Namespace, cls: type[Scenario | MemorySettings]) 
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")] if text else []
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _choices(values: tuple[str, ...]) -> str:

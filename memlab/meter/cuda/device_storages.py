@@ -10,7 +10,7 @@ import torch
 
 from memlab.allocator.replay import Blocks
 from memlab.meter.allocations import Allocation, Event
-from memlab.meter.cuda.stamps import Stamp
+from memlab.meter.cuda.history_labels import Stamp
 from memlab.meter.labels import Labels
 from memlab.record.out_of_memory import FailedAllocation
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS

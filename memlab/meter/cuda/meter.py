@@ -16,8 +16,8 @@ import torch
 
 from memlab.meter.allocations import Allocation, Event, timeline_of
 from memlab.meter.cuda.device_storages import DeviceStorages
+from memlab.meter.cuda.history_labels import Stamps
 from memlab.meter.cuda.host_storages import HostStorages, pinned_bytes
-from memlab.meter.cuda.stamps import Stamps
 from memlab.meter.labels import Labels
 from memlab.record.out_of_memory import FailedAllocation
 from memlab.record.timeline import Timeline

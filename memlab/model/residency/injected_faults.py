@@ -1,7 +1,7 @@
 """Five real errors in the transfer of parameters, gradients and optimizer state, each as a `Residency` that has it.
 
 They show that the audit finds each of them; `memlab.model.residency.residency` has none of them. None accesses memory
-that it does not have: it stops before upstream's code would, and `find_groups.require_resident` refuses the next step.
+that it does not have: it stops before upstream's code would, and `audit.require_resident` refuses the next step.
 `repair` undoes what any of them left.
 """
 

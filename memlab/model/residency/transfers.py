@@ -10,7 +10,7 @@ import torch
 from memlab.config.settings import MemorySettings
 from memlab.meter.protocol import Meter
 from memlab.model.build import LiveModel
-from memlab.model.residency.find_groups import audit_residency
+from memlab.model.residency.audit import audit_residency
 from memlab.model.residency.injected_faults import FAULTS, repair
 from memlab.model.residency.residency import Residency, groups_on_host
 from memlab.model.retention import megatron_globals

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
-from memlab.regression.case_results import LAB, Measured, MetricValue
+from memlab.regression.case_measurements import LAB, Measured, MetricValue
 from memlab.regression.checked_json import one_line
 from memlab.regression.compare import compare_with_baseline, has_same_rounding, tolerance
 from memlab.regression.report.drawings import step_outline, trend

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memlab.regression.case_results import MetricValue
+from memlab.regression.case_measurements import MetricValue
 from memlab.regression.summary import CaseResult, Summary
 
 _SHOWN_DIFFERENCES = 12

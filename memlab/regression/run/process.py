@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from memlab.lab.environment import variables_that_import_memlab
-from memlab.record.metrics import RUN_FOLDER_VARIABLE
+from memlab.record.notebook_result import RUN_FOLDER_VARIABLE
 
 _KILL_SECONDS = 30
 _MAX_MESSAGE_LETTERS = 500

@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from memlab.record.metrics import METRICS_MIMETYPE
+from memlab.record.notebook_result import METRICS_MIMETYPE
 from memlab.regression.checked_json import one_line, read_json
 from memlab.regression.run.notebook_page import write_page
 from memlab.regression.run.process import execute

@@ -7,12 +7,12 @@ from typing import Any
 
 import ipywidgets
 
-from memlab.views.panel.controls import SettingsControls
 from memlab.views.panel.lab_protocol import LabLike
 from memlab.views.panel.run_bar import RunBar
-from memlab.views.panel.runs import RunsView, text_twin
+from memlab.views.panel.runs_view import RunsView, text_twin
 from memlab.views.panel.search_state import SearchState
 from memlab.views.panel.search_view import SearchView
+from memlab.views.panel.settings_controls import SettingsControls
 from memlab.views.panel.state import LabState
 from memlab.views.panel.static_files import page_code
 from memlab.views.panel.timeline_view import TimelineView

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from memlab.backends import host_memory
+from memlab.backends import host_system
 from memlab.backends.cpu import require_host_memory
-from memlab.backends.host_memory import cgroup_limits_bytes, host_memory_bytes, processors_of
+from memlab.backends.host_system import cgroup_limits_bytes, host_memory_bytes, processors_of
 from memlab.config.scenario import Scenario
 
 
@@ -55,8 +55,8 @@ def test_a_model_larger_than_the_container_is_refused(tmp_path: Path, monkeypatc
     require_host_memory(scenario)
     (tmp_path / "own").write_text("0::/\n")
     (tmp_path / "memory.max").write_text(f"{1024**2}\n")
-    monkeypatch.setattr(host_memory, "_OWN_CGROUPS", tmp_path / "own")
-    monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host_system, "_OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(host_system, "_CGROUPS", tmp_path)
     assert host_memory_bytes() == 1024**2
     with pytest.raises(ValueError, match=r"this process may use 1\.00 MiB"):
         require_host_memory(scenario)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from memlab.config.settings import MemorySettings
-from memlab.record.metrics import METRICS_MIMETYPE, RUN_FOLDER_VARIABLE, finish
+from memlab.record.notebook_result import METRICS_MIMETYPE, RUN_FOLDER_VARIABLE, finish
 from memlab.record.step_record import StepRecord
-from memlab.regression.case_results import read_measured
+from memlab.regression.case_measurements import read_measured
 from tests.unit.builders import record_of, training_step
 
 

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 from memlab.config.architectures import Architecture
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.processor import processor_features, processor_name
-from memlab.record.metrics import RECORD_NAME
+from memlab.cpu_info import processor_features, processor_name
+from memlab.record.notebook_result import RECORD_NAME
 from memlab.record.step_record import StepRecord
 from memlab.regression.checked_json import build, one_line, read_json
 from memlab.regression.suite.parameters import ParameterValue

@@ -1,0 +1,52 @@
+"""The options of torch's caching allocator that change what it reserves, as ``PYTORCH_CUDA_ALLOC_CONF`` has them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from memlab.config.validation import check_number, check_whole_number, shortened
+
+SMALLEST_MAX_SPLIT_SIZE_MB = 21
+"""torch refuses smaller ones: blocks of at most 20 MiB share segments (``AllocatorConfig.h``, ``kLargeBuffer``)."""
+_LARGEST_MAX_SPLIT_SIZE_MB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AllocatorSettings:
+    """How torch's allocator reserves and splits memory. Allocated bytes do not depend on it, reserved bytes do.
+
+    Raises:
+        ValueError: In one line, with the value, the rule and what to do, if a rule is broken.
+    """
+
+    expandable_segments: bool = False
+    """Grow one segment per stream as needed, in place of many of fixed size."""
+    garbage_collection_threshold: float | None = None
+    """Above this share of the device's memory, free cached blocks before reserving more; None never does."""
+    max_split_size_mb: int | None = None
+    """Blocks larger than this, in MiB, are never split; None splits any."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.expandable_segments, bool):
+            raise ValueError(
+                f"expandable_segments is {shortened(self.expandable_segments)}, must be True or False: choose one"
+            )
+        threshold = self.garbage_collection_threshold
+        if threshold is not None:
+            check_number("garbage_collection_threshold", threshold, 0, 1, action="give a share such as 0.8")
+            if threshold >= 1:
+                raise ValueError("garbage_collection_threshold is 1, must be below 1: give a share such as 0.8")
+        if self.max_split_size_mb is not None:
+            check_whole_number(
+                "max_split_size_mb", self.max_split_size_mb, SMALLEST_MAX_SPLIT_SIZE_MB, _LARGEST_MAX_SPLIT_SIZE_MB
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the options as JSON-ready values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """As ``PYTORCH_CUDA_ALLOC_CONF`` has them, such as ``expandable_segments:True``."""
+        values = {name: value for name, value in asdict(self).items() if value not in (None, False)}
+        return ",".join(f"{name}:{value}" for name, value in values.items()) or "default allocator"

@@ -1,0 +1,222 @@
+"""Which tensors training keeps and computes with: precisions, the optimizer, the loss, attention and FP8.
+
+Names and defaults are Megatron's (``megatron/training/arguments.py``, ``optimizer_config.py``,
+``distributed_data_parallel_config.py`` and ``transformer_config.py``, 0.16.1). A change needs other tensors, so it
+rebuilds the optimizer or the model. What changes in place between two steps is in `MemorySettings`. A combination that
+Megatron refuses is refused here, in one line, before anything is built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from memlab.config.validation import check_number, check_whole_number, shortened
+
+MAIN_GRADS_DTYPES = ("fp32", "bf16")
+MAIN_PARAMS_DTYPES = ("fp32", "fp16")
+MOMENT_DTYPES = ("fp32", "fp16", "bf16", "fp8")
+LOSSES = ("cross_entropy", "logprobs")
+CROSS_ENTROPY_FUSION_IMPLS = ("native", "te")
+ATTENTION_BACKENDS = ("auto", "fused", "flash", "unfused")
+FP8_FORMATS = ("e4m3", "hybrid")
+FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
+
+MainGradsDtype = Literal["fp32", "bf16"]
+MainParamsDtype = Literal["fp32", "fp16"]
+MomentDtype = Literal["fp32", "fp16", "bf16", "fp8"]
+Loss = Literal["cross_entropy", "logprobs"]
+CrossEntropyFusionImpl = Literal["native", "te"]
+AttentionBackend = Literal["auto", "fused", "flash", "unfused"]
+Fp8Format = Literal["e4m3", "hybrid"]
+Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
+
+_CHOICES = {
+    "main_grads_dtype": MAIN_GRADS_DTYPES,
+    "main_params_dtype": MAIN_PARAMS_DTYPES,
+    "exp_avg_dtype": MOMENT_DTYPES,
+    "exp_avg_sq_dtype": MOMENT_DTYPES,
+    "loss": LOSSES,
+    "cross_entropy_fusion_impl": CROSS_ENTROPY_FUSION_IMPLS,
+    "attention_backend": ATTENTION_BACKENDS,
+    "fp8_recipe": FP8_RECIPES,
+}
+_OPTIMIZER_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+_MOST_ELEMENTS_OF_A_BUCKET = 2**40
+_MOST_TOKENS_OF_A_CHUNK = 2**26
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingState:
+    """Precision and place of gradients and optimizer state, and how loss, attention and matrices are computed.
+
+    The default is plain Megatron in bf16: fp32 gradients, the distributed optimizer with fp32 main parameters and
+    moments, an unfused loss, cuDNN's attention, no FP8.
+
+    Raises:
+        ValueError: In one line, with the value, the rule and what to do, if a rule is broken.
+    """
+
+    use_distributed_optimizer: bool = True
+    """Split the optimizer state over the data-parallel ranks; False keeps all of it on each rank."""
+    grad_reduce_in_bf16: bool = False
+    """Accumulate and reduce gradients in bf16, in place of fp32."""
+    overlap_grad_reduce: bool = False
+    """Reduce the gradients of a bucket while backward computes the next one."""
+    overlap_param_gather: bool = False
+    """Gather the parameters of a bucket while forward computes with the one before it."""
+    ddp_bucket_size: int | None = None
+    """Elements of a bucket; None takes Megatron's rule, and has an effect only with an overlap."""
+
+    use_precision_aware_optimizer: bool = False
+    """Let Transformer Engine's Adam hold the main parameters, and store them and the moments in other types."""
+    main_grads_dtype: MainGradsDtype = "fp32"
+    """Type of the gradients that the optimizer reads."""
+    main_params_dtype: MainParamsDtype = "fp32"
+    """Type of the main parameters; as ``fp32`` only the 16 bits that bf16 parameters lack are stored."""
+    exp_avg_dtype: MomentDtype = "fp32"
+    """Type of Adam's first moment."""
+    exp_avg_sq_dtype: MomentDtype = "fp32"
+    """Type of Adam's second moment."""
+    optimizer_cpu_offload: bool = False
+    """Keep main parameters and moments in host memory, and update them on the CPU (`HybridDeviceOptimizer`)."""
+    optimizer_offload_fraction: float = 1.0
+    """Share of the parameters whose state is on the CPU under `optimizer_cpu_offload`, from 0 to 1."""
+    overlap_cpu_optimizer_d2h_h2d: bool = False
+    """Under `optimizer_cpu_offload`, transfer gradients and parameters while the CPU updates others."""
+    pin_cpu_grads: bool = True
+    """Under `optimizer_cpu_offload`, page-lock the gradients on the host, which copies faster."""
+    pin_cpu_params: bool = True
+    """Under `optimizer_cpu_offload`, page-lock the parameters on the host."""
+
+    loss: Loss = "cross_entropy"
+    """``cross_entropy`` is Megatron's language-model loss; ``logprobs`` a policy-gradient loss from the labels'
+    log-probabilities and the entropy, as reinforcement learning computes it from the logits."""
+    cross_entropy_loss_fusion: bool = False
+    """Compute the cross entropy with fewer kernels."""
+    cross_entropy_fusion_impl: CrossEntropyFusionImpl = "native"
+    """Whose fused cross entropy: Megatron's compiled one, or Transformer Engine's kernel."""
+    logprobs_chunk_size: int | None = None
+    """Tokens whose log-probabilities are computed at once; None computes all at once."""
+
+    attention_backend: AttentionBackend = "auto"
+    """Which attention Transformer Engine uses; ``auto`` chooses."""
+    apply_rope_fusion: bool = False
+    """Rotate queries and keys in one kernel."""
+
+    fp8_format: Fp8Format | None = None
+    """Multiply in FP8: ``e4m3`` everywhere, or ``hybrid`` with e5m2 for gradients; None multiplies in `dtype`."""
+    fp8_recipe: Fp8Recipe = "delayed"
+    """How FP8 tensors are scaled."""
+    fp8_param_gather: bool = False
+    """Store the matrices' parameters in FP8 themselves (Megatron's ``--fp8-param-gather``)."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.default in (True, False) and not isinstance(value, bool) and field.type == "bool":
+                raise ValueError(f"{field.name} is {shortened(value)}, must be True or False: choose one of them")
+        for name, choices in _CHOICES.items():
+            _one_of(name, getattr(self, name), choices)
+        if self.fp8_format is not None:
+            _one_of("fp8_format", self.fp8_format, FP8_FORMATS)
+        for name, at_most in (
+            ("ddp_bucket_size", _MOST_ELEMENTS_OF_A_BUCKET),
+            ("logprobs_chunk_size", _MOST_TOKENS_OF_A_CHUNK),
+        ):
+            if getattr(self, name) is not None:
+                check_whole_number(name, getattr(self, name), at_most=at_most)
+        check_number(
+            "optimizer_offload_fraction", self.optimizer_offload_fraction, None, 1, action="give a share from 0 to 1"
+        )
+        self._check_optimizer()
+        self._check_loss()
+        self._check_fp8()
+
+    def _check_optimizer(self) -> None:
+        if not self.use_precision_aware_optimizer:
+            for name in _OPTIMIZER_DTYPES:
+                if getattr(self, name) != "fp32":
+                    raise ValueError(
+                        f"{name} is {getattr(self, name)!r}, must be fp32 without the precision-aware optimizer: set "
+                        f"use_precision_aware_optimizer, or leave {name} out"
+                    )
+        elif not self.use_distributed_optimizer:
+            raise ValueError(
+                "use_precision_aware_optimizer is True without the distributed optimizer, must have it: set "
+                "use_distributed_optimizer, or leave use_precision_aware_optimizer out"
+            )
+        if self.overlap_param_gather and not self.use_distributed_optimizer:
+            raise ValueError(
+                "overlap_param_gather is True without the distributed optimizer, which is what gathers parameters: "
+                "set use_distributed_optimizer, or leave overlap_param_gather out"
+            )
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise ValueError(
+                "overlap_param_gather is True without overlap_grad_reduce, which Megatron requires: set "
+                "overlap_grad_reduce too, or leave overlap_param_gather out"
+            )
+
+    def _check_loss(self) -> None:
+        if self.logprobs_chunk_size is not None and self.loss != "logprobs":
+            raise ValueError(
+                f"logprobs_chunk_size is {self.logprobs_chunk_size}, but only loss 'logprobs' reads it, and loss is "
+                f"{self.loss!r}: choose loss 'logprobs', or leave logprobs_chunk_size out"
+            )
+        if self.cross_entropy_loss_fusion and self.loss != "cross_entropy":
+            raise ValueError(
+                f"cross_entropy_loss_fusion is True, but only loss 'cross_entropy' reads it, and loss is "
+                f"{self.loss!r}: choose loss 'cross_entropy', or leave cross_entropy_loss_fusion out"
+            )
+
+    def _check_fp8(self) -> None:
+        if self.fp8_param_gather and self.fp8_format is None:
+            raise ValueError(
+                "fp8_param_gather is True without FP8, must have a format: set fp8_format 'e4m3' or 'hybrid', or leave "
+                "fp8_param_gather out"
+            )
+
+    def without_effect(self) -> dict[str, str]:
+        """Names the options that Megatron accepts and then ignores, each with the reason."""
+        reasons: dict[str, str] = {}
+        default = TrainingState()
+
+        def ignored(name: str, reason: str) -> None:
+            if getattr(self, name) != getattr(default, name):
+                reasons[name] = reason
+
+        if not self.optimizer_cpu_offload:
+            for name in (
+                "optimizer_offload_fraction",
+                "overlap_cpu_optimizer_d2h_h2d",
+                "pin_cpu_grads",
+                "pin_cpu_params",
+            ):
+                ignored(name, "only optimizer_cpu_offload reads it")
+        elif self.optimizer_offload_fraction == 0:
+            ignored("optimizer_cpu_offload", "optimizer_offload_fraction is 0, so the whole state stays on the device")
+        if not self.cross_entropy_loss_fusion:
+            ignored("cross_entropy_fusion_impl", "only cross_entropy_loss_fusion reads it")
+        if self.fp8_format is None:
+            ignored("fp8_recipe", "no fp8_format is given, so nothing is multiplied in FP8")
+        return reasons
+
+    def changed(self) -> dict[str, Any]:
+        """Returns the fields that differ from the default, in the order of the class."""
+        default = TrainingState()
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value != getattr(default, name)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the state as JSON-ready values, every field named."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """A short name for tables and legends, such as ``grad_reduce_in_bf16, exp_avg_dtype bf16``."""
+        words = [name if value is True else f"{name} {value}" for name, value in self.changed().items()]
+        return ", ".join(words) or "default state"
+
+
+def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {shortened(value)}, must be one of {', '.join(choices)}: choose one of them")
