@@ -35,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hardware",
         default="",
         metavar="NAME",
-        help="machine that measured the records, such as 'NVIDIA H200', if they do not name it (memlab 0.1.0 did not)",
+        help="machine that measured the records, such as 'NVIDIA H200', if they do not name it "
+        "(memlab 0.1.0 wrote no name)",
     )
     parser.add_argument(
         "--out", type=out_path, metavar="FILE", help="write the page to this new file (default: print it)"

@@ -95,23 +95,29 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
 _SWITCHES = {
     "grad_reduce_in_bf16": "accumulate and reduce gradients in bf16 (default: fp32)",
     "overlap_grad_reduce": "reduce the gradients of a bucket while backward computes the next one",
-    "overlap_param_gather": "gather the parameters of a bucket while forward computes with the one before it",
-    "use_precision_aware_optimizer": "store main parameters and moments as Transformer Engine's Adam does",
+    "overlap_param_gather": "gather the parameters of a bucket while forward computes with those of the previous one",
+    "use_precision_aware_optimizer": "let Transformer Engine's Adam hold the main parameters; allows the types below",
     "optimizer_cpu_offload": "keep main parameters and moments on the host, and update them on the CPU",
-    "overlap_cpu_optimizer_d2h_h2d": "with --optimizer-cpu-offload: transfer while the CPU updates",
+    "overlap_cpu_optimizer_d2h_h2d": "with --optimizer-cpu-offload: transfer some tensors while the CPU updates others",
     "cross_entropy_loss_fusion": "compute the cross entropy with fewer kernels",
     "apply_rope_fusion": "rotate queries and keys in one kernel",
-    "fp8_param_gather": "store the parameters of matrices in FP8",
+    "fp8_param_gather": "store the weight matrices in FP8",
 }
 _CHOICES_OF_STATE = {
     "main_grads_dtype": (MAIN_GRADS_DTYPES, "type of the gradients that the optimizer reads (default fp32)"),
     "main_params_dtype": (MAIN_PARAMS_DTYPES, "type of the main parameters (default fp32)"),
     "exp_avg_dtype": (MOMENT_DTYPES, "type of Adam's first moment (default fp32)"),
     "exp_avg_sq_dtype": (MOMENT_DTYPES, "type of Adam's second moment (default fp32)"),
-    "loss": (LOSSES, "language-model loss, or log-probabilities and entropy as in RL (default cross_entropy)"),
-    "cross_entropy_fusion_impl": (CROSS_ENTROPY_FUSION_IMPLS, "whose fused cross entropy (default native)"),
+    "loss": (
+        LOSSES,
+        "cross_entropy: language-model loss; logprobs: policy-gradient loss, as in RL (default cross_entropy)",
+    ),
+    "cross_entropy_fusion_impl": (
+        CROSS_ENTROPY_FUSION_IMPLS,
+        "fused cross entropy of Megatron (native) or of Transformer Engine (te) (default native)",
+    ),
     "attention_backend": (ATTENTION_BACKENDS, "which attention Transformer Engine uses (default auto)"),
-    "fp8_format": (FP8_FORMATS, "multiply matrices in FP8 (default: in --dtype)"),
+    "fp8_format": (FP8_FORMATS, "multiply matrices in this FP8 format (default: multiply them in --dtype)"),
     "fp8_recipe": (FP8_RECIPES, "how FP8 tensors are scaled (default delayed)"),
 }
 
@@ -139,7 +145,7 @@ def _add_state_arguments(state: argparse._ArgumentGroup) -> None:
         "--ddp-bucket-size",
         type=whole_number,
         metavar="N",
-        help="elements in a bucket of gradients (default: Megatron's rule; used with an overlap)",
+        help="elements in a bucket of gradients; used only with --overlap-grad-reduce (default: Megatron's rule)",
     )
     state.add_argument(
         "--logprobs-chunk-size",
@@ -151,7 +157,7 @@ def _add_state_arguments(state: argparse._ArgumentGroup) -> None:
 
 def _add_allocator_arguments(allocator: argparse._ArgumentGroup) -> None:
     allocator.add_argument(
-        "--expandable-segments", action="store_true", default=None, help="grow segments in place of reserving new ones"
+        "--expandable-segments", action="store_true", default=None, help="grow segments instead of reserving new ones"
     )
     allocator.add_argument(
         "--garbage-collection-threshold",
@@ -163,7 +169,7 @@ def _add_allocator_arguments(allocator: argparse._ArgumentGroup) -> None:
         "--max-split-size-mb",
         type=whole_number,
         metavar="N",
-        help="largest block, in MiB, that is split (default: any)",
+        help="split only blocks of at most N MiB (default: no limit)",
     )
 
 
