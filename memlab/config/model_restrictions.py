@@ -16,6 +16,7 @@ from memlab.config.settings import (
     RECOMPUTE_MODULES,
     MemorySettings,
 )
+from memlab.config.training_state import TrainingState
 
 
 def checkpoints_moe_layers(settings: MemorySettings, architecture: Architecture) -> bool:
@@ -88,6 +89,8 @@ def without_effect(settings: MemorySettings, architecture: Architecture) -> dict
         and settings.min_offloaded_tensor_size != MemorySettings().min_offloaded_tensor_size
     ):
         reasons["min_offloaded_tensor_size"] = "no offload_modules are named, so no tensor is compared with it"
+    if settings.offload_optimizer and settings.offload_optimizer_except_update:
+        reasons["offload_optimizer"] = "offload_optimizer_except_update already keeps the same state on the host"
     if "attn_norm" in (settings.offload_modules or ()):
         reasons["offload_modules:attn_norm"] = fused_attention_norm
     if "mlp_norm" in (settings.offload_modules or ()) and not architecture.is_moe:
@@ -105,6 +108,13 @@ def without_effect(settings: MemorySettings, architecture: Architecture) -> dict
     if "mlp" in (settings.recompute_modules or ()) and architecture.is_moe:
         reasons["recompute_modules:mlp"] = "it recomputes dense MLPs, and every layer of this model is MoE"
     return reasons
+
+
+def without_optimizer_on_device(settings: MemorySettings, state: TrainingState) -> dict[str, str]:
+    """Names what does nothing where the CPU optimizer already keeps the whole state on the host."""
+    names = ("offload_optimizer", "offload_optimizer_except_update") if state.keeps_optimizer_on_host else ()
+    reason = "optimizer_cpu_offload keeps the whole optimizer state on the host already"
+    return {name: reason for name in names if getattr(settings, name)}
 
 
 def without_backward(settings: MemorySettings) -> dict[str, str]:

@@ -160,6 +160,15 @@ class Scenario:
         return self.layout.most_passes_in_flight(self.num_microbatches)
 
     @property
+    def _copies_of_parameters(self) -> int:
+        """The most ranks that hold the same parameters, and so reduce their gradients."""
+        layout = self.layout
+        dense = layout.data_parallel_size * layout.context_parallel_size
+        if not self.architecture.is_moe or layout.expert_model_parallel_size == 1:
+            return dense
+        return max(dense, layout.ranks_of_a_stage // (layout.expert_tensor_size * layout.expert_model_parallel_size))
+
+    @property
     def tokens_of_rank(self) -> int:
         """Tokens of one micro-batch that the rank holds between matrices, where sequences are shared."""
         layout = self.layout
@@ -172,6 +181,19 @@ class Scenario:
         if self.routing.kind == "random":
             return tuple(range(self.layout.world_size))
         return self.layout.distinct_ranks(by_expert=self.routing != Routing())
+
+    def without_effect(self) -> dict[str, str]:
+        """Names the options of the training state that do nothing on this rank, each with the reason."""
+        reasons = self.state.without_effect()
+        if self._copies_of_parameters == 1:
+            alone = (
+                "one data-parallel rank exchanges no gradients and no parameters; only the padding of buckets changes"
+            )
+            names = ("overlap_grad_reduce", "overlap_param_gather")
+            reasons |= {name: alone for name in names if getattr(self.state, name)}
+        if self.layout.pipeline_stage > 0 and self.state.ddp_bucket_size is not None:
+            reasons["ddp_bucket_size"] = "Megatron splits buffers into buckets only on the first pipeline stage"
+        return reasons
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the scenario as JSON-ready values; what is a class of its own is a nested object."""

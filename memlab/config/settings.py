@@ -25,6 +25,7 @@ RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 MOE_RECOMPUTE_MODULES = ("moe", "moe_act")
 MOE_OFFLOAD_MODULES = ("expert_fc1", "moe_act")
+_KEPT_ON_HOST = ("offload_parameters", "offload_gradients", "offload_optimizer", "offload_optimizer_except_update")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +61,9 @@ class MemorySettings:
     `offload_optimizer` when the settings are made; ``dataclasses.replace`` keeps that value."""
     offload_optimizer: bool = False
     """Keep main parameters and Adam's moments on the host between steps (copied to the host and back)."""
+    offload_optimizer_except_update: bool = False
+    """Keep main parameters and Adam's moments on the host between steps, and also during forward and backward: they
+    are on the device only while the optimizer updates the parameters. Gradients stay unless `offload_gradients`."""
 
     def __post_init__(self) -> None:
         self._set("recompute_modules", _modules("recompute_modules", self.recompute_modules, RECOMPUTE_MODULES))
@@ -67,7 +71,7 @@ class MemorySettings:
         self._check_recompute()
         self._check_offload()
         _one_of("checkpoint_input_remedy", self.checkpoint_input_remedy, CHECKPOINT_INPUT_REMEDIES)
-        for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
+        for name in _KEPT_ON_HOST:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "offload_gradients" and value is None):
                 raise ValueError(
@@ -178,6 +182,8 @@ class MemorySettings:
         host = [name for name in ("parameters", "gradients", "optimizer") if getattr(self, f"offload_{name}")]
         if host:
             words.append("on host " + "+".join(host))
+        if self.offload_optimizer_except_update:
+            words.append("optimizer on host except update")
         return ", ".join(words) or "none"
 
 

@@ -195,11 +195,18 @@ class TrainingState:
                 ignored(name, "only optimizer_cpu_offload reads it")
         elif self.optimizer_offload_fraction == 0:
             ignored("optimizer_cpu_offload", "optimizer_offload_fraction is 0, so the whole state stays on the device")
+        if not self.overlap_grad_reduce:
+            ignored("ddp_bucket_size", "without overlap_grad_reduce Megatron reduces each buffer as a single bucket")
         if not self.cross_entropy_loss_fusion:
             ignored("cross_entropy_fusion_impl", "only cross_entropy_loss_fusion reads it")
         if self.fp8_format is None:
             ignored("fp8_recipe", "no fp8_format is given, so nothing is multiplied in FP8")
         return reasons
+
+    @property
+    def keeps_optimizer_on_host(self) -> bool:
+        """Whether the whole optimizer state is on the host, at any time."""
+        return self.optimizer_cpu_offload and self.optimizer_offload_fraction == 1
 
     def changed(self) -> dict[str, Any]:
         """Returns the fields that differ from the default, in the order of the class."""

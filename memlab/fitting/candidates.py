@@ -11,7 +11,12 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from memlab.config.model_restrictions import check_on_model, checkpoints_moe_layers, without_effect
+from memlab.config.model_restrictions import (
+    check_on_model,
+    checkpoints_moe_layers,
+    without_effect,
+    without_optimizer_on_device,
+)
 from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
 
@@ -21,8 +26,9 @@ _FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_modules": N
 _BETWEEN_STEPS: tuple[dict[str, Any], ...] = (
     {"offload_parameters": True},
     {"offload_optimizer": True, "offload_gradients": True},
+    {"offload_optimizer_except_update": True},
 )
-"""What can be on the host between steps. All of it is back within a step, so each is tried by itself, to be seen."""
+"""What can be on the host between steps, each tried by itself, to be seen."""
 
 
 def candidates(
@@ -140,4 +146,7 @@ def _allowed(base: MemorySettings, values: dict[str, Any], scenario: Scenario) -
         return None
     if not checkpoints_moe_layers(settings, model):
         settings = replace(settings, checkpoint_input_remedy=None)
-    return None if without_effect(settings, model).keys() - without_effect(base, model).keys() else settings
+    idle, idle_before = (
+        without_effect(each, model) | without_optimizer_on_device(each, scenario.state) for each in (settings, base)
+    )
+    return None if idle.keys() - idle_before.keys() else settings

@@ -85,7 +85,7 @@ class StepEstimate:
         what is recomputed overlap; and offload between steps, which lowers nothing within a step.
         """
         own = self.record.settings
-        groups = ("offload_parameters", "offload_gradients", "offload_optimizer")
+        groups = ("offload_parameters", "offload_gradients", "offload_optimizer", "offload_optimizer_except_update")
         same_groups = all(getattr(settings, group) == getattr(own, group) for group in groups)
         offloaded = set(settings.offload_modules or ()) - set(own.offload_modules or ())
         recomputed = set(settings.recompute_modules or ()) - set(own.recompute_modules or ())

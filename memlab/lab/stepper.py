@@ -15,7 +15,11 @@ import torch
 
 from memlab.backends import Backend
 from memlab.backends.cuda import local_rank
-from memlab.config.model_restrictions import checkpoints_moe_layers, without_backward
+from memlab.config.model_restrictions import (
+    checkpoints_moe_layers,
+    without_backward,
+    without_optimizer_on_device,
+)
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.lab.environment import hardware, versions
@@ -203,25 +207,38 @@ class Stepper:
     def _phases(self, *, forward_only: bool, suspend_offload: bool) -> dict[str, Any]:
         away = groups_on_host(self.settings)
         needed = [group for group in GROUPS if group == "parameters" or not (forward_only and group in away)]
+        freed: dict[str, int] = {}
+        offload_seconds = 0.0
+        if self.settings.offload_optimizer_except_update:
+            needed = [group for group in needed if group != "optimizer state"]
+            with self.labels.phase_of("offload"):  # where a step before this setting, or `Lab.load`, left it
+                freed, offload_seconds = self.transfers.offload(["optimizer state"])
         with self.labels.phase_of("load"):
             load_seconds = self.transfers.load(needed)
         with self._off_the_clock():
             require_resident(self.live, needed)
+
+        def load_for_update() -> None:
+            nonlocal load_seconds
+            if self.settings.offload_optimizer_except_update:
+                self.labels.enter_phase("load")
+                load_seconds += self.transfers.load(["optimizer state"])
+
         with self.labels.phase_of("forward"), self.checkpoint_input_remedy():
             if forward_only:
                 self._offload_watch.misled |= not suspend_offload
                 loss = forward_only_step(self.live, self.labels, suspend_offload=suspend_offload)
             else:
-                loss = train_step(self.live, self.labels)
+                loss = train_step(self.live, self.labels, load_for_update)
         with self._off_the_clock():  # the groups get their category before they leave the device
             self.meter.categorise(self.transfers.categories())
         with self.labels.phase_of("offload"):
-            freed, offload_seconds = self.transfers.end_step(self.settings)
+            freed_at_end, end_seconds = self.transfers.end_step(self.settings)
         return {
             "loss": loss if self.backend.computes else None,
             "load_seconds": load_seconds,
-            "offload_seconds": offload_seconds,
-            "offloaded_bytes_by_group": freed,
+            "offload_seconds": offload_seconds + end_seconds,
+            "offloaded_bytes_by_group": freed | freed_at_end,
             **self._offload_seen(forward_only=forward_only),
         }
 
@@ -241,9 +258,10 @@ class Stepper:
         else:
             of_offload = self._offload_watch.without_effect(self.scenario, self.settings)
             without_effect = of_offload | self._remedy.without_effect()
+        without_effect |= without_optimizer_on_device(self.settings, self.scenario.state)
         return {
             "offloaded_bytes_by_module": dict(self._offload_watch.transferred_bytes),
-            "without_effect": without_effect,
+            "without_effect": without_effect | self.scenario.without_effect(),
         }
 
     @staticmethod

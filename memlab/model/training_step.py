@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -18,12 +18,13 @@ from memlab.model.megatron_versions import zero_auxiliary_losses
 from memlab.upstream.patching import patched
 
 
-def train_step(live: LiveModel, labels: Labels) -> float | None:
+def train_step(live: LiveModel, labels: Labels, load_for_update: Callable[[], None] = lambda: None) -> float | None:
     """Runs forward and backward of every micro-batch and the optimizer.
 
     Args:
-        live: The model, everything on the device.
+        live: The model, with everything on the device that `load_for_update` does not load.
         labels: Set to each phase as it begins.
+        load_for_update: Called after backward, to load what only the optimizer needs.
 
     Returns:
         The mean loss over the micro-batches; None on a pipeline stage that computes none.
@@ -33,6 +34,7 @@ def train_step(live: LiveModel, labels: Labels) -> float | None:
     live.optimizer.zero_grad()
     with _phases(live, labels):
         loss = _run_schedule(live, forward_only=False)
+        load_for_update()
         labels.enter_phase("optimizer")
         succeeded, _, _ = live.optimizer.step()
         assert succeeded, "bf16 and fp32 training scale no loss, so no step is skipped"

@@ -44,7 +44,7 @@ def random_settings(lab: Lab, rng: random.Random) -> MemorySettings:
             values["offload_modules"] = rng.sample(offload_modules, rng.randint(1, 4))
             values["min_offloaded_tensor_size"] = rng.choice([0, 5000, 1024 * 1024])
         values["checkpoint_input_remedy"] = rng.choice([None, "detach", "clear_gradient", "release_storage"])
-        for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
+        for name in ("offload_parameters", "offload_gradients", "offload_optimizer", "offload_optimizer_except_update"):
             values[name] = rng.random() < 0.3
         try:
             settings = MemorySettings(**values)

@@ -225,6 +225,12 @@ def _add_settings_arguments(settings: argparse._ArgumentGroup) -> None:
     settings.add_argument(
         "--offload-optimizer", action="store_true", default=None, help="keep optimizer state on the host between steps"
     )
+    settings.add_argument(
+        "--offload-optimizer-except-update",
+        action="store_true",
+        default=None,
+        help="keep optimizer state on the host in forward and backward too, and load it only for the update",
+    )
 
 
 def add_pass_arguments(parser: argparse.ArgumentParser) -> None:

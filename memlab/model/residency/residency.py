@@ -24,7 +24,8 @@ _SEGMENT_BYTES = 128 * 1024**2
 
 def groups_on_host(settings: MemorySettings) -> tuple[str, ...]:
     """Returns the groups that the settings keep on the host between steps."""
-    offloaded = (settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer)
+    is_optimizer_offloaded = settings.offload_optimizer or settings.offload_optimizer_except_update
+    offloaded = (settings.offload_parameters, settings.offload_gradients, is_optimizer_offloaded)
     return tuple(group for group, is_offloaded in zip(GROUPS, offloaded, strict=True) if is_offloaded)
 
 

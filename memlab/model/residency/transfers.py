@@ -39,6 +39,15 @@ class Transfers:
         _, seconds = self._timed(lambda: self.residency.load(groups))
         return seconds
 
+    def offload(self, groups: Collection[str]) -> tuple[dict[str, int], float]:
+        """Offloads what a step needs only later.
+
+        Returns:
+            Device bytes freed by each group, and the seconds that it took; empty and 0.0 if all were on the host.
+        """
+        self._requested.move("offload", groups)
+        return self._timed(lambda: self.residency.offload(groups))
+
     def end_step(self, settings: MemorySettings) -> tuple[dict[str, int], float]:
         """Offloads what the settings keep on the host between steps, and frees the host copies of all else.
 

@@ -42,6 +42,7 @@ class SettingsForm:
     offload_parameters: bool = False
     offload_gradients: bool | None = None
     offload_optimizer: bool = False
+    offload_optimizer_except_update: bool = False
     seq_length: int
     micro_batch_size: int
 
