@@ -1,11 +1,13 @@
 """How near predictions come to a real GPU: the same steps on both, and the errors between them as a table.
 
     python benchmarks/accuracy.py measure --out h200.jsonl                                          # on a GPU
+    python benchmarks/accuracy.py measure --states --out states.jsonl               # the same, of training states
     torchrun --nproc-per-node 2 benchmarks/accuracy.py measure --job phi-4:TP2 --out h200.jsonl     # on two
     python benchmarks/accuracy.py predict labs/results/h200_steps.jsonl                             # anywhere
 
-A lab is opened for each architecture, number of layers and rank, and takes its cases one after the other. A line is
-written after each case: a run that was cut short is carried on by the same command. Ranks of a job write a file each.
+A lab is opened for each architecture, number of layers, training state and rank, and takes its cases one after the
+other. A line is written after each case: a run that was cut short is continued by the same command. Ranks of a job
+write a file each.
 """
 
 from __future__ import annotations
@@ -22,13 +24,15 @@ from memlab.commands.shared.ranks import abort_job_on_error, rank
 from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
 from memlab.config.settings import MOE_OFFLOAD_MODULES, MOE_RECOMPUTE_MODULES, MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.lab.lab import Lab
 from memlab.lab.predictions import predict_measured
 from memlab.record.step_record import StepRecord
 from memlab.views.text.accuracy import accuracy_page
 
-Case = tuple[str, int, dict[str, int], MemorySettings]
-"""Architecture, layers, workload, settings."""
+Case = tuple[str, int, dict[str, int], MemorySettings, TrainingState]
+"""Architecture, layers, workload, settings, training state."""
+USUAL_STATE = TrainingState()
 
 OFFLOAD = ("qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 RECOMPUTE = ("core_attn", "layernorm", "moe_act", "moe", "mlp")
@@ -60,22 +64,86 @@ def cases() -> Iterator[Case]:
         both = recompute("layernorm", again[-1], offload_modules=("core_attn", "attn_proj"))
         several = [MemorySettings(), full(1), every, both]
         for settings in (MemorySettings(), full(1), full(2), full(2, "block"), every, both):
-            yield architecture, 4, USUAL, settings
+            yield architecture, 4, USUAL, settings, USUAL_STATE
         for name in again:
-            yield architecture, 4, USUAL, recompute(name)
+            yield architecture, 4, USUAL, recompute(name), USUAL_STATE
         for name in offload:
             names = ("core_attn", name) if name == "attn_proj" else (name,)  # a rule: one takes the other's output
-            yield architecture, 4, USUAL, MemorySettings(offload_modules=names)
+            yield architecture, 4, USUAL, MemorySettings(offload_modules=names), USUAL_STATE
         for workload in WORKLOADS:
             for settings in several:
-                yield architecture, 2, workload, settings
+                yield architecture, 2, workload, settings, USUAL_STATE
         for settings in (
             MemorySettings(),
             full(deep // 2, "block"),
             MemorySettings(offload_parameters=True, offload_optimizer=True),
             MemorySettings(offload_gradients=True, offload_modules=("core_attn",)),
         ):
-            yield architecture, deep, SHORT, settings
+            yield architecture, deep, SHORT, settings, USUAL_STATE
+
+
+LOW_PRECISION: dict[str, Any] = {
+    "use_precision_aware_optimizer": True,
+    "grad_reduce_in_bf16": True,
+    "main_grads_dtype": "bf16",
+}
+"""The state of nearly all MoE recipes of NeMo-RL."""
+STATES = (
+    {"use_distributed_optimizer": False},
+    {"grad_reduce_in_bf16": True},
+    {"use_precision_aware_optimizer": True},
+    LOW_PRECISION,
+    LOW_PRECISION | {"main_params_dtype": "fp16"},
+    *(LOW_PRECISION | {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype} for dtype in ("bf16", "fp16", "fp8")),
+    LOW_PRECISION | {"exp_avg_dtype": "bf16"},
+    {"optimizer_cpu_offload": True},
+    {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "overlap_cpu_optimizer_d2h_h2d": True},
+    {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.25, "pin_cpu_grads": False},
+    LOW_PRECISION | {"optimizer_cpu_offload": True},
+    {"cross_entropy_loss_fusion": True},
+    {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"},
+    {"loss": "logprobs"},
+    {"loss": "logprobs", "logprobs_chunk_size": 1024},
+    {"attention_backend": "unfused"},
+    {"attention_backend": "fused"},
+    {"apply_rope_fusion": True},
+    {"fp8_format": "hybrid"},
+    {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"},
+    {"fp8_format": "e4m3", "fp8_recipe": "blockwise"},
+    *(
+        {"fp8_format": "e4m3", "fp8_recipe": recipe, "fp8_param_gather": True}
+        for recipe in ("delayed", "tensorwise", "blockwise")
+    ),
+)
+"""Each option of the training state alone, and those that recipes combine."""
+COMBINED_STATES = (
+    {},
+    LOW_PRECISION | {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te", "apply_rope_fusion": True},
+    LOW_PRECISION | {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "loss": "logprobs"},
+    {"fp8_format": "e4m3", "fp8_recipe": "blockwise", "cross_entropy_loss_fusion": True},
+    {"loss": "logprobs", "logprobs_chunk_size": 1024, "optimizer_cpu_offload": True},
+)
+"""States that are measured with recompute and offload, at other lengths, and with several micro-batches."""
+
+
+def state_cases() -> Iterator[Case]:
+    """Yields every case of training states, the default state first."""
+    for architecture, offload in (
+        ("qwen3-30b-a3b", ("core_attn", "expert_fc1")),
+        ("phi-4", ("core_attn", "attn_proj")),
+    ):
+        for values in ({}, *STATES):
+            yield architecture, 2, USUAL, MemorySettings(), TrainingState(**values)
+        for values in COMBINED_STATES:
+            state = TrainingState(**values)
+            if values and values not in STATES:
+                yield architecture, 2, USUAL, MemorySettings(), state
+            yield architecture, 2, USUAL, full(1), state
+            yield architecture, 2, WORKLOADS[1], MemorySettings(), state
+            yield architecture, 2, WORKLOADS[2], MemorySettings(), state
+            yield architecture, 2, WORKLOADS[2], full(1), state
+            if state.fp8_format is None:  # cuBLAS refuses the FP8 tensors that Megatron's offload copies back
+                yield architecture, 2, USUAL, MemorySettings(offload_modules=("core_attn", other)), state
 
 
 JOBS: dict[str, tuple[Layout, int]] = {
@@ -105,7 +173,7 @@ def job_cases(architecture: str, job: str) -> Iterator[Case]:
         recompute("layernorm", "moe_act" if is_moe else "mlp", offload_modules=("core_attn", "attn_proj")),
         MemorySettings(offload_parameters=True, offload_optimizer=True),
     ):
-        yield architecture, 4, workload, settings
+        yield architecture, 4, workload, settings, USUAL_STATE
 
 
 def step(backend: str, wanted: Iterable[Case], out: Path, layout: Layout) -> None:
@@ -114,13 +182,21 @@ def step(backend: str, wanted: Iterable[Case], out: Path, layout: Layout) -> Non
     done = {_key(record) for record in known}
     lab: Lab | None = None
     with out.open("a") as lines, abort_job_on_error():
-        for architecture, num_layers, workload, settings in wanted:
-            if (architecture, num_layers, *workload.values(), layout, settings) in done:
+        for architecture, num_layers, workload, settings, state in wanted:
+            if (architecture, num_layers, *workload.values(), layout, settings, state) in done:
                 continue
-            if lab is None or (lab.scenario.architecture.name, lab.scenario.num_layers) != (architecture, num_layers):
+            model = (architecture, num_layers, state)
+            if lab is None or (lab.scenario.architecture.name, lab.scenario.num_layers, lab.scenario.state) != model:
                 if lab is not None:
                     lab.close()
-                lab = Lab(architecture, num_layers=num_layers, backend=backend, layout=layout, **workload)  # type: ignore[arg-type]
+                lab = Lab(
+                    architecture,
+                    num_layers=num_layers,
+                    backend=backend,
+                    layout=layout,
+                    state=state,
+                    **workload,  # type: ignore[arg-type]
+                )
             lab.set_workload(**workload)
             record = lab.step(settings)
             print(record.scenario, record, flush=True)
@@ -134,7 +210,14 @@ def step(backend: str, wanted: Iterable[Case], out: Path, layout: Layout) -> Non
 def _key(record: StepRecord) -> tuple[Any, ...]:
     scenario = record.scenario
     workload = (scenario.seq_length, scenario.micro_batch_size, scenario.num_microbatches)
-    return (scenario.architecture.name, scenario.num_layers, *workload, scenario.layout, record.settings)
+    return (
+        scenario.architecture.name,
+        scenario.num_layers,
+        *workload,
+        scenario.layout,
+        record.settings,
+        scenario.state,
+    )
 
 
 def rank_file(path: Path, architecture: str, job: str) -> Path:
@@ -142,10 +225,10 @@ def rank_file(path: Path, architecture: str, job: str) -> Path:
     return path.with_name(f"{path.stem}-{architecture}-{job}-{rank()}{path.suffix}")
 
 
-def measure(backend: str, job: str | None, out: Path) -> None:
+def measure(backend: str, job: str | None, out: Path, *, states: bool) -> None:
     """Measures the cases of one rank, or of a job under torchrun."""
     if job is None:
-        step(backend, cases(), out, Layout())
+        step(backend, state_cases() if states else cases(), out, Layout())
         return
     architecture, _, name = job.partition(":")
     step(
@@ -166,11 +249,12 @@ def main() -> None:
     stepping = commands.add_parser("measure")
     stepping.add_argument("--backend", default="auto")
     stepping.add_argument("--job", metavar="ARCHITECTURE:JOB", help=f"under torchrun, with JOB of {', '.join(JOBS)}")
+    stepping.add_argument("--states", action="store_true", help="measure training states in place of settings")
     stepping.add_argument("--out", type=Path, required=True)
     commands.add_parser("predict").add_argument("measured", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "measure":
-        measure(arguments.backend, arguments.job, arguments.out)
+        measure(arguments.backend, arguments.job, arguments.out, states=arguments.states)
     else:
         predict(arguments.measured)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.record.step_record import StepRecord
 from memlab.record.transfer import GROUPS
 from memlab.units import MIB
@@ -23,6 +25,8 @@ class Pair:
     predicted: StepRecord
     plain: Pair | None = None
     """The pair of the same scenario without settings, if there is one."""
+    default_state: Pair | None = None
+    """The pair of the same step in the default training state, if there is one."""
 
     @property
     def peak_error(self) -> float:
@@ -42,6 +46,26 @@ class Pair:
         saved = self.plain.measured.activation_peak_bytes - self.measured.activation_peak_bytes
         predicted = self.plain.predicted.activation_peak_bytes - self.predicted.activation_peak_bytes
         return _share(predicted, saved) if saved > WORTH_A_LOOK_BYTES else None
+
+    @property
+    def start_error(self) -> float:
+        """Of the bytes allocated when the step begins."""
+        return _share(self.predicted.static_bytes, self.measured.static_bytes)
+
+    @property
+    def host_error(self) -> float | None:
+        """Of the most bytes on the host; None if they are few."""
+        host = self.measured.host_bytes
+        return _share(self.predicted.host_bytes, host) if host > WORTH_A_LOOK_BYTES else None
+
+    @property
+    def option_error(self) -> float | None:
+        """Of what the training state changes of the allocated peak; None if that is little, or in the default state."""
+        if self.default_state is None:
+            return None
+        changed = self.default_state.measured.peak_allocated_bytes - self.measured.peak_allocated_bytes
+        predicted = self.default_state.predicted.peak_allocated_bytes - self.predicted.peak_allocated_bytes
+        return _share(predicted, changed) if abs(changed) > WORTH_A_LOOK_BYTES else None
 
     def state_error(self, category: str) -> float | None:
         """Of one of `GROUPS`; None where the peak holds none of it."""
@@ -74,23 +98,31 @@ class Errors:
 FIGURES: dict[str, Callable[[Pair], float | None]] = {
     "allocated peak": lambda pair: pair.peak_error,
     "activation peak": lambda pair: pair.activation_peak_error,
+    "start of the step": lambda pair: pair.start_error,
     "what a setting saves": lambda pair: pair.saving_error,
+    "what a training state changes": lambda pair: pair.option_error,
+    "host": lambda pair: pair.host_error,
     **{name: lambda pair, name=name: pair.state_error(name) for name in GROUPS},  # type: ignore[misc]
 }
 
 
 def pairs_of(measured: Iterable[StepRecord], predicted: Iterable[StepRecord]) -> list[Pair]:
-    """Pairs steps with their predictions; each pair gets the plain step of its scenario if that comes earlier."""
+    """Pairs steps with their predictions, and each with the earlier steps that it is compared with."""
     pairs: list[Pair] = []
     for truth, guess in zip(measured, predicted, strict=True):
-        plain = next((other for other in pairs if _is_plain_of(other.measured, truth)), None)
-        pairs.append(Pair(truth, guess, plain))
+        plain = None
+        if truth.settings != MemorySettings():
+            plain = _earlier(pairs, truth.scenario, MemorySettings())
+        default_state = None
+        if truth.scenario.state != TrainingState():
+            default_state = _earlier(pairs, replace(truth.scenario, state=TrainingState()), truth.settings)
+        pairs.append(Pair(truth, guess, plain, default_state))
     return pairs
 
 
-def _is_plain_of(other: StepRecord, record: StepRecord) -> bool:
-    is_plain = other.settings == MemorySettings() and record.settings != MemorySettings()
-    return is_plain and other.scenario == record.scenario
+def _earlier(pairs: list[Pair], scenario: Scenario, settings: MemorySettings) -> Pair | None:
+    found = (pair for pair in pairs if (pair.measured.scenario, pair.measured.settings) == (scenario, settings))
+    return next(found, None)
 
 
 def _share(predicted: int, measured: int) -> float:

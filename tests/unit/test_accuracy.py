@@ -11,6 +11,7 @@ import pytest
 
 from memlab.analysis.accuracy import FIGURES, Errors, pairs_of
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.lab.predictions import predict_measured
 from memlab.record import transfer
 from memlab.record.step_record import StepRecord
@@ -68,6 +69,18 @@ def test_errors_are_shares_of_what_was_measured() -> None:
     page = accuracy_page(pairs)
     assert "| allocated peak | 2 | 1.3889% | 2.7778% | 0% |" in page
     assert "+2.7778% | 7.000 | +3.571% | -25.00% |" in page
+
+
+def test_a_training_state_is_compared_with_the_same_step_in_the_default_state() -> None:
+    usual = record_of(None, peak_allocated_bytes=10 * GIB, static_bytes=6 * GIB, host_bytes=GIB)
+    scenario = replace(usual.scenario, state=TrainingState(grad_reduce_in_bf16=True))
+    other = replace(usual, scenario=scenario, peak_allocated_bytes=8 * GIB, static_bytes=5 * GIB, host_bytes=2 * GIB)
+    guessed = replace(other, peak_allocated_bytes=9 * GIB, static_bytes=4 * GIB, host_bytes=GIB)
+    pair = pairs_of([usual, other], [usual, guessed])[1]
+    assert pair.option_error == pytest.approx(-0.5)
+    assert pair.start_error == pytest.approx(-0.2)
+    assert pair.host_error == pytest.approx(-0.5)
+    assert pairs_of([usual], [usual])[0].option_error is None
 
 
 def test_a_step_that_did_not_end_is_not_predicted_again() -> None:
