@@ -26,6 +26,7 @@ from memlab.config.scenario import Scenario
 from memlab.meter.labels import one_kernel
 from memlab.meter.storage_meter import StorageMeter
 from memlab.model.layers import torch_moe
+from memlab.model.layers.fused_rope import fused_apply_rotary_pos_emb
 from memlab.model.layers.torch_layers import TorchProvider
 from memlab.model.process_group import join_alone, require_one_rank
 from memlab.units import format_bytes
@@ -119,6 +120,7 @@ def _replacements() -> dict[str, Any]:
         f"{random}._get_share_storage": lambda: _move_block,
         f"{offload}.ChunkOffloadHandler._can_manage_tensor_for_offload": staticmethod(_is_offloadable),
         "megatron.core.extensions.transformer_engine.cpu_offload": SimpleNamespace(CPUOffloadEnabled=False),
+        "megatron.core.models.common.embeddings.rope_utils.fused_apply_rotary_pos_emb": fused_apply_rotary_pos_emb,
         f"{moe}.HAVE_TE": True,
         f"{moe}.te_general_gemm": None,
         f"{moe}.fused_permute": torch_moe.permute,

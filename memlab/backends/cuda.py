@@ -13,7 +13,9 @@ import torch
 
 from memlab.backends import Backend
 from memlab.backends.host_system import pin_to_numa_node
+from memlab.config.scenario import Scenario
 from memlab.meter.cuda.meter import AllocatorMeter
+from memlab.model.attention_environment import check_environment, check_flash_attention_is_installed
 from memlab.model.process_group import join_with_nccl, require_started_ranks
 from memlab.model.retention.transformer_engine_caches import fill_cublas_workspaces
 from memlab.upstream.patching import swapped
@@ -94,10 +96,22 @@ def backend(reason: str) -> Backend:
         join=join_with_nccl,
         active=on_device,
         meter=AllocatorMeter,
-        check=lambda scenario: require_started_ranks(scenario.layout),
+        check=check,
         fill_workspaces=lambda is_moe: fill_cublas_workspaces(),
         compiles=True,
     )
+
+
+def check(scenario: Scenario) -> None:
+    """Checks that the ranks are started, and that Transformer Engine can use the attention backend.
+
+    Raises:
+        ValueError: If not.
+    """
+    require_started_ranks(scenario.layout)
+    check_environment(scenario.state.attention_backend)
+    if scenario.state.attention_backend == "flash":
+        check_flash_attention_is_installed()
 
 
 def local_rank() -> int:

@@ -89,6 +89,21 @@ class Scenario:
             raise ValueError(f"dtype is {self.dtype!r}, must be one of {', '.join(DTYPES)}: choose one of them")
         self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
         self._check_experts()
+        self._check_attention()
+
+    def _check_attention(self) -> None:
+        backend, ranks = self.state.attention_backend, self.layout.context_parallel_size
+        if ranks > 1 and backend in ("flash", "unfused"):
+            reason = "which Transformer Engine refuses" if backend == "unfused" else "which memlab does not predict yet"
+            raise ValueError(
+                f"attention_backend is {backend!r} with context_parallel_size {ranks}, {reason}, must be auto or fused "
+                "there: choose one of them, or context_parallel_size 1"
+            )
+        if self.dtype == "fp32" and backend in ("flash", "fused"):
+            raise ValueError(
+                f"attention_backend is {backend!r} with dtype fp32, must be auto or unfused there, since Transformer "
+                "Engine's fused kernels take 16 bits: choose one of them, or dtype bf16"
+            )
 
     def _check_experts(self) -> None:
         if self.architecture.num_moe_experts is not None:

@@ -28,6 +28,7 @@ from memlab.meter.labels import Labels, labelled_by
 from memlab.meter.protocol import Meter
 from memlab.model import apply_settings
 from memlab.model.activation_offload.transfer_watch import OffloadWatch
+from memlab.model.attention_environment import attention_backend_chosen
 from memlab.model.build import LiveModel, build
 from memlab.model.recover_failed_step import recover, release_tensors
 from memlab.model.residency.audit import require_resident
@@ -69,6 +70,7 @@ class Stepper:
         silence_megatron()
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(attention_backend_chosen(self.scenario.state.attention_backend))
             stack.enter_context(self.backend.active())
             stack.enter_context(labelled_by(self.labels))
             stack.enter_context(self.meter.watching())

@@ -304,6 +304,13 @@ _WITHOUT_TE = (
         why="Fine-grained offload switches TE's own offload around a group, and refuses to run without it.",
     ),
     Internal(
+        owner="megatron.core.models.common.embeddings.rope_utils",
+        names=("fused_apply_rotary_pos_emb",),
+        use="replaced",
+        where="backends/cpu.py",
+        why="TE's fused rotation in torch (`fused_rope`); Megatron refuses apply_rope_fusion where it is None.",
+    ),
+    Internal(
         owner=_MOE_UTILS,
         names=("HAVE_TE",),
         use="replaced",
@@ -671,6 +678,27 @@ _TRANSFORMER_ENGINE = (
     Internal(
         owner=_ENGINE + ".attention.dot_product_attention.utils",
         names=("_cu_seqlens_cache",),
+        use="used",
+        where="model/retention/transformer_engine_caches.py",
+        why="A cache of tensors on the device.",
+    ),
+    Internal(
+        owner=_ENGINE + ".attention.dot_product_attention.dot_product_attention",
+        names=("_attention_backends",),
+        use="used",
+        where="model/attention_environment.py",
+        why="The attention backend that TE chose and remembers: it must choose again when the variables change.",
+    ),
+    Internal(
+        owner=_ENGINE + ".attention.dot_product_attention.utils:FlashAttentionUtils",
+        names=("is_installed", "v3_is_installed"),
+        use="used",
+        where="model/attention_environment.py",
+        why="Whether TE found a flash-attn that it supports.",
+    ),
+    Internal(
+        owner=_ENGINE + ".attention.dot_product_attention.softmax",
+        names=("_default_causal_mask",),
         use="used",
         where="model/retention/transformer_engine_caches.py",
         why="A cache of tensors on the device.",

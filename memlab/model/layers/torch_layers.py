@@ -13,11 +13,14 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from memlab.model.layers.context_parallel import RingAttention
+from memlab.model.layers.flash_attention import flash_attention
 from memlab.model.layers.tensor_parallel import split_of
 from memlab.model.layers.torch_functions import CausalAttention, GroupedLinear, Linear, NormLinear, RmsNorm
+from memlab.model.layers.unfused_attention import unfused_attention
 from memlab.model.megatron_versions import grouped_experts
 
 
@@ -163,7 +166,7 @@ class TorchGroupedRowLinear(TorchGroupedLinear):
 
 
 class TorchAttention(torch.nn.Module):
-    """Fused causal attention with grouped queries."""
+    """Causal attention with grouped queries, by the config's ``attention_backend``; ``auto`` is cuDNN's, fused."""
 
     def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
         super().__init__()
@@ -171,6 +174,7 @@ class TorchAttention(torch.nn.Module):
         self.softmax_scale = softmax_scale or config.kv_channels**-0.5
         ring = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
         self.context_parallel_group = ring
+        self.attention_backend = config.attention_backend
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None, **_: Any
@@ -179,6 +183,10 @@ class TorchAttention(torch.nn.Module):
         if self.context_parallel_group is not None:
             ring: torch.Tensor = RingAttention.apply(query, key, value, self.softmax_scale, self.context_parallel_group)
             return ring
+        if self.attention_backend is AttnBackend.unfused:
+            return unfused_attention(query, key, value, self.softmax_scale)
+        if self.attention_backend is AttnBackend.flash:
+            return flash_attention(query, key, value, self.softmax_scale)
         result: torch.Tensor = CausalAttention.apply(query, key, value, self.softmax_scale)
         return result
 

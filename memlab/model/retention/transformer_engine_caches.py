@@ -1,7 +1,7 @@
 """What Transformer Engine and cuBLAS keep on the device for the whole process, and how it is freed.
 
-Read in ``transformer_engine/pytorch``, 2.12.0: ``cpp_extensions/gemm.py``, ``module/base.py``, and ``utils.py`` and
-``context_parallel.py`` of ``attention/dot_product_attention``. Without Transformer Engine nothing is kept.
+Read in ``transformer_engine/pytorch``, 2.12.0: ``cpp_extensions/gemm.py``, ``module/base.py``, and ``utils.py``,
+``context_parallel.py`` and ``softmax.py`` of ``attention/dot_product_attention``. Without TE nothing is kept.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ TE_GROUPED_GEMM_STREAMS = 4
 """Streams of a grouped matrix product, with a workspace each (``get_num_compute_streams``, ``module/base.py``)."""
 
 _simulated_workspaces: list[torch.Tensor] = []
+simulated_causal_masks: dict[int, torch.Tensor] = {}
+"""What `memlab.model.layers.unfused_attention` keeps as TE keeps its ``_default_causal_mask``, by length."""
 
 
 def caches() -> Iterator[tuple[str, Any, Callable[[], object]]]:
@@ -43,6 +45,11 @@ def caches() -> Iterator[tuple[str, Any, Callable[[], object]]]:
     if ring is not None:
         lengths = ring._cu_seqlens_info_with_cp_cache
         yield "Transformer Engine's sequence lengths under context parallelism", lengths, lengths.clear
+    softmax = sys.modules.get(f"{_PACKAGE}.attention.dot_product_attention.softmax")
+    if softmax is not None:
+        yield "Transformer Engine's causal masks", softmax._default_causal_mask, softmax._default_causal_mask.clear
+    if simulated_causal_masks:
+        yield "simulated causal masks", simulated_causal_masks, simulated_causal_masks.clear
     if _simulated_workspaces:
         yield "simulated cuBLAS workspaces", _simulated_workspaces, _simulated_workspaces.clear
 

@@ -1,0 +1,102 @@
+"""Attention of the package flash-attn, version 2, as Transformer Engine calls it. Predicted from source, not measured.
+
+The buffers are those of ``mha_fwd`` and ``mha_bwd`` in flash-attn's ``csrc/flash_attn/flash_api.cpp`` (2.8) and of
+``FlashAttention`` in Transformer Engine's ``attention/dot_product_attention/backends.py`` (2.12.0). flash-attn was not
+installed on the machine where memlab was measured. On a Hopper GPU with the package flash-attn-3, Transformer Engine
+calls that one, and its buffers are others. For fewer than about 100 blocks of 64 queries (sequences x heads x blocks)
+flash-attn splits the keys and allocates more than is allocated here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memlab.meter.labels import one_kernel
+from memlab.model.layers.torch_functions import attend, attend_backward
+
+_QUERIES_PER_BLOCK = 128
+_CHANNELS_PER_BLOCK = 32
+
+
+def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attends causally from [sequence, batch, heads, channels]; key and value may have fewer heads.
+
+    Returns:
+        Shape [sequence, batch, heads * channels].
+    """
+    # A value that is a slice of linear_qkv's output is copied (``get_qkv_layout`` in utils.py).
+    copied = [tensor.contiguous() for tensor in (query, key, value)]
+    # Sequences come first in flash-attn. One sequence needs no copy for that.
+    output = _FlashAttention.apply(*(tensor.transpose(0, 1).contiguous() for tensor in copied), scale)
+    result: torch.Tensor = output.flatten(2).transpose(0, 1).contiguous()
+    return result
+
+
+class _FlashAttention(torch.autograd.Function):
+    """``FlashAttnFunc``; shapes are [batch, sequence, heads, channels].
+
+    Saves query, key, value, its output, the log-sum-exp of each row (fp32) and the state of dropout's random numbers.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        output, log_sum_exp = _attend(query, key, value, scale)
+        random_state = query.new_empty(2, dtype=torch.int64)
+        ctx.save_for_backward(query, key, value, output, log_sum_exp, random_state)
+        ctx.scale = scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, output, log_sum_exp, _ = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        results = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
+        buffers = _backward_buffers(query, key)
+        _attend_backward(results, grad, query, key, value, output, log_sum_exp, ctx.scale)
+        del buffers
+        return *results, None
+
+
+def _backward_buffers(query: torch.Tensor, key: torch.Tensor) -> list[torch.Tensor]:
+    """Returns what ``mha_bwd`` allocates and frees.
+
+    These are sums of rows, the query's gradient in fp32, and with grouped queries the gradients of key and value for
+    each head.
+    """
+    batch, tokens, heads, channels = query.shape
+    rows = -(-tokens // _QUERIES_PER_BLOCK) * _QUERIES_PER_BLOCK
+    columns = -(-channels // _CHANNELS_PER_BLOCK) * _CHANNELS_PER_BLOCK
+    buffers = [
+        query.new_empty(batch, heads, rows, dtype=torch.float32),
+        query.new_empty(batch, rows, heads, columns, dtype=torch.float32),
+    ]
+    if key.shape[2] != heads:
+        buffers += [key.new_empty(batch, tokens, heads, channels) for _ in range(2)]
+    return buffers
+
+
+@one_kernel()
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    output, log_sum_exp = attend(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), scale)
+    return output.transpose(0, 1).contiguous(), log_sum_exp
+
+
+@one_kernel()
+def _attend_backward(
+    results: tuple[torch.Tensor, ...],
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    scale: float,
+) -> None:
+    grad, query, key, value, output = (tensor.transpose(0, 1) for tensor in (grad, query, key, value, output))
+    parts = attend_backward(grad, query, key, value, output, log_sum_exp, scale)
+    for result, part in zip(results, parts, strict=True):
+        result.copy_(part.transpose(0, 1))
