@@ -128,10 +128,7 @@ COMBINED_STATES = (
 
 def state_cases() -> Iterator[Case]:
     """Yields every case of training states, the default state first."""
-    for architecture, offload in (
-        ("qwen3-30b-a3b", ("core_attn", "expert_fc1")),
-        ("phi-4", ("core_attn", "attn_proj")),
-    ):
+    for architecture, other in (("qwen3-30b-a3b", "expert_fc1"), ("phi-4", "attn_proj")):
         for values in ({}, *STATES):
             yield architecture, 2, USUAL, MemorySettings(), TrainingState(**values)
         for values in COMBINED_STATES:
