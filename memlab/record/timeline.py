@@ -29,6 +29,8 @@ from memlab.vocabulary import CATEGORIES, PHASES, POOLS, place_in_words
 IntArray = npt.NDArray[np.int64]
 _DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(np.uint8) for name in ("pool", "category", "phase")}
 _DTYPES |= {name: np.dtype(np.int32) for name in ("module", "storage")}
+_REMAINDERS_BYTES = 4 * 1024**2
+"""More than the unsplit remainders of two steps differ by: up to 1 MiB for each of a few large blocks."""
 _COLUMNS = ("nanoseconds", "delta_bytes", "pool", "category", "phase", "module", "storage")
 
 
@@ -106,14 +108,16 @@ class Timeline:
     def peak_phase(self) -> str:
         """Returns the phase in which the device's allocated bytes peak, one of `PHASES`; empty without events.
 
-        Where a step begins at its peak and reaches it again, it is the later phase.
+        A step may begin at its peak and reach it again: bf16 gradients leave fp32 copies of the gradients to the next
+        step. The phase is then the later one, also if the two differ by remainders that the allocator did not split.
         """
         if not len(self):
             return ""
-        total = self.total_bytes()
-        reached = np.flatnonzero(total == total[self.peak_index()])
-        in_step = reached[reached >= self.num_opening_events]
-        return PHASES[self.phase[in_step[0] if len(in_step) else reached[0]]]
+        total, peak = self.total_bytes(), self.peak_index()
+        if peak < self.num_opening_events < len(self):
+            in_step = self.num_opening_events + int(np.argmax(total[self.num_opening_events :]))
+            peak = in_step if total[in_step] > total[peak] - _REMAINDERS_BYTES else peak
+        return PHASES[self.phase[peak]]
 
     def peak_active_bytes(self) -> int:
         """Returns the most bytes in use on the device, including those that only another stream still uses."""
