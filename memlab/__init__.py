@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # the one list of public names; the module reads it below
     from memlab.units import format_bytes as format_bytes
     from memlab.views.display import compare as compare
     from memlab.views.display import peaks as peaks
+    from memlab.views.display import savings as savings
     from memlab.views.display import show as show
     from memlab.views.panel.panel import panel as panel
 

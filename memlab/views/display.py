@@ -33,6 +33,7 @@ from memlab.views.text.columns import Block, Table, as_html, as_text
 from memlab.views.text.compare import peak_blocks
 from memlab.views.text.difference import comparison_blocks
 from memlab.views.text.record import out_of_memory_blocks, record_table, timeline_table
+from memlab.views.text.savings import savings_blocks
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -206,3 +207,23 @@ def peaks(records: Mapping[str, StepRecord], gpu_memory: Sequence[str] = ("80GiB
     limits = {size: max(0, parse_bytes(size) - outside) for size in gpu_memory}
     blocks = peak_blocks(records, limits)
     return View(peak_figure(records, limits), as_text(blocks), as_html(blocks))
+
+
+def savings(records: Mapping[str, StepRecord]) -> View:
+    """Shows what each of several steps frees compared with the first: when it starts, and at its peak.
+
+    The two differ where another phase decides the peak, so the table also names the phase in which each step peaks, and
+    what it holds on the host.
+
+    Args:
+        records: By the name that each gets, the step to compare with first; their scenarios may differ.
+
+    Raises:
+        ValueError: If there is no record.
+    """
+    from memlab.views.figures.savings import savings_figure
+
+    if not records:
+        raise ValueError("savings got 0 records, must be at least 1: pass {'a name': lab.step()}")
+    blocks = savings_blocks(records)
+    return View(savings_figure(records), as_text(blocks), as_html(blocks))

@@ -38,7 +38,7 @@ def peak_figure(records: Mapping[str, StepRecord], limits: Mapping[str, int]) ->
     lines = ["dashed: what a GPU of this size leaves for torch"] if drawn else []
     lines += [f"{left_for_torch(size, limit)}, above all bars" for size, limit in limits.items() if size not in drawn]
     title = "What makes up each step's peak of allocated bytes"
-    figure = figure_frame(title, [*_scenario(records), *lines, *messages([*records.values()])], "", f"peak ({unit})")
+    figure = figure_frame(title, [*common_words(records), *lines, *messages([*records.values()])], "", f"peak ({unit})")
     places = list(range(len(records)))
     for category, look in CATEGORY_LOOKS.items():
         sizes = [record.peak_by_category.get(category, 0) for record in records.values()]
@@ -72,7 +72,7 @@ def peak_figure(records: Mapping[str, StepRecord], limits: Mapping[str, int]) ->
     return figure.update_layout(legend={"y": -(45 + 16 * most_lines) / PLOT_HEIGHT})
 
 
-def _scenario(records: Mapping[str, StepRecord]) -> list[str]:
+def common_words(records: Mapping[str, StepRecord]) -> list[str]:
     """Names what all steps have in common: the words of the scenario and the settings that are in every one."""
     every = [[*str(record.scenario).split(", "), f"settings: {record.settings}"] for record in records.values()]
     return [", ".join(word for word in every[0] if all(word in words for words in every))]

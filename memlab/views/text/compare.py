@@ -9,7 +9,7 @@ from memlab.record.step_record import StepRecord
 from memlab.units import binary_unit, format_bytes
 from memlab.views.text.columns import SETTING_WIDTH, Block, Table, as_text, in_unit
 from memlab.views.text.record import module_name
-from memlab.vocabulary import CATEGORIES, PHASES
+from memlab.vocabulary import CATEGORIES
 
 _SHORT_NAME_WIDTH = 20
 
@@ -27,7 +27,7 @@ def record_names(records: Sequence[StepRecord]) -> list[str]:
     for record, mine in zip(records, words, strict=True):
         details = [word for word, differs in zip(mine, differing, strict=False) if differs]
         details += ["forward only"] if record.forward_only else []
-        details += [] if _ended(record) else [record.status.replace("_", " ")]
+        details += [] if finished(record) else [record.status.replace("_", " ")]
         names.append(f"{record.settings}" + (f" ({', '.join(details)})" if details else ""))
     pairs = zip(names, records, strict=True)
     return [f"{name}, step {record.step_index}" if names.count(name) > 1 else name for name, record in pairs]
@@ -59,31 +59,30 @@ def compare_blocks(*records: StepRecord) -> list[Block]:
     names = record_names(records)
     first = records[0]
     saved = [first.peak_allocated_bytes - record.peak_allocated_bytes for record in records]
-    timed = [_ended(record) and record.tokens_per_second > 0 for record in records]  # a prediction has no rate
+    timed = [finished(record) and record.tokens_per_second > 0 for record in records]  # a prediction has no rate
     times = [(f"{record.step_seconds * 1e3:.1f}", f"{record.tokens_per_second:,.0f}") for record in records]
     columns = [
         ["", "setting", "", *names],
-        _byte_column("", "peak", [record.peak_allocated_bytes for record in records]),
-        _byte_column("", "saved", saved, known=[_ended(first) and _ended(record) for record in records]),
-        _byte_column("step's", "start", [record.static_bytes for record in records]),
-        _byte_column("activation", "peak", [record.activation_peak_bytes for record in records]),
-        _byte_column("", "residual", [record.residual_bytes for record in records]),
-        _byte_column("host", "peak", [record.host_bytes for record in records]),
-        _byte_column("", "recomputed", [record.recomputed_bytes for record in records]),
+        byte_column("", "peak", [record.peak_allocated_bytes for record in records]),
+        byte_column("", "saved", saved, known=[finished(first) and finished(record) for record in records]),
+        byte_column("step's", "start", [record.static_bytes for record in records]),
+        byte_column("activation", "peak", [record.activation_peak_bytes for record in records]),
+        byte_column("", "residual", [record.residual_bytes for record in records]),
+        byte_column("host", "peak", [record.host_bytes for record in records]),
+        byte_column("", "recomputed", [record.recomputed_bytes for record in records]),
         ["step", "time", "ms", *(time if known else "-" for (time, _), known in zip(times, timed, strict=True))],
         ["", "tokens/s", "", *(rate if known else "-" for (_, rate), known in zip(times, timed, strict=True))],
         ["", "loss", "", *("-" if record.loss is None else f"{record.loss:.6f}" for record in records)],
     ]
     meaning = "device memory, allocated; saved = first row minus this row"
     table = Table([list(row) for row in zip(*columns, strict=True)], num_head_rows=3, first_width=SETTING_WIDTH)
-    notes = [*_message_lines(records, names), *_without_effect_lines(records, names)]
+    notes = [*message_lines(records, names), *without_effect_lines(records, names)]
     return [[f"{common_scenario(records)}; {meaning}"], table, *([notes] if notes else [])]
 
 
 def peak_phase(record: StepRecord) -> str:
-    """Returns the phase in which a step peaks; a dash without a timeline."""
-    timeline = record.timeline
-    return PHASES[timeline.phase[timeline.peak_index()]] if timeline is not None and len(timeline) else "-"
+    """Returns the phase in which a step peaks; a dash where it is unknown."""
+    return (record.peak_phase if record.timeline is None else record.timeline.peak_phase()) or "-"
 
 
 def peak_table(records: Mapping[str, StepRecord], limits: Mapping[str, int]) -> str:
@@ -100,16 +99,16 @@ def peak_blocks(records: Mapping[str, StepRecord], limits: Mapping[str, int]) ->
     """
     every = list(records.values())
     categories = [name for name in CATEGORIES if any(name in record.peak_by_category for record in every)]
-    columns = [["", "", "", *records], _byte_column("", "peak", [record.peak_allocated_bytes for record in every])]
+    columns = [["", "", "", *records], byte_column("", "peak", [record.peak_allocated_bytes for record in every])]
     for name in categories:
         above, _, below = name.rpartition(" ")
-        columns.append(_byte_column(above, below, [record.peak_by_category.get(name, 0) for record in every]))
+        columns.append(byte_column(above, below, [record.peak_by_category.get(name, 0) for record in every]))
     highest = max(record.peak_allocated_bytes for record in every)
     columns.append(["", "", "", *("<-" if record.peak_allocated_bytes == highest else "" for record in every)])
     moments: dict[str, list[str]] = {}
     for name, record in records.items():
         moments.setdefault(f"{peak_phase(record)}, {_allocated_at_peak(record)}", []).append(name)
-    messages = _message_lines(every, records)
+    messages = message_lines(every, records)
     return [
         ["what makes up each step's peak of allocated bytes (<- the highest)"],
         Table([list(row) for row in zip(*columns, strict=True)], num_head_rows=3, first_width=_SHORT_NAME_WIDTH),
@@ -131,7 +130,7 @@ def _allocated_at_peak(record: StepRecord) -> str:
 
 def _which_fit(size: str, limit: int, records: Mapping[str, StepRecord]) -> str:
     """Names the steps whose peaks fit; a step that did not finish has none."""
-    fitting = [name for name, record in records.items() if _ended(record) and record.peak_allocated_bytes <= limit]
+    fitting = [name for name, record in records.items() if finished(record) and record.peak_allocated_bytes <= limit]
     which = f"these fit: {', '.join(fitting)}" if fitting else "none of these fits"
     which = "all of these fit" if len(fitting) == len(records) else which
     return f"{left_for_torch(size, limit)}: {which}."
@@ -149,19 +148,31 @@ def gpu_name(size: str) -> str:
     return f"{size} B GPU" if size.isdigit() else re.sub(r"(?<=\d)(?=[A-Za-z])", " ", size) + " GPU"
 
 
-def _byte_column(above: str, name: str, values: Sequence[int], known: Sequence[bool] | None = None) -> list[str]:
+def byte_column(
+    above: str, name: str, values: Sequence[int], known: Sequence[bool] | None = None, *, largest: int = 0
+) -> list[str]:
+    """Returns a column of bytes in one unit, below two lines of its name; a dash where a value is not known.
+
+    Args:
+        above: First line of its name.
+        name: Second line of its name.
+        values: Its bytes.
+        known: Which of the values are known; None if all are.
+        largest: A byte count that the unit has to suit as well, for columns with one unit.
+    """
     known = known or [True] * len(values)
-    unit_bytes, unit = binary_unit(max(abs(value) for value in values))
+    unit_bytes, unit = binary_unit(max(largest, *(abs(value) for value in values)))
     cells = [in_unit(value, unit_bytes) if is_known else "-" for value, is_known in zip(values, known, strict=True)]
     return [above, name, unit, *cells]
 
 
-def _message_lines(records: Iterable[StepRecord], names: Iterable[str]) -> list[str]:
+def message_lines(records: Iterable[StepRecord], names: Iterable[str]) -> list[str]:
+    """Says how each step that did not finish ended."""
     pairs = zip(records, names, strict=True)
-    return [f"{name}: {record.message}" for record, name in pairs if not _ended(record)]
+    return [f"{name}: {record.message}" for record, name in pairs if not finished(record)]
 
 
-def _without_effect_lines(records: Iterable[StepRecord], names: Iterable[str]) -> list[str]:
+def without_effect_lines(records: Iterable[StepRecord], names: Iterable[str]) -> list[str]:
     """Says once which settings did nothing, and in which rows."""
     rows: dict[str, list[str]] = {}
     for record, name in zip(records, names, strict=True):
@@ -170,6 +181,6 @@ def _without_effect_lines(records: Iterable[StepRecord], names: Iterable[str]) -
     return [f"{', '.join(which)}: {words}" for words, which in rows.items()]
 
 
-def _ended(record: StepRecord) -> bool:
+def finished(record: StepRecord) -> bool:
     """Whether the step finished. The peak and times of one that did not are those up to where it stopped."""
     return record.status == "ok"
