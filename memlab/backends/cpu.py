@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from memlab.backends import Backend
+from memlab.backends import Backend, fused_cross_entropy
 from memlab.backends.cuda_on_cpu import CUDA_API, CudaOnCpu, from_numpy, is_on_host, random_state
 from memlab.backends.host_system import host_memory_bytes
 from memlab.config.scenario import Scenario
@@ -103,6 +103,8 @@ def _replacements() -> dict[str, Any]:
     random, optimizer = "megatron.core.tensor_parallel.random", "megatron.core.optimizer"
     offload = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
     moe = "megatron.core.transformer.moe.moe_utils"
+    loss = "megatron.core.fusions.fused_cross_entropy"
+    language_module = "megatron.core.models.common.language_module.language_module"
     by_megatron = {
         "multi_tensor_applier": utils.local_multi_tensor_applier,
         "multi_tensor_scale_impl": utils.local_multi_tensor_scale,
@@ -128,6 +130,9 @@ def _replacements() -> dict[str, Any]:
         f"{moe}.fused_unpermute": torch_moe.unpermute,
         f"{moe}.fused_sort_chunks_by_index": torch_moe.sort_chunks_by_index,
         f"{moe}.fused_sort_chunks_by_index_with_probs": torch_moe.sort_chunks_by_index_with_probs,
+        f"{loss}.calculate_predicted_logits": fused_cross_entropy.native_predicted_logits,
+        f"{loss}.calculate_gradients": fused_cross_entropy.native_gradients,
+        f"{language_module}.te_parallel_cross_entropy": fused_cross_entropy.te_parallel_cross_entropy,
         f"{optimizer}.USING_PYTORCH_OPTIMIZER": True,
         f"{optimizer}.Adam": torch.optim.AdamW,
         **{f"{optimizer}.optimizer.{name}": value for name, value in by_megatron.items()},

@@ -208,6 +208,13 @@ class TrainingState:
         """Whether the whole optimizer state is on the host, at any time."""
         return self.optimizer_cpu_offload and self.optimizer_offload_fraction == 1
 
+    @property
+    def copies_logits_in_fp32(self) -> bool:
+        """Whether the loss copies all logits of a micro-batch in fp32 at once."""
+        if self.loss == "logprobs":
+            return self.logprobs_chunk_size is None
+        return not (self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "te")
+
     def changed(self) -> dict[str, Any]:
         """Returns the fields that differ from the default, in the order of the class."""
         default = TrainingState()

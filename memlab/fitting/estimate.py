@@ -36,8 +36,8 @@ OFFLOADED = {
 """Where in a layer the tensors are allocated that each offload module transfers. Those of the last layer stay."""
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)(?:\.(.*))?$")
-_LOGITS_BYTES = 6
-"""Per token and word of the vocabulary, at least: the logits in bf16, and in fp32 for the loss."""
+_LOGITS_BYTES = 2
+_FP32_LOGITS_BYTES = 4
 _WORKLOAD = ("seq_length", "micro_batch_size", "num_microbatches", "seed")
 
 LayerBytes = dict[tuple[int, str], int]
@@ -155,15 +155,16 @@ class StepEstimate:
     def _bytes_at_loss(self) -> int:
         """Returns what the step needs at the loss: static bytes, all layers' activations, and the logits.
 
-        Logits that the forward pass had not reached are counted as 6 bytes per token and word of the vocabulary: 4096
-        tokens and 151,936 words are 3.5 GiB.
+        Logits that the forward pass had not reached are counted as 2 bytes per token and word of the vocabulary, and 4
+        more for a loss that copies all of them in fp32: 4096 tokens and 151,936 words are 3.5 GiB together.
         """
         failed, scenario = self.failure.failed_allocation, self.record.scenario
         others = sum(self.failure.activations_by_module.values()) - sum(self.at_failure.values())
         sees_loss = scenario.layout.pipeline_stage == scenario.layout.pipeline_model_parallel_size - 1
         before_loss = failed.module.startswith(("decoder.layers", "embedding"))
         if sees_loss and failed.phase == "forward" and before_loss:
-            others += scenario.tokens_of_rank * scenario.architecture.vocab_size * _LOGITS_BYTES
+            of_each = _LOGITS_BYTES + _FP32_LOGITS_BYTES * scenario.state.copies_logits_in_fp32
+            others += scenario.tokens_of_rank * scenario.architecture.vocab_size * of_each
         return self.failure.static_bytes + sum(self.whole_step.values()) + others
 
     def _peaks_at_other_workloads(self, settings: MemorySettings) -> Iterator[int]:

@@ -329,6 +329,20 @@ _WITHOUT_TE = (
         absent_without_te=True,
     ),
     Internal(
+        owner="megatron.core.models.common.language_module.language_module",
+        names=("te_parallel_cross_entropy",),
+        use="replaced",
+        where="backends/cpu.py",
+        why="TE's fused cross entropy is Triton kernels, which need a GPU.",
+    ),
+    Internal(
+        owner="megatron.core.fusions.fused_cross_entropy",
+        names=("calculate_predicted_logits", "calculate_gradients"),
+        use="replaced",
+        where="backends/cpu.py",
+        why="What torch.compile makes of them allocates copies of the logits that their code does not show.",
+    ),
+    Internal(
         owner="megatron.core.optimizer",
         names=("USING_PYTORCH_OPTIMIZER", "Adam"),
         use="replaced",
