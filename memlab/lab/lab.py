@@ -29,6 +29,7 @@ from memlab.model.retention.activation_tap import Tap
 from memlab.model.retention.retained_leaves import Retained
 from memlab.record.offload_audit import OffloadAudit
 from memlab.record.residency_audit import ResidencyAudit
+from memlab.record.state_change import StateChange
 from memlab.record.step_record import StepRecord
 from memlab.record.transfer import Transfer
 
@@ -118,7 +119,7 @@ class Lab:
 
     @property
     def scenario(self) -> Scenario:
-        """What a step runs; `set_workload` changes it."""
+        """What a step runs; `set_workload` and `set_state` change it."""
         return self._stepper.scenario
 
     @property
@@ -130,6 +131,11 @@ class Lab:
     def records(self) -> list[StepRecord]:
         """The records of all steps so far, which may be removed."""
         return self._session.records
+
+    @property
+    def state_changes(self) -> list[StateChange]:
+        """The changes of the training state so far."""
+        return self._session.state_changes
 
     @property
     def busy(self) -> bool:
@@ -177,10 +183,37 @@ class Lab:
         changes = {name: value for name, value in given.items() if value is not None}
         self._session.set_workload(replace(self.scenario, **changes))
 
+    def set_state(self, state: TrainingState) -> StateChange:
+        """Changes the training state: rebuilds the optimizer or the model if the state needs other tensors.
+
+        The weights are those of the seed again, records stay, and the current settings hold for the new model. Every
+        byte of what is replaced is freed before the new part is built. `memlab.model.change_state.REBUILDS` says what
+        each field rebuilds.
+
+        Returns:
+            What was rebuilt, and how long it took.
+
+        Raises:
+            ValueError: If the state breaks a rule, on this backend or with the current settings, or within the block of
+                a `tap` or `residency_fault`; the lab is then as it was.
+            torch.OutOfMemoryError: If the state does not fit. The former state has been built again.
+            RuntimeError: If that did not fit either; the lab is then closed.
+        """
+        return self._session.set_state(state)
+
+    def check_state(self, state: TrainingState) -> None:
+        """Checks whether `set_state` would accept a training state; changes nothing.
+
+        Raises:
+            ValueError: If the state breaks a rule, on this backend or with the current settings.
+        """
+        self._session.check(self.settings, state)
+
     def step(
         self,
         settings: MemorySettings | None = None,
         *,
+        state: TrainingState | None = None,
         warm_up: bool = True,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> StepRecord:
@@ -192,12 +225,13 @@ class Lab:
         Raises:
             ValueError: If the settings break a rule.
         """
-        return self._session.step(settings, warm_up=warm_up, on_progress=on_progress)
+        return self._session.step(settings, state=state, warm_up=warm_up, on_progress=on_progress)
 
     def submit(
         self,
         settings: MemorySettings | None = None,
         *,
+        state: TrainingState | None = None,
         warm_up: bool = True,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> Future[StepRecord]:
@@ -205,6 +239,7 @@ class Lab:
 
         Args:
             settings: Applied first; None keeps the current settings.
+            state: Changed to before that, as by `set_state`; None keeps the current training state.
             warm_up: After a change, take one step that is not recorded first: it allocates Adam's moments and fills
                 Megatron's offload manager, so that the recorded step equals all that follow.
             on_progress: Called on the lab's thread at each phase and layer.
@@ -215,7 +250,7 @@ class Lab:
         Raises:
             ValueError: If the settings break a rule; nothing has run then.
         """
-        return self._session.submit(settings, warm_up=warm_up, on_progress=on_progress)
+        return self._session.submit(settings, state=state, warm_up=warm_up, on_progress=on_progress)
 
     def stop(self) -> bool:
         """Requests that the running step ends between two phases or layers; its record says ``interrupted``.

@@ -23,7 +23,8 @@ class Progress:
     """The place that a step has reached."""
 
     phase: str
-    """A phase of the timeline, with ``warm-up`` before it during the step that precedes the recorded one."""
+    """A phase of the timeline, with ``warm-up`` before it during the step that precedes the recorded one; before that,
+    ``rebuilding the model`` or ``rebuilding the optimizer`` where the training state changes."""
     module: str
     """The layer that runs, such as ``decoder.layers.2``, or empty."""
     done: int

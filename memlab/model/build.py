@@ -25,7 +25,7 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.model.megatron_config import distributed_data_parallel_config, optimizer_config, transformer_config
-from memlab.model.process_group import initialize_megatron
+from memlab.model.process_group import initialize_megatron, seed_megatron
 from memlab.upstream.patching import patched
 
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(.*)")
@@ -110,23 +110,74 @@ def build(
         The model, its optimizer and its schedule. `megatron_globals.release` frees them.
     """
     join(scenario.layout)
-    initialize_megatron(scenario.layout, scenario.seed)
-    config = transformer_config(scenario, settings or MemorySettings())
+    initialize_megatron(scenario.layout)
+    return build_model(scenario, provider, settings or MemorySettings())
+
+
+def build_model(scenario: Scenario, provider: type, settings: MemorySettings) -> LiveModel:
+    """Builds the model in the process group that this process has joined; its weights are those of the seed.
+
+    Args:
+        scenario: What to build.
+        provider: As for `build`.
+        settings: As for `build`.
+
+    Returns:
+        As `build`. Of a model that cannot be built nothing is left.
+    """
+    seed_megatron(scenario.seed)
+    config = transformer_config(scenario, settings)
     config.memlab_routing = scenario.routing
     ddp_config = distributed_data_parallel_config(scenario)
-    chunks = []
-    for number in range(scenario.layout.virtual_pipeline_model_parallel_size):
-        model = gpt_model(scenario, config, provider, number)
-        if scenario.expert_buffers:
-            _spread_experts(model)
-        # One bucket for each chunk but the first, as Megatron-LM's `get_model` does (megatron/training/training.py).
-        chunks.append(DistributedDataParallel(config, ddp_config, model, disable_bucketing=number > 0))
-    optimizer = get_megatron_optimizer(optimizer_config(scenario), chunks, use_gloo_process_groups=False)
-    live = LiveModel(scenario, config, chunks, optimizer, get_forward_backward_func())
+    chunks: list[Any] = []
+    try:
+        for number in range(scenario.layout.virtual_pipeline_model_parallel_size):
+            model = gpt_model(scenario, config, provider, number)
+            if scenario.expert_buffers:
+                _spread_experts(model)
+            # One bucket for each chunk but the first, as in Megatron-LM's `get_model` (megatron/training/training.py).
+            chunks.append(DistributedDataParallel(config, ddp_config, model, disable_bucketing=number > 0))
+        live = LiveModel(scenario, config, chunks, None, get_forward_backward_func())
+        build_optimizer(live)
+    except BaseException:
+        take_apart(chunks)
+        raise
+    return live
+
+
+def build_optimizer(live: LiveModel) -> None:
+    """Gives a model without an optimizer the one of its scenario."""
+    live.optimizer = get_megatron_optimizer(optimizer_config(live.scenario), live.chunks, use_gloo_process_groups=False)
     _fuse_adam(live)
     _retain_main_gradients(live)
     _separate_experts(live)
-    return live
+
+
+def take_apart(chunks: list[Any]) -> None:
+    """Clears the modules of model chunks, and the list.
+
+    DDP's hooks and the parameters' autograd nodes refer to each other in C++, where Python's garbage collector does not
+    look: dropping the names would free nothing.
+    """
+    for module in [module for chunk in chunks for module in chunk.modules()]:
+        vars(module).clear()
+    chunks.clear()
+
+
+def release_optimizer(live: LiveModel) -> None:
+    """Clears the optimizer's objects and what it wrote on the parameters, so that its memory is freed."""
+    if live.optimizer is None:  # its build has failed
+        return
+    for part in live.optimizers:
+        part.optimizer.state.clear()
+        part.optimizer.param_groups.clear()
+        vars(part).clear()
+    vars(live.optimizer).clear()
+    live.optimizer = None
+    for parameter in live.parameters():
+        # optimizer/optimizer.py and optimizer/distrib_optimizer.py write these.
+        for name in ("main_param", "main_param_sharded"):
+            vars(parameter).pop(name, None)
 
 
 def _spread_experts(model: GPTModel) -> None:
