@@ -187,7 +187,7 @@ class Lab:
         """Changes the training state: rebuilds the optimizer or the model if the state needs other tensors.
 
         The weights are those of the seed again, records stay, and the current settings hold for the new model. Every
-        byte of what is replaced is freed before the new part is built. `memlab.model.change_state.REBUILDS` says what
+        byte of what is replaced is freed before the new part is built. `memlab.config.rebuilds.REBUILDS` says what
         each field rebuilds.
 
         Returns:
@@ -201,13 +201,17 @@ class Lab:
         """
         return self._session.set_state(state)
 
-    def check_state(self, state: TrainingState) -> None:
-        """Checks whether `set_state` would accept a training state; changes nothing.
+    def check_state(self, state: TrainingState, settings: MemorySettings | None = None) -> None:
+        """Checks a training state that `set_state` or `submit` would be given; changes nothing.
+
+        Args:
+            state: The training state.
+            settings: The settings with it; None are the current ones.
 
         Raises:
-            ValueError: If the state breaks a rule, on this backend or with the current settings.
+            ValueError: If the state breaks a rule, on this backend or with the settings.
         """
-        self._session.check(self.settings, state)
+        self._session.check(self.settings if settings is None else settings, state)
 
     def step(
         self,

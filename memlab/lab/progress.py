@@ -30,7 +30,7 @@ class Progress:
     done: int
     """Passes through a layer, forward or backward, that have begun."""
     total: int
-    """All passes through a layer, those of the warm-up step included."""
+    """All passes through a layer, those of the warm-up step included; 0 during a rebuild."""
 
 
 class StepMonitor:

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from memlab.backends import Backend
 from memlab.config.model_restrictions import check_on_model
+from memlab.config.rebuilds import what_rebuilds
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -18,7 +19,6 @@ from memlab.fitting.out_of_memory_verdict import judge
 from memlab.lab.progress import Progress, StepMonitor
 from memlab.lab.stepper import ModelLost, Stepper
 from memlab.lab.worker import Worker
-from memlab.model.change_state import what_rebuilds
 from memlab.record.state_change import StateChange
 from memlab.record.step_record import StepRecord
 
@@ -158,7 +158,7 @@ class Session:
         stepper = self.stepper
         rebuilt = what_rebuilds(stepper.scenario.state, state)
         if on_progress is not None and rebuilt != "nothing":
-            on_progress(Progress(phase=f"rebuilding the {rebuilt}", module="", done=0, total=1))
+            on_progress(Progress(phase=f"rebuilding the {rebuilt}", module="", done=0, total=0))
         self._is_steady = False
         try:
             change = stepper.change_state(state)

@@ -21,6 +21,7 @@ from memlab.config.model_restrictions import (
     without_backward,
     without_optimizer_on_device,
 )
+from memlab.config.rebuilds import Rebuilt, what_rebuilds
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -32,7 +33,7 @@ from memlab.model import apply_settings
 from memlab.model.activation_offload.transfer_watch import OffloadWatch
 from memlab.model.attention_environment import attention_backend_chosen
 from memlab.model.build import LiveModel, build, build_model, build_optimizer, release_optimizer
-from memlab.model.change_state import check_configs, set_in_place, what_rebuilds
+from memlab.model.change_state import check_configs, set_in_place
 from memlab.model.recover_failed_step import recover, release_tensors
 from memlab.model.residency.audit import require_resident
 from memlab.model.residency.host_buffer import registered_bytes
@@ -44,7 +45,7 @@ from memlab.model.retention.remedies import CheckpointRemedy
 from memlab.model.silence_warnings import silence_megatron
 from memlab.model.training_step import forward_only_step, train_step
 from memlab.record.out_of_memory import OutOfMemory
-from memlab.record.state_change import Rebuilt, StateChange
+from memlab.record.state_change import StateChange
 from memlab.record.step_record import Status, StepRecord
 from memlab.record.transfer import GROUPS
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from memlab.config.training_state import TrainingState
+from memlab.config.rebuilds import Rebuilt
+from memlab.config.training_state import TrainingState, option_words
 from memlab.units import format_bytes
-
-Rebuilt = Literal["model", "optimizer", "nothing"]
-"""The part that a change of the training state builds again; a model is rebuilt with its optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +27,7 @@ class StateChange:
         return {name: value for name, value in after.items() if value != before[name]}
 
     def __str__(self) -> str:
-        values = ", ".join(f"{name} {value}" for name, value in self.changed.items())
+        values = ", ".join(option_words(name, value) for name, value in self.changed.items())
         if self.rebuilt == "nothing":
             return f"{values or 'no change'}: nothing rebuilt"
         return (

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from memlab.analysis.difference import obstacles
+from memlab.config.rebuilds import REBUILDS, what_rebuilds
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.lab.lab import Lab
 from memlab.lab.progress import Progress
 from memlab.model import build, change_state
-from memlab.model.change_state import REBUILDS, what_rebuilds
 from memlab.record.step_record import StepRecord
+from memlab.views.text.compare import common_scenario, record_names
+from tests.unit.builders import record_of, training_step
 from tests.unit.live import FULL, offload
 
 PLAIN = TrainingState()
@@ -75,7 +78,7 @@ def test_only_what_reads_the_state_when_it_is_built_is_replaced(open_lab: Callab
     change = lab.set_state(FUSED_LOSS)
     assert live.optimizer is optimizer and live.config.cross_entropy_loss_fusion
     assert (change.rebuilt, change.changed) == ("nothing", {"cross_entropy_loss_fusion": True})
-    assert str(change) == "cross_entropy_loss_fusion True: nothing rebuilt"
+    assert str(change) == "cross_entropy_loss_fusion: nothing rebuilt"
     change = lab.set_state(OTHER_OPTIMIZER)
     assert live.optimizer is not optimizer and id(next(live.parameters())) == weights
     assert str(change).startswith("pin_cpu_grads False, cross_entropy_loss_fusion False: optimizer rebuilt in ")
@@ -190,3 +193,22 @@ def test_a_rebuilt_lab_answers_every_question(open_lab: Callable[..., Any]) -> N
     assert lab.step().scenario.seq_length == 32
     lab.drop()
     assert kept_bytes(lab) == (0, 0)
+
+
+def test_steps_of_different_states_are_named_by_what_differs() -> None:
+    aware = TrainingState(use_precision_aware_optimizer=True, main_grads_dtype="bf16")
+    records = [
+        record_of(training_step(), scenario=replace(record_of(training_step()).scenario, state=state))
+        for state in (PLAIN, aware, replace(aware, exp_avg_dtype="bf16"))
+    ]
+    assert record_names(records) == [
+        "none (default state)",
+        "none (use_precision_aware_optimizer, main_grads_dtype bf16)",
+        "none (use_precision_aware_optimizer, main_grads_dtype bf16, exp_avg_dtype bf16)",
+    ]
+    assert record_names(records[1:]) == ["none (exp_avg_dtype fp32)", "none (exp_avg_dtype bf16)"]
+    assert common_scenario(records[1:]).endswith(", use_precision_aware_optimizer, main_grads_dtype bf16")
+    assert "state" not in common_scenario(records[:2]) and "main_grads" not in common_scenario(records[:2])
+    predicted = replace(records[1], backend="simulated")
+    (line,) = obstacles([predicted, replace(records[2], backend="cuda")])
+    assert "differ in state.exp_avg_dtype (fp32 predicted, bf16 measured)" in line
