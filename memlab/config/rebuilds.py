@@ -43,9 +43,9 @@ REBUILDS: dict[str, Rebuilt] = {
     "cross_entropy_loss_fusion": "nothing",
     "cross_entropy_fusion_impl": "nothing",
     "apply_rope_fusion": "nothing",
-    # A language model writes it into the environment when it is built, where Transformer Engine reads it
-    # (`_set_attention_backend`, models/common/language_module/language_module.py).
-    "attention_backend": "model",
+    # Transformer Engine reads it at each forward from the environment (memlab/model/attention_environment.py), where a
+    # language model writes it when it is built.
+    "attention_backend": "nothing",
     # Layers make their FP8 parameters, scales and paddings when they are built (extensions/transformer_engine.py).
     "fp8_format": "model",
     "fp8_recipe": "model",

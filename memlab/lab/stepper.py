@@ -31,7 +31,7 @@ from memlab.meter.labels import Labels, labelled_by
 from memlab.meter.protocol import Meter
 from memlab.model import apply_settings
 from memlab.model.activation_offload.transfer_watch import OffloadWatch
-from memlab.model.attention_environment import attention_backend_chosen
+from memlab.model.attention_environment import attention_backend_chosen, change_attention_backend
 from memlab.model.build import LiveModel, build, build_model, build_optimizer, release_optimizer
 from memlab.model.change_state import check_configs, set_in_place
 from memlab.model.recover_failed_step import recover, release_tensors
@@ -121,8 +121,8 @@ class Stepper:
             )
         started = time.perf_counter()
         if rebuilt == "nothing":
-            self.scenario = scenario
-            set_in_place(self.live, scenario, self.settings)
+            self._enter(scenario)
+            set_in_place(self.live, scenario)
         else:
             self._rebuild(rebuilt, former, scenario)
         torch.cuda.synchronize()
@@ -133,6 +133,10 @@ class Stepper:
             seconds=time.perf_counter() - started,
             device_bytes=self.meter.live_bytes(),
         )
+
+    def _enter(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        change_attention_backend(scenario.state.attention_backend)
 
     def _rebuild(self, rebuilt: Rebuilt, former: Scenario, scenario: Scenario) -> None:
         rebuild = self._rebuild_optimizer if rebuilt == "optimizer" else self._rebuild_model
@@ -161,7 +165,8 @@ class Stepper:
             raise
 
     def _rebuild_optimizer(self, scenario: Scenario) -> None:
-        self.scenario = self.live.scenario = scenario
+        self._enter(scenario)
+        set_in_place(self.live, scenario)
         release_optimizer(self.live)
         self._make_transfers()
         self.release_garbage()
@@ -170,7 +175,7 @@ class Stepper:
 
     def _rebuild_model(self, scenario: Scenario) -> None:
         self._drop_model()
-        self.scenario = scenario
+        self._enter(scenario)
         self._adopt(build_model(scenario, self.backend.layer_provider, MemorySettings()))
 
     def _drop_model(self) -> None:

@@ -31,9 +31,9 @@ def check_configs(scenario: Scenario, settings: MemorySettings) -> None:
         raise ValueError(f"Megatron refuses the training state '{scenario.state}' ({reason}): choose another") from None
 
 
-def set_in_place(live: LiveModel, scenario: Scenario, settings: MemorySettings) -> None:
-    """Gives the model another scenario, whose training state differs only in what each forward reads."""
-    reference = transformer_config(scenario, settings)
+def set_in_place(live: LiveModel, scenario: Scenario) -> None:
+    """Gives the model another scenario, and sets what each forward reads of its training state."""
+    reference = transformer_config(scenario, MemorySettings())
     for name in state_fields(scenario.state):
         setattr(live.config, name, getattr(reference, name))
     live.scenario = scenario
