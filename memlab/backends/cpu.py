@@ -90,8 +90,8 @@ def cuda_replaced(calls: type[CudaOnCpu] = CudaOnCpu) -> Iterator[None]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        compiled = swapped(_compiled_functions(len(sys.modules)))
-        with patched(_replacements()), compiled, fused_adam.importable(), calls():
+        # Compiled functions are searched for under the replacements: those that have a replacement keep it.
+        with patched(_replacements()), swapped(_compiled_functions(len(sys.modules))), fused_adam.importable(), calls():
             yield
     finally:
         torch.set_num_threads(num_threads)
