@@ -20,6 +20,7 @@ LOSSES = ("cross_entropy", "logprobs")
 CROSS_ENTROPY_FUSION_IMPLS = ("native", "te")
 ATTENTION_BACKENDS = ("auto", "fused", "flash", "unfused")
 FP8_FORMATS = ("e4m3", "hybrid")
+LOSS_OPTIONS = ("loss", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "logprobs_chunk_size")
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 MainGradsDtype = Literal["fp32", "bf16"]

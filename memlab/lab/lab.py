@@ -175,13 +175,7 @@ class Lab:
         Raises:
             ValueError: If a value is not a positive number.
         """
-        given: dict[str, Any] = {
-            "seq_length": seq_length,
-            "micro_batch_size": micro_batch_size,
-            "num_microbatches": num_microbatches,
-        }
-        changes = {name: value for name, value in given.items() if value is not None}
-        self._session.set_workload(replace(self.scenario, **changes))
+        self._session.set_workload(self._with_workload(seq_length, micro_batch_size, num_microbatches))
 
     def set_state(self, state: TrainingState) -> StateChange:
         """Changes the training state: rebuilds the optimizer or the model if the state needs other tensors.
@@ -264,24 +258,49 @@ class Lab:
         """
         return self._session.stop()
 
-    def forward_only(self, settings: MemorySettings | None = None, *, suspend_offload: bool = True) -> StepRecord:
+    def forward_only(
+        self,
+        settings: MemorySettings | None = None,
+        *,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        num_microbatches: int | None = None,
+        suspend_offload: bool = True,
+    ) -> StepRecord:
         """Takes a pass without gradients, backward and optimizer, as reinforcement learning does for log-probabilities.
 
-        Optimizer state is what earlier steps have allocated: before the first training step there are no moments.
+        Optimizer state is what earlier steps have allocated: before the first training step there are no moments. The
+        pass may take other batches than a training step, as slime's ``--log-probs-max-tokens-per-gpu`` gives it a token
+        budget of its own. Training goes on with its own workload. Megatron keeps the rotary angles of both sequence
+        lengths.
 
         Args:
             settings: Applied first; None keeps the current settings.
+            seq_length: Tokens in a sequence of this pass; None takes the training step's.
+            micro_batch_size: Sequences in each forward of this pass; None takes the training step's.
+            num_microbatches: Forwards in this pass; None takes the training step's.
             suspend_offload: Keep Megatron's activation offload out of the pass, as NeMo-RL #2279 does. Without it the
                 pass replaces the offload manager's warm-up, or uses up the groups of the next training step: `apply`
                 makes the manager start over.
 
         Returns:
-            The record, also appended to `records`; the same loss as a training step's.
+            The record, also appended to `records`; with the same workload, the same loss as a training step's.
 
         Raises:
-            ValueError: If the settings break a rule.
+            ValueError: If the settings or the workload break a rule.
         """
-        return self._session.forward_only(settings, suspend_offload=suspend_offload)
+        scenario = self._with_workload(seq_length, micro_batch_size, num_microbatches)
+        return self._session.forward_only(settings, scenario, suspend_offload=suspend_offload)
+
+    def _with_workload(
+        self, seq_length: int | None, micro_batch_size: int | None, num_microbatches: int | None
+    ) -> Scenario:
+        given: dict[str, Any] = {
+            "seq_length": seq_length,
+            "micro_batch_size": micro_batch_size,
+            "num_microbatches": num_microbatches,
+        }
+        return replace(self.scenario, **{name: value for name, value in given.items() if value is not None})
 
     @property
     def pinned_host_memory(self) -> bool:

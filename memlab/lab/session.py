@@ -119,15 +119,17 @@ class Session:
 
         return self.worker.start(take_step, before=self._stop.clear)
 
-    def forward_only(self, settings: MemorySettings | None, *, suspend_offload: bool) -> StepRecord:
+    def forward_only(self, settings: MemorySettings | None, scenario: Scenario, *, suspend_offload: bool) -> StepRecord:
         """Implements `Lab.forward_only`."""
         requested = self.stepper.settings if settings is None else settings
         self.check(requested)
 
         def take_pass() -> StepRecord:
             self._apply_if_changed(requested)
-            record = self.stepper.step(forward_only=True, suspend_offload=suspend_offload)
-            self._is_steady = self._is_steady and record.status == "ok"
+            is_other = scenario != self.stepper.scenario
+            with self.stepper.workload_of_a_pass(scenario):
+                record = self.stepper.step(forward_only=True, suspend_offload=suspend_offload)
+            self._is_steady = self._is_steady and record.status == "ok" and not is_other
             self.records.append(record)
             return record
 

@@ -234,6 +234,16 @@ class Stepper:
         if is_rescheduled:
             self.apply(self.settings)  # Megatron's offload manager has learned its groups for the passes of a step
 
+    @contextmanager
+    def workload_of_a_pass(self, scenario: Scenario) -> Iterator[None]:
+        """Uses another workload for the block. Megatron's offload manager goes on with the groups that it knows."""
+        of_training = self.scenario
+        self.scenario = self.live.scenario = scenario
+        try:
+            yield
+        finally:
+            self.scenario = self.live.scenario = of_training
+
     def drop(self) -> dict[str, int]:
         """Drops every name of the model, as a notebook does with ``del``, and finds what still holds it.
 

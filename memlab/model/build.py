@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.model.losses import PolicyGradientLoss
 from memlab.model.megatron_config import distributed_data_parallel_config, optimizer_config, transformer_config
 from memlab.model.process_group import initialize_megatron, seed_megatron
 from memlab.upstream.patching import patched
@@ -43,9 +44,13 @@ class LiveModel:
     """Megatron's (chained) distributed optimizer."""
     forward_backward: Callable[..., Any]
     """Megatron's schedule for this pipeline layout."""
+    loss: PolicyGradientLoss | None = field(init=False)
+    """The loss, if the GPTModel does not compute it itself."""
     _modules: tuple[Any, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        state = self.scenario.state
+        self.loss = PolicyGradientLoss(state.logprobs_chunk_size) if state.loss == "logprobs" else None
         self._modules = tuple(module for chunk in self.chunks for module in chunk.modules())
 
     @property
@@ -83,8 +88,13 @@ class LiveModel:
             first += len(chunk.module.decoder.layers)
 
     def working_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Yields `named_modules` without placeholders, which return their input: 4 of 18 modules of a Qwen3 layer."""
-        return ((name, module) for name, module in self.named_modules() if not isinstance(module, IdentityOp))
+        """Yields `named_modules` without placeholders, which return their input: 4 of 18 modules of a Qwen3 layer.
+
+        A loss outside the GPTModel is a module of its own.
+        """
+        yield from ((name, module) for name, module in self.named_modules() if not isinstance(module, IdentityOp))
+        if self.loss is not None:
+            yield "loss", self.loss
 
     def buffers(self) -> Iterator[tuple[str, Any]]:
         """Yields DDP's buffers of parameters and gradients, each with the name of its attribute."""
