@@ -222,6 +222,8 @@ def _separate_experts(live: LiveModel) -> None:
     Transformer Engine's Adam has scales, remainders and temporaries for each expert's weight.
     """
     for part in live.optimizers:
+        if not hasattr(part, "shard_float16_groups"):  # not the distributed optimizer
+            continue
         of_main = (part.shard_float16_groups, part.shard_fp32_from_float16_groups)
         for model_group, *shard_groups in zip(part.model_float16_groups, *of_main, strict=True):
             for parameter, *shards in zip(model_group, *shard_groups, strict=True):
