@@ -160,7 +160,8 @@ def build_optimizer(live: LiveModel) -> None:
     live.optimizer = get_megatron_optimizer(optimizer_config(live.scenario), live.chunks, use_gloo_process_groups=False)
     _fuse_adam(live)
     _retain_main_gradients(live)
-    _separate_experts(live)
+    if live.scenario.state.use_precision_aware_optimizer:
+        _separate_experts(live)
 
 
 def take_apart(chunks: list[Any]) -> None:
