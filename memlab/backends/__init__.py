@@ -33,6 +33,8 @@ class Backend:
     active: Callable[[], AbstractContextManager[None]]
     """Every job on the model runs inside this context."""
     meter: Callable[[Labels], Meter]
+    fp8_layer_provider: type | None = None
+    """The provider under FP8, if it is another one."""
     fill_workspaces: Callable[[bool], None] = lambda is_moe: None
     """Allocates, once a model is built, what kernels keep on the device outside tensors."""
     check: Callable[[Scenario], None] = lambda scenario: None
@@ -41,6 +43,10 @@ class Backend:
     """Whether tensors have values, so that a loss is computed."""
     compiles: bool = False
     """Whether Megatron's small functions go through ``torch.compile``."""
+
+    def provider_for(self, scenario: Scenario) -> type:
+        """Returns the layer provider of a scenario."""
+        return (scenario.state.fp8_format and self.fp8_layer_provider) or self.layer_provider
 
 
 def find_backend(name: str) -> Backend:

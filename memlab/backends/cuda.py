@@ -14,6 +14,7 @@ import torch
 from memlab.backends import Backend
 from memlab.backends.host_system import pin_to_numa_node
 from memlab.config.scenario import Scenario
+from memlab.config.training_state import TrainingState
 from memlab.meter.cuda.meter import AllocatorMeter
 from memlab.model.attention_environment import check_environment, check_flash_attention_is_installed
 from memlab.model.process_group import join_with_nccl, require_started_ranks
@@ -103,15 +104,42 @@ def backend(reason: str) -> Backend:
 
 
 def check(scenario: Scenario) -> None:
-    """Checks that the ranks are started, and that Transformer Engine can use the attention backend.
+    """Checks that the ranks are started, and that FP8 recipe and attention backend can be used.
 
     Raises:
         ValueError: If not.
     """
     require_started_ranks(scenario.layout)
+    check_fp8_support(scenario.state)
     check_environment(scenario.state.attention_backend)
     if scenario.state.attention_backend == "flash":
         check_flash_attention_is_installed()
+
+
+def check_fp8_support(state: TrainingState) -> None:
+    """Checks that this GPU, its CUDA and Transformer Engine can use the FP8 recipe of a training state.
+
+    Raises:
+        ValueError: If not.
+    """
+    if state.fp8_format is None:
+        return
+    engine = import_module("transformer_engine.pytorch")
+    is_available, reason = getattr(engine, _FP8_SUPPORT[state.fp8_recipe])(return_reason=True)
+    if not is_available:
+        raise ValueError(
+            f"fp8_recipe is {state.fp8_recipe!r}, which cannot be used here ({reason.strip().rstrip('.')}): choose "
+            "another fp8_recipe, or predict the step (memlab predict, backend 'simulated')"
+        )
+
+
+_FP8_SUPPORT = {
+    "delayed": "is_fp8_available",
+    "tensorwise": "is_fp8_available",
+    "blockwise": "is_fp8_block_scaling_available",
+    "mxfp8": "is_mxfp8_available",
+}
+"""Transformer Engine's own questions, by recipe."""
 
 
 def local_rank() -> int:

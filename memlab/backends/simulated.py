@@ -12,18 +12,22 @@ from functools import cache
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from memlab.backends import Backend, fake_collectives
 from memlab.backends.cpu import cuda_replaced
 from memlab.backends.fake_cuda import FAKE, FakeCuda
-from memlab.backends.fused_adam import FusedAdam
 from memlab.backends.meta_result_cache import MetaResultCache
 from memlab.backends.simulated_routing import chosen_routing
 from memlab.meter.simulated_meter import SimulatedMeter
+from memlab.model.layers import fake_fp8
 from memlab.model.layers.fake_layers import FakeProvider
 from memlab.model.process_group import join_alone
 from memlab.model.retention.transformer_engine_caches import hold_fake_workspaces
 from memlab.upstream.patching import patched
+
+SIMULATED_TE_VERSION = "2.12.0"
+"""The Transformer Engine that the layers for fake tensors were written after."""
 
 
 def backend(reason: str) -> Backend:
@@ -32,6 +36,7 @@ def backend(reason: str) -> Backend:
         name="simulated",
         reason=reason,
         layer_provider=FakeProvider,
+        fp8_layer_provider=fake_fp8.FakeFp8Provider,
         join=join_alone,
         active=on_fake_tensors,
         meter=SimulatedMeter,
@@ -58,10 +63,33 @@ def _replacements() -> dict[str, Any]:
         "torch.cuda.current_device": lambda: FAKE,
         "torch.distributed.all_gather_object": _gather_own,
         "torch.distributed.batch_isend_irecv": fake_collectives.exchange,
+        "megatron.core.optimizer.USING_PYTORCH_OPTIMIZER": False,
         "megatron.core.optimizer.Adam": FusedAdam,
         "megatron.core.optimizer.clip_grads.l2_norm_impl": _norm,
         **chosen_routing(),
+        **_fp8_replacements(),
     }
+
+
+def _fp8_replacements() -> dict[str, Any]:
+    """Returns what Megatron takes from Transformer Engine for FP8 only."""
+    engine = "megatron.core.extensions.transformer_engine"
+    experts, block = "megatron.core.transformer.moe.experts", "megatron.core.transformer.transformer_block"
+    return {
+        "megatron.core.transformer.transformer_config.is_te_min_version": _is_te_min_version,
+        f"{experts}.HAVE_TE": True,
+        f"{experts}.Fp8Padding": fake_fp8.Fp8Padding,
+        f"{experts}.Fp8Unpadding": fake_fp8.Fp8Unpadding,
+        f"{block}.te_checkpoint": fake_fp8.checkpoint_around_layers,
+        f"{engine}.te_checkpoint": fake_fp8.checkpoint_inside_layers,
+        "megatron.core.transformer.moe.moe_layer.te_checkpoint": fake_fp8.checkpoint_inside_layers,
+    }
+
+
+def _is_te_min_version(version: str, check_equality: bool = True) -> bool:
+    """Answers for the Transformer Engine whose layers are simulated."""
+    simulated = Version(SIMULATED_TE_VERSION)
+    return simulated >= Version(version) if check_equality else simulated > Version(version)
 
 
 def _gather_own(gathered: list[Any], own: Any, group: Any = None) -> None:
@@ -72,3 +100,25 @@ def _gather_own(gathered: list[Any], own: Any, group: Any = None) -> None:
 def _norm(chunk_size: int, overflow: torch.Tensor, tensors: Any, per_tensor: bool) -> tuple[torch.Tensor, None]:
     """Replaces ``multi_tensor_l2norm``, one kernel over all gradients."""
     return torch.empty(1, dtype=torch.float32, device=FAKE), None
+
+
+class FusedAdam(torch.optim.AdamW):
+    """Allocates what Transformer Engine's allocates (``transformer_engine/pytorch/optimizers/fused_adam.py``, 2.12.0).
+
+    These are both moments of each parameter in fp32; the step is a number, and an update makes no temporaries.
+    """
+
+    def __init__(self, params: Any, *, adam_w_mode: bool, **options: Any) -> None:
+        super().__init__(params, **options)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Makes missing moments, and touches the tensors that the kernel touches."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter) for _ in range(2))
+                parameter.addcmul_(state["exp_avg"].add_(parameter.grad), state["exp_avg_sq"])

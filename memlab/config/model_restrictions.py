@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from memlab.config.architectures import Architecture
+from memlab.config.fp8_restrictions import check_fp8_settings
 from memlab.config.scenario import Scenario
 from memlab.config.settings import (
     MOE_OFFLOAD_MODULES,
@@ -34,8 +35,10 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
 
     Raises:
         ValueError: If a module exists only in MoE layers and the model is dense, if more layers shall be recomputed
-            than the model has, or if full recompute is combined with offload modules on pipeline stages.
+            than the model has, if the FP8 recipe refuses a module, or if full recompute is combined with offload
+            modules on pipeline stages.
     """
+    check_fp8_settings(settings, scenario)
     architecture, layers = scenario.architecture, scenario.layers_of_chunks
     num_layers = max(layers)
     if settings.recompute_num_layers is not None and settings.recompute_num_layers > num_layers:

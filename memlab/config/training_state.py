@@ -20,7 +20,6 @@ LOSSES = ("cross_entropy", "logprobs")
 CROSS_ENTROPY_FUSION_IMPLS = ("native", "te")
 ATTENTION_BACKENDS = ("auto", "fused", "flash", "unfused")
 FP8_FORMATS = ("e4m3", "hybrid")
-LOSS_OPTIONS = ("loss", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "logprobs_chunk_size")
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 MainGradsDtype = Literal["fp32", "bf16"]
@@ -176,6 +175,11 @@ class TrainingState:
                 "fp8_param_gather is True without FP8, must have a format: set fp8_format 'e4m3' or 'hybrid', or leave "
                 "fp8_param_gather out"
             )
+        if self.fp8_param_gather and not self.use_distributed_optimizer:
+            raise ValueError(
+                "fp8_param_gather is True without the distributed optimizer, which alone writes FP8 parameters: set "
+                "use_distributed_optimizer, or leave fp8_param_gather out"
+            )
 
     def without_effect(self) -> dict[str, str]:
         """Names the options that Megatron accepts and then ignores, each with the reason."""
@@ -228,12 +232,8 @@ class TrainingState:
 
     def __str__(self) -> str:
         """A short name for tables and legends, such as ``grad_reduce_in_bf16, exp_avg_dtype bf16``."""
-        return ", ".join(option_words(name, value) for name, value in self.changed().items()) or "default state"
-
-
-def option_words(name: str, value: object) -> str:
-    """Writes an option of a training state for tables: its name alone if it is on, else with its value."""
-    return name if value is True else f"{name} {value}"
+        words = [name if value is True else f"{name} {value}" for name, value in self.changed().items()]
+        return ", ".join(words) or "default state"
 
 
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:

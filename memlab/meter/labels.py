@@ -146,7 +146,7 @@ _active: Labels | None = None
 
 @contextmanager
 def labelled_by(labels: Labels) -> Iterator[None]:
-    """Makes `labels` those that `one_kernel`, `on_host` and `reloading` change, for the block."""
+    """Makes `labels` those that `one_kernel`, `on_host` and `keeping` change, for the block."""
     global _active  # noqa: PLW0603  # replaced functions and layers have no reference to a lab
     outer, _active = _active, labels
     try:
@@ -189,6 +189,6 @@ def on_host() -> Iterator[None]:
         labels.host_depth -= 1
 
 
-def reloading() -> AbstractContextManager[None]:
-    """Returns a context in which new storages are activations, copied back from the host."""
-    return _active.category("activations") if _active is not None else nullcontext()
+def keeping(category: str) -> AbstractContextManager[None]:
+    """Returns a context in which new storages have this category, a name of `memlab.vocabulary.CATEGORIES`."""
+    return _active.category(category) if _active is not None else nullcontext()

@@ -42,6 +42,9 @@ def apply(live: LiveModel, settings: MemorySettings) -> None:
         if "offload_expert_fc1" in attributes:
             # experts.py keeps one tensor instead of one view an expert, so that the offload is one copy.
             module.linear_fc1.save_original_input = attributes["offload_expert_fc1"]
+        if "activation_recompute" in attributes and live.config.fp8:
+            # experts.py lets the next linear save what is recomputed in place of an FP8 copy.
+            module.linear_fc2.save_original_input = attributes["activation_recompute"]
     offload_manager.start_over()
 
 

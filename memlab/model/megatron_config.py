@@ -79,14 +79,13 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
         bf16=scenario.dtype == "bf16",
         use_cpu_initialization=False,
         finalize_model_grads_func=finalize_model_grads,
-        **state_fields(scenario.state),
+        **_state_fields(scenario.state),
         **moe,
         **settings_fields(settings),
     )
 
 
-def state_fields(state: TrainingState) -> dict[str, Any]:
-    """Returns the part of a training state that Megatron's TransformerConfig holds."""
+def _state_fields(state: TrainingState) -> dict[str, Any]:
     return {
         "cross_entropy_loss_fusion": state.cross_entropy_loss_fusion,
         "cross_entropy_fusion_impl": state.cross_entropy_fusion_impl,

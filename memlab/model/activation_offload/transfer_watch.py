@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import fine_grained_activation_offload as u
 from memlab.config.model_restrictions import without_effect
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.meter.labels import reloading
+from memlab.meter.labels import keeping
 from memlab.upstream.patching import patched
 
 
@@ -56,7 +56,7 @@ class OffloadWatch:
         reload = upstream.ChunkOffloadHandler.reload
 
         def reload_as_activation(handler: Any, *args: Any, **kwargs: Any) -> Any:
-            with reloading():
+            with keeping("activations"):
                 return reload(handler, *args, **kwargs)
 
         replacements = {

@@ -22,6 +22,7 @@ class Split:
 
     way: Literal["column", "row"] | None = None
     group: Any = None
+    ranks: int = 1
 
     def enter(self, inputs: torch.Tensor) -> torch.Tensor:
         """Returns the input of the matrix product."""
@@ -47,4 +48,4 @@ def split_of(way: Literal["column", "row"] | None, config: TransformerConfig) ->
     """Returns how a linear of the model is split under its layout."""
     if way is None or config.tensor_model_parallel_size == 1:
         return WHOLE
-    return Split(way, parallel_state.get_tensor_model_parallel_group())
+    return Split(way, parallel_state.get_tensor_model_parallel_group(), config.tensor_model_parallel_size)

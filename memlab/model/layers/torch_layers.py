@@ -174,7 +174,7 @@ class TorchAttention(torch.nn.Module):
         self.softmax_scale = softmax_scale or config.kv_channels**-0.5
         ring = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
         self.context_parallel_group = ring
-        self.config = config
+        self.attention_backend = config.attention_backend
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None, **_: Any
@@ -183,10 +183,9 @@ class TorchAttention(torch.nn.Module):
         if self.context_parallel_group is not None:
             ring: torch.Tensor = RingAttention.apply(query, key, value, self.softmax_scale, self.context_parallel_group)
             return ring
-        # A change of the training state changes the config.
-        if self.config.attention_backend is AttnBackend.unfused:
+        if self.attention_backend is AttnBackend.unfused:
             return unfused_attention(query, key, value, self.softmax_scale)
-        if self.config.attention_backend is AttnBackend.flash:
+        if self.attention_backend is AttnBackend.flash:
             return flash_attention(query, key, value, self.softmax_scale)
         result: torch.Tensor = CausalAttention.apply(query, key, value, self.softmax_scale)
         return result

@@ -1,0 +1,87 @@
+"""Which models, workloads and settings Transformer Engine and Megatron refuse to multiply in FP8.
+
+Read in Transformer Engine 2.12.0 (``assert_dim_for_fp8_exec`` and ``assert_dim_for_all_gather`` of
+``transformer_engine/pytorch/utils.py``, `MXFP8Quantizer`) and in ``transformer_config.py`` of megatron-core 0.16.1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memlab.config.settings import MemorySettings
+
+if TYPE_CHECKING:
+    from memlab.config.scenario import Scenario
+
+_ROWS, _WIDTH = 8, 16
+"""What rows and columns of a matrix in FP8 must divide by; cuBLAS reads the transposed matrix in rows of 16 bytes."""
+_MX_BLOCK = 32
+_GATHERED_BLOCK = {"blockwise": 128, "mxfp8": _MX_BLOCK}
+"""What a rank's part of a matrix must divide by to be gathered in FP8, by recipe."""
+
+
+def check_fp8(scenario: Scenario) -> None:
+    """Checks dtype and sizes of a scenario with FP8.
+
+    Raises:
+        ValueError: If Transformer Engine cannot multiply one of the matrices in FP8.
+    """
+    state = scenario.state
+    if state.fp8_format is None:
+        return
+    if scenario.dtype != "bf16":
+        raise ValueError(
+            f"fp8_format is {state.fp8_format!r} with dtype {scenario.dtype!r}, must be with 'bf16', in which the "
+            "products of FP8 matrices are stored: choose dtype 'bf16', or leave fp8_format out"
+        )
+    multiple = _MX_BLOCK if state.fp8_recipe == "mxfp8" else _WIDTH
+    for name, size in _sizes(scenario).items():
+        if size % multiple:
+            raise ValueError(
+                f"{name} is {size}, must be a multiple of {multiple} under fp8_recipe {state.fp8_recipe!r}: choose "
+                "another model or layout, or leave fp8_format out"
+            )
+    _check_tokens(scenario, multiple)
+
+
+def _check_tokens(scenario: Scenario, multiple: int) -> None:
+    ranks, own = scenario.layout.tensor_model_parallel_size, scenario.tokens_of_rank
+    recipe = scenario.state.fp8_recipe
+    part = _GATHERED_BLOCK.get(recipe, _ROWS) if ranks > 1 else multiple
+    if own % part or own * ranks % multiple:
+        raise ValueError(
+            f"a rank holds {own} tokens of a micro-batch, must be a multiple of {max(part, multiple // ranks)} under "
+            f"fp8_recipe {recipe!r}: change seq_length or micro_batch_size, or leave fp8_format out"
+        )
+
+
+def _sizes(scenario: Scenario) -> dict[str, int]:
+    """Returns the sizes of one rank's weight matrices by their names."""
+    model, layout = scenario.architecture, scenario.layout
+    ranks = layout.tensor_model_parallel_size
+    heads = model.num_attention_heads + 2 * model.num_query_groups
+    sizes = {
+        "hidden_size": model.hidden_size,
+        "the attention's size on a rank": model.num_attention_heads * model.kv_channels // ranks,
+        "the size of query, key and value on a rank": heads * model.kv_channels // ranks,
+    }
+    if model.is_moe:
+        return sizes | {"moe_ffn_hidden_size on a rank": model.moe_ffn_hidden_size // layout.expert_tensor_size}
+    return sizes | {"ffn_hidden_size on a rank": model.ffn_hidden_size // ranks}
+
+
+def check_fp8_settings(settings: MemorySettings, scenario: Scenario) -> None:
+    """Checks memory settings against the FP8 recipe.
+
+    Raises:
+        ValueError: If a setting needs the input of an expert's linear saved as it is, which the delayed recipe cannot.
+    """
+    if scenario.state.fp8_format is None or scenario.state.fp8_recipe != "delayed":
+        return
+    for field, refused in (("recompute_modules", ("moe_act", "layernorm")), ("offload_modules", ("expert_fc1",))):
+        for name in refused:
+            if name in (getattr(settings, field) or ()):
+                raise ValueError(
+                    f"{field} has {name!r}, which the FP8 recipe 'delayed' does not support, since it cannot save a "
+                    f"linear's input unquantized: choose fp8_recipe 'tensorwise' or 'blockwise', or leave {name!r} out"
+                )

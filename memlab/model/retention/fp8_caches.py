@@ -1,0 +1,32 @@
+"""What FP8 layers keep on the device between steps: their weights in FP8, and the state of their quantizers.
+
+The names are those of Transformer Engine's modules (``transformer_engine/pytorch/module/base.py``, 2.12.0), which
+the layers for fake tensors have too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def fp8_caches(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yields the tensors that a module keeps for FP8."""
+    attributes = vars(module)
+    for workspace in attributes.get("_fp8_workspaces", {}).values():
+        yield from _tensors_of(workspace)
+    for quantizers in attributes.get("quantizers", {}).values():
+        for quantizer in quantizers:
+            yield from _tensors_of(quantizer)
+    for state in attributes.get("fp8_meta", {}).values():
+        yield from _tensors_of(state)
+
+
+def _tensors_of(owner: Any) -> Iterator[torch.Tensor]:
+    """Yields the plain tensors among the attributes of an object, and in lists there."""
+    for value in getattr(owner, "__dict__", {}).values():
+        for tensor in value if isinstance(value, list) else (value,):
+            if type(tensor) is torch.Tensor:
+                yield tensor

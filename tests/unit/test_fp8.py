@@ -1,0 +1,217 @@
+"""FP8 without a GPU: what each layer allocates and saves, which settings it refuses, and steps that an H200 measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from memlab.backends import find_backend
+from memlab.config.architectures import find_architecture
+from memlab.config.layout import Layout
+from memlab.config.model_restrictions import check_on_model
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.config.training_state import Fp8Recipe, TrainingState
+from memlab.lab.lab import Lab
+from memlab.meter.storage_meter import StorageMeter
+from memlab.model.layers.fake_fp8 import Fp8Padding
+from tests.unit.live import FULL, offload, recompute
+from tests.unit.refusal import refusal
+
+GIB = 2**30
+SMALL = {"num_layers": 2, "seq_length": 256, "backend": "simulated"}
+
+
+def fp8(recipe: Fp8Recipe = "tensorwise", **others: Any) -> TrainingState:
+    return TrainingState(fp8_format="hybrid", fp8_recipe=recipe, **others)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "at_rest", "peak"),
+    [("delayed", 33.99, 38.255), ("tensorwise", 33.99, 38.226), ("blockwise", 34.00, 38.222)],
+)
+def test_peaks_are_those_of_an_h200(recipe: Fp8Recipe, at_rest: float, peak: float) -> None:
+    # The fourth step of plain Megatron-Core 0.16.1 with Transformer Engine 2.12.0. There the router decided.
+    with Lab("qwen3-30b-a3b", num_layers=2, backend="simulated", routing="random:7", state=fp8(recipe)) as lab:
+        record = lab.step(warm_up=False)
+        record = lab.step(warm_up=False)
+    assert record.peak_allocated_bytes / GIB == pytest.approx(peak, rel=5e-4)
+    assert record.static_bytes / GIB == pytest.approx(at_rest, rel=5e-4)
+
+
+@pytest.fixture
+def exact_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts bytes as they are requested, without the allocator's rounding."""
+    exact = replace(find_backend("simulated"), meter=StorageMeter, fill_workspaces=lambda is_moe: None)
+    monkeypatch.setattr("memlab.lab.lab.find_backend", lambda name: exact)
+
+
+def _matrices(lab: Lab) -> list[tuple[int, ...]]:
+    layers = lab._stepper.live.layers
+    return [
+        tuple(weight.shape)
+        for layer in layers
+        for name, weight in layer.named_parameters()
+        if "linear_" in name and weight.dim() == 2
+    ]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "scale_bytes"),
+    [
+        ("delayed", lambda rows, width: 0),
+        ("tensorwise", lambda rows, width: 0),
+        # fp32 per 128 x 128 values; the second dimension is padded to a multiple of 4.
+        ("blockwise", lambda rows, width: 16 * (_tiles(rows, width, 128, 512) + _tiles(width, rows, 128, 512))),
+        # One byte per 32 values of a row or of a column, padded to tiles of 128 x 4 bytes.
+        ("mxfp8", lambda rows, width: 512 * (_tiles(rows, width, 128, 128) + _tiles(width, rows, 128, 128))),
+    ],
+)
+@pytest.mark.usefixtures("exact_bytes")
+def test_weights_stay_allocated_in_fp8_by_row_and_by_column(recipe: Fp8Recipe, scale_bytes: Any) -> None:
+    model = find_architecture("phi-4-tiny")
+    model = replace(model, hidden_size=512, ffn_hidden_size=1024)
+    with Lab(model, state=fp8(recipe), **SMALL) as lab:
+        before = lab.step().static_bytes
+        matrices = _matrices(lab)
+    with Lab(model, **SMALL) as lab:
+        without = lab.step().static_bytes
+    expected = sum(2 * rows * width + scale_bytes(rows, width) for rows, width in matrices)
+    quantizers = {"tensorwise": 2 * 5 * 512 + 512, "delayed": 10 * 4 + 512}.get(recipe, 0)
+    assert before - without == expected + len(matrices) * quantizers
+
+
+def _tiles(rows: int, width: int, height_of_tile: int, width_of_tile: int) -> int:
+    return -(-rows // height_of_tile) * -(-width // width_of_tile)
+
+
+ROWS = 256
+SPLITS = [64, 32, 32, 16, 64, 16, 32, 0]
+"""Rows of each expert of the tiny model; one has none."""
+BF16_INPUT, FP8_INPUT = ROWS * 128 * 2, ROWS * 128
+NORM = [BF16_INPUT, ROWS * 4]
+"""A fused norm saves its input, and a number in fp32 per row."""
+SCALAR = 512
+"""What torch's allocator takes for a scale."""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "linear_qkv", "linear_proj", "linear_fc1"),
+    [
+        ("delayed", [FP8_INPUT, SCALAR], [FP8_INPUT, SCALAR], [*(rows * 128 for rows in SPLITS), 8 * SCALAR]),
+        # The projection saves attention's output, which attention saves too.
+        ("tensorwise", [FP8_INPUT, SCALAR], [BF16_INPUT], [*(rows * 128 for rows in SPLITS), 8 * SCALAR]),
+        # By column a scale in fp32 per 128 rows; that of all experts is one buffer.
+        ("blockwise", [FP8_INPUT, 2 * 128 * 4], [BF16_INPUT], [ROWS * 128 + 7 * 128 * 4]),
+        # By column a byte per 32 rows; 4 x 128 of them are the least for each expert.
+        ("mxfp8", [FP8_INPUT, 8 * 128], [BF16_INPUT], [ROWS * 128 + 7 * 4 * 128]),
+    ],
+)
+def test_layers_save_for_backward_what_transformer_engine_saves(
+    recipe: Fp8Recipe, linear_qkv: list[int], linear_proj: list[int], linear_fc1: list[int]
+) -> None:
+    with Lab("qwen3-moe-tiny", state=fp8(recipe), **SMALL) as lab:
+        assert sorted(_saved_bytes(lab, "self_attention.linear_qkv")) == sorted([*NORM, *linear_qkv])
+        assert _saved_bytes(lab, "self_attention.linear_proj") == linear_proj
+        assert _saved_bytes(lab, "mlp.experts.linear_fc1") == linear_fc1
+
+
+def _saved_bytes(lab: Lab, part: str) -> list[int]:
+    """Returns the bytes of each tensor that a module of the first layer saves for backward, weights left out."""
+    module = lab._stepper.live.layers[0].get_submodule(part)
+    weights = list(module.parameters())
+    saved: list[int] = []
+
+    def see(tensor: torch.Tensor) -> torch.Tensor:
+        if all(tensor is not weight for weight in weights):
+            saved.append(tensor.untyped_storage().nbytes())
+        return tensor
+
+    def run() -> None:
+        arguments: tuple[Any, ...] = (SPLITS,) if "experts" in part else ()
+        shape = (ROWS, 128) if "experts" in part else (ROWS, 1, 128)
+        inputs = torch.empty(shape, dtype=torch.bfloat16, device=torch.cuda.current_device(), requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+            module(inputs, *arguments)
+
+    lab._worker.submit(run).result()
+    return saved
+
+
+def test_full_recompute_frees_column_wise_weights_only_of_the_blockwise_recipe() -> None:
+    # A cached weight of the tensorwise recipe that lacks the values for backward is replaced for good; that of the
+    # blockwise recipe is completed in backward, and cut again by the next step's forward.
+    freed = {}
+    for recipe in ("tensorwise", "blockwise"):
+        with Lab("qwen3-moe-tiny", state=fp8(recipe), num_layers=2, seq_length=64, backend="simulated") as lab:
+            lab.step(FULL)
+            weights = lab._stepper.live.layers[0].mlp.experts.linear_fc1
+            lab._stepper.live.chunk.module.set_is_first_microbatch()
+            with torch.no_grad():
+                lab._worker.submit(lambda linear=weights: linear.quantized_weight(columnwise=False)).result()
+            freed[recipe] = not weights._fp8_workspaces["weight"].columnwise
+    assert freed == {"tensorwise": False, "blockwise": True}
+
+
+def test_experts_rows_are_padded_where_they_do_not_divide() -> None:
+    rows, splits = torch.empty(50, 8, requires_grad=True), [16, 30, 4, 0]
+    padded, lengths = Fp8Padding(4, 16)(rows, splits)
+    assert lengths == [16, 32, 16, 0]
+    assert padded.shape == (64, 8)
+    padded.backward(torch.empty_like(padded))
+    assert rows.grad is not None
+    assert rows.grad.shape == rows.shape
+    aligned = torch.empty(48, 8)
+    assert Fp8Padding(2, 16)(aligned, [16, 32]) == (aligned, [16, 32])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dtype": "fp32"}, "dtype 'fp32', must be with 'bf16'"),
+        ({"seq_length": 24}, "holds 24 tokens of a micro-batch, must be a multiple of 16"),
+        ({"state": fp8("mxfp8"), "seq_length": 48}, "holds 48 tokens of a micro-batch, must be a multiple of 32"),
+        (
+            {"state": fp8("blockwise"), "layout": Layout(tensor_model_parallel_size=2), "seq_length": 192},
+            "holds 96 tokens of a micro-batch, must be a multiple of 128",
+        ),
+    ],
+)
+def test_what_transformer_engine_cannot_multiply_is_refused(changes: dict[str, Any], words: str) -> None:
+    values = {"num_layers": 1, "seq_length": 256, "state": fp8()} | changes
+    assert words in refusal(lambda: Scenario.of("qwen3-moe-tiny", **values))
+
+
+def test_widths_that_do_not_divide_are_refused() -> None:
+    narrow = replace(find_architecture("qwen3-moe-tiny"), moe_ffn_hidden_size=24)
+    message = refusal(lambda: Scenario.of(narrow, state=fp8()))
+    assert "moe_ffn_hidden_size on a rank is 24, must be a multiple of 16" in message
+
+
+@pytest.mark.parametrize("settings", [recompute("moe_act"), recompute("layernorm"), offload("expert_fc1")])
+def test_the_delayed_recipe_refuses_what_needs_the_original_input(settings: Any) -> None:
+    scenario = Scenario.of("qwen3-moe-tiny", seq_length=256, state=fp8("delayed"))
+    assert "which the FP8 recipe 'delayed' does not support" in refusal(lambda: check_on_model(settings, scenario))
+    check_on_model(settings, replace(scenario, state=fp8("blockwise")))
+
+
+def test_the_cpu_refuses_fp8() -> None:
+    assert "which needs a GPU" in refusal(lambda: Lab("qwen3-moe-tiny", backend="cpu", state=fp8()))
+
+
+def test_fp8_parameters_need_the_distributed_optimizer() -> None:
+    message = refusal(lambda: fp8(fp8_param_gather=True, use_distributed_optimizer=False))
+    assert "fp8_param_gather is True without the distributed optimizer" in message
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
+def test_every_recipe_steps_on_split_layers_and_leaves_nothing(recipe: Fp8Recipe) -> None:
+    layout = Layout(tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
+    with Lab("qwen3-moe-tiny", layout=layout, num_microbatches=2, state=fp8(recipe), **SMALL) as lab:
+        none = MemorySettings()
+        first, *_, last = [lab.step(settings) for settings in (none, FULL, recompute("moe"), none)]
+    assert first.residual_bytes == last.residual_bytes == 0
+    assert last.activation_peak_bytes == first.activation_peak_bytes
