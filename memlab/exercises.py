@@ -65,6 +65,11 @@ class Check(_Goals):
         hint = "between steps the device holds parameters, gradients and optimizer state"
         return self._below("the start of the step", self._record.static_bytes, num_bytes, hint)
 
+    def host_below(self, num_bytes: int) -> Self:
+        """Requires `host_bytes` below a number of bytes."""
+        hint = "the host holds what is offloaded, and the state of parameters that the CPU updates"
+        return self._below("the peak of the host", self._record.host_bytes, num_bytes, hint)
+
     def residual_is_zero(self) -> Self:
         """Requires that nothing stays allocated after the step."""
         hint = "a checkpointed MoE layer keeps its input and gradient: recompute something smaller, or apply a remedy"

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-from memlab.backends import Backend, fused_cross_entropy
+from memlab.backends import Backend, fused_adam, fused_cross_entropy
 from memlab.backends.cuda_on_cpu import CUDA_API, CudaOnCpu, from_numpy, is_on_host, random_state
 from memlab.backends.host_system import host_memory_bytes
+from memlab.backends.simulated_version import is_te_min_version
 from memlab.config.scenario import Scenario
 from memlab.meter.labels import one_kernel
 from memlab.meter.storage_meter import StorageMeter
@@ -94,7 +95,8 @@ def cuda_replaced(calls: type[CudaOnCpu] = CudaOnCpu) -> Iterator[None]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with patched(_replacements()), swapped(_compiled_functions(len(sys.modules))), calls():
+        # Compiled functions are searched for under the replacements: those that have a replacement keep it.
+        with patched(_replacements()), swapped(_compiled_functions(len(sys.modules))), fused_adam.importable(), calls():
             yield
     finally:
         torch.set_num_threads(num_threads)
@@ -112,7 +114,7 @@ def _replacements() -> dict[str, Any]:
     language_module = "megatron.core.models.common.language_module.language_module"
     by_megatron = {
         "multi_tensor_applier": utils.local_multi_tensor_applier,
-        "multi_tensor_scale_impl": utils.local_multi_tensor_scale,
+        "multi_tensor_scale_impl": _as_one_kernel(utils.local_multi_tensor_scale),
     }
     return {
         **{f"torch.cuda.{name}": value for name, value in CUDA_API.items()},
@@ -138,8 +140,11 @@ def _replacements() -> dict[str, Any]:
         f"{loss}.calculate_predicted_logits": fused_cross_entropy.native_predicted_logits,
         f"{loss}.calculate_gradients": fused_cross_entropy.native_gradients,
         f"{language_module}.te_parallel_cross_entropy": fused_cross_entropy.te_parallel_cross_entropy,
-        f"{optimizer}.USING_PYTORCH_OPTIMIZER": True,
-        f"{optimizer}.Adam": torch.optim.AdamW,
+        f"{optimizer}.USING_PYTORCH_OPTIMIZER": False,
+        f"{optimizer}.Adam": fused_adam.adam,
+        f"{optimizer}.distrib_optimizer.Adam": fused_adam.FusedAdam,
+        f"{optimizer}.is_te_min_version": is_te_min_version,
+        f"{optimizer}.optimizer_config.is_te_min_version": is_te_min_version,
         **{f"{optimizer}.optimizer.{name}": value for name, value in by_megatron.items()},
         **{f"{optimizer}.clip_grads.{name}": value for name, value in by_megatron.items()},
         f"{optimizer}.clip_grads.l2_norm_impl": utils.local_multi_tensor_l2_norm,

@@ -17,6 +17,7 @@ from packaging.version import Version
 from memlab.backends import Backend, fake_collectives
 from memlab.backends.cpu import cuda_replaced
 from memlab.backends.fake_cuda import FAKE, FakeCuda
+from memlab.backends.fused_adam import FusedAdam
 from memlab.backends.meta_result_cache import MetaResultCache
 from memlab.backends.simulated_routing import chosen_routing
 from memlab.meter.simulated_meter import SimulatedMeter
@@ -63,7 +64,6 @@ def _replacements() -> dict[str, Any]:
         "torch.cuda.current_device": lambda: FAKE,
         "torch.distributed.all_gather_object": _gather_own,
         "torch.distributed.batch_isend_irecv": fake_collectives.exchange,
-        "megatron.core.optimizer.USING_PYTORCH_OPTIMIZER": False,
         "megatron.core.optimizer.Adam": FusedAdam,
         "megatron.core.optimizer.clip_grads.l2_norm_impl": _norm,
         **chosen_routing(),
@@ -100,25 +100,3 @@ def _gather_own(gathered: list[Any], own: Any, group: Any = None) -> None:
 def _norm(chunk_size: int, overflow: torch.Tensor, tensors: Any, per_tensor: bool) -> tuple[torch.Tensor, None]:
     """Replaces ``multi_tensor_l2norm``, one kernel over all gradients."""
     return torch.empty(1, dtype=torch.float32, device=FAKE), None
-
-
-class FusedAdam(torch.optim.AdamW):
-    """Allocates what Transformer Engine's allocates (``transformer_engine/pytorch/optimizers/fused_adam.py``, 2.12.0).
-
-    These are both moments of each parameter in fp32; the step is a number, and an update makes no temporaries.
-    """
-
-    def __init__(self, params: Any, *, adam_w_mode: bool, **options: Any) -> None:
-        super().__init__(params, **options)
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Makes missing moments, and touches the tensors that the kernel touches."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter) for _ in range(2))
-                parameter.addcmul_(state["exp_avg"].add_(parameter.grad), state["exp_avg_sq"])

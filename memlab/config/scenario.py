@@ -12,7 +12,7 @@ from memlab.config.fp8_restrictions import check_fp8
 from memlab.config.from_json import build
 from memlab.config.layout import Layout
 from memlab.config.routing import Routing, find_routing
-from memlab.config.training_state import TrainingState
+from memlab.config.training_state import LOSS_OPTIONS, TrainingState
 from memlab.config.validation import MOST_LAYERS, MOST_TOKENS_OF_A_SEQUENCE, check_whole_number
 
 Dtype = Literal["bf16", "fp32"]
@@ -208,6 +208,9 @@ class Scenario:
             )
             names = ("overlap_grad_reduce", "overlap_param_gather")
             reasons |= {name: alone for name in names if getattr(self.state, name)}
+        if self.layout.pipeline_stage < self.layout.pipeline_model_parallel_size - 1:
+            elsewhere = "only the last pipeline stage computes the loss"
+            reasons |= {name: elsewhere for name in LOSS_OPTIONS if name in self.state.changed()}
         if self.layout.pipeline_stage > 0 and self.state.ddp_bucket_size is not None:
             reasons["ddp_bucket_size"] = "Megatron splits buffers into buckets only on the first pipeline stage"
         return reasons

@@ -20,6 +20,7 @@ LOSSES = ("cross_entropy", "logprobs")
 CROSS_ENTROPY_FUSION_IMPLS = ("native", "te")
 ATTENTION_BACKENDS = ("auto", "fused", "flash", "unfused")
 FP8_FORMATS = ("e4m3", "hybrid")
+LOSS_OPTIONS = ("loss", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "logprobs_chunk_size")
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 MainGradsDtype = Literal["fp32", "bf16"]
@@ -232,8 +233,12 @@ class TrainingState:
 
     def __str__(self) -> str:
         """A short name for tables and legends, such as ``grad_reduce_in_bf16, exp_avg_dtype bf16``."""
-        words = [name if value is True else f"{name} {value}" for name, value in self.changed().items()]
-        return ", ".join(words) or "default state"
+        return ", ".join(option_words(name, value) for name, value in self.changed().items()) or "default state"
+
+
+def option_words(name: str, value: object) -> str:
+    """Writes an option of a training state for tables: its name alone if it is on, else with its value."""
+    return name if value is True else f"{name} {value}"
 
 
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:

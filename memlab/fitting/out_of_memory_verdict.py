@@ -40,7 +40,11 @@ def judge(record: StepRecord, earlier_records: Sequence[StepRecord]) -> StepReco
     failure = record.out_of_memory
     if failure is None:
         return record
-    comparable = [known for known in earlier_records if known.forward_only == record.forward_only]
+    comparable = [
+        known
+        for known in earlier_records
+        if known.forward_only == record.forward_only and known.scenario.state == record.scenario.state
+    ]
     estimate = StepEstimate(record, comparable)
     known = suggestions(estimate)
     suggestion = next((choice for choice in known if choice.peak_bytes <= estimate.limit_bytes), None)

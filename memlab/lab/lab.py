@@ -29,6 +29,7 @@ from memlab.model.retention.activation_tap import Tap
 from memlab.model.retention.retained_leaves import Retained
 from memlab.record.offload_audit import OffloadAudit
 from memlab.record.residency_audit import ResidencyAudit
+from memlab.record.state_change import StateChange
 from memlab.record.step_record import StepRecord
 from memlab.record.transfer import Transfer
 
@@ -118,7 +119,7 @@ class Lab:
 
     @property
     def scenario(self) -> Scenario:
-        """What a step runs; `set_workload` changes it."""
+        """What a step runs; `set_workload` and `set_state` change it."""
         return self._stepper.scenario
 
     @property
@@ -130,6 +131,11 @@ class Lab:
     def records(self) -> list[StepRecord]:
         """The records of all steps so far, which may be removed."""
         return self._session.records
+
+    @property
+    def state_changes(self) -> list[StateChange]:
+        """The changes of the training state so far."""
+        return self._session.state_changes
 
     @property
     def busy(self) -> bool:
@@ -169,18 +175,43 @@ class Lab:
         Raises:
             ValueError: If a value is not a positive number.
         """
-        given: dict[str, Any] = {
-            "seq_length": seq_length,
-            "micro_batch_size": micro_batch_size,
-            "num_microbatches": num_microbatches,
-        }
-        changes = {name: value for name, value in given.items() if value is not None}
-        self._session.set_workload(replace(self.scenario, **changes))
+        self._session.set_workload(self._with_workload(seq_length, micro_batch_size, num_microbatches))
+
+    def set_state(self, state: TrainingState) -> StateChange:
+        """Changes the training state: rebuilds the optimizer or the model if the state needs other tensors.
+
+        The weights are those of the seed again, records stay, and the current settings hold for the new model. Every
+        byte of what is replaced is freed before the new part is built. `memlab.config.rebuilds.REBUILDS` says what
+        each field rebuilds.
+
+        Returns:
+            What was rebuilt, and how long it took.
+
+        Raises:
+            ValueError: If the state breaks a rule, on this backend or with the current settings, or within the block of
+                a `tap` or `residency_fault`; the lab is then as it was.
+            torch.OutOfMemoryError: If the state does not fit. The former state has been built again.
+            RuntimeError: If that did not fit either; the lab is then closed.
+        """
+        return self._session.set_state(state)
+
+    def check_state(self, state: TrainingState, settings: MemorySettings | None = None) -> None:
+        """Checks a training state that `set_state` or `submit` would be given; changes nothing.
+
+        Args:
+            state: The training state.
+            settings: The settings with it; None are the current ones.
+
+        Raises:
+            ValueError: If the state breaks a rule, on this backend or with the settings.
+        """
+        self._session.check(self.settings if settings is None else settings, state)
 
     def step(
         self,
         settings: MemorySettings | None = None,
         *,
+        state: TrainingState | None = None,
         warm_up: bool = True,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> StepRecord:
@@ -192,12 +223,13 @@ class Lab:
         Raises:
             ValueError: If the settings break a rule.
         """
-        return self._session.step(settings, warm_up=warm_up, on_progress=on_progress)
+        return self._session.step(settings, state=state, warm_up=warm_up, on_progress=on_progress)
 
     def submit(
         self,
         settings: MemorySettings | None = None,
         *,
+        state: TrainingState | None = None,
         warm_up: bool = True,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> Future[StepRecord]:
@@ -205,6 +237,7 @@ class Lab:
 
         Args:
             settings: Applied first; None keeps the current settings.
+            state: Changed to before that, as by `set_state`; None keeps the current training state.
             warm_up: After a change, take one step that is not recorded first: it allocates Adam's moments and fills
                 Megatron's offload manager, so that the recorded step equals all that follow.
             on_progress: Called on the lab's thread at each phase and layer.
@@ -215,7 +248,7 @@ class Lab:
         Raises:
             ValueError: If the settings break a rule; nothing has run then.
         """
-        return self._session.submit(settings, warm_up=warm_up, on_progress=on_progress)
+        return self._session.submit(settings, state=state, warm_up=warm_up, on_progress=on_progress)
 
     def stop(self) -> bool:
         """Requests that the running step ends between two phases or layers; its record says ``interrupted``.
@@ -225,24 +258,49 @@ class Lab:
         """
         return self._session.stop()
 
-    def forward_only(self, settings: MemorySettings | None = None, *, suspend_offload: bool = True) -> StepRecord:
+    def forward_only(
+        self,
+        settings: MemorySettings | None = None,
+        *,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        num_microbatches: int | None = None,
+        suspend_offload: bool = True,
+    ) -> StepRecord:
         """Takes a pass without gradients, backward and optimizer, as reinforcement learning does for log-probabilities.
 
-        Optimizer state is what earlier steps have allocated: before the first training step there are no moments.
+        Optimizer state is what earlier steps have allocated: before the first training step there are no moments. The
+        pass may take other batches than a training step, as slime's ``--log-probs-max-tokens-per-gpu`` gives it a token
+        budget of its own. Training goes on with its own workload. Megatron keeps the rotary angles of both sequence
+        lengths.
 
         Args:
             settings: Applied first; None keeps the current settings.
+            seq_length: Tokens in a sequence of this pass; None takes the training step's.
+            micro_batch_size: Sequences in each forward of this pass; None takes the training step's.
+            num_microbatches: Forwards in this pass; None takes the training step's.
             suspend_offload: Keep Megatron's activation offload out of the pass, as NeMo-RL #2279 does. Without it the
                 pass replaces the offload manager's warm-up, or uses up the groups of the next training step: `apply`
                 makes the manager start over.
 
         Returns:
-            The record, also appended to `records`; the same loss as a training step's.
+            The record, also appended to `records`; with the same workload, the same loss as a training step's.
 
         Raises:
-            ValueError: If the settings break a rule.
+            ValueError: If the settings or the workload break a rule.
         """
-        return self._session.forward_only(settings, suspend_offload=suspend_offload)
+        scenario = self._with_workload(seq_length, micro_batch_size, num_microbatches)
+        return self._session.forward_only(settings, scenario, suspend_offload=suspend_offload)
+
+    def _with_workload(
+        self, seq_length: int | None, micro_batch_size: int | None, num_microbatches: int | None
+    ) -> Scenario:
+        given: dict[str, Any] = {
+            "seq_length": seq_length,
+            "micro_batch_size": micro_batch_size,
+            "num_microbatches": num_microbatches,
+        }
+        return replace(self.scenario, **{name: value for name, value in given.items() if value is not None})
 
     @property
     def pinned_host_memory(self) -> bool:

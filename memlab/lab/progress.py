@@ -23,13 +23,14 @@ class Progress:
     """The place that a step has reached."""
 
     phase: str
-    """A phase of the timeline, with ``warm-up`` before it during the step that precedes the recorded one."""
+    """A phase of the timeline, with ``warm-up`` before it during the step that precedes the recorded one; before that,
+    ``rebuilding the model`` or ``rebuilding the optimizer`` where the training state changes."""
     module: str
     """The layer that runs, such as ``decoder.layers.2``, or empty."""
     done: int
     """Passes through a layer, forward or backward, that have begun."""
     total: int
-    """All passes through a layer, those of the warm-up step included."""
+    """All passes through a layer, those of the warm-up step included; 0 during a rebuild."""
 
 
 class StepMonitor:

@@ -6,16 +6,20 @@ import gc
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TypeVar
 
 from memlab.backends import Backend
 from memlab.config.model_restrictions import check_on_model
+from memlab.config.rebuilds import what_rebuilds
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.fitting.out_of_memory_verdict import judge
 from memlab.lab.progress import Progress, StepMonitor
-from memlab.lab.stepper import Stepper
+from memlab.lab.stepper import ModelLost, Stepper
 from memlab.lab.worker import Worker
+from memlab.record.state_change import StateChange
 from memlab.record.step_record import StepRecord
 
 _Result = TypeVar("_Result")
@@ -33,6 +37,7 @@ class Session:
         self.stepper = Stepper(scenario, backend)
         self.worker = Worker(self.stepper.job_context, lambda: f"{self.stepper.scenario}, {self.stepper.settings}")
         self.records: list[StepRecord] = []
+        self.state_changes: list[StateChange] = []
         self._is_steady = False
         self._stop = threading.Event()
 
@@ -73,15 +78,21 @@ class Session:
         """Implements `Lab.set_workload`."""
         self.run_exclusive(lambda: self.stepper.set_workload(scenario), disturbs=scenario != self.stepper.scenario)
 
+    def set_state(self, state: TrainingState) -> StateChange:
+        """Implements `Lab.set_state`."""
+        self.check(self.stepper.settings, state)
+        return self.run_exclusive(lambda: self._change_state(state))
+
     def step(
         self,
         settings: MemorySettings | None = None,
         *,
+        state: TrainingState | None = None,
         warm_up: bool = True,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> StepRecord:
         """Implements `Lab.step`."""
-        running = self.submit(settings, warm_up=warm_up, on_progress=on_progress)
+        running = self.submit(settings, state=state, warm_up=warm_up, on_progress=on_progress)
         try:
             return running.result()
         except KeyboardInterrupt:
@@ -93,23 +104,32 @@ class Session:
         self,
         settings: MemorySettings | None = None,
         *,
+        state: TrainingState | None = None,
         warm_up: bool = True,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> Future[StepRecord]:
         """Implements `Lab.submit`."""
         requested = self.stepper.settings if settings is None else settings
-        self.check(requested)
-        return self.worker.start(lambda: self._take_step(requested, warm_up, on_progress), before=self._stop.clear)
+        self.check(requested, state)
 
-    def forward_only(self, settings: MemorySettings | None, *, suspend_offload: bool) -> StepRecord:
+        def take_step() -> StepRecord:
+            if state is not None and state != self.stepper.scenario.state:
+                self._change_state(state, on_progress)
+            return self._take_step(requested, warm_up, on_progress)
+
+        return self.worker.start(take_step, before=self._stop.clear)
+
+    def forward_only(self, settings: MemorySettings | None, scenario: Scenario, *, suspend_offload: bool) -> StepRecord:
         """Implements `Lab.forward_only`."""
         requested = self.stepper.settings if settings is None else settings
         self.check(requested)
 
         def take_pass() -> StepRecord:
             self._apply_if_changed(requested)
-            record = self.stepper.step(forward_only=True, suspend_offload=suspend_offload)
-            self._is_steady = self._is_steady and record.status == "ok"
+            is_other = scenario != self.stepper.scenario
+            with self.stepper.workload_of_a_pass(scenario):
+                record = self.stepper.step(forward_only=True, suspend_offload=suspend_offload)
+            self._is_steady = self._is_steady and record.status == "ok" and not is_other
             self.records.append(record)
             return record
 
@@ -120,8 +140,8 @@ class Session:
         self._stop.set()
         return self.worker.busy
 
-    def check(self, settings: MemorySettings) -> None:
-        """Refuses settings that the model cannot take.
+    def check(self, settings: MemorySettings, state: TrainingState | None = None) -> None:
+        """Refuses settings that the model cannot take, and a training state that this backend cannot build.
 
         Raises:
             ValueError: If a rule is broken.
@@ -129,7 +149,26 @@ class Session:
         if not isinstance(settings, MemorySettings):
             raise ValueError(f"settings are {settings!r}, must be MemorySettings(...): name its fields")
         scenario = self.stepper.scenario
+        if state is not None:
+            if not isinstance(state, TrainingState):
+                raise ValueError(f"state is {state!r}, must be TrainingState(...): name its fields")
+            scenario = replace(scenario, state=state)
+            self.stepper.backend.check(scenario)
         check_on_model(settings, scenario)
+
+    def _change_state(self, state: TrainingState, on_progress: Callable[[Progress], None] | None = None) -> StateChange:
+        stepper = self.stepper
+        rebuilt = what_rebuilds(stepper.scenario.state, state)
+        if on_progress is not None and rebuilt != "nothing":
+            on_progress(Progress(phase=f"rebuilding the {rebuilt}", module="", done=0, total=0))
+        self._is_steady = False
+        try:
+            change = stepper.change_state(state)
+        except ModelLost:
+            self.worker.end()
+            raise
+        self.state_changes.append(change)
+        return change
 
     def _apply_if_changed(self, settings: MemorySettings) -> None:
         if settings != self.stepper.settings:

@@ -9,6 +9,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,16 +21,19 @@ from memlab.config.model_restrictions import (
     without_backward,
     without_optimizer_on_device,
 )
+from memlab.config.rebuilds import Rebuilt, what_rebuilds
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.lab.environment import hardware, versions
 from memlab.lab.progress import StepStopped
 from memlab.meter.labels import Labels, labelled_by
 from memlab.meter.protocol import Meter
 from memlab.model import apply_settings
 from memlab.model.activation_offload.transfer_watch import OffloadWatch
-from memlab.model.attention_environment import attention_backend_chosen
-from memlab.model.build import LiveModel, build
+from memlab.model.attention_environment import attention_backend_chosen, change_attention_backend
+from memlab.model.build import LiveModel, build, build_model, build_optimizer, release_optimizer
+from memlab.model.change_state import check_configs, set_in_place
 from memlab.model.recover_failed_step import recover, release_tensors
 from memlab.model.residency.audit import require_resident
 from memlab.model.residency.host_buffer import registered_bytes
@@ -41,8 +45,13 @@ from memlab.model.retention.remedies import CheckpointRemedy
 from memlab.model.silence_warnings import silence_megatron
 from memlab.model.training_step import forward_only_step, train_step
 from memlab.record.out_of_memory import OutOfMemory
+from memlab.record.state_change import StateChange
 from memlab.record.step_record import Status, StepRecord
 from memlab.record.transfer import GROUPS
+
+
+class ModelLost(RuntimeError):  # noqa: N818  # what happened, not a kind of error
+    """A rebuild failed, and so did the attempt to build the former model again."""
 
 
 class Stepper:
@@ -60,6 +69,7 @@ class Stepper:
         self._hardware = hardware(local_rank() if backend.name == "cuda" else None)
         self._offload_watch = OffloadWatch()
         self._remedy = CheckpointRemedy()
+        self._num_taps = 0
         self._bookkeeping_seconds = 0.0
         self.live: LiveModel
         self.transfers: Transfers
@@ -79,16 +89,120 @@ class Stepper:
     def build(self) -> None:
         """Builds the model."""
         try:
-            self.live = build(self.scenario, self.backend.provider_for(self.scenario), self.backend.join)
+            self._adopt(build(self.scenario, self.backend.provider_for(self.scenario), self.backend.join))
         except BaseException as error:
             release_tensors(error)
             self.meter.close()
             raise
-        self.labels.attach(self.live.working_modules())
-        self.transfers = Transfers(self.live, self.meter)
+
+    def _adopt(self, live: LiveModel) -> None:
+        self.live = live
+        self.labels.attach(live.working_modules())
+        self._make_transfers()
         with self.labels.category("workspace"):
             self.backend.fill_workspaces(self.scenario.architecture.is_moe)
         self.apply(self.settings)
+
+    def change_state(self, state: TrainingState) -> StateChange:
+        """Changes the training state, and rebuilds what reads it only when it is built.
+
+        Raises:
+            ValueError: If Megatron refuses the state, or a tap or a fault is on; the model is then as it was.
+            torch.OutOfMemoryError: If the model of this state does not fit; the former one has been built again.
+            ModelLost: If the former one could not be built again either.
+        """
+        former, scenario = self.scenario, replace(self.scenario, state=state)
+        check_configs(scenario, self.settings)
+        rebuilt = what_rebuilds(former.state, state)
+        if rebuilt != "nothing" and (self._num_taps or self.transfers.has_fault):
+            raise ValueError(
+                f"a tap or a residency fault is on, and the change to '{state}' rebuilds the {rebuilt}: leave its "
+                "block first"
+            )
+        started = time.perf_counter()
+        if rebuilt == "nothing":
+            self._enter(scenario)
+            set_in_place(self.live, scenario)
+        else:
+            self._rebuild(rebuilt, former, scenario)
+        torch.cuda.synchronize()
+        return StateChange(
+            before=former.state,
+            after=state,
+            rebuilt=rebuilt,
+            seconds=time.perf_counter() - started,
+            device_bytes=self.meter.live_bytes(),
+        )
+
+    def _enter(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        change_attention_backend(scenario.state.attention_backend)
+
+    def _rebuild(self, rebuilt: Rebuilt, former: Scenario, scenario: Scenario) -> None:
+        rebuild = self._rebuild_optimizer if rebuilt == "optimizer" else self._rebuild_model
+        if rebuilt == "optimizer":
+            self.transfers.load()  # an out-of-memory here leaves everything as it was
+        try:
+            rebuild(scenario)
+        except BaseException as error:
+            release_tensors(error)
+            try:
+                rebuild(former)
+            except BaseException as second:  # noqa: BLE001  # whatever it is, there is no model any more
+                release_tensors(second)
+                self._lose_model()
+                raise ModelLost(
+                    f"the training state '{scenario.state}' cannot be built ({_in_one_line(error)}), and the former "
+                    f"one, '{former.state}', cannot be built again ({_in_one_line(second)}): this lab is closed, open "
+                    "another with Lab(...)"
+                ) from None
+            if isinstance(error, torch.OutOfMemoryError):
+                raise torch.OutOfMemoryError(
+                    f"the training state '{scenario.state}' cannot be built ({_in_one_line(error)}): the lab has its "
+                    f"former state, '{former.state}', again; take fewer layers, or choose another state"
+                ) from None
+            error.add_note(f"the lab has its former training state, '{former.state}', again")
+            raise
+
+    def _rebuild_optimizer(self, scenario: Scenario) -> None:
+        self._enter(scenario)
+        set_in_place(self.live, scenario)
+        release_optimizer(self.live)
+        self._make_transfers()
+        self.release_garbage()
+        build_optimizer(self.live)
+        self.apply(self.settings)
+
+    def _rebuild_model(self, scenario: Scenario) -> None:
+        self._drop_model()
+        self._enter(scenario)
+        self._adopt(build_model(scenario, self.backend.provider_for(scenario), MemorySettings()))
+
+    def _drop_model(self) -> None:
+        """Frees the model; another one can be built in the same process group."""
+        if hasattr(self, "live"):
+            megatron_globals.release(self.live, leave=False)
+            del self.live
+        else:  # its build has failed
+            megatron_globals.forget_model()
+        self.labels.release()
+        self.release_garbage()
+
+    def _lose_model(self) -> None:
+        if hasattr(self, "live"):
+            megatron_globals.release(self.live)
+            del self.live
+        else:
+            megatron_globals.forget()
+        del self.transfers
+        self.labels.release()
+        self.meter.close()
+
+    def _make_transfers(self) -> None:
+        """Drops earlier host copies, and keeps whether they are page-locked."""
+        pinned = not hasattr(self, "transfers") or self.transfers.residency.pinned
+        self.transfers = Transfers(self.live, self.meter)
+        self.transfers.residency.pinned = pinned
 
     def apply(self, settings: MemorySettings) -> None:
         """Makes these the current settings; Megatron's offload manager starts over."""
@@ -99,11 +213,13 @@ class Stepper:
     def tap(self, layer: int, *, guarded: bool) -> Tap:
         """Taps a layer's output; unguarded, ``release_storage`` empties what is tapped too, until `untap`."""
         self._remedy.spares_shared = guarded
+        self._num_taps += 1
         return Tap(self.live, layer)
 
     def untap(self, tap: Tap) -> None:
         """Ends a tap."""
         tap.take_off()
+        self._num_taps -= 1
         self._remedy.spares_shared = True
 
     def release_garbage(self) -> None:
@@ -117,6 +233,16 @@ class Stepper:
         self.scenario = self.live.scenario = scenario
         if is_rescheduled:
             self.apply(self.settings)  # Megatron's offload manager has learned its groups for the passes of a step
+
+    @contextmanager
+    def workload_of_a_pass(self, scenario: Scenario) -> Iterator[None]:
+        """Uses another workload for the block. Megatron's offload manager goes on with the groups that it knows."""
+        of_training = self.scenario
+        self.scenario = self.live.scenario = scenario
+        try:
+            yield
+        finally:
+            self.scenario = self.live.scenario = of_training
 
     def drop(self) -> dict[str, int]:
         """Drops every name of the model, as a notebook does with ``del``, and finds what still holds it.
@@ -306,3 +432,7 @@ class Stepper:
     def _host_reserved_bytes(self) -> int | None:
         by_torch = self.meter.host_reserved_bytes()
         return None if by_torch is None else by_torch + registered_bytes()
+
+
+def _in_one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

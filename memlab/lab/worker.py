@@ -78,9 +78,9 @@ class Worker:
                 self.end()
 
     def end(self) -> None:
-        """Ends the thread without a last job."""
+        """Ends the thread without a last job; called by a job, it ends the thread after that job."""
         assert self._executor is not None
-        self._executor.shutdown()
+        self._executor.shutdown(wait=threading.current_thread() is not self._thread)
         self._executor = None
 
     def submit(self, job: Callable[[], _Result]) -> Future[_Result]:

@@ -34,6 +34,12 @@ def attention_backend_chosen(backend: AttentionBackend) -> Iterator[None]:
         _users_values.clear()
 
 
+def change_attention_backend(backend: AttentionBackend) -> None:
+    """Chooses another backend for the rest of the block of `attention_backend_chosen`."""
+    assert _users_values, "a job chooses a backend for its block first"
+    _set(dict(_values(backend)))
+
+
 def check_environment(backend: AttentionBackend) -> None:
     """Checks that the user's variables agree with a backend, as Megatron does when it builds a model.
 

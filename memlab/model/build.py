@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.model.losses import PolicyGradientLoss
 from memlab.model.megatron_config import distributed_data_parallel_config, optimizer_config, transformer_config
-from memlab.model.process_group import initialize_megatron
+from memlab.model.process_group import initialize_megatron, seed_megatron
 from memlab.upstream.patching import patched
 
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(.*)")
@@ -42,9 +44,13 @@ class LiveModel:
     """Megatron's (chained) distributed optimizer."""
     forward_backward: Callable[..., Any]
     """Megatron's schedule for this pipeline layout."""
+    loss: PolicyGradientLoss | None = field(init=False)
+    """The loss, if the GPTModel does not compute it itself."""
     _modules: tuple[Any, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        state = self.scenario.state
+        self.loss = PolicyGradientLoss(state.logprobs_chunk_size) if state.loss == "logprobs" else None
         self._modules = tuple(module for chunk in self.chunks for module in chunk.modules())
 
     @property
@@ -82,8 +88,13 @@ class LiveModel:
             first += len(chunk.module.decoder.layers)
 
     def working_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Yields `named_modules` without placeholders, which return their input: 4 of 18 modules of a Qwen3 layer."""
-        return ((name, module) for name, module in self.named_modules() if not isinstance(module, IdentityOp))
+        """Yields `named_modules` without placeholders, which return their input: 4 of 18 modules of a Qwen3 layer.
+
+        A loss outside the GPTModel is a module of its own.
+        """
+        yield from ((name, module) for name, module in self.named_modules() if not isinstance(module, IdentityOp))
+        if self.loss is not None:
+            yield "loss", self.loss
 
     def buffers(self) -> Iterator[tuple[str, Any]]:
         """Yields DDP's buffers of parameters and gradients, each with the name of its attribute."""
@@ -109,22 +120,75 @@ def build(
         The model, its optimizer and its schedule. `megatron_globals.release` frees them.
     """
     join(scenario.layout)
-    initialize_megatron(scenario.layout, scenario.seed)
-    config = transformer_config(scenario, settings or MemorySettings())
+    initialize_megatron(scenario.layout)
+    return build_model(scenario, provider, settings or MemorySettings())
+
+
+def build_model(scenario: Scenario, provider: type, settings: MemorySettings) -> LiveModel:
+    """Builds the model in the process group that this process has joined; its weights are those of the seed.
+
+    Args:
+        scenario: What to build.
+        provider: As for `build`.
+        settings: As for `build`.
+
+    Returns:
+        As `build`. Of a model that cannot be built nothing is left.
+    """
+    seed_megatron(scenario.seed)
+    config = transformer_config(scenario, settings)
     config.memlab_routing = scenario.routing
     ddp_config = distributed_data_parallel_config(scenario)
-    chunks = []
-    for number in range(scenario.layout.virtual_pipeline_model_parallel_size):
-        model = gpt_model(scenario, config, provider, number)
-        if scenario.expert_buffers:
-            _spread_experts(model)
-        # One bucket for each chunk but the first, as Megatron-LM's `get_model` does (megatron/training/training.py).
-        chunks.append(DistributedDataParallel(config, ddp_config, model, disable_bucketing=number > 0))
-    optimizer = get_megatron_optimizer(optimizer_config(scenario), chunks, use_gloo_process_groups=False)
-    live = LiveModel(scenario, config, chunks, optimizer, get_forward_backward_func())
+    chunks: list[Any] = []
+    try:
+        for number in range(scenario.layout.virtual_pipeline_model_parallel_size):
+            model = gpt_model(scenario, config, provider, number)
+            if scenario.expert_buffers:
+                _spread_experts(model)
+            # One bucket for each chunk but the first, as in Megatron-LM's `get_model` (megatron/training/training.py).
+            chunks.append(DistributedDataParallel(config, ddp_config, model, disable_bucketing=number > 0))
+        live = LiveModel(scenario, config, chunks, None, get_forward_backward_func())
+        build_optimizer(live)
+    except BaseException:
+        take_apart(chunks)
+        raise
+    return live
+
+
+def build_optimizer(live: LiveModel) -> None:
+    """Gives a model without an optimizer the one of its scenario."""
+    live.optimizer = get_megatron_optimizer(optimizer_config(live.scenario), live.chunks, use_gloo_process_groups=False)
     _fuse_adam(live)
     _retain_main_gradients(live)
-    return live
+    if live.scenario.state.use_precision_aware_optimizer:
+        _separate_experts(live)
+
+
+def take_apart(chunks: list[Any]) -> None:
+    """Clears the modules of model chunks, and the list.
+
+    DDP's hooks and the parameters' autograd nodes refer to each other in C++, where Python's garbage collector does not
+    look: dropping the names would free nothing.
+    """
+    for module in [module for chunk in chunks for module in chunk.modules()]:
+        vars(module).clear()
+    chunks.clear()
+
+
+def release_optimizer(live: LiveModel) -> None:
+    """Clears the optimizer's objects and what it wrote on the parameters, so that its memory is freed."""
+    if live.optimizer is None:  # its build has failed
+        return
+    for part in live.optimizers:
+        part.optimizer.state.clear()
+        part.optimizer.param_groups.clear()
+        vars(part).clear()
+    vars(live.optimizer).clear()
+    live.optimizer = None
+    for parameter in live.parameters():
+        # optimizer/optimizer.py and optimizer/distrib_optimizer.py write these.
+        for name in ("main_param", "main_param_sharded"):
+            vars(parameter).pop(name, None)
 
 
 def _spread_experts(model: GPTModel) -> None:
@@ -151,6 +215,32 @@ def _retain_main_gradients(live: LiveModel) -> None:
             for main_parameter in group["params"]:
                 if not main_parameter.is_leaf:
                     main_parameter.retain_grad()
+
+
+def _separate_experts(live: LiveModel) -> None:
+    """Gives this rank's part of a parameter that stacks experts, as fake layers have, its parts by expert.
+
+    Transformer Engine's Adam has scales, remainders and temporaries for each expert's weight.
+    """
+    for part in live.optimizers:
+        if not hasattr(part, "shard_float16_groups"):  # not the distributed optimizer
+            continue
+        of_main = (part.shard_float16_groups, part.shard_fp32_from_float16_groups)
+        for model_group, *shard_groups in zip(part.model_float16_groups, *of_main, strict=True):
+            for parameter, *shards in zip(model_group, *shard_groups, strict=True):
+                num_experts = getattr(parameter, "num_experts", 1)
+                if num_experts > 1:
+                    _cut(part, parameter, num_experts, [shard for shard in shards if shard is not None])
+
+
+def _cut(part: Any, parameter: torch.nn.Parameter, num_experts: int, shards: list[torch.Tensor]) -> None:
+    length = parameter.numel() // num_experts
+    place = part._get_model_param_range_map(parameter)["param"]
+    borders = [place.start, *range((place.start // length + 1) * length, place.end, length), place.end]
+    lengths = [end - start for start, end in pairwise(borders)]
+    for shard in shards:
+        # Detached: a view's base is held in C++, where Python's garbage collector sees no cycle.
+        shard.experts = shard.detach().split(lengths)  # type: ignore[attr-defined]
 
 
 def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chunk: int = 0) -> GPTModel:

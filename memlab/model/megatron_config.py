@@ -79,13 +79,14 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
         bf16=scenario.dtype == "bf16",
         use_cpu_initialization=False,
         finalize_model_grads_func=finalize_model_grads,
-        **_state_fields(scenario.state),
+        **state_fields(scenario.state),
         **moe,
         **settings_fields(settings),
     )
 
 
-def _state_fields(state: TrainingState) -> dict[str, Any]:
+def state_fields(state: TrainingState) -> dict[str, Any]:
+    """Returns the part of a training state that Megatron's TransformerConfig holds."""
     return {
         "cross_entropy_loss_fusion": state.cross_entropy_loss_fusion,
         "cross_entropy_fusion_impl": state.cross_entropy_fusion_impl,

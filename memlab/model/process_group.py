@@ -81,8 +81,8 @@ def _join(distributed_backend: str, layout: Layout) -> None:
         sys.excepthook = excepthook
 
 
-def initialize_megatron(layout: Layout, seed: int) -> None:
-    """Makes Megatron's process groups of a joined one, and seeds its random states."""
+def initialize_megatron(layout: Layout) -> None:
+    """Makes Megatron's process groups of a joined one."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         context_parallel_size=layout.context_parallel_size,
@@ -92,5 +92,9 @@ def initialize_megatron(layout: Layout, seed: int) -> None:
         expert_tensor_parallel_size=layout.expert_tensor_size,
         create_gloo_process_groups=False,
     )
+
+
+def seed_megatron(seed: int) -> None:
+    """Seeds torch's random states and Megatron's, so that a model that is built next has the weights of this seed."""
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

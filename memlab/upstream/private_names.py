@@ -394,6 +394,23 @@ _WITHOUT_TE = (
         why="With TE they are its CUDA optimizer; without, torch's.",
     ),
     Internal(
+        owner="megatron.core.optimizer.distrib_optimizer",
+        names=("Adam",),
+        use="replaced",
+        where="backends/cpu.py",
+        why="The distributed optimizer takes only this class, torch's AdamW and the hybrid optimizer.",
+    ),
+    *(
+        Internal(
+            owner=owner,
+            names=("is_te_min_version",),
+            use="replaced",
+            where="backends/cpu.py",
+            why="It fails without TE; what TE's Adam stores depends on its version.",
+        )
+        for owner in ("megatron.core.optimizer", "megatron.core.optimizer.optimizer_config")
+    ),
+    Internal(
         owner="megatron.core.optimizer.clip_grads",
         names=("multi_tensor_applier", "multi_tensor_scale_impl", "l2_norm_impl"),
         use="replaced",
@@ -666,6 +683,13 @@ _MEGATRON = (
         why="The fault of verl #5105 copies each gradient there.",
     ),
     Internal(
+        owner="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
+        names=("_get_model_param_range_map",),
+        use="used",
+        where="model/build.py",
+        why="Which part of a parameter this rank updates.",
+    ),
+    Internal(
         owner="megatron.core.optimizer.optimizer:ChainedOptimizer",
         names=("chained_optimizers",),
         use="used",
@@ -712,6 +736,29 @@ _MEGATRON = (
 )
 
 _TRANSFORMER_ENGINE = (
+    Internal(
+        owner=_ENGINE + ".optimizers",
+        names=("FusedAdam",),
+        use="replaced",
+        where="backends/fused_adam.py",
+        why="Megatron imports it to see its arguments, and fails without TE.",
+    ),
+    Internal(
+        owner=_ENGINE + ".optimizers.fused_adam:FusedAdam",
+        names=("_scales",),
+        use="used",
+        where="model/residency/residency.py",
+        why="The scales of states that are not fp32 are on the device, outside the state.",
+        on_instances=True,
+    ),
+    Internal(
+        owner=_ENGINE + ".tensor.float8_tensor:Float8Tensor",
+        names=("_quantizer",),
+        use="used",
+        where="model/residency/audit.py",
+        why="It has the scale and the largest value of an FP8 state.",
+        on_instances=True,
+    ),
     Internal(
         owner=_ENGINE + ".optimizers.multi_tensor_apply:MultiTensorApply",
         names=("__call__",),

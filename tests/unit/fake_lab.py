@@ -9,8 +9,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from memlab.config.model_restrictions import check_on_model
+from memlab.config.rebuilds import what_rebuilds
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
+from memlab.record.state_change import StateChange
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
 
@@ -44,6 +47,9 @@ class FakeLab:
         self.closed = False
         self.records: list[StepRecord] = []
         self.submitted: list[MemorySettings] = []
+        self.state_changes: list[StateChange] = []
+        self.refused_state: TrainingState | None = None
+        """A training state that this lab's backend cannot build."""
         self.timeline = training_step(scale=1024) if timeline is None else timeline
         self.holds = False
         self.outcome: dict[str, Any] | Exception = {}
@@ -60,12 +66,32 @@ class FakeLab:
         changes: dict[str, Any] = {name: value for name, value in workload.items() if value is not None}
         self.scenario = replace(self.scenario, **changes)
 
+    def check_state(self, state: TrainingState, settings: MemorySettings | None = None) -> None:
+        if state == self.refused_state:
+            raise ValueError(f"state is '{state}', and the cpu backend cannot build it: choose another")
+
     def submit(
-        self, settings: MemorySettings | None = None, *, on_progress: Callable[[Any], None] | None = None
+        self,
+        settings: MemorySettings | None = None,
+        *,
+        state: TrainingState | None = None,
+        on_progress: Callable[[Any], None] | None = None,
     ) -> Future[StepRecord]:
         settings = self.settings if settings is None else settings
         check_on_model(settings, self.scenario)
         self._refuse_if_busy()
+        if state is not None and state != self.scenario.state:
+            before = self.scenario.state
+            self.state_changes.append(
+                StateChange(
+                    before=before,
+                    after=state,
+                    rebuilt=what_rebuilds(before, state),
+                    seconds=2.5,
+                    device_bytes=2**30,
+                )
+            )
+            self.scenario = replace(self.scenario, state=state)
         self.settings, self._on_progress = settings, on_progress
         self.submitted.append(settings)
         running = self._running = Future()

@@ -36,7 +36,8 @@ def megatron() -> object:
         from memlab.model import process_group
     with cpu.cuda_replaced():
         process_group.join_alone(Layout())
-        process_group.initialize_megatron(Layout(), seed=1)
+        process_group.initialize_megatron(Layout())
+        process_group.seed_megatron(1)
     yield cpu.cuda_replaced
     process_group.parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()

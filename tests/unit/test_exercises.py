@@ -31,8 +31,9 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
     assert check(full).recomputes_whole_layers().recomputes_more_than(1).same_loss_as(PLAIN)
     peak, start, activations = PLAIN.peak_allocated_bytes, PLAIN.static_bytes, PLAIN.activation_peak_bytes
     assert check(full).peak_below(peak + 1).starts_below(start + 1).activation_peak_below(activations + 1)
+    assert check(PLAIN).host_below(PLAIN.host_bytes + 1)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 10
+    assert len(lines) == 11
     assert all(line.startswith("reached: ") for line in lines)
 
 
@@ -42,6 +43,11 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
         (PLAIN, ("activation_peak_below", 1), "the activation peak is "),
         (PLAIN, ("peak_below", 1), "the peak of the step is "),
         (PLAIN, ("starts_below", 1), "the start of the step is "),
+        (
+            replace(PLAIN, host_bytes=3 * MIB),
+            ("host_below", MIB),
+            "the peak of the host is 3.00 MiB, must be below 1.0",
+        ),
         (PLAIN, ("recomputes_more_than", 0), "backward recomputes 0 B, must be above 0 B. Hint: set recompute_granul"),
         (PLAIN, ("recomputes_whole_layers",), "the settings are 'none', must recompute every layer as a whole"),
         (with_settings(recompute("mlp")), ("recomputes_whole_layers",), "the settings are 'recompute mlp', must"),

@@ -448,7 +448,7 @@ def test_a_lab_that_fails_to_close_leaves_room_for_the_next(
     open_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab = open_lab("phi-4-tiny")
-    monkeypatch.setattr(type(lab._stepper.live), "modules", lambda _: 1 / 0)
+    monkeypatch.setattr(type(lab._stepper.live), "parameters", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         lab.close()
     assert lab.closed

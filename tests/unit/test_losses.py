@@ -13,6 +13,7 @@ from memlab.config.layout import Layout
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.lab.lab import Lab
+from memlab.model import losses
 from memlab.record.step_record import StepRecord
 from tests.unit.live import gradients_of_step
 from tests.unit.ranks import on_ranks
@@ -20,6 +21,8 @@ from tests.unit.ranks import on_ranks
 UNFUSED = TrainingState()
 NATIVE = TrainingState(cross_entropy_loss_fusion=True)
 TE = TrainingState(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
+LOGPROBS = TrainingState(loss="logprobs")
+CHUNKED = TrainingState(loss="logprobs", logprobs_chunk_size=40)
 
 
 def predicted(state: TrainingState, **options: Any) -> StepRecord:
@@ -47,41 +50,89 @@ def test_each_tensor_rank_copies_its_part_of_the_logits() -> None:
     assert peaks[1] - peaks[0] == pytest.approx(4 * part, rel=0.01)
 
 
-@pytest.mark.parametrize("state", [NATIVE, TE], ids=["native", "te"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_a_fused_loss_has_the_values_of_the_unfused_one(
+@pytest.mark.parametrize(
+    ("state", "dtype"),
+    [(NATIVE, "bf16"), (NATIVE, "fp32"), (TE, "bf16"), (TE, "fp32"), (LOGPROBS, "fp32"), (CHUNKED, "fp32")],
+    ids=str,
+)
+def test_every_loss_has_the_values_of_the_unfused_cross_entropy(
     open_lab: Callable[..., Lab], state: TrainingState, dtype: str
 ) -> None:
     # 96 is no power of 2, so that dividing by it rounds.
     small: dict[str, Any] = {"architecture": "phi-4-tiny", "num_layers": 1, "seq_length": 96, "dtype": dtype}
     expected, gradients = gradients_of_step(open_lab(**small), MemorySettings())
-    loss, of_fused = gradients_of_step(open_lab(**small, state=state), MemorySettings())
+    lab = open_lab(**small, state=state)
+    loss, of_other = gradients_of_step(lab, MemorySettings())
     assert loss == pytest.approx(expected, rel=1e-6)
+    assert lab.forward_only().loss == pytest.approx(expected, rel=1e-6)
     # TE rounds each gradient twice in the logits' type; the native fusion rounds it to bf16, whatever that type is.
-    tolerance = 1e-6 if dtype == "fp32" and state is TE else 0.01
-    for buffer, other in zip(gradients, of_fused, strict=True):
+    tolerance = 0.01 if dtype == "bf16" or state is NATIVE else 1e-6
+    for buffer, other in zip(gradients, of_other, strict=True):
         assert (other - buffer).norm() <= tolerance * buffer.norm()
         assert other.norm() > 0
 
 
-def test_tensor_ranks_compute_together_what_one_rank_does() -> None:
+@pytest.mark.parametrize("how", ["te", "log-probabilities", "chunks"])
+def test_tensor_ranks_compute_together_what_one_rank_does(how: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(6, 2, 40, generator=generator)
-    labels = torch.randint(40, (6, 2), generator=generator)
-    weights = torch.randn(6, 2, generator=generator)
+    logits, weights = torch.randn(2, 7, 40, generator=generator), torch.randn(2, 7, generator=generator)
+    labels = torch.randint(40, (2, 7), generator=generator)
 
-    expected = logits.clone().requires_grad_()
-    losses = torch.nn.functional.cross_entropy(expected.permute(0, 2, 1), labels, reduction="none")
-    losses.backward(weights)
-    assert expected.grad is not None
-    of_ranks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    whole = logits.clone().requires_grad_()
+    distribution = torch.distributions.Categorical(logits=whole)
+    expected = distribution.log_prob(labels)
+    expected.backward(weights)
+    assert whole.grad is not None
+    of_ranks: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def job(rank: int, group: Any) -> None:
         part = logits[:, :, 20 * rank : 20 * (rank + 1)].clone().requires_grad_()
-        together = te_parallel_cross_entropy(part * 1, labels, group)
-        of_ranks[rank] = together.detach(), *torch.autograd.grad(together, part, weights)
+        if how == "te":
+            together = -te_parallel_cross_entropy(part * 1, labels, group)
+        else:
+            together = losses.log_probabilities(part, labels, group, 3 if how == "chunks" else None)
+        entropy = losses.entropy(part, group, 3 if how == "chunks" else None)
+        of_ranks[rank] = together.detach(), entropy, *torch.autograd.grad(together, part, weights)
 
     on_ranks(2, job)
-    for rank in range(2):
-        torch.testing.assert_close(of_ranks[rank][0], losses.detach())
-        torch.testing.assert_close(of_ranks[rank][1], expected.grad[:, :, 20 * rank : 20 * (rank + 1)])
+    for rank, (of_labels, entropy, gradient) in of_ranks.items():
+        torch.testing.assert_close(of_labels, expected.detach())
+        torch.testing.assert_close(entropy, distribution.entropy().detach())
+        torch.testing.assert_close(gradient, whole.grad[:, :, 20 * rank : 20 * (rank + 1)])
+
+
+def test_chunks_copy_less_of_the_logits_in_fp32() -> None:
+    """All at once: the logits, what is shifted and its exponentials. In backward: all gradients, and four of a chunk."""
+    copy, chunk = 4 * 4096 * 100_352, 4 * 1024 * 100_352
+    by_chunk_size = {None: (3 * copy, 3 * copy), 1024: (copy + 4 * chunk, 3 * chunk)}
+    for chunk_size, (in_training, forward_only) in by_chunk_size.items():
+        state = TrainingState(loss="logprobs", logprobs_chunk_size=chunk_size)
+        with Lab("phi-4", num_layers=2, seq_length=4096, backend="simulated", state=state) as lab:
+            assert lab.step().peak_by_module["loss"] == pytest.approx(in_training, rel=1e-3)
+            assert lab.forward_only().peak_by_module["loss"] == pytest.approx(forward_only, rel=1e-3)
+
+
+def test_only_the_last_pipeline_stage_computes_the_loss() -> None:
+    sizes = {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    small = {"num_layers": 2, "seq_length": 64, "num_microbatches": 2, "backend": "simulated", "state": CHUNKED}
+    for stage in range(2):
+        with Lab("qwen3-moe-tiny", layout=Layout(rank=4 * stage, **sizes), **small) as lab:
+            record = lab.step()
+        assert record.status == "ok"
+        assert record.timeline is not None
+        allocates = {record.timeline.modules[code] for code in record.timeline.module}
+        assert ("loss" in allocates) == (stage == 1)
+        assert record.without_effect.keys() == (set() if stage else {"loss", "logprobs_chunk_size"})
+
+
+def test_a_forward_only_pass_has_a_token_budget_of_its_own(open_lab: Callable[..., Lab]) -> None:
+    lab = open_lab("phi-4-tiny", num_layers=1, seq_length=96, state=LOGPROBS)
+    trained = lab.step()
+    same, longer = lab.forward_only(), lab.forward_only(seq_length=192, micro_batch_size=2, num_microbatches=2)
+    assert (longer.scenario.tokens_per_step, longer.scenario.state) == (8 * 96, LOGPROBS)
+    assert longer.activation_peak_bytes > 3 * same.activation_peak_bytes
+    assert lab.scenario == trained.scenario
+    again = lab.step()
+    assert (again.loss, again.activation_peak_bytes) == (trained.loss, trained.activation_peak_bytes)
+    with pytest.raises(ValueError, match="seq_length is 0"):
+        lab.forward_only(seq_length=0)

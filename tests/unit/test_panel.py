@@ -76,6 +76,7 @@ CONTROLS: list[tuple[list[Drive], dict[str, Any]]] = [
     ([("offload_optimizer", 1)], {"offload_optimizer": True}),
     ([("offload_optimizer", 1), ("offload_gradients", 1)], {"offload_optimizer": True, "offload_gradients": False}),
     ([("offload_gradients", 2)], {"offload_gradients": True}),
+    ([("offload_optimizer_except_update", 1)], {"offload_optimizer_except_update": True}),
 ]
 
 

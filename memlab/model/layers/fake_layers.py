@@ -42,6 +42,7 @@ class StackedGroupedLinear(torch.nn.Module):
         self.save_original_input = False
         rows, columns = expert_part(self.way, output_size, input_size, config)
         self.weight = torch.nn.Parameter(device_empty(num_gemms, rows, columns, config=config))
+        self.weight.num_experts = num_gemms  # type: ignore[attr-defined]  # `build.separate_experts` reads it
         self.weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
 
     def forward(self, inputs: torch.Tensor, tokens_per_expert: list[int]) -> tuple[torch.Tensor, None]:

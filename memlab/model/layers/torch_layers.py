@@ -174,7 +174,7 @@ class TorchAttention(torch.nn.Module):
         self.softmax_scale = softmax_scale or config.kv_channels**-0.5
         ring = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
         self.context_parallel_group = ring
-        self.attention_backend = config.attention_backend
+        self.config = config
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None, **_: Any
@@ -183,9 +183,10 @@ class TorchAttention(torch.nn.Module):
         if self.context_parallel_group is not None:
             ring: torch.Tensor = RingAttention.apply(query, key, value, self.softmax_scale, self.context_parallel_group)
             return ring
-        if self.attention_backend is AttnBackend.unfused:
+        # A change of the training state changes the config.
+        if self.config.attention_backend is AttnBackend.unfused:
             return unfused_attention(query, key, value, self.softmax_scale)
-        if self.attention_backend is AttnBackend.flash:
+        if self.config.attention_backend is AttnBackend.flash:
             return flash_attention(query, key, value, self.softmax_scale)
         result: torch.Tensor = CausalAttention.apply(query, key, value, self.softmax_scale)
         return result

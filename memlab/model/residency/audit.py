@@ -137,23 +137,36 @@ def _gradients(live: LiveModel) -> Iterator[_Found]:
             gradient = getattr(parameter, attribute, None)
             if gradient is not None:
                 yield _Found("gradients", f"the parameters' .{attribute}", gradient, is_needed=False)
-    for _, main_parameter in _main_parameters(live):
+    reduced = {buffer.grad_data.dtype for _, buffer in live.buffers()}
+    for main_parameter in _main_parameters(live):
         for attribute in ("grad", "decoupled_grad"):
             gradient = getattr(main_parameter, attribute, None)
             if gradient is not None:
-                yield _Found("gradients", f"the main parameters' .{attribute}", gradient, is_needed=False)
+                # Megatron copies gradients of another type than the main parameters' (distrib_optimizer.py).
+                is_copy = gradient.dtype not in reduced
+                yield _Found("gradients", f"the main parameters' .{attribute}", gradient, is_needed=is_copy)
 
 
 def _optimizer_state(live: LiveModel) -> Iterator[_Found]:
-    for part, main_parameter in _main_parameters(live):
+    for main_parameter in _main_parameters(live):
         yield _Found("optimizer state", "main parameters", main_parameter.data)
-        for name, value in part.optimizer.state.get(main_parameter, {}).items():
-            if isinstance(value, torch.Tensor):
-                yield _Found("optimizer state", name, value)
+    for part in live.optimizers:
+        for state in part.optimizer.state.values():
+            for name, value in state.items():
+                yield from (_Found("optimizer state", name, tensor) for tensor in _parts_of(value))
+        for scales in getattr(part.optimizer, "_scales", {}).values():
+            yield from (_Found("optimizer state", f"scale of {name}", scale) for name, scale in scales.items())
 
 
-def _main_parameters(live: LiveModel) -> Iterator[tuple[Any, torch.Tensor]]:
+def _parts_of(value: Any) -> list[torch.Tensor]:
+    """Returns a state's tensors: those of an FP8 state are its attributes, and its quantizer's."""
+    if type(value) is torch.Tensor:
+        return [value]
+    attributes = {**getattr(value, "__dict__", {}), **getattr(getattr(value, "_quantizer", None), "__dict__", {})}
+    return [attribute for attribute in attributes.values() if type(attribute) is torch.Tensor]
+
+
+def _main_parameters(live: LiveModel) -> Iterator[torch.Tensor]:
     for part in live.optimizers:
         for group in part.optimizer.param_groups:
-            for main_parameter in group["params"]:
-                yield part, main_parameter
+            yield from group["params"]

@@ -78,6 +78,9 @@ class GradientsHeldByMainParameters(Residency):
         for part in live.optimizers:
             part._copy_model_grads_to_main_grads = _copying(part, part._copy_model_grads_to_main_grads)
 
+    def _copied_gradients(self) -> list[torch.Tensor]:
+        return []
+
 
 class PinnedAgain(Residency):
     """Every offload of the parameters makes a new ``.cpu().pin_memory()`` copy (verl #6193, and Megatron-LM #7007).

@@ -178,17 +178,38 @@ class Residency:
         return [buffer.param_data for buffer in self._buffers() if buffer.param_data is not None]
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [buffer.grad_data for buffer in self._buffers()]
+        return [*(buffer.grad_data for buffer in self._buffers()), *self._copied_gradients()]
+
+    def _copied_gradients(self) -> list[torch.Tensor]:
+        """Returns the fp32 copies of bf16 gradients, which Megatron keeps until the next step sets them to None."""
+        in_buffers = {buffer.grad_data.untyped_storage()._cdata for _, buffer in self._live.buffers()}
+        gradients = [main_parameter.grad for _, main_parameter in self._main_parameters()]
+        own = [gradient for gradient in gradients if gradient is not None]
+        return [gradient for gradient in own if gradient.untyped_storage()._cdata not in in_buffers]
 
     def _optimizer_state(self) -> list[torch.Tensor]:
         tensors: list[torch.Tensor] = []
+        for optimizer, main_parameter in self._main_parameters():
+            tensors.append(main_parameter.data)
+            for parameter in (main_parameter, *getattr(main_parameter, "experts", ())):
+                tensors.extend(_tensors_in(optimizer.state.get(parameter)))
+                tensors.extend(_tensors_in(getattr(optimizer, "_scales", {}).get(parameter)))
+        return tensors
+
+    def _main_parameters(self) -> Iterator[tuple[Any, torch.Tensor]]:
         for part in self._live.optimizers:
             for group in part.optimizer.param_groups:
-                for main_parameter in group["params"]:
-                    tensors.append(main_parameter.data)
-                    state = part.optimizer.state.get(main_parameter, {})
-                    tensors.extend(value for value in state.values() if isinstance(value, torch.Tensor))
-        return tensors
+                yield from ((part.optimizer, main_parameter) for main_parameter in group["params"])
+
+
+def _tensors_in(state: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors that own memory in a parameter's state; an FP8 state consists of several."""
+    if type(state) is torch.Tensor:
+        yield state
+    else:
+        parts = state if isinstance(state, dict) else getattr(state, "__dict__", {})
+        for part in parts.values():
+            yield from _tensors_in(part)
 
 
 def _make_segment(away: list[tuple[torch.Tensor, int]]) -> int:

@@ -29,6 +29,11 @@ class Transfers:
         self._host_bytes = (0, 0)
         """Host bytes around the last transfer (the larger of before and after), and at its peak."""
 
+    @property
+    def has_fault(self) -> bool:
+        """Whether `set_fault` has put a fault on."""
+        return type(self.residency) is not Residency
+
     def categories(self) -> dict[str, list[torch.Tensor]]:
         """Returns what the model keeps from step to step: workspaces, and the groups with their host copies."""
         return {"workspace": list(megatron_globals.workspace(self._live)), **self.residency.tensors()}
@@ -96,7 +101,7 @@ class Transfers:
         Raises:
             ValueError: If another fault is active, or the model has nothing that the fault concerns.
         """
-        if name is not None and type(self.residency) is not Residency:
+        if name is not None and self.has_fault:
             raise ValueError(
                 f"{name} cannot join a fault that is on already, must be the only one: leave its block first"
             )

@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from memlab.model.activation_offload import manager as offload_manager
-from memlab.model.build import LiveModel
+from memlab.model.build import LiveModel, release_optimizer, take_apart
 from memlab.model.megatron_versions import auxiliary_losses, forget_auxiliary_losses
 from memlab.model.retention import transformer_engine_caches
 from memlab.model.retention.fp8_caches import fp8_caches
@@ -53,20 +53,20 @@ def _tensors_in(attributes: dict[Any, Any]) -> Iterator[torch.Tensor]:
     return (value for value in attributes.values() if isinstance(value, torch.Tensor))
 
 
-def release(live: LiveModel) -> None:
-    """Clears the model's objects and megatron-core's references to it, so that its memory is freed."""
+def release(live: LiveModel, *, leave: bool = True) -> None:
+    """Clears the model's objects and megatron-core's references to it, so that its memory is freed.
+
+    Args:
+        live: The model; it is empty afterwards.
+        leave: Also leave the process group. Without, another model of the same layout can be built in it.
+    """
     try:
-        for part in live.optimizers:
-            part.optimizer.state.clear()
-            part.optimizer.param_groups.clear()
-            vars(part).clear()
-        vars(live.optimizer).clear()
-        for module in list(live.modules()):
-            vars(module).clear()
-        live.chunks.clear()
-        live.optimizer = live.config = None
+        release_optimizer(live)
+        take_apart(live.chunks)
+        live.config = None
     finally:
-        forget()  # after an error too, so that another model can be built
+        # After an error too, so that another model can be built.
+        forget() if leave else forget_model()
 
 
 def forget() -> None:
@@ -78,8 +78,21 @@ def forget() -> None:
     gc.collect()
 
 
+def forget_model() -> None:
+    """Empties megatron-core's process-wide state, except for the process groups."""
+    for _, release_references in _holders_of_a_model():
+        release_references()
+    parallel_state.get_global_memory_buffer().buffer.clear()
+    gc.collect()
+
+
 def process_wide_holders() -> Iterator[tuple[str, Callable[[], object]]]:
     """Yields what refers to a model after its last name is dropped: a description, and a function that ends it."""
+    yield from _holders_of_a_model()
+    yield "process groups and the global memory buffer", parallel_state.destroy_model_parallel
+
+
+def _holders_of_a_model() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "token dispatchers (graph of their probabilities -> parameters -> DDP's hooks -> model)", _empty_dispatchers
     yield "RotaryEmbedding.forward's cache of angles", RotaryEmbedding.forward.cache_clear
     yield "the scale of the auxiliary loss", lambda: setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
@@ -89,7 +102,6 @@ def process_wide_holders() -> Iterator[tuple[str, Callable[[], object]]]:
     for name, _, empty in transformer_engine_caches.caches():
         yield name, empty
     yield "cuBLAS workspaces", transformer_engine_caches.clear_torch_caches
-    yield "process groups and the global memory buffer", parallel_state.destroy_model_parallel
 
 
 def _empty_dispatchers() -> None:

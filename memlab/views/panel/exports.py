@@ -39,18 +39,15 @@ def measure_command(run: Run) -> str:
     words = [architecture.name if is_known else f"path/to/{architecture.name}/config.json"]
     of_layout = [field.name for field in fields(Layout) if field.name not in ("data_parallel_size", "rank")]
     plain = Scenario.of(architecture=architecture)
-    of_scenario = [field.name for field in fields(Scenario) if field.name != "layout"]
+    of_scenario = [field.name for field in fields(Scenario) if field.name not in ("layout", "state", "allocator")]
     for values, usual, names in ((scenario, plain, of_scenario), (layout, Layout(), of_layout)):
         for name in names:
             value = getattr(values, name)
             if value != getattr(usual, name):
                 text = _routing_text(value) if isinstance(value, Routing) else str(value)
                 words += [_flag(name)] if value is True else [_flag(name), text]
-    for name, value in run.settings.changed().items():
-        if isinstance(value, bool):
-            words.append(_flag(name) if value else _flag(f"no_{name}"))
-        else:
-            words += [_flag(name), ",".join(value) if isinstance(value, tuple) else str(value)]
+    allocator = {name: value for name, value in scenario.allocator.to_dict().items() if value not in (None, False)}
+    words += _flags(scenario.state.changed() | allocator | run.settings.changed())
     if run.record is not None and run.record.forward_only:
         words.append("--forward-only")
     if run.record is not None and run.record.out_of_memory is not None:
@@ -148,6 +145,16 @@ def _routing_text(routing: Routing) -> str:
     if routing.kind == "shares":
         return json.dumps(routing.shares)
     return f"skewed:{routing.factor!r}".removesuffix(".0") if routing.kind == "skewed" else str(routing)
+
+
+def _flags(values: dict[str, Any]) -> list[str]:
+    words: list[str] = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            words.append(_flag(name) if value else _flag(f"no_{name}"))
+        else:
+            words += [_flag(name), ",".join(value) if isinstance(value, tuple) else str(value)]
+    return words
 
 
 def _flag(name: str) -> str:

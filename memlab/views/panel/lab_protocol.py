@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
+from memlab.record.state_change import StateChange
 from memlab.record.step_record import StepRecord
 
 if TYPE_CHECKING:
@@ -48,14 +50,22 @@ class LabLike(Protocol):
     @property
     def records(self) -> list[StepRecord]: ...
     @property
+    def state_changes(self) -> list[StateChange]: ...
+    @property
     def device_memory_bytes(self) -> int | None: ...
     @property
     def closed(self) -> bool: ...
 
     def set_workload(self, *, seq_length: int | None = None, micro_batch_size: int | None = None) -> None: ...
 
+    def check_state(self, state: TrainingState, settings: MemorySettings | None = None) -> None: ...
+
     def submit(
-        self, settings: MemorySettings | None = None, *, on_progress: Callable[[ProgressLike], None] | None = None
+        self,
+        settings: MemorySettings | None = None,
+        *,
+        state: TrainingState | None = None,
+        on_progress: Callable[[ProgressLike], None] | None = None,
     ) -> Future[StepRecord]: ...
 
     def stop(self) -> bool: ...

@@ -14,6 +14,7 @@ from memlab.views.panel.search_state import SearchState
 from memlab.views.panel.search_view import SearchView
 from memlab.views.panel.settings_controls import SettingsControls
 from memlab.views.panel.state import LabState
+from memlab.views.panel.state_controls import StateControls
 from memlab.views.panel.static_files import page_code
 from memlab.views.panel.timeline_view import TimelineView
 
@@ -30,6 +31,7 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
     def __init__(self, lab: LabLike) -> None:
         self.state = LabState(lab)
         self.controls = SettingsControls(self.state)
+        self.training_state = StateControls(self.state)
         self.run_bar = RunBar(self.state)
         self.search = SearchView(SearchState(self.state))
         self.timeline = TimelineView(self.state)
@@ -45,6 +47,7 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
             [
                 ipywidgets.HTML(f"<style>{page_code('panel.css')}</style><h3>{title}</h3>"),
                 self.controls.box,
+                self.training_state.box,
                 self.run_bar.box,
                 self.search.box,
                 self.timeline.box,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes
 
@@ -41,6 +42,12 @@ class Run:
     """None if the step ended in an unexpected error."""
     error: str = ""
     """Type and text of that error."""
+
+    @property
+    def conditions(self) -> str:
+        """The settings, and the training state if it is not the default."""
+        state = self.scenario.state
+        return str(self.settings) if state == TrainingState() else f"{self.settings}; {state}"
 
     @property
     def status(self) -> str:
@@ -91,7 +98,7 @@ class Run:
         return "; ".join(parts)
 
     def __str__(self) -> str:
-        return f"run {self.number} ({self.settings})"
+        return f"run {self.number} ({self.conditions})"
 
 
 def rows(runs: Sequence[Run], pinned: Run | None) -> list[dict[str, str]]:
@@ -109,7 +116,7 @@ def rows(runs: Sequence[Run], pinned: Run | None) -> list[dict[str, str]]:
 def _row(run: Run, base: StepRecord | None) -> dict[str, str]:
     record, workload = run.record, f"{run.scenario.micro_batch_size} x {run.scenario.seq_length}"
     cells = dict.fromkeys(COLUMNS, "")
-    cells |= {"number": str(run.number), "settings": str(run.settings), "workload": workload, "status": run.status}
+    cells |= {"number": str(run.number), "settings": run.conditions, "workload": workload, "status": run.status}
     if record is None or record.status != "ok":
         return cells | {
             "message": run.message,

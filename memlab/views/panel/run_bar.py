@@ -20,7 +20,6 @@ class RunBar:
         self.progress = ipywidgets.IntProgress(min=0, max=1)
         self.place = ipywidgets.HTML()
         self.status = ipywidgets.HTML()
-        self.run.tooltip = "Takes a step with these settings, after a warm-up step if they have changed"
         self.stop.tooltip = "Stops the step before its next layer; the model stays usable"
         for name in ("run", "stop", "progress", "status"):
             getattr(self, name).add_class(f"memlab-{name}")
@@ -34,14 +33,22 @@ class RunBar:
         self._show_notice()
         state.observe(lambda _: self._show_progress(), names=["busy", "progress"])
         state.observe(lambda _: self._show_notice(), names=["notice"])
+        self._show_rebuild()
+        state.observe(lambda _: self._show_rebuild(), names=["form", "busy", "runs"])
 
     def _show_progress(self) -> None:
         progress, busy = self._state.progress, self._state.busy
         self.stop.disabled = not busy
         self.progress.layout.visibility = "visible" if busy else "hidden"
-        self.progress.max = progress.total if progress else 1
+        self.progress.max = progress.total or 1 if progress else 1
         self.progress.value = progress.done if progress else 0
         self.place.value = html.escape(_place(progress)) if busy else ""
+
+    def _show_rebuild(self) -> None:
+        rebuilds = self._state.rebuilds
+        self.run.description = "Run" if rebuilds == "nothing" else f"Rebuild {rebuilds} and run"
+        first = "" if rebuilds == "nothing" else f"Rebuilds the {rebuilds} for the new training state. "
+        self.run.tooltip = f"{first}Takes a step with these settings, after a warm-up step if they have changed"
 
     def _show_notice(self) -> None:
         self.status.value = f'<div role="status">{html.escape(self._state.notice, quote=False)}</div>'
@@ -51,4 +58,6 @@ def _place(progress: Any) -> str:
     if progress is None:
         return "starting"
     where = f"{progress.phase}, {progress.module}" if progress.module else progress.phase
+    if not progress.total:
+        return where
     return f"{where}: {progress.done} of {progress.total} layer passes"

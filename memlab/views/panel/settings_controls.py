@@ -28,6 +28,7 @@ _GROUPS = {
     "offload_gradients": GRADIENTS,
     "offload_optimizer": "optimizer state",
 }
+_EXCEPT_UPDATE = "offload_optimizer_except_update"
 
 
 class SettingsControls:
@@ -80,7 +81,9 @@ class SettingsControls:
     def _between_steps(self) -> Any:
         places = {name: _GRADIENTS if name == "offload_gradients" else _DEVICE_OR_HOST for name in _GROUPS}
         boxes = [self._choice(name, _GROUPS[name], choices) for name, choices in places.items()]
-        return self._group("Between steps", boxes, tuple(_GROUPS))
+        label = "optimizer state, also in forward and backward"
+        boxes.append(self._choice(_EXCEPT_UPDATE, label, _DEVICE_OR_HOST))
+        return self._group("Between steps", boxes, (*_GROUPS, _EXCEPT_UPDATE))
 
     def _workload(self) -> Any:
         fields = {"seq_length": "sequence length", "micro_batch_size": "micro-batch size"}
@@ -166,7 +169,7 @@ class SettingsControls:
         return f"{format_bytes(run.transferred_bytes[subject])} {verb} in run {run.number}"
 
     def _show_validation_error(self) -> None:
-        text = self._state.validation_error
+        text = "" if self._state.error_is_about_state else self._state.validation_error
         about = [box for prefix, box in self.error_boxes.items() if text.startswith(prefix)]
         for box in self.error_boxes.values():
             is_about = bool(text) and box is (about[0] if about else self.error_boxes["seq_length"])

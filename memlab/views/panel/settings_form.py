@@ -1,11 +1,13 @@
 """Settings while they are being edited: what the controls show, whether it breaks a rule or not.
 
-`MemorySettings` cannot hold a combination that breaks a rule, and the way from one setting to another often leads
-through one. A `SettingsForm` can hold it; its method `settings` raises the error with the rule's text.
+`MemorySettings` and `TrainingState` cannot hold a combination that breaks a rule, and the way from one setting to
+another often leads through one. A `SettingsForm` can hold it; its methods `settings` and `scenario` raise the error
+with the rule's text.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,13 +23,14 @@ from memlab.config.settings import (
     RecomputeMethod,
     validation_error,
 )
+from memlab.config.training_state import TrainingState
 
 MODULE_FIELDS = {"recompute_modules": RECOMPUTE_MODULES, "offload_modules": OFFLOAD_MODULES}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SettingsForm:
-    """Fields of `MemorySettings` and of the workload. Values of fields that do not apply are kept, but not read.
+    """Fields of `MemorySettings`, of the workload and of the training state. Values that do not apply are not read.
 
     So a method that was chosen under full recompute is still chosen after a change to selective and back.
     """
@@ -45,11 +48,17 @@ class SettingsForm:
     offload_optimizer_except_update: bool = False
     seq_length: int
     micro_batch_size: int
+    state_values: dict[str, Any] = dataclasses.field(default_factory=lambda: TrainingState().to_dict())
+    """The fields of `TrainingState`, all of them."""
 
     @classmethod
     def of(cls, settings: MemorySettings, scenario: Scenario) -> SettingsForm:
-        """Returns the form of some settings on some workload."""
-        form = cls(seq_length=scenario.seq_length, micro_batch_size=scenario.micro_batch_size)
+        """Returns the form of some settings on some workload and training state."""
+        form = cls(
+            seq_length=scenario.seq_length,
+            micro_batch_size=scenario.micro_batch_size,
+            state_values=scenario.state.to_dict(),
+        )
         return form.with_settings(settings)
 
     def with_settings(self, settings: MemorySettings) -> SettingsForm:
@@ -85,12 +94,13 @@ class SettingsForm:
         return settings
 
     def scenario(self, scenario: Scenario) -> Scenario:
-        """Returns the scenario with this form's workload.
+        """Returns the scenario with this form's workload and training state.
 
         Raises:
             ValueError: If a value breaks its rule.
         """
-        return replace(scenario, seq_length=self.seq_length, micro_batch_size=self.micro_batch_size)
+        workload = replace(scenario, seq_length=self.seq_length, micro_batch_size=self.micro_batch_size)
+        return replace(workload, state=TrainingState(**self.state_values))
 
     def not_applicable(self, architecture: Architecture) -> dict[str, str]:
         """Finds the controls that have no effect under this form, or could only lead to an error.

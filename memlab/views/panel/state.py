@@ -18,8 +18,10 @@ from typing import Any
 
 import traitlets
 
+from memlab.config.rebuilds import Rebuilt, what_rebuilds
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.record.step_record import StepRecord
 from memlab.views.figures.resample import AXES
 from memlab.views.panel.lab_protocol import LabLike, ProgressLike
@@ -42,7 +44,7 @@ class LabState(traitlets.HasTraits):
     """
 
     form = traitlets.Instance(SettingsForm)
-    """The settings and the workload that the controls show."""
+    """The settings, the workload and the training state that the controls show."""
     settings = traitlets.Instance(MemorySettings, allow_none=True)
     """The form's settings; None while they break a rule."""
     validation_error = traitlets.Unicode()
@@ -62,6 +64,8 @@ class LabState(traitlets.HasTraits):
     moment = traitlets.Int(allow_none=True, default_value=None)
     """Number of the selected event, from the step's start; None selects the peak."""
     table_open = traitlets.Bool()
+    state_open = traitlets.Bool()
+    """Whether the controls of the training state are shown."""
     export_folder = traitlets.Unicode("memlab_exports")
 
     def __init__(self, lab: LabLike) -> None:
@@ -71,18 +75,48 @@ class LabState(traitlets.HasTraits):
         self._pressing = threading.Lock()
         self._last_progress_at = 0.0
         self._num_runs = 0
+        self.error_is_about_state = False
+        """Whether `validation_error` is a rule of the training state."""
         self.form = SettingsForm.of(lab.settings, lab.scenario)
         self.refresh()
 
     @traitlets.observe("form")
     def _resolve(self, _change: object) -> None:
+        self.error_is_about_state = True  # until its rules are passed
+        settings = None
         try:
-            self.form.scenario(self.lab.scenario)
-            self.settings = self.form.settings(self.lab.scenario)
-            self.validation_error = ""
+            state = TrainingState(**self.form.state_values)
+            self.error_is_about_state = False
+            scenario = self.form.scenario(self.lab.scenario)
+            settings = self.form.settings(scenario)
+            if state != self.lab.scenario.state:
+                self.error_is_about_state = True
+                self.lab.check_state(state, settings)
+                self.error_is_about_state = False
+            error_text = ""
         except ValueError as error:
-            self.settings = None
-            self.validation_error = str(error)
+            settings, error_text = None, str(error)
+        self.settings, self.validation_error = settings, error_text
+
+    @property
+    def rebuilds(self) -> Rebuilt:
+        """What the next run rebuilds first, because the form's training state is another than the lab's."""
+        if self.error_is_about_state:
+            return "nothing"
+        return what_rebuilds(self.lab.scenario.state, TrainingState(**self.form.state_values))
+
+    @property
+    def state_note(self) -> str:
+        """The form's training state in words: what it changes, what the next run rebuilds, what has no effect."""
+        if self.error_is_about_state:
+            return ""
+        scenario = replace(self.lab.scenario, state=TrainingState(**self.form.state_values))
+        words = [str(scenario.state)]
+        if scenario.state != self.lab.scenario.state:
+            built = "rebuilds nothing" if self.rebuilds == "nothing" else f"rebuilds the {self.rebuilds}"
+            words.append(f"not yet in effect: Run {built}")
+        words += [f"{name} has no effect: {reason}" for name, reason in scenario.without_effect().items()]
+        return "; ".join(words)
 
     @property
     def scenario(self) -> Scenario:
@@ -93,6 +127,11 @@ class LabState(traitlets.HasTraits):
         """Changes fields of the form."""
         with self.lock:
             self.form = replace(self.form, **changes)
+
+    def edit_state(self, **changes: Any) -> None:
+        """Changes fields of the form's training state; the next run rebuilds what they need."""
+        with self.lock:
+            self.form = replace(self.form, state_values=self.form.state_values | changes)
 
     def toggle(self, field: str, module: str, *, on: bool) -> None:
         """Ticks or unticks a module of ``recompute_modules`` or ``offload_modules``."""
@@ -124,7 +163,8 @@ class LabState(traitlets.HasTraits):
                 scenario = form.scenario(self.lab.scenario)
                 self.lab.set_workload(seq_length=scenario.seq_length, micro_batch_size=scenario.micro_batch_size)
                 self.refresh()
-                running = self.lab.submit(settings, on_progress=self._note_progress)
+                rebuilds, num_changes = self.rebuilds, len(self.lab.state_changes)
+                running = self.lab.submit(settings, state=scenario.state, on_progress=self._note_progress)
             except ValueError as error:
                 self._say(f"Not started: {error}")
                 return None
@@ -133,9 +173,10 @@ class LabState(traitlets.HasTraits):
                 return None
             with self.lock:
                 self.progress, self.busy = None, True
-                self.notice = f"Running: {settings}"
+                rebuilding = f"Rebuilding the {rebuilds} for '{scenario.state}'. " if rebuilds != "nothing" else ""
+                self.notice = f"{rebuilding}Running: {settings}"
             ended: Future[StepRecord] = Future()
-            running.add_done_callback(lambda done: self._finish(done, ended, scenario, settings))
+            running.add_done_callback(lambda done: self._finish(done, ended, scenario, settings, num_changes))
             return ended
 
     def stop(self) -> None:
@@ -228,7 +269,12 @@ class LabState(traitlets.HasTraits):
                 self.progress = progress
 
     def _finish(
-        self, done: Future[StepRecord], ended: Future[StepRecord], scenario: Scenario, settings: MemorySettings
+        self,
+        done: Future[StepRecord],
+        ended: Future[StepRecord],
+        scenario: Scenario,
+        settings: MemorySettings,
+        num_changes: int,
     ) -> None:
         error = done.exception()
         try:
@@ -239,7 +285,8 @@ class LabState(traitlets.HasTraits):
                     else:
                         self.refresh()
                         assert self.shown is not None
-                        self.notice = f"{self.shown}: {self.shown.outcome}"
+                        rebuilt = [f"{change}. " for change in self.lab.state_changes[num_changes:]]
+                        self.notice = f"{''.join(rebuilt)}{self.shown}: {self.shown.outcome}"
                 finally:  # what draws the new run may raise
                     self.progress, self.busy = None, False
         finally:

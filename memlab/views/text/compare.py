@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
+from memlab.config.training_state import TrainingState, option_words
 from memlab.record.step_record import StepRecord
 from memlab.units import binary_unit, format_bytes
 from memlab.views.text.columns import SETTING_WIDTH, Block, Table, as_text, in_unit
@@ -21,11 +23,11 @@ def record_names(records: Sequence[StepRecord]) -> list[str]:
         One name per record, such as ``"full uniform 1"``, or ``"none (2048 tokens, cpu)"`` next to records of other
         lengths and backends.
     """
-    words = [[*str(record.scenario).split(", "), record.backend] for record in records]
+    words = [[*_words(record), record.backend] for record in records]
     differing = [len(set(column)) > 1 for column in zip(*words, strict=False)]
     names = []
-    for record, mine in zip(records, words, strict=True):
-        details = [word for word, differs in zip(mine, differing, strict=False) if differs]
+    for record, mine, state in zip(records, words, _differing_states(records), strict=True):
+        details = [word for word, differs in zip(mine, differing, strict=False) if differs] + state
         details += ["forward only"] if record.forward_only else []
         details += [] if finished(record) else [record.status.replace("_", " ")]
         names.append(f"{record.settings}" + (f" ({', '.join(details)})" if details else ""))
@@ -35,9 +37,33 @@ def record_names(records: Sequence[StepRecord]) -> list[str]:
 
 def common_scenario(records: Sequence[StepRecord]) -> str:
     """Returns what the scenarios of records have in common; `record_names` gives what differs."""
-    columns = zip(*(str(record.scenario).split(", ") for record in records), strict=False)
+    columns = zip(*(_words(record) for record in records), strict=False)
     architecture, *others = [words[0] if len(set(words)) == 1 else "" for words in columns]
+    states = [record.scenario.state.changed() for record in records]
+    others += [
+        option_words(name, value)
+        for name, value in states[0].items()
+        if all(state.get(name) == value for state in states)
+    ]
     return ", ".join(filter(None, [architecture, *others])) if architecture else "different scenarios"
+
+
+def _words(record: StepRecord) -> list[str]:
+    """Returns the words of a record's scenario, without those of its training state."""
+    return str(replace(record.scenario, state=TrainingState())).split(", ")
+
+
+def _differing_states(records: Sequence[StepRecord]) -> list[list[str]]:
+    """Returns for each record the options of its training state that not all records have."""
+    states = [record.scenario.state.to_dict() for record in records]
+    differing = [name for name, value in states[0].items() if any(state[name] != value for state in states)]
+    default = TrainingState().to_dict()
+    words = []
+    for state in states:
+        unusual = [option_words(name, state[name]) for name in differing if state[name] != default[name]]
+        named = [f"{name} {state[name]}" for name in differing]
+        words.append((unusual or (["default state"] if state == default else named)) if differing else [])
+    return words
 
 
 def compare_table(*records: StepRecord) -> str:

@@ -1,0 +1,17 @@
+"""The version of Transformer Engine that the layers, the optimizer and the bytes without a GPU are those of."""
+
+from __future__ import annotations
+
+from packaging.version import Version
+
+TRANSFORMER_ENGINE = Version("2.12.0")
+
+
+def is_te_min_version(version: str, check_equality: bool = True) -> bool:
+    """Replaces Megatron's function of this name, which needs an installed Transformer Engine.
+
+    Args:
+        version: The one to compare with.
+        check_equality: Whether the same version is enough.
+    """
+    return Version(version) <= TRANSFORMER_ENGINE if check_equality else Version(version) < TRANSFORMER_ENGINE

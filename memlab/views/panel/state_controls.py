@@ -1,0 +1,129 @@
+"""The controls of the training state, under a button that opens them: a change takes effect with the next run."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import fields
+from typing import Any
+
+import ipywidgets
+
+from memlab.config.training_state import (
+    ATTENTION_BACKENDS,
+    CROSS_ENTROPY_FUSION_IMPLS,
+    FP8_FORMATS,
+    FP8_RECIPES,
+    LOSSES,
+    MAIN_GRADS_DTYPES,
+    MAIN_PARAMS_DTYPES,
+    MOMENT_DTYPES,
+    TrainingState,
+)
+from memlab.views.panel.state import LabState
+
+_NONE = "none"
+_CHOICES = {
+    "main_grads_dtype": MAIN_GRADS_DTYPES,
+    "main_params_dtype": MAIN_PARAMS_DTYPES,
+    "exp_avg_dtype": MOMENT_DTYPES,
+    "exp_avg_sq_dtype": MOMENT_DTYPES,
+    "loss": LOSSES,
+    "cross_entropy_fusion_impl": CROSS_ENTROPY_FUSION_IMPLS,
+    "attention_backend": ATTENTION_BACKENDS,
+    "fp8_format": (_NONE, *FP8_FORMATS),
+    "fp8_recipe": FP8_RECIPES,
+}
+_NUMBERS = {
+    "ddp_bucket_size": "elements (0: Megatron's rule)",
+    "logprobs_chunk_size": "tokens (0: all at once)",
+    "optimizer_offload_fraction": "0 to 1",
+}
+"""What each number means. A whole number of 0 stands for None."""
+_GROUPS = {
+    "Gradients": "use_distributed_optimizer",
+    "Optimizer": "use_precision_aware_optimizer",
+    "CPU optimizer": "optimizer_cpu_offload",
+    "Loss": "loss",
+    "Attention": "attention_backend",
+    "FP8": "fp8_format",
+}
+"""Each group's title, with its first field; it ends before the first field of the next one."""
+
+
+class StateControls:
+    """The controls on one state. `box` is the widget; `by_name` holds each control under its field's name."""
+
+    def __init__(self, state: LabState) -> None:
+        self._state = state
+        self.by_name: dict[str, Any] = {}
+        self.toggle = ipywidgets.ToggleButton(description="Training state")
+        self.toggle.tooltip = "Precision and place of gradients and optimizer state, loss, attention and FP8"
+        self.toggle.add_class("memlab-state-toggle")
+        self.note = ipywidgets.HTML()
+        self.note.add_class("memlab-state-note")
+        self.error_box = ipywidgets.HTML()
+        self.error_box.add_class("memlab-validation-error")
+        self._section = ipywidgets.Box(self._groups())
+        self._section.add_class("memlab-settings")
+        head = ipywidgets.Box([self.toggle, self.note])
+        head.add_class("memlab-state-bar")
+        self.box = ipywidgets.VBox([head, self.error_box, self._section])
+        self.toggle.observe(lambda change: state.set_trait("state_open", change["new"]), names=["value"])
+        self._show()
+        self._show_section()
+        state.observe(lambda _: self._show(), names=["form", "validation_error", "busy", "runs"])
+        state.observe(lambda _: self._show_section(), names=["state_open"])
+
+    def _groups(self) -> list[Any]:
+        starts = {field: title for title, field in _GROUPS.items()}
+        boxes: list[list[Any]] = []
+        for field in fields(TrainingState):
+            if field.name in starts:
+                boxes.append([ipywidgets.HTML(f"<h4>{starts[field.name]}</h4>")])
+            boxes[-1].append(self._control(field.name))
+        groups = [ipywidgets.VBox(children) for children in boxes]
+        for group in groups:
+            group.add_class("memlab-group")
+        return groups
+
+    def _control(self, name: str) -> Any:
+        if name in _CHOICES:
+            control = ipywidgets.Dropdown(options=_CHOICES[name], description=name)
+        elif name in _NUMBERS:
+            kind = ipywidgets.FloatText if name == "optimizer_offload_fraction" else ipywidgets.IntText
+            control = kind(description=f"{name}, {_NUMBERS[name]}")
+        else:
+            control = ipywidgets.Checkbox(description=name, indent=False)
+        if not isinstance(control, ipywidgets.Checkbox):
+            control.style.description_width = "initial"
+        control.add_class(f"memlab-state-{name.replace('_', '-')}")
+        control.observe(lambda change: self._state.edit_state(**{name: _value(name, change["new"])}), names=["value"])
+        self.by_name[name] = control
+        return control
+
+    def _show(self) -> None:
+        state = self._state
+        for name, control in self.by_name.items():
+            control.value = _shown(name, state.form.state_values[name])
+        text = state.validation_error
+        is_about_state = state.error_is_about_state
+        self.error_box.value = f'<div role="alert">{html.escape(text, quote=False)}</div>' if is_about_state else ""
+        self.note.value = f'<div role="status">{html.escape(state.state_note, quote=False)}</div>'
+
+    def _show_section(self) -> None:
+        self.toggle.value = self._state.state_open
+        self._section.layout.display = None if self._state.state_open else "none"
+
+
+def _value(name: str, shown: Any) -> Any:
+    """Returns what a control's value means."""
+    if name == "fp8_format":
+        return None if shown == _NONE else shown
+    return shown or None if name in ("ddp_bucket_size", "logprobs_chunk_size") else shown
+
+
+def _shown(name: str, value: Any) -> Any:
+    """Returns the value with which a control shows a field."""
+    if value is None:
+        return _NONE if name == "fp8_format" else 0
+    return value

@@ -1,0 +1,156 @@
+"""The training state on the panel: a change waits for the next run, which says what it rebuilds."""
+
+from __future__ import annotations
+
+import html
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+
+import ipywidgets
+import pytest
+from ipywidgets.widgets.widget import _instances as open_widgets
+
+from memlab.cli import build_parser
+from memlab.config.allocator_settings import AllocatorSettings
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
+from memlab.views.panel import exports
+from memlab.views.panel.panel import Panel, panel
+from memlab.views.panel.run import Run
+
+from .builders import training_step
+from .fake_lab import FakeLab
+
+AWARE = TrainingState(
+    use_precision_aware_optimizer=True, main_grads_dtype="bf16", exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16"
+)
+
+
+@pytest.fixture
+def shown() -> Iterator[Panel]:
+    made = panel(FakeLab(timeline=training_step()))
+    yield made
+    made.close()
+
+
+def press_run(shown: Panel) -> None:
+    content = {"data": {"method": "custom", "content": {"event": "click"}}}
+    shown.run_bar.run._handle_msg({"content": content, "buffers": []})
+
+
+def receive(shown: Panel, name: str, value: Any) -> None:
+    """Does what a message of the page does."""
+    control = shown.training_state.by_name[name]
+    data = {"index": control.options.index(value)} if isinstance(control, ipywidgets.Dropdown) else {"value": value}
+    control._handle_msg({"content": {"data": {"method": "update", "state": data}}, "buffers": []})
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        TrainingState(grad_reduce_in_bf16=True, overlap_grad_reduce=True, ddp_bucket_size=1000),
+        AWARE,
+        TrainingState(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5, pin_cpu_grads=False),
+        TrainingState(use_distributed_optimizer=False, loss="logprobs", logprobs_chunk_size=64),
+        TrainingState(fp8_format="hybrid", fp8_recipe="blockwise", attention_backend="fused"),
+    ],
+    ids=str,
+)
+def test_each_control_by_message_gives_what_the_api_gives(shown: Panel, state: TrainingState) -> None:
+    for name, value in state.changed().items():
+        receive(shown, name, value)
+    assert set(shown.training_state.by_name) == {field.name for field in fields(TrainingState)}
+    assert shown.state.form.scenario(shown.state.scenario).state == state
+    assert shown.state.lab.scenario.state == TrainingState(), "nothing is rebuilt before the next run"
+    press_run(shown)
+    assert shown.state.lab.scenario.state == state
+    assert shown.runs.table.rows[0]["settings"] == f"none; {state}"
+    heading = shown.timeline.chart.picture["layout"]["title"]["text"]
+    assert str(state) in " ".join(re.sub("<[^>]*>", " ", heading).split())
+
+
+def test_the_run_button_the_note_and_the_notice_say_what_is_rebuilt(shown: Panel) -> None:
+    lab, run, note = shown.state.lab, shown.run_bar.run, shown.training_state.note
+    assert run.description == "Run" and "default state" in note.value
+    receive(shown, "cross_entropy_loss_fusion", True)
+    assert run.description == "Run" and "not yet in effect: Run rebuilds nothing" in note.value
+    receive(shown, "grad_reduce_in_bf16", True)
+    assert run.description == "Rebuild model and run" and run.tooltip.startswith("Rebuilds the model")
+    lab.holds = True
+    press_run(shown)
+    assert "Rebuilding the model for 'grad_reduce_in_bf16, " in shown.run_bar.status.value
+    lab.progress(phase="rebuilding the model", module="", done=0, total=0)
+    assert shown.run_bar.place.value == "rebuilding the model"
+    lab.end()
+    assert "model rebuilt in 2.50 s" in shown.run_bar.status.value
+    assert run.description == "Run" and "not yet in effect" not in note.value
+
+
+def test_a_broken_rule_and_a_refused_state_are_next_to_the_group(shown: Panel) -> None:
+    receive(shown, "exp_avg_dtype", "bf16")
+    errors = shown.training_state.error_box
+    assert "exp_avg_dtype is 'bf16', must be fp32" in html.unescape(errors.value)
+    assert not any(box.value for box in shown.controls.error_boxes.values())
+    press_run(shown)
+    assert "Not started: exp_avg_dtype" in shown.run_bar.status.value and not shown.state.lab.submitted
+    receive(shown, "exp_avg_dtype", "fp32")
+    assert not errors.value
+    shown.state.lab.refused_state = TrainingState(fp8_format="e4m3")
+    receive(shown, "fp8_format", "e4m3")
+    assert "the cpu backend cannot build it" in errors.value and shown.state.settings is None
+    receive(shown, "fp8_format", "none")
+    shown.state.edit(seq_length=0)
+    assert not errors.value and shown.controls.error_boxes["seq_length"].value
+
+
+def test_an_option_without_effect_says_why(shown: Panel) -> None:
+    receive(shown, "pin_cpu_grads", False)
+    assert "pin_cpu_grads has no effect: only optimizer_cpu_offload reads it" in shown.training_state.note.value
+
+
+def test_the_group_is_closed_until_its_button_is_pressed_and_costs_few_models(shown: Panel) -> None:
+    group = shown.training_state
+    assert group._section.layout.display == "none"
+    group.toggle.value = True
+    assert group._section.layout.display is None
+    own = [widget for widget in open_widgets.values() if not isinstance(widget, Panel)]
+    assert len(own) < 200, "a page that is loaded again creates every model before it shows the first"
+
+
+def test_a_run_s_state_is_used_again_and_repeated_by_its_command(shown: Panel) -> None:
+    shown.state.edit_state(**AWARE.changed())
+    press_run(shown)
+    shown.state.edit_state(**TrainingState().to_dict())
+    press_run(shown)
+    assert [row["settings"] for row in shown.runs.table.rows] == [f"none; {AWARE}", "none"]
+    shown.state.show(1)
+    shown.state.reuse()
+    assert shown.state.rebuilds == "optimizer"
+    scenario = Scenario.of(
+        "phi-4-tiny",
+        state=TrainingState(use_distributed_optimizer=False, pin_cpu_grads=False, fp8_format="e4m3"),
+        allocator=AllocatorSettings(expandable_segments=True),
+    )
+    command = exports.measure_command(Run(number=1, scenario=scenario, settings=MemorySettings(), backend="cpu"))
+    arguments = vars(build_parser().parse_args(shlex.split(command)[1:]))
+    given = {name: arguments[name] for name in scenario.state.to_dict() if arguments[name] is not None}
+    assert TrainingState(**given) == scenario.state
+    assert arguments["expandable_segments"]
+
+
+def test_a_real_lab_rebuilds_on_its_own_thread_and_the_page_stays_usable(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("phi-4-tiny", num_layers=2, seq_length=64)
+    shown = panel(lab)
+    for changes in ({"grad_reduce_in_bf16": True}, {"grad_reduce_in_bf16": False}):
+        shown.state.edit_state(**changes)
+        running = shown.state.run()
+        assert running is not None
+        running.result()
+        assert "model rebuilt in " in shown.state.notice
+    assert [run.scenario.state.grad_reduce_in_bf16 for run in shown.state.runs] == [True, False]
+    assert lab.records[0].loss == lab.records[1].loss
+    shown.close()

@@ -1,0 +1,221 @@
+"""The training state of a live lab changes: what is rebuilt equals a fresh lab, and nothing of the old one stays."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from memlab.analysis.difference import obstacles
+from memlab.config.rebuilds import REBUILDS, what_rebuilds
+from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
+from memlab.lab.lab import Lab
+from memlab.lab.progress import Progress
+from memlab.model import build, change_state
+from memlab.record.step_record import StepRecord
+from memlab.views.text.compare import common_scenario, record_names
+from tests.unit.builders import record_of, training_step
+from tests.unit.live import FULL, offload
+
+PLAIN = TrainingState()
+BF16_GRADIENTS = TrainingState(grad_reduce_in_bf16=True)
+NOT_DISTRIBUTED = TrainingState(use_distributed_optimizer=False)
+FUSED_LOSS = TrainingState(cross_entropy_loss_fusion=True)
+IN_PLACE = TrainingState(attention_backend="unfused", apply_rope_fusion=True)
+OTHER_OPTIMIZER = TrainingState(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="fp8")
+TINY: dict[str, Any] = {"num_layers": 2, "seq_length": 64}
+
+
+def same(one: StepRecord, two: StepRecord) -> dict[str, tuple[Any, Any]]:
+    """What of two steps' memory and loss differs: nothing, if the one's lab is like the other's."""
+    names = ("loss", "static_bytes", "peak_allocated_bytes", "residual_bytes", "host_bytes", "peak_by_category")
+    return {
+        name: (getattr(one, name), getattr(two, name)) for name in names if getattr(one, name) != getattr(two, name)
+    }
+
+
+def kept_bytes(lab: Lab) -> tuple[int, int]:
+    gc.collect()
+    return lab._stepper.meter.live_bytes(), lab._stepper.meter.live_bytes("host")
+
+
+def test_every_field_says_what_it_rebuilds() -> None:
+    assert set(REBUILDS) == {field.name for field in fields(TrainingState)}
+    assert what_rebuilds(PLAIN, PLAIN) == "nothing"
+    assert what_rebuilds(FUSED_LOSS, IN_PLACE) == "nothing"
+    assert what_rebuilds(FUSED_LOSS, replace(OTHER_OPTIMIZER, loss="logprobs")) == "optimizer"
+    assert what_rebuilds(OTHER_OPTIMIZER, BF16_GRADIENTS) == "model"
+
+
+@pytest.mark.parametrize("backend", ["cpu", "simulated"])
+def test_a_changed_state_equals_a_fresh_lab_s_to_the_byte(backend: str) -> None:
+    fresh = {}
+    for state in (BF16_GRADIENTS, NOT_DISTRIBUTED, FUSED_LOSS, IN_PLACE, OTHER_OPTIMIZER):
+        with Lab("qwen3-moe-tiny", **TINY, state=state, backend=backend) as lab:
+            fresh[state] = lab.step(FULL)
+    with Lab("qwen3-moe-tiny", **TINY, backend=backend) as lab:
+        fresh[PLAIN] = lab.step(FULL)
+        before = kept_bytes(lab)
+        for state in (BF16_GRADIENTS, FUSED_LOSS, IN_PLACE, OTHER_OPTIMIZER, NOT_DISTRIBUTED, PLAIN):
+            lab.set_state(state)
+            record = lab.step()
+            assert record.scenario.state == state
+            assert not same(record, fresh[state]), state
+        assert kept_bytes(lab) == before
+        assert [change.rebuilt for change in lab.state_changes] == [
+            "model",
+            "model",
+            "nothing",
+            "optimizer",
+            "model",
+            "model",
+        ]
+
+
+def test_only_what_reads_the_state_when_it_is_built_is_replaced(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("phi-4-tiny", **TINY)
+    plain = lab.step(offload("core_attn"))
+    live = lab._stepper.live
+    weights, optimizer = id(next(live.parameters())), live.optimizer
+    change = lab.set_state(FUSED_LOSS)
+    assert live.optimizer is optimizer and live.config.cross_entropy_loss_fusion
+    assert (change.rebuilt, change.changed) == ("nothing", {"cross_entropy_loss_fusion": True})
+    assert str(change) == "cross_entropy_loss_fusion: nothing rebuilt"
+    change = lab.set_state(OTHER_OPTIMIZER)
+    assert live.optimizer is not optimizer and id(next(live.parameters())) == weights
+    assert str(change).startswith("use_precision_aware_optimizer, exp_avg_dtype bf16, exp_avg_sq_dtype fp8, cross_")
+    lab.set_state(BF16_GRADIENTS)
+    assert lab._stepper.live is not live
+    lab.set_state(PLAIN)
+    assert lab.settings == offload("core_attn"), "settings hold for the new model"
+    assert not same(lab.step(), plain)
+
+
+def test_a_step_may_change_the_state_first_and_reports_what_it_rebuilds(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("phi-4-tiny", **TINY)
+    places: list[Progress] = []
+    records = [lab.step(FULL, state=BF16_GRADIENTS, on_progress=places.append), lab.step(), lab.step(state=PLAIN)]
+    assert places[0].phase == "rebuilding the model"
+    assert [record.scenario.state for record in lab.records] == [BF16_GRADIENTS, BF16_GRADIENTS, PLAIN]
+    assert [record.step_index for record in records] == [1, 2, 4], "a changed state warms up"
+    assert len(lab.state_changes) == 2
+
+
+def test_groups_on_the_host_come_back_or_are_dropped(open_lab: Callable[..., Any]) -> None:
+    away = MemorySettings(offload_parameters=True, offload_gradients=True, offload_optimizer=True)
+    lab = open_lab("qwen3-moe-tiny", **TINY)
+    lab.pinned_host_memory = False
+    first = lab.step(away)
+    on_host = kept_bytes(lab)
+    for state in (OTHER_OPTIMIZER, BF16_GRADIENTS, PLAIN):
+        lab.set_state(state)
+        assert not lab.pinned_host_memory
+        assert kept_bytes(lab)[0] > on_host[0], "everything is on the device until the next step has ended"
+        assert not lab.audit_residency().complaints
+        last = lab.step()
+    assert not same(last, first)
+    assert kept_bytes(lab) == on_host
+
+
+def _refuse() -> None:
+    raise AssertionError("no,\nnot so")
+
+
+def test_a_refused_state_leaves_everything_as_it_was(
+    open_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = open_lab("phi-4-tiny", **TINY)
+    plain, live = lab.step(), lab._stepper.live
+    with pytest.raises(ValueError, match=r"state is 'bf16', must be TrainingState"):
+        lab.set_state("bf16")
+    with lab.tap(0), pytest.raises(ValueError, match=r"a tap or a residency fault is on.*leave its block first"):
+        lab.set_state(BF16_GRADIENTS)
+    monkeypatch.setattr(change_state, "optimizer_config", lambda scenario: _refuse())
+    with pytest.raises(ValueError, match=r"^Megatron refuses .* 'grad_reduce_in_bf16' \(no, not so\): choose another$"):
+        lab.set_state(BF16_GRADIENTS)
+    assert lab._stepper.live is live and lab.scenario.state == PLAIN and not lab.state_changes
+    assert not same(lab.step(), plain)
+
+
+@pytest.mark.parametrize("state", [NOT_DISTRIBUTED, OTHER_OPTIMIZER])
+def test_a_state_that_does_not_fit_leaves_the_former_one(open_lab: Callable[..., Any], state: TrainingState) -> None:
+    lab = open_lab("qwen3-moe-tiny", **TINY)
+    plain = lab.step()
+    before = kept_bytes(lab)
+    built, get_optimizer = [], build.get_megatron_optimizer
+
+    def fail_once(config: Any, chunks: Any, **options: Any) -> Any:
+        built.append(get_optimizer(config, chunks, **options))
+        if len(built) == 1:
+            raise torch.OutOfMemoryError("2 GiB requested\nwith 1 GiB free")
+        return built.pop()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "get_megatron_optimizer", fail_once)
+        with pytest.raises(torch.OutOfMemoryError, match=r"^the training state .* former state.* again; [^\n]*$"):
+            lab.set_state(state)
+    built.clear()
+    assert lab.scenario.state == PLAIN
+    assert not same(lab.step(), plain)
+    assert kept_bytes(lab) == before
+
+
+def test_a_lab_that_gets_no_state_at_all_is_closed_in_one_line(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("qwen3-moe-tiny", **TINY)
+    record = lab.step()
+    lab.device_memory_bytes = 1000
+    with pytest.raises(RuntimeError, match=r"^the training state .* this lab is closed, open another with Lab[^\n]*$"):
+        lab.set_state(BF16_GRADIENTS)
+    assert lab.closed and lab.records == [record]
+    assert kept_bytes(lab) == (0, 0)
+    with pytest.raises(ValueError, match="closed: open another"):
+        lab.step()
+    assert not same(open_lab("qwen3-moe-tiny", **TINY).step(), record)
+
+
+def test_a_rebuilt_lab_answers_every_question(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("qwen3-moe-tiny", **TINY)
+    lab.step()
+    lab.set_state(BF16_GRADIENTS)
+    record = lab.step()
+    assert lab.forward_only().loss == record.loss
+    assert lab.fit(record, "80GiB").fits
+    assert all(known.scenario.state == BF16_GRADIENTS for known in lab.records[1:])
+    lab.audit_offload(offload("expert_fc1"))
+    assert lab.groups_used()["optimizer"]
+    with lab.tap(0) as tap:
+        lab.step(FULL)
+    assert tap.look() is None
+    lab.device_memory_bytes = record.static_bytes + record.activation_peak_bytes // 2
+    failed = lab.step(MemorySettings())
+    assert failed.out_of_memory is not None and failed.scenario.state == BF16_GRADIENTS
+    lab.device_memory_bytes = None
+    lab.set_workload(seq_length=32)
+    lab.set_state(PLAIN)
+    assert lab.step().scenario.seq_length == 32
+    lab.drop()
+    assert kept_bytes(lab) == (0, 0)
+
+
+def test_steps_of_different_states_are_named_by_what_differs() -> None:
+    aware = TrainingState(use_precision_aware_optimizer=True, main_grads_dtype="bf16")
+    records = [
+        record_of(training_step(), scenario=replace(record_of(training_step()).scenario, state=state))
+        for state in (PLAIN, aware, replace(aware, exp_avg_dtype="bf16"))
+    ]
+    assert record_names(records) == [
+        "none (default state)",
+        "none (use_precision_aware_optimizer, main_grads_dtype bf16)",
+        "none (use_precision_aware_optimizer, main_grads_dtype bf16, exp_avg_dtype bf16)",
+    ]
+    assert record_names(records[1:]) == ["none (exp_avg_dtype fp32)", "none (exp_avg_dtype bf16)"]
+    assert common_scenario(records[1:]).endswith(", use_precision_aware_optimizer, main_grads_dtype bf16")
+    assert "state" not in common_scenario(records[:2]) and "main_grads" not in common_scenario(records[:2])
+    predicted = replace(records[1], backend="simulated")
+    (line,) = obstacles([predicted, replace(records[2], backend="cuda")])
+    assert "differ in state.exp_avg_dtype (fp32 predicted, bf16 measured)" in line
