@@ -96,9 +96,10 @@ class TrainingState:
     cross_entropy_loss_fusion: bool = False
     """Compute the cross entropy with fewer kernels."""
     cross_entropy_fusion_impl: CrossEntropyFusionImpl = "native"
-    """Whose fused cross entropy: Megatron's compiled one, or Transformer Engine's kernel."""
+    """Whose fused cross entropy: Megatron's compiled one, or Transformer Engine's kernel, which overwrites the logits.
+    Of the latter megatron-core 0.19 warns, and its ``megatron/training/arguments.py`` refuses it."""
     logprobs_chunk_size: int | None = None
-    """Tokens whose log-probabilities are computed at once; None computes all at once."""
+    """Tokens of each sequence whose log-probabilities are computed at once; None computes all at once."""
 
     attention_backend: AttentionBackend = "auto"
     """Which attention Transformer Engine uses; ``auto`` chooses."""

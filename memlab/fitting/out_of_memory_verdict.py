@@ -14,6 +14,11 @@ from memlab.units import GIB, format_bytes
 USUAL_OUTSIDE_BYTES = 4 * GIB
 """What a job's own CUDA context, NCCL and libraries hold outside torch: 2.4 to 3.9 GiB per rank on H200s."""
 
+_MODULES_OF_THE_LOSS = ("gpt_model", "loss")
+"""Megatron computes the cross entropy in the GPTModel, outside its inner modules."""
+_USUAL_CHUNK_SIZE = 1024
+"""SkyRL's default."""
+
 
 def judge(record: StepRecord, earlier_records: Sequence[StepRecord]) -> StepRecord:
     """Gives a step that ran out of memory its verdict; any other record comes back unchanged.
@@ -58,11 +63,26 @@ def judge(record: StepRecord, earlier_records: Sequence[StepRecord]) -> StepReco
     )
     advice = _advice(verdict, suggestion)
     judged = replace(failure, verdict=verdict, evidence=evidence, advice=advice, suggestion=suggestion)
-    return replace(
-        record,
-        out_of_memory=judged,
-        message=f"{verdict} in {_request(failure.failed_allocation)}: {evidence}. {advice}",
-    )
+    message = f"{verdict} in {_request(failure.failed_allocation)}: {evidence}. {advice}"
+    return name_smaller_loss(replace(record, out_of_memory=judged, message=message))
+
+
+def name_smaller_loss(record: StepRecord) -> StepRecord:
+    """Adds to a step that ran out of memory in the loss which option of the training state makes the loss smaller.
+
+    Any other record comes back unchanged, as does one whose loss does not copy all logits in fp32.
+    """
+    failure, state = record.out_of_memory, record.scenario.state
+    if failure is None or failure.failed_allocation.module not in _MODULES_OF_THE_LOSS:
+        return record
+    if not state.copies_logits_in_fp32:
+        return record
+    option = "cross_entropy_loss_fusion and cross_entropy_fusion_impl 'te'"
+    if state.loss == "logprobs":
+        option = f"logprobs_chunk_size {_USUAL_CHUNK_SIZE}"
+    smaller = f"The loss copies all logits in fp32; with {option} it does not"
+    advice = f"{failure.advice}. {smaller}" if failure.advice else smaller
+    return replace(record, out_of_memory=replace(failure, advice=advice), message=f"{record.message}. {smaller}")
 
 
 _Found = tuple[Verdict, str] | None

@@ -15,7 +15,7 @@ from memlab.config.rebuilds import what_rebuilds
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
-from memlab.fitting.out_of_memory_verdict import judge
+from memlab.fitting.out_of_memory_verdict import judge, name_smaller_loss
 from memlab.lab.progress import Progress, StepMonitor
 from memlab.lab.stepper import ModelLost, Stepper
 from memlab.lab.worker import Worker
@@ -130,6 +130,7 @@ class Session:
             with self.stepper.workload_of_a_pass(scenario):
                 record = self.stepper.step(forward_only=True, suspend_offload=suspend_offload)
             self._is_steady = self._is_steady and record.status == "ok" and not is_other
+            record = name_smaller_loss(record)
             self.records.append(record)
             return record
 

@@ -44,13 +44,11 @@ class LiveModel:
     """Megatron's (chained) distributed optimizer."""
     forward_backward: Callable[..., Any]
     """Megatron's schedule for this pipeline layout."""
-    loss: PolicyGradientLoss | None = field(init=False)
-    """The loss, if the GPTModel does not compute it itself."""
+    loss: PolicyGradientLoss = field(default_factory=PolicyGradientLoss, repr=False)
+    """The loss of the training states in which the GPTModel does not compute it."""
     _modules: tuple[Any, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        state = self.scenario.state
-        self.loss = PolicyGradientLoss(state.logprobs_chunk_size) if state.loss == "logprobs" else None
         self._modules = tuple(module for chunk in self.chunks for module in chunk.modules())
 
     @property
@@ -90,11 +88,10 @@ class LiveModel:
     def working_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Yields `named_modules` without placeholders, which return their input: 4 of 18 modules of a Qwen3 layer.
 
-        A loss outside the GPTModel is a module of its own.
+        After them comes the loss.
         """
         yield from ((name, module) for name, module in self.named_modules() if not isinstance(module, IdentityOp))
-        if self.loss is not None:
-            yield "loss", self.loss
+        yield "loss", self.loss
 
     def buffers(self) -> Iterator[tuple[str, Any]]:
         """Yields DDP's buffers of parameters and gradients, each with the name of its attribute."""

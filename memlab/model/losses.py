@@ -24,25 +24,19 @@ class PolicyGradientLoss(torch.nn.Module):
 
     The entropy has no gradient and is not part of the loss: it is a metric, unless a framework's entropy bonus is on
     (SkyRL's ``use_entropy_loss``, off by default).
-
-    Args:
-        chunk_size: Tokens of each sequence that are computed at once; None computes all at once.
     """
 
-    def __init__(self, chunk_size: int | None) -> None:
-        super().__init__()
-        self._chunk_size = chunk_size
-
-    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor, chunk_size: int | None) -> torch.Tensor:
         """Returns each token's loss, fp32 [sequences, tokens].
 
         Args:
             logits: [sequences, tokens, vocabulary of this rank].
             labels: int64 [sequences, tokens], in the whole vocabulary.
+            chunk_size: Tokens of each sequence that are computed at once; None computes all at once.
         """
         group = parallel_state.get_tensor_model_parallel_group()
-        of_labels = log_probabilities(logits, labels, group, self._chunk_size)
-        entropy(logits.detach(), group, self._chunk_size)
+        of_labels = log_probabilities(logits, labels, group, chunk_size)
+        entropy(logits.detach(), group, chunk_size)
         return -of_labels
 
 

@@ -15,7 +15,6 @@ from memlab.config.scenario import Scenario
 from memlab.meter.labels import Labels
 from memlab.model.activation_offload import manager as offload_manager
 from memlab.model.build import LiveModel
-from memlab.model.losses import PolicyGradientLoss
 from memlab.model.megatron_versions import zero_auxiliary_losses
 from memlab.upstream.patching import patched
 
@@ -74,7 +73,7 @@ def _set_training(live: LiveModel, mode: bool) -> None:
 def _run_schedule(live: LiveModel, *, forward_only: bool) -> float | None:
     scenario = live.scenario
     losses = live.forward_backward(
-        forward_step_func=partial(_forward_step, live.loss),
+        forward_step_func=partial(_forward_step, live),
         data_iterator=[_batches(scenario) for _ in live.chunks],
         model=live.chunks,
         num_microbatches=scenario.num_microbatches,
@@ -85,17 +84,20 @@ def _run_schedule(live: LiveModel, *, forward_only: bool) -> float | None:
     return sum(losses) / len(losses) if losses else None
 
 
-def _forward_step(
-    loss: PolicyGradientLoss | None, batches: Iterator[torch.Tensor], model: Any
-) -> tuple[torch.Tensor, Any]:
+def _forward_step(live: LiveModel, batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
     tokens = next(batches).cuda()
     positions = torch.arange(tokens.shape[1] - 1, device="cuda").unsqueeze(0)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     arguments, own_labels = (chunks_of_this_rank(inputs), chunks_of_this_rank(positions)), chunks_of_this_rank(labels)
-    if loss is None:
+    state = live.scenario.state
+    if state.loss == "cross_entropy":
         return model(*arguments, None, labels=own_labels), _mean_loss
-    # Without labels the model returns the logits; Megatron's schedule calls what computes the loss from them.
-    return model(*arguments, None), lambda logits: _mean_loss(loss(logits, own_labels))
+
+    def mean_loss(logits: torch.Tensor) -> tuple[torch.Tensor, float]:
+        return _mean_loss(live.loss(logits, own_labels, state.logprobs_chunk_size))
+
+    # Without labels the model returns the logits.
+    return model(*arguments, None), mean_loss
 
 
 def _mean_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, float]:

@@ -105,11 +105,13 @@ def test_chunks_copy_less_of_the_logits_in_fp32() -> None:
     """All at once: the logits, what is shifted and its exponentials. In backward: all gradients, and four of a chunk."""
     copy, chunk = 4 * 4096 * 100_352, 4 * 1024 * 100_352
     by_chunk_size = {None: (3 * copy, 3 * copy), 1024: (copy + 4 * chunk, 3 * chunk)}
-    for chunk_size, (in_training, forward_only) in by_chunk_size.items():
-        state = TrainingState(loss="logprobs", logprobs_chunk_size=chunk_size)
-        with Lab("phi-4", num_layers=2, seq_length=4096, backend="simulated", state=state) as lab:
-            assert lab.step().peak_by_module["loss"] == pytest.approx(in_training, rel=1e-3)
+    with Lab("phi-4", num_layers=2, seq_length=4096, backend="simulated") as lab:
+        default = lab.step()
+        for chunk_size, (in_training, forward_only) in by_chunk_size.items():
+            trained = lab.step(state=TrainingState(loss="logprobs", logprobs_chunk_size=chunk_size))
+            assert trained.peak_by_module["loss"] == pytest.approx(in_training, rel=1e-3)
             assert lab.forward_only().peak_by_module["loss"] == pytest.approx(forward_only, rel=1e-3)
+        assert lab.step(state=UNFUSED).peak_by_module == default.peak_by_module
 
 
 def test_only_the_last_pipeline_stage_computes_the_loss() -> None:
@@ -136,3 +138,25 @@ def test_a_forward_only_pass_has_a_token_budget_of_its_own(open_lab: Callable[..
     assert (again.loss, again.activation_peak_bytes) == (trained.loss, trained.activation_peak_bytes)
     with pytest.raises(ValueError, match="seq_length is 0"):
         lab.forward_only(seq_length=0)
+
+
+@pytest.mark.parametrize(
+    ("state", "take", "option"),
+    [
+        (UNFUSED, Lab.forward_only, "cross_entropy_loss_fusion and cross_entropy_fusion_impl 'te'"),
+        (LOGPROBS, Lab.step, "logprobs_chunk_size 1024"),
+        (CHUNKED, Lab.forward_only, None),
+    ],
+    ids=["unfused", "logprobs", "chunks"],
+)
+def test_out_of_memory_in_the_loss_names_the_option_that_makes_it_smaller(
+    state: TrainingState, take: Callable[[Lab], StepRecord], option: str | None
+) -> None:
+    with Lab("phi-4", num_layers=1, seq_length=4096, backend="simulated", state=state) as lab:
+        lab.device_memory_bytes = take(lab).peak_reserved_bytes - 4096 * 100_352
+        failed = take(lab).out_of_memory
+    assert failed is not None
+    if option is None:
+        assert "logits" not in failed.advice
+    else:
+        assert failed.advice.endswith(f"The loss copies all logits in fp32; with {option} it does not")

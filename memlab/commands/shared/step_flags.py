@@ -151,7 +151,7 @@ def _add_state_arguments(state: argparse._ArgumentGroup) -> None:
         "--logprobs-chunk-size",
         type=whole_number,
         metavar="N",
-        help="with --loss logprobs: number of tokens whose log-probabilities are computed at once (default: all)",
+        help="with --loss logprobs: tokens of a sequence whose log-probabilities are computed at once (default: all)",
     )
 
 
