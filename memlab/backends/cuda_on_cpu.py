@@ -99,7 +99,11 @@ class CudaOnCpu(TorchFunctionMode):
             tensor = self._to_host(tensor)
         elif place is not None:
             tensor = self._to_device(tensor)
-        return torch.Tensor.to(tensor, *args, **kwargs) if args or kwargs else tensor
+        if not args and not kwargs:
+            return tensor
+        if is_on_host(tensor):  # a router makes its weights on the host, and converts them there
+            return made_on_host(torch.Tensor.to, tensor, *args, **kwargs)
+        return torch.Tensor.to(tensor, *args, **kwargs)
 
     def _to_host(self, tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return tensor if is_on_host(tensor) else made_on_host(torch.clone, tensor)

@@ -29,7 +29,7 @@ from memlab.lab.environment import hardware, versions
 from memlab.lab.progress import StepStopped
 from memlab.meter.labels import Labels, labelled_by
 from memlab.meter.protocol import Meter
-from memlab.model import apply_settings
+from memlab.model import apply_settings, data_parallel_overlap
 from memlab.model.activation_offload.transfer_watch import OffloadWatch
 from memlab.model.attention_environment import attention_backend_chosen, change_attention_backend
 from memlab.model.build import LiveModel, build, build_model, build_optimizer, release_optimizer
@@ -97,6 +97,7 @@ class Stepper:
 
     def _adopt(self, live: LiveModel) -> None:
         self.live = live
+        data_parallel_overlap.connect(live)
         self.labels.attach(live.working_modules())
         self._make_transfers()
         with self.labels.category("workspace"):

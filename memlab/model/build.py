@@ -142,6 +142,10 @@ def build_model(scenario: Scenario, provider: type, settings: MemorySettings) ->
             model = gpt_model(scenario, config, provider, number)
             if scenario.expert_buffers:
                 _spread_experts(model)
+            if not scenario.state.use_distributed_optimizer:
+                # Routers make their weights on the host. `get_model` moves them; with the distributed optimizer DDP's
+                # buffers do, since they take every parameter over.
+                model.cuda()
             # One bucket for each chunk but the first, as in Megatron-LM's `get_model` (megatron/training/training.py).
             chunks.append(DistributedDataParallel(config, ddp_config, model, disable_bucketing=number > 0))
         live = LiveModel(scenario, config, chunks, None, get_forward_backward_func())
@@ -217,8 +221,11 @@ def _retain_main_gradients(live: LiveModel) -> None:
 def _separate_experts(live: LiveModel) -> None:
     """Gives this rank's part of a parameter that stacks experts, as fake layers have, its parts by expert.
 
-    Transformer Engine's Adam has scales, remainders and temporaries for each expert's weight.
+    Transformer Engine's Adam has scales, remainders and temporaries for each expert's weight. It has none of them
+    without the distributed optimizer, which the precision-aware optimizer needs.
     """
+    if not live.scenario.state.use_distributed_optimizer:
+        return
     for part in live.optimizers:
         if not hasattr(part, "shard_float16_groups"):  # not the distributed optimizer
             continue

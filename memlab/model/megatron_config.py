@@ -106,6 +106,8 @@ def distributed_data_parallel_config(scenario: Scenario) -> DistributedDataParal
         use_distributed_optimizer=state.use_distributed_optimizer,
         overlap_grad_reduce=state.overlap_grad_reduce,
         overlap_param_gather=state.overlap_param_gather,
+        # All stages gather at once, but only where they are interleaved (megatron/training/arguments.py).
+        align_param_gather=state.overlap_param_gather and interleaved_chunks(scenario.layout) is not None,
         bucket_size=state.ddp_bucket_size,
         fp8_param_gather=state.fp8_param_gather,
     )
@@ -121,6 +123,7 @@ def optimizer_config(scenario: Scenario) -> OptimizerConfig:
         bf16=scenario.dtype == "bf16",
         params_dtype=_DTYPES[scenario.dtype],
         use_distributed_optimizer=state.use_distributed_optimizer,
+        overlap_param_gather=state.overlap_param_gather,
         use_precision_aware_optimizer=state.use_precision_aware_optimizer,
         main_grads_dtype=_DTYPES[state.main_grads_dtype],
         main_params_dtype=_DTYPES[state.main_params_dtype],

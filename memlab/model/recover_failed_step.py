@@ -12,6 +12,7 @@ from memlab.config.settings import MemorySettings
 from memlab.model import apply_settings
 from memlab.model.activation_offload import manager as offload_manager
 from memlab.model.build import LiveModel
+from memlab.model.data_parallel_overlap import forget_communication
 from memlab.model.megatron_versions import forget_pending_offload
 from memlab.model.retention.retained_leaves import drop_graphs
 
@@ -31,6 +32,7 @@ def recover(live: LiveModel, settings: MemorySettings, error: BaseException) -> 
         for state in part.optimizer.state.values():
             if not {"exp_avg", "exp_avg_sq"} <= state.keys():
                 state.clear()
+    forget_communication(live)
     for module in live.modules():
         forget_pending_offload(module)
     drop_graphs(live)

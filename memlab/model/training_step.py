@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel import random
 
 from memlab.config.scenario import Scenario
 from memlab.meter.labels import Labels
+from memlab.model import data_parallel_overlap
 from memlab.model.activation_offload import manager as offload_manager
 from memlab.model.build import LiveModel
 from memlab.model.megatron_versions import zero_auxiliary_losses
@@ -40,6 +41,7 @@ def train_step(live: LiveModel, labels: Labels, load_for_update: Callable[[], No
         succeeded, _, _ = live.optimizer.step()
         assert succeeded, "bf16 and fp32 training scale no loss, so no step is skipped"
         zero_auxiliary_losses()
+    data_parallel_overlap.start_gathering(live)
     return loss
 
 
@@ -57,7 +59,7 @@ def forward_only_step(live: LiveModel, labels: Labels, *, suspend_offload: bool)
     without_offload = offload_manager.suspended(live) if suspend_offload else nullcontext()
     _set_training(live, False)
     try:
-        with _phases(live, labels), torch.no_grad(), without_offload:
+        with _phases(live, labels), torch.no_grad(), without_offload, data_parallel_overlap.gathered(live):
             loss = _run_schedule(live, forward_only=True)
             zero_auxiliary_losses()
     finally:

@@ -72,15 +72,17 @@ def audit_residency(
 
 
 def require_resident(live: LiveModel, groups: Collection[str] = GROUPS) -> None:
-    """Checks that none of DDP's buffers has lost its storage; cheap enough for every step.
+    """Checks that neither DDP's buffers nor parameters outside them have lost storage; cheap enough for every step.
 
     Raises:
         ValueError: With the first buffer that has, and what a step would have done.
     """
     for name, buffer in live.buffers():
-        for group, attribute in (("parameters", "param_data"), ("gradients", "grad_data")):
-            tensor = getattr(buffer, attribute)
-            if tensor is None or group not in groups:
+        tensors = [("parameters", "param_data", buffer.param_data), ("gradients", "grad_data", buffer.grad_data)]
+        if buffer.param_data is None:
+            tensors[:1] = [("parameters", "params", parameter.data) for parameter in buffer.params]
+        for group, attribute, tensor in tensors:
+            if group not in groups:
                 continue
             allocated, needed = tensor.untyped_storage().nbytes(), tensor.numel() * tensor.element_size()
             if allocated < needed:

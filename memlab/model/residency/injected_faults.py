@@ -71,10 +71,17 @@ class GradientsHeldByMainParameters(Residency):
     megatron-core's ``copy_group_grads`` sets it to ``main_grad...float()``
     (``megatron/core/optimizer/distrib_optimizer.py``): with fp32 gradient buffers a view, which empties with its
     buffer; with bf16 buffers, or with the ``.clone()`` that #5105 quotes, a copy that no offload of buffers reaches.
+
+    Raises:
+        ValueError: If the optimizer updates the parameters themselves (``FP32Optimizer``).
     """
 
     def __init__(self, live: LiveModel) -> None:
         super().__init__(live)
+        if not all(hasattr(part, "_copy_model_grads_to_main_grads") for part in live.optimizers):
+            raise ValueError(
+                f"{live.scenario} has no main parameters, must have some: choose bf16, or the distributed optimizer"
+            )
         for part in live.optimizers:
             part._copy_model_grads_to_main_grads = _copying(part, part._copy_model_grads_to_main_grads)
 

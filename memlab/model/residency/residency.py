@@ -15,6 +15,7 @@ import torch
 from memlab.allocator.rules import rounded_bytes
 from memlab.config.settings import MemorySettings
 from memlab.model.build import LiveModel
+from memlab.model.data_parallel_overlap import gather_now
 from memlab.model.residency.host_buffer import HostBuffer
 from memlab.record.transfer import GROUPS
 
@@ -126,6 +127,7 @@ class Residency:
         """
         if self._away["parameters"]:
             raise ValueError("the parameters are on the host, and are handed over from the device: load them first")
+        gather_now(self._live)
         parameters = self._own_tensors()["parameters"]
         self._copy_down("parameters", parameters)
         torch.cuda.synchronize()
@@ -175,7 +177,12 @@ class Residency:
         yield from (buffer for _, buffer in self._live.buffers())
 
     def _parameters(self) -> list[torch.Tensor]:
-        return [buffer.param_data for buffer in self._buffers() if buffer.param_data is not None]
+        tensors: list[torch.Tensor] = []
+        for buffer in self._buffers():
+            # Without the distributed optimizer DDP leaves the parameters where they are.
+            outside = [parameter.data for parameter in buffer.params] if buffer.param_data is None else []
+            tensors += outside or [buffer.param_data]
+        return tensors
 
     def _gradients(self) -> list[torch.Tensor]:
         return [*(buffer.grad_data for buffer in self._buffers()), *self._copied_gradients()]
