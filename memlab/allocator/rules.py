@@ -13,8 +13,9 @@ SMALL_REQUEST_BYTES = 1024**2
 """Requests up to this size share small segments (``kSmallSize``)."""
 SMALL_SEGMENT_BYTES = 2 * 1024**2
 """The size of a small segment (``kSmallBuffer``). Large segments are rounded to the same unit (``kRoundLarge``)."""
-_LARGE_SEGMENT_BYTES = 20 * 1024**2
-"""The size of a segment that requests below `_OWN_SEGMENT_FROM_BYTES` share (``kLargeBuffer``)."""
+LARGE_SEGMENT_BYTES = 20 * 1024**2
+"""The size of a segment that requests below `_OWN_SEGMENT_FROM_BYTES` share, and of an expandable segment's pages
+(``kLargeBuffer``)."""
 _OWN_SEGMENT_FROM_BYTES = 10 * 1024**2
 """Requests of this size and larger get a segment of their own (``kMinLargeAlloc``)."""
 
@@ -29,7 +30,7 @@ def segment_bytes(block_bytes: int) -> int:
     if block_bytes <= SMALL_REQUEST_BYTES:
         return SMALL_SEGMENT_BYTES
     if block_bytes < _OWN_SEGMENT_FROM_BYTES:
-        return _LARGE_SEGMENT_BYTES
+        return LARGE_SEGMENT_BYTES
     return -(-block_bytes // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
 
 

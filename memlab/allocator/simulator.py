@@ -1,110 +1,135 @@
 """torch's caching allocator, simulated: which block a request would get, and what the allocator would reserve.
 
-The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` (torch 2.11: ``get_pool``, ``get_free_block``,
-``get_allocation_size``, ``should_split``, ``try_merge_blocks``) with its default settings, for one stream and a
-device with enough memory. `Blocks` replays what a real allocator did; this class also searches for the block.
+The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` (torch 2.11: ``malloc``, ``get_free_block``,
+``should_split``, ``garbage_collect_cached_blocks``, ``release_available_cached_blocks``, ``release_cached_blocks``),
+for one stream. `Blocks` replays what a real allocator did; this class also searches for the block.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+import sys
 
+from memlab.allocator.pools import ExpandablePool, SegmentPool
 from memlab.allocator.replay import Block
-from memlab.allocator.rules import SMALL_REQUEST_BYTES, rounded_bytes, segment_bytes, splits_remainder
+from memlab.allocator.rules import LARGE_SEGMENT_BYTES, SMALL_REQUEST_BYTES, rounded_bytes, segment_bytes
+from memlab.config.allocator_settings import AllocatorSettings
+from memlab.units import MIB
 
 
 class CachingAllocator:
-    """The blocks of one device, split as torch would split them."""
+    """The blocks of one device, split as torch would split them.
 
-    def __init__(self) -> None:
-        self.reserved_bytes = 0
-        self._top = 0
-        self._small_segments: set[int] = set()
-        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-        """Size and address of the free blocks, in small segments and in others, in torch's search order."""
-        self._free_blocks: dict[int, Block] = {}
+    Args:
+        settings: The options that the process would be started with.
+    """
+
+    def __init__(self, settings: AllocatorSettings = AllocatorSettings()) -> None:  # noqa: B008  # frozen
+        self._settings = settings
+        split_mib = settings.max_split_size_mb
+        self._unsplit_from_bytes = sys.maxsize if split_mib is None else split_mib * MIB
+        pool = ExpandablePool if settings.expandable_segments else SegmentPool
+        self._small, self._large = pool(is_small=True), pool(is_small=False)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the allocator has taken from the device, used or not."""
+        return self._small.reserved_bytes + self._large.reserved_bytes
+
+    @property
+    def largest_free_bytes(self) -> int:
+        """The largest free block."""
+        return max(self._small.largest_free_bytes, self._large.largest_free_bytes)
 
     def allocate(self, requested_bytes: int) -> Block:
         """Returns the block that a request gets."""
         num_bytes = rounded_bytes(requested_bytes)
-        is_small = num_bytes <= SMALL_REQUEST_BYTES
-        block = self._best_fit(num_bytes, is_small) or self._new_segment(num_bytes, is_small)
+        pool = self._pool_of(num_bytes)
+        block = self._best_fit(pool, num_bytes)
+        if block is None:
+            block = pool.grow(num_bytes)
+        else:
+            pool.withdraw(block)
         block.is_free = False
         remainder = block.num_bytes - num_bytes
-        if splits_remainder(remainder, in_small_segment=is_small):
+        if self._splits(pool, num_bytes, remainder):
             after = Block(block.address + num_bytes, remainder, True, block.segment, block, block.after)
             if block.after is not None:
                 block.after.before = after
             block.after, block.num_bytes = after, num_bytes
-            self._offer(after)
+            pool.offer(after)
         return block
 
     def makes_space(self, requested_bytes: int, limit_bytes: int) -> bool:
-        """Returns whether a request fits within `limit_bytes` reserved, after returning free segments if it must."""
-        num_bytes = rounded_bytes(requested_bytes)
-        is_small = num_bytes <= SMALL_REQUEST_BYTES
-        free = self._free[is_small]
-        if free and free[-1][0] >= num_bytes:
-            return True
-        if self.reserved_bytes + segment_bytes(num_bytes) > limit_bytes:
-            self.empty_cache()
-        return self.reserved_bytes + segment_bytes(num_bytes) <= limit_bytes
+        """Returns whether a request fits within `limit_bytes` reserved, after returning free memory if it must.
 
-    @property
-    def largest_free_bytes(self) -> int:
-        """The largest request that needs no new segment."""
-        return max((free[-1][0] for free in self._free.values() if free), default=0)
+        The limit is one that torch knows, as ``torch.cuda.set_per_process_memory_fraction`` sets it: only then does
+        it collect garbage. It is compared with the request rounded to a segment, also where pages suffice.
+        """
+        num_bytes = rounded_bytes(requested_bytes)
+        pool = self._pool_of(num_bytes)
+        pool.num_searches += 1
+        if self._best_fit(pool, num_bytes) is not None:
+            return True
+        if self._settings.garbage_collection_threshold is not None:
+            self._collect_garbage(int(self._settings.garbage_collection_threshold * limit_bytes))
+        if self._can_grow(pool, num_bytes, limit_bytes):
+            return True
+        if self._return_oversize(pool, num_bytes) and self._can_grow(pool, num_bytes, limit_bytes):
+            return True
+        self.empty_cache()
+        return self._can_grow(pool, num_bytes, limit_bytes)
 
     def free(self, block: Block) -> None:
         """Frees a block, and merges it with its free neighbours."""
-        block.is_free = True
-        if block.after is not None and block.after.is_free:
-            self._withdraw(block.after)
-            self._merge(block, block.after)
-        if block.before is not None and block.before.is_free:
-            self._withdraw(block.before)
-            self._merge(block.before, block)
-            block = block.before
-        self._offer(block)
+        (self._large if self._large.owns(block) else self._small).free(block)
 
     def empty_cache(self) -> None:
-        """Returns the segments in which nothing is allocated to the device."""
-        for block in list(self._free_blocks.values()):
-            if block.before is None and block.after is None:
-                self._withdraw(block)
-                self._small_segments.discard(block.segment)
-                self.reserved_bytes -= block.num_bytes
+        """Returns the segments or pages in which nothing is allocated to the device."""
+        self._large.empty()
+        self._small.empty()
 
-    @staticmethod
-    def _merge(block: Block, after: Block) -> None:
-        block.num_bytes += after.num_bytes
-        block.after = after.after
-        if after.after is not None:
-            after.after.before = block
+    def _pool_of(self, num_bytes: int) -> SegmentPool:
+        return self._small if num_bytes <= SMALL_REQUEST_BYTES else self._large
 
-    def _offer(self, block: Block) -> None:
-        insort(self._free[block.segment in self._small_segments], (block.num_bytes, block.address))
-        self._free_blocks[block.address] = block
-
-    def _withdraw(self, block: Block) -> None:
-        free = self._free[block.segment in self._small_segments]
-        del free[bisect_left(free, (block.num_bytes, block.address))]
-        del self._free_blocks[block.address]
-
-    def _best_fit(self, num_bytes: int, is_small: bool) -> Block | None:
-        free = self._free[is_small]
-        place = bisect_left(free, (num_bytes, -1))
-        if place == len(free):
+    def _best_fit(self, pool: SegmentPool, num_bytes: int) -> Block | None:
+        block = pool.find(num_bytes)
+        if block is None:
             return None
-        block = self._free_blocks[free[place][1]]
-        self._withdraw(block)
-        return block
+        if num_bytes < self._unsplit_from_bytes:
+            return block if block.num_bytes < self._unsplit_from_bytes else None
+        # A block that is never split may be larger than its request by less than 20 MiB (max_non_split_rounding_mb).
+        return block if block.num_bytes < num_bytes + LARGE_SEGMENT_BYTES else None
 
-    def _new_segment(self, num_bytes: int, is_small: bool) -> Block:
-        size = segment_bytes(num_bytes)
-        if is_small:
-            self._small_segments.add(self._top)
-        block = Block(self._top, size, True, self._top)
-        self._top += size
-        self.reserved_bytes += size
-        return block
+    def _splits(self, pool: SegmentPool, num_bytes: int, remainder_bytes: int) -> bool:
+        may_split = num_bytes < self._unsplit_from_bytes or self._settings.expandable_segments
+        return may_split and pool.splits(remainder_bytes)
+
+    def _can_grow(self, pool: SegmentPool, num_bytes: int, limit_bytes: int) -> bool:
+        growth = max(segment_bytes(num_bytes), pool.growth_bytes(num_bytes))
+        return self.reserved_bytes + growth <= limit_bytes
+
+    def _collect_garbage(self, threshold_bytes: int) -> None:
+        """Returns large segments to the device, those first that have been free for longest."""
+        excess = self.reserved_bytes - threshold_bytes
+        ages = {segment.address: (segment, self._large.age(segment)) for segment in self._large.free_segments()}
+        while excess > 0 and ages:
+            mean = sum(age for _, age in ages.values()) / len(ages)
+            # Never more often than needed: all of at least the mean age go, also when fewer would do.
+            old = [segment for segment, age in ages.values() if age >= mean]
+            for segment in old:
+                excess -= segment.num_bytes
+                self._large.give_back(segment)
+                del ages[segment.address]
+
+    def _return_oversize(self, pool: SegmentPool, num_bytes: int) -> bool:
+        """Returns blocks that are never split to the device until they make up a request; returns whether they do."""
+        needed = max(num_bytes, self._unsplit_from_bytes)
+        oversize = [block for block in pool.free_segments() if block.num_bytes >= self._unsplit_from_bytes]
+        enough = [block for block in oversize if block.num_bytes >= needed]
+        returned = 0
+        for block in enough[:1] or reversed(oversize):
+            pool.give_back(block)
+            returned += block.num_bytes
+            if returned >= needed:
+                return True
+        return False

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from memlab.config.allocator_settings import AllocatorSettings
+
 if TYPE_CHECKING:  # so that the names of the backends can be read without torch
     from memlab.config.layout import Layout
     from memlab.config.scenario import Scenario
@@ -39,6 +41,10 @@ class Backend:
     """Allocates, once a model is built, what kernels keep on the device outside tensors."""
     check: Callable[[Scenario], None] = lambda scenario: None
     """Raises `ValueError` for a scenario that cannot be built here: too few ranks, or too little memory."""
+    allocator: Callable[[], AllocatorSettings] = AllocatorSettings
+    """Returns the options that torch's allocator has if a lab is given none."""
+    has_allocator: bool = True
+    """Whether device memory comes from torch's caching allocator, real or simulated."""
     computes: bool = True
     """Whether tensors have values, so that a loss is computed."""
     compiles: bool = False

@@ -44,6 +44,7 @@ def backend(reason: str) -> Backend:
         active=cuda_replaced,
         meter=StorageMeter,
         check=check,
+        has_allocator=False,
     )
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from memlab.backends import Backend
+from memlab.backends.allocator_environment import allocator_of_process, check_allocator
 from memlab.backends.host_system import pin_to_numa_node
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
@@ -98,18 +99,20 @@ def backend(reason: str) -> Backend:
         active=on_device,
         meter=AllocatorMeter,
         check=check,
+        allocator=allocator_of_process,
         fill_workspaces=lambda is_moe: fill_cublas_workspaces(),
         compiles=True,
     )
 
 
 def check(scenario: Scenario) -> None:
-    """Checks that the ranks are started, and that FP8 recipe and attention backend can be used.
+    """Checks that the ranks are started with these options of the allocator, and that FP8 recipe and attention can run.
 
     Raises:
         ValueError: If not.
     """
     require_started_ranks(scenario.layout)
+    check_allocator(scenario.allocator)
     check_fp8_support(scenario.state)
     check_environment(scenario.state.attention_backend)
     if scenario.state.attention_backend == "flash":

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from memlab.backends import BACKEND_VARIABLE, BACKENDS
+from memlab.backends.allocator_environment import start_with
 from memlab.commands.shared.output import add_record_arguments, claimed_folder, save_record
 from memlab.commands.shared.process import exit_now, stdout_reserved_for_result
 from memlab.commands.shared.ranks import (
@@ -54,6 +55,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         raise ValueError("--snapshot has no folder to write to: give --out FOLDER")
     with ExitStack() as claims:
         claims.enter_context(claimed_folder(arguments.out and rank_folder(arguments.out)))
+        workload["allocator"] = start_with(workload["allocator"])
         from memlab.backends import find_backend
 
         with stdout_reserved_for_result():

@@ -42,6 +42,21 @@ class AllocatorSettings:
                 "max_split_size_mb", self.max_split_size_mb, SMALLEST_MAX_SPLIT_SIZE_MB, _LARGEST_MAX_SPLIT_SIZE_MB
             )
 
+    def without_effect(self, *, has_allocator: bool, has_limit: bool) -> dict[str, str]:
+        """Names the options that do nothing, each with the reason.
+
+        Args:
+            has_allocator: Whether torch's caching allocator, real or simulated, serves the device.
+            has_limit: Whether torch's memory is limited, as ``torch.cuda.set_per_process_memory_fraction`` limits it.
+        """
+        given = [name for name, value in asdict(self).items() if value not in (None, False)]
+        if not has_allocator:
+            return dict.fromkeys(given, "a CPU has no caching allocator: measure on a GPU, or predict")
+        if has_limit or self.garbage_collection_threshold is None:
+            return {}
+        reason = "torch reads it only where its memory is limited: give a limit (device_memory_bytes)"
+        return {"garbage_collection_threshold": reason}
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the options as JSON-ready values."""
         return asdict(self)

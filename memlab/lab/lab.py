@@ -57,7 +57,8 @@ class Lab:
         expert_buffers: Gives experts DDP buffers of their own, as they have when they are spread over ranks.
         state: Precision and place of gradients and optimizer state, and how loss, attention and matrices are computed;
             None is plain Megatron in bf16.
-        allocator: Options of torch's allocator, for predicted reserved bytes; None are torch's defaults.
+        allocator: Options of torch's allocator, for predicted reserved bytes; None are torch's defaults, and on a GPU
+            those that the process was started with.
         backend: ``auto`` or a name of `memlab.backends.BACKENDS`.
 
     Raises:
@@ -103,6 +104,8 @@ class Lab:
                 f"routing is {scenario.routing}, and on the {self.backend.name} backend the router decides: "
                 "leave it out, or choose backend 'simulated'"
             )
+        if allocator is None:
+            scenario = replace(scenario, allocator=self.backend.allocator())
         self.backend.check(scenario)
         _close_open_lab()
         self._session = Session(scenario, self.backend)

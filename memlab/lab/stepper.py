@@ -64,6 +64,7 @@ class Stepper:
         self.num_steps = 0
         self.labels = Labels()
         self.meter: Meter = backend.meter(self.labels)
+        self.meter.use_allocator(scenario.allocator)
         self.backend = backend
         # Read on the thread that opens the lab, where torch.cuda is torch's own on every backend.
         self._hardware = hardware(local_rank() if backend.name == "cuda" else None)
@@ -390,8 +391,13 @@ class Stepper:
         without_effect |= without_optimizer_on_device(self.settings, self.scenario.state)
         return {
             "offloaded_bytes_by_module": dict(self._offload_watch.transferred_bytes),
-            "without_effect": without_effect | self.scenario.without_effect(),
+            "without_effect": without_effect | self.scenario.without_effect() | self._allocator_without_effect(),
         }
+
+    def _allocator_without_effect(self) -> dict[str, str]:
+        return self.scenario.allocator.without_effect(
+            has_allocator=self.backend.has_allocator, has_limit=self.meter.device_memory_bytes is not None
+        )
 
     @staticmethod
     def _ended_early(error: Exception, *, forward_only: bool) -> dict[str, Any]:

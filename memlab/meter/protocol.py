@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from memlab.config.allocator_settings import AllocatorSettings
 from memlab.record.out_of_memory import FailedAllocation
 from memlab.record.timeline import Timeline
 
@@ -22,6 +23,9 @@ class Meter(Protocol):
     @property
     def out_of_memory(self) -> FailedAllocation | None:
         """The last failed allocation of this timeline; complete once `finish` has returned."""
+
+    def use_allocator(self, settings: AllocatorSettings) -> None:
+        """Gives a simulated allocator its options, before the first allocation."""
 
     def watching(self) -> AbstractContextManager[None]:
         """Meters the block."""

@@ -9,6 +9,7 @@ import torch
 
 from memlab.allocator.replay import Block
 from memlab.allocator.simulator import CachingAllocator
+from memlab.config.allocator_settings import AllocatorSettings
 from memlab.meter.allocations import Allocation, Event
 from memlab.meter.labels import Labels
 from memlab.meter.storage_meter import StorageAllocation, StorageMeter
@@ -36,6 +37,10 @@ class SimulatedMeter(StorageMeter):
     def device_memory_bytes(self, num_bytes: int | None) -> None:
         self._allocator.empty_cache()  # the limit applies to new segments only
         self._limit_bytes = num_bytes
+
+    def use_allocator(self, settings: AllocatorSettings) -> None:
+        assert not self._allocator.reserved_bytes, "a process has the options that it was started with"
+        self._allocator = CachingAllocator(settings)
 
     @contextmanager
     def watching(self) -> Iterator[None]:

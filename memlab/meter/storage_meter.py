@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memlab.config.allocator_settings import AllocatorSettings
 from memlab.meter.allocations import Allocation, Event, timeline_of
 from memlab.meter.labels import Labels
 from memlab.meter.observers import Frees, ObserveResults, observe_resizes, tensors_in
@@ -58,6 +59,9 @@ class StorageMeter:
         self._in_kernel: list[StorageAllocation] = []
         self._started = time.perf_counter_ns()
         labels.on_kernel_end = self._end_kernel
+
+    def use_allocator(self, settings: AllocatorSettings) -> None:
+        """Does nothing: a CPU has no caching allocator."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -27,6 +27,8 @@ class Block:
 @dataclass
 class CachingAllocator:
     expandable: bool = False
+    unsplit_from: int = 2**62
+    """torch's max_split_size: blocks of this size and larger are never split."""
     segments: dict[int, list[Block]] = field(default_factory=dict)
     trace: list[dict[str, Any]] = field(default_factory=list)
     totals: list[tuple[int, int, int]] = field(default_factory=list)
@@ -38,7 +40,7 @@ class CachingAllocator:
         is_small = rounded <= MIB
         block = self._best_fit(rounded, is_small) or self._new_segment(rounded, is_small)
         rest = block.size - rounded
-        if rest >= 512 if is_small or self.expandable else rest > MIB:
+        if rest >= 512 if is_small or self.expandable else rest > MIB and rounded < self.unsplit_from:
             parts = self._parts(block)
             parts.insert(parts.index(block) + 1, Block(block.address + rounded, rest, is_small))
             block.size = rounded
@@ -95,7 +97,10 @@ class CachingAllocator:
     def _best_fit(self, rounded: int, is_small: bool) -> Block | None:
         blocks = [block for parts in self.segments.values() for block in parts]
         fits = [b for b in blocks if b.state == "inactive" and b.is_small == is_small and b.size >= rounded]
-        return min(fits, key=lambda b: (b.size, b.address), default=None)
+        best = min(fits, key=lambda b: (b.size, b.address), default=None)
+        if best is None or (rounded < self.unsplit_from <= best.size):
+            return None
+        return None if rounded >= self.unsplit_from and best.size >= rounded + 20 * MIB else best
 
     def _new_segment(self, rounded: int, is_small: bool) -> Block:
         size = 2 * MIB if is_small else 20 * MIB if rounded < 10 * MIB else -(-rounded // (2 * MIB)) * 2 * MIB

@@ -30,6 +30,7 @@ from memlab.model.layers.flash_attention import flash_attention
 from memlab.model.layers.fused_rope import fused_apply_rotary_pos_emb
 from memlab.model.layers.unfused_attention import has_fused_softmax, unfused_attention
 from memlab.model.retention.transformer_engine_caches import simulated_causal_masks
+from memlab.record.timeline import Timeline
 from memlab.units import GIB, MIB
 from memlab.vocabulary import PHASES, POOLS
 from tests.unit.live import recompute
@@ -113,6 +114,30 @@ def test_a_predicted_peak_is_the_h200_s(state: TrainingState, measured_gib: floa
         assert lab.step().peak_allocated_bytes / GIB == pytest.approx(measured_gib, rel=2e-4)
 
 
+def allocations(line: Timeline, phase: str, at_least: int = 0) -> list[int]:
+    """Returns the bytes of each allocation of the first layer's attention in a phase, in their order."""
+    module = line.modules.index("decoder.layers.0.self_attention.core_attention")
+    chosen = (line.phase == PHASES.index(phase)) & (line.module == module) & (line.pool == POOLS.index("device"))
+    return [size for size in line.delta_bytes[chosen].tolist() if size > 0 and size >= at_least]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "forward", "num_backward"),
+    [
+        # ``torch.empty``, baddbmm and the softmax make scores; only its gradient is made, and overwritten.
+        (2048, [2, 2, 2], 1),
+        # Both of torch's softmax are fp32, then probabilities; the gradient of each is a tensor.
+        (16384, [2, 2, 4, 4, 2], 5),
+    ],
+)
+def test_the_scores_exist_as_often_as_in_transformer_engine(tokens: int, forward: list[int], num_backward: int) -> None:
+    with Lab("qwen3-moe-tiny", num_layers=1, seq_length=tokens, state=UNFUSED, backend="simulated") as lab:
+        line = lab.step().timeline
+        scores = lab.scenario.architecture.num_attention_heads * tokens**2
+    assert [size / scores for size in allocations(line, "forward", 2 * scores)] == forward
+    assert len(allocations(line, "backward", 2 * scores)) == num_backward
+
+
 def test_flash_attention_s_backward_has_the_query_s_gradient_in_fp32_too() -> None:
     """Rows of ``mha_bwd`` in flash-attn's flash_api.cpp: what one layer's backward allocates beyond the fused one's."""
     sizes = {"num_layers": 1, "seq_length": 4096, "backend": "simulated"}
@@ -122,10 +147,7 @@ def test_flash_attention_s_backward_has_the_query_s_gradient_in_fp32_too() -> No
     allocated = []
     for state in (TrainingState(), FLASH):
         with Lab("qwen3-30b-a3b", state=state, **sizes) as lab:
-            line = lab.step().timeline
-        module = line.modules.index("decoder.layers.0.self_attention.core_attention")
-        of_backward = (line.phase == PHASES.index("backward")) & (line.module == module) & (line.delta_bytes > 0)
-        allocated.append(int(line.delta_bytes[of_backward & (line.pool == POOLS.index("device"))].sum()))
+            allocated.append(sum(allocations(lab.step().timeline, "backward")))
     assert allocated[1] - allocated[0] == accumulated + 2 * per_head + row_sums
 
 

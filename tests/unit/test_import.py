@@ -38,7 +38,8 @@ def test_every_exported_name_is_there(name: str) -> None:
 
 def test_an_unknown_name_is_an_attribute_error_with_the_choices() -> None:
     with pytest.raises(
-        AttributeError, match=r"no attribute 'Labb': choose from ARCHITECTURES, Architecture, GROUPS, Lab,"
+        AttributeError,
+        match=r"no attribute 'Labb': choose from ARCHITECTURES, AllocatorSettings, Architecture, GROUPS, Lab,",
     ):
         _ = memlab.Labb
 

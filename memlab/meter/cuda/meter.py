@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from memlab.config.allocator_settings import AllocatorSettings
 from memlab.meter.allocations import Allocation, Event, timeline_of
 from memlab.meter.cuda.device_storages import DeviceStorages
 from memlab.meter.cuda.history_labels import Stamps
@@ -56,8 +57,13 @@ class AllocatorMeter:
     def device_memory_bytes(self, num_bytes: int | None) -> None:
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         torch.cuda.empty_cache()  # the limit applies to new segments only
-        torch.cuda.set_per_process_memory_fraction(1.0 if num_bytes is None else min(1.0, num_bytes / total))
+        if num_bytes is not None or self._device.limit_bytes is not None:
+            # Never for a process without a limit: torch reads garbage_collection_threshold only after this call.
+            torch.cuda.set_per_process_memory_fraction(1.0 if num_bytes is None else min(1.0, num_bytes / total))
         self._device.limit_bytes = num_bytes
+
+    def use_allocator(self, settings: AllocatorSettings) -> None:
+        """Does nothing: the process was started with these options (`memlab.backends.allocator_environment`)."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -1,0 +1,256 @@
+"""The two kinds of pools in which torch's caching allocator keeps free blocks: with fixed and expandable segments.
+
+The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` (torch 2.11: ``get_free_block``, ``try_merge_blocks``,
+``alloc_block``, ``try_allocate_expandable_block``, ``map_block``, ``unmap_block``), for one stream. A device has two
+pools: one for requests of at most 1 MiB, and one for larger ones.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+from memlab.allocator.replay import Block
+from memlab.allocator.rules import (
+    LARGE_SEGMENT_BYTES,
+    MIN_BLOCK_BYTES,
+    SMALL_SEGMENT_BYTES,
+    segment_bytes,
+    splits_remainder,
+)
+
+_ADDRESSES_BYTES = 2**50
+"""Addresses of a pool: more than the memory of any GPU, so that they never run out."""
+
+
+class SegmentPool:
+    """Segments of fixed size, each of them one piece of the device's memory (``cudaMalloc``).
+
+    Args:
+        is_small: Whether it is the pool of requests up to 1 MiB.
+    """
+
+    def __init__(self, *, is_small: bool) -> None:
+        self.reserved_bytes = 0
+        self.num_searches = 0
+        """Requests that searched the pool: the clock by which garbage collection tells the age of a free block."""
+        self.is_small = is_small
+        # The two pools share no addresses.
+        self._top = 0 if is_small else _ADDRESSES_BYTES
+        self._free: list[tuple[int, int]] = []
+        """Size and address of the free blocks, in torch's search order."""
+        self._free_blocks: dict[int, Block] = {}
+        self._offered_at: dict[int, int] = {}
+
+    @property
+    def largest_free_bytes(self) -> int:
+        """The largest free block, 0 if there is none."""
+        return self._free[-1][0] if self._free else 0
+
+    def owns(self, block: Block) -> bool:
+        """Whether a block is of this pool."""
+        return (block.address < _ADDRESSES_BYTES) == self.is_small
+
+    def find(self, num_bytes: int) -> Block | None:
+        """Returns the smallest free block that holds so many bytes, and leaves it in the pool."""
+        place = bisect_left(self._free, (num_bytes, -1))
+        return self._free_blocks[self._free[place][1]] if place < len(self._free) else None
+
+    def growth_bytes(self, num_bytes: int) -> int:
+        """Returns by how much `grow` would raise the reserved bytes."""
+        return segment_bytes(num_bytes)
+
+    def grow(self, num_bytes: int) -> Block:
+        """Reserves memory, and returns a free block for so many bytes that is not in the pool."""
+        size = segment_bytes(num_bytes)
+        block = Block(self._top, size, True, self._top)
+        self._top += size
+        self.reserved_bytes += size
+        return block
+
+    def splits(self, remainder_bytes: int) -> bool:
+        """Whether the free end of a block becomes a block of its own."""
+        return splits_remainder(remainder_bytes, in_small_segment=self.is_small)
+
+    def offer(self, block: Block) -> None:
+        """Puts a free block into the pool."""
+        insort(self._free, (block.num_bytes, block.address))
+        self._free_blocks[block.address] = block
+        self._offered_at[block.address] = self.num_searches
+
+    def withdraw(self, block: Block) -> None:
+        """Takes a free block out of the pool."""
+        del self._free[bisect_left(self._free, (block.num_bytes, block.address))]
+        del self._free_blocks[block.address], self._offered_at[block.address]
+
+    def free(self, block: Block) -> Block:
+        """Frees a block, merges it with its free neighbours, and returns the whole."""
+        block.is_free = True
+        if block.after is not None and block.after.is_free:
+            self.withdraw(block.after)
+            _merge(block, block.after)
+        if block.before is not None and block.before.is_free:
+            self.withdraw(block.before)
+            _merge(block.before, block)
+            block = block.before
+        self.offer(block)
+        return block
+
+    def free_segments(self) -> list[Block]:
+        """Returns the segments in which nothing is allocated, each as its one block, the smallest first."""
+        blocks = [self._free_blocks[address] for _, address in self._free]
+        return [block for block in blocks if block.before is None and block.after is None]
+
+    def age(self, block: Block) -> int:
+        """Returns how many requests have searched the pool since a block was freed."""
+        return self.num_searches - self._offered_at[block.address]
+
+    def give_back(self, segment: Block) -> None:
+        """Returns a segment in which nothing is allocated to the device."""
+        self.withdraw(segment)
+        self.reserved_bytes -= segment.num_bytes
+
+    def empty(self) -> None:
+        """Returns everything that can be returned to the device."""
+        for segment in self.free_segments():
+            self.give_back(segment)
+
+
+class ExpandablePool(SegmentPool):
+    """One segment that grows and shrinks by pages: ``expandable_segments``.
+
+    A range of addresses of which some are mapped to pages of memory. Each page belongs to the pool as a whole, so that
+    free neighbours merge across what would be two segments otherwise.
+    """
+
+    def __init__(self, *, is_small: bool) -> None:
+        super().__init__(is_small=is_small)
+        self._page_bytes = SMALL_SEGMENT_BYTES if is_small else LARGE_SEGMENT_BYTES
+        self._start = self._top
+        self._unmapped = {self._start: Block(self._start, _ADDRESSES_BYTES, False, self._start)}
+        """By address. They are not free: a block there has no memory."""
+
+    def find(self, num_bytes: int) -> Block | None:
+        """Returns the free block that can grow least among the smallest ones that hold so many bytes."""
+        place = bisect_left(self._free, (num_bytes, -1))
+        if place == len(self._free):
+            return None
+        block = self._free_blocks[self._free[place][1]]
+        for index in range(place + 1, len(self._free)):
+            other = self._free_blocks[self._free[index][1]]
+            if self._size_with_growth(other) >= self._size_with_growth(block):
+                break
+            block = other
+        return block
+
+    def growth_bytes(self, num_bytes: int) -> int:
+        """Returns the bytes of the pages that `grow` would map."""
+        block: Block | None = self._place_to_grow(num_bytes)
+        needed, growth = num_bytes, 0
+        while needed > 0:
+            assert block is not None
+            size = block.num_bytes
+            if self._is_unmapped(block):
+                size = min(size, -(-needed // self._page_bytes) * self._page_bytes)
+                growth += size
+            needed -= size
+            block = block.after
+        return growth
+
+    def grow(self, num_bytes: int) -> Block:
+        """Maps pages, and returns a free block for so many bytes that is not in the pool."""
+        block = self._place_to_grow(num_bytes)
+        if self._is_unmapped(block):
+            block = self._map(block, num_bytes)
+        while block.num_bytes < num_bytes:
+            assert block.after is not None, "the last block is unmapped"
+            block = self._map(block.after, num_bytes - block.num_bytes)
+        self.withdraw(block)
+        return block
+
+    def splits(self, remainder_bytes: int) -> bool:
+        """Whether the free end of a block becomes a block of its own: nearly always."""
+        return remainder_bytes >= MIN_BLOCK_BYTES
+
+    def free_segments(self) -> list[Block]:
+        """Returns none: only pages are returned to the device, and garbage collection leaves them alone."""
+        return []
+
+    def empty(self) -> None:
+        """Returns every page in which nothing is allocated to the device."""
+        for block in list(self._free_blocks.values()):
+            self._unmap(block)
+
+    def _size_with_growth(self, block: Block) -> int:
+        after = block.after
+        return block.num_bytes + (after.num_bytes if after is not None and self._is_unmapped(after) else 0)
+
+    def _is_unmapped(self, block: Block) -> bool:
+        return self._unmapped.get(block.address) is block
+
+    def _place_to_grow(self, num_bytes: int) -> Block:
+        """Returns the first of neighbours, free or unmapped, at the lowest address that has room (and no memory)."""
+        for address in sorted(self._unmapped):
+            first = self._unmapped[address]
+            if first.before is not None and first.before.is_free:
+                first = first.before
+            room, block = 0, first
+            while room < num_bytes and (block.is_free or self._is_unmapped(block)):
+                room += block.num_bytes
+                if block.after is None:
+                    break
+                block = block.after
+            if room >= num_bytes:
+                return first
+        raise AssertionError("the last block has more addresses than any GPU has memory")
+
+    def _map(self, block: Block, num_bytes: int) -> Block:
+        """Maps pages from a block's start on, and returns the free block that they are then part of."""
+        size = min(block.num_bytes, -(-num_bytes // self._page_bytes) * self._page_bytes)
+        del self._unmapped[block.address]
+        self.reserved_bytes += size
+        if size < block.num_bytes:
+            rest = _cut(block, size)
+            self._unmapped[rest.address] = rest
+        return self.free(block)
+
+    def _unmap(self, block: Block) -> None:
+        """Returns the pages that lie in a free block as a whole."""
+        first = -(-(block.address - self._start) // self._page_bytes) * self._page_bytes + self._start
+        end = (block.address + block.num_bytes - self._start) // self._page_bytes * self._page_bytes + self._start
+        if first >= end:
+            return
+        self.withdraw(block)
+        self.reserved_bytes -= end - first
+        middle = block
+        if first > block.address:
+            middle = _cut(block, first - block.address)
+            self.offer(block)
+        if end < middle.address + middle.num_bytes:
+            self.offer(_cut(middle, end - middle.address))
+        middle.is_free = False
+        if middle.after is not None and self._is_unmapped(middle.after):
+            del self._unmapped[middle.after.address]
+            _merge(middle, middle.after)
+        if middle.before is not None and self._is_unmapped(middle.before):
+            middle = middle.before
+            assert middle.after is not None
+            _merge(middle, middle.after)
+        self._unmapped[middle.address] = middle
+
+
+def _cut(block: Block, num_bytes: int) -> Block:
+    """Cuts a block after so many bytes, and returns the second part, as free or not as the first."""
+    rest = Block(
+        block.address + num_bytes, block.num_bytes - num_bytes, block.is_free, block.segment, block, block.after
+    )
+    if block.after is not None:
+        block.after.before = rest
+    block.after, block.num_bytes = rest, num_bytes
+    return rest
+
+
+def _merge(block: Block, after: Block) -> None:
+    block.num_bytes += after.num_bytes
+    block.after = after.after
+    if after.after is not None:
+        after.after.before = block

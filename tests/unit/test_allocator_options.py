@@ -1,0 +1,203 @@
+"""The options of torch's allocator: what a prediction reserves with them, and what a process was started with."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from typing import Any
+
+import pytest
+
+from memlab.allocator.replay import Block
+from memlab.allocator.simulator import CachingAllocator
+from memlab.backends.allocator_environment import allocator_of_process, check_allocator, start_with
+from memlab.config.allocator_settings import AllocatorSettings
+from memlab.lab.lab import Lab
+from memlab.units import GIB, MIB
+from tests.unit import caching_allocator as reference
+
+EXPANDABLE = AllocatorSettings(expandable_segments=True)
+
+
+class Pages:
+    """One expandable segment as sets of pages and intervals, searched from scratch (torch 2.11's Note [Expandable
+    Segments] and ``find_expandable_block`` in ``c10/cuda/CUDACachingAllocator.cpp``)."""
+
+    END = 2**40
+
+    def __init__(self, page: int) -> None:
+        self.page = page
+        self.mapped: set[int] = set()
+        self.live: dict[int, int] = {}
+
+    def malloc(self, size: int) -> int:
+        fitting = sorted((end - start, start) for start, end in self._free() if end - start >= size)
+        chosen = fitting[0] if fitting else (0, self._lowest_with_room(size))
+        for other in fitting[1:]:
+            if self._with_growth(*other) >= self._with_growth(*chosen):
+                break
+            chosen = other
+        start = chosen[1]
+        self.live[start] = start + size
+        self.mapped |= set(range(start // self.page, -(-(start + size) // self.page)))
+        return start
+
+    def empty_cache(self) -> None:
+        for start, end in self._free():
+            self.mapped -= set(range(-(-start // self.page), end // self.page))
+
+    def _free(self) -> list[tuple[int, int]]:
+        """Maximal intervals that are mapped and not allocated."""
+        edges = sorted({edge for page in self.mapped for edge in (page * self.page, (page + 1) * self.page)})
+        edges = sorted({*edges, *self.live.keys(), *self.live.values()})
+        pieces: list[tuple[int, int]] = []
+        for start, end in itertools.pairwise(edges):
+            if start // self.page not in self.mapped or any(a <= start < b for a, b in self.live.items()):
+                continue
+            pieces = (
+                [*pieces[:-1], (pieces[-1][0], end)] if pieces and pieces[-1][1] == start else [*pieces, (start, end)]
+            )
+        return pieces
+
+    def _next_mapped(self, address: int) -> int:
+        return min((page * self.page for page in self.mapped if page * self.page >= address), default=self.END)
+
+    def _with_growth(self, length: int, start: int) -> int:
+        end = start + length
+        unmapped = end % self.page == 0 and end // self.page not in self.mapped
+        return length + (self._next_mapped(end) - end if unmapped else 0)
+
+    def _lowest_with_room(self, size: int) -> int:
+        behind = {0, *(page + 1 for page in self.mapped)}
+        for hole in sorted(page * self.page for page in behind - self.mapped):
+            place = next((start for start, end in self._free() if end == hole), hole)
+            # Between there and the next allocation everything is free or unmapped.
+            if min((start for start in self.live if start >= place), default=self.END) - place >= size:
+                return place
+        raise AssertionError
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("page", [2 * MIB, 20 * MIB])
+def test_an_expandable_segment_maps_the_pages_that_a_search_from_scratch_maps(seed: int, page: int) -> None:
+    choose = random.Random(seed)
+    mine, truth = CachingAllocator(EXPANDABLE), Pages(page)
+    sizes = (9, 19.9) if page == 2 * MIB else (20.1, 26.5)
+    live: list[tuple[Block, int]] = []
+    base: int | None = None
+    for _ in range(250):
+        if len(live) < 12 or choose.random() < 0.4:
+            size = int(2 ** choose.uniform(*sizes)) // 512 * 512
+            block, address = mine.allocate(size), truth.malloc(size)
+            base = block.address if base is None else base
+            assert (block.address - base, block.num_bytes) == (address, size)
+            live.append((block, address))
+        else:
+            block, address = live.pop(choose.randrange(len(live)))
+            mine.free(block)
+            del truth.live[address]
+        if choose.random() < 0.05:
+            mine.empty_cache()
+            truth.empty_cache()
+        assert mine.reserved_bytes == len(truth.mapped) * page
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_above_max_split_size_are_never_split(seed: int) -> None:
+    choose = random.Random(seed)
+    mine = CachingAllocator(AllocatorSettings(max_split_size_mb=32))
+    truth = reference.CachingAllocator(unsplit_from=32 * MIB)
+    live: list[tuple[Any, Any]] = []
+    for _ in range(500):
+        if len(live) < 20 or choose.random() < 0.5:
+            size = int(2 ** choose.uniform(9, 27))
+            live.append((mine.allocate(size), truth.malloc(size)))
+            assert live[-1][0].num_bytes == live[-1][1].size
+        else:
+            mine_block, true_block = live.pop(choose.randrange(len(live)))
+            mine.free(mine_block)
+            truth.free(true_block)
+        assert mine.reserved_bytes == truth.totals[-1][2]
+
+
+def test_garbage_collection_returns_the_segments_that_were_free_for_longest() -> None:
+    """``garbage_collect_cached_blocks``: above the threshold, segments of at least the mean age go, until it is met."""
+    allocator = CachingAllocator(AllocatorSettings(garbage_collection_threshold=0.5))
+    limit = 400 * MIB
+    old, young, split = (allocator.allocate(size * MIB) for size in (60, 64, 100))
+    allocator.free(old)
+    for _ in range(10):
+        assert allocator.makes_space(1 * GIB, 2 * GIB)  # searches, and lets the free block age
+    allocator.free(young)
+    allocator.free(split)
+    split = allocator.allocate(80 * MIB)  # of the segment of 100: what is left of it cannot be returned
+    assert allocator.reserved_bytes == 224 * MIB
+    assert allocator.makes_space(110 * MIB, limit)
+    assert allocator.reserved_bytes == 164 * MIB, "the old one makes 24 MiB, the young one may stay"
+    without = CachingAllocator()
+    without.free(without.allocate(300 * MIB))
+    assert without.makes_space(310 * MIB, 700 * MIB)
+    assert without.reserved_bytes == 300 * MIB, "the default collects nothing while there is space"
+
+
+def test_oversize_blocks_are_returned_one_at_a_time_where_memory_is_short() -> None:
+    """``release_available_cached_blocks``: the smallest that is large enough goes, and the others stay cached."""
+    allocator = CachingAllocator(AllocatorSettings(max_split_size_mb=32))
+    for block in [allocator.allocate(size * MIB) for size in (40, 100, 200)]:
+        allocator.free(block)
+    assert allocator.makes_space(60 * MIB, 350 * MIB)
+    assert allocator.reserved_bytes == 240 * MIB
+
+
+def test_expandable_segments_fit_where_fragments_of_two_segments_do_not() -> None:
+    fits = {}
+    for settings in (AllocatorSettings(), EXPANDABLE):
+        allocator = CachingAllocator(settings)
+        blocks = [allocator.allocate(9 * MIB) for _ in range(4)]
+        allocator.free(blocks[1])
+        allocator.free(blocks[2])
+        assert allocator.reserved_bytes == 40 * MIB
+        fits[settings] = allocator.makes_space(18 * MIB, 40 * MIB)
+    assert fits == {AllocatorSettings(): False, EXPANDABLE: True}
+
+
+def test_predicted_reserved_bytes_are_those_of_an_h200_with_expandable_segments() -> None:
+    """Qwen3-30B-A3B, 2 layers, 4096 tokens, measured without memlab; torch 2.11.0, TE 2.12.0, megatron-core 0.16.1."""
+    with Lab("qwen3-30b-a3b", num_layers=2, seq_length=4096, allocator=EXPANDABLE, backend="simulated") as lab:
+        record = lab.step()
+    assert record.static_bytes / GIB == pytest.approx(31.558, abs=6e-4)
+    assert record.peak_allocated_bytes / GIB == pytest.approx(35.949, abs=6e-4)
+    assert record.peak_reserved_bytes is not None
+    assert record.peak_reserved_bytes / GIB == pytest.approx(36.135, abs=0.021), "one page of 20 MiB"
+
+
+def test_options_that_do_nothing_are_named() -> None:
+    settings = AllocatorSettings(garbage_collection_threshold=0.8, expandable_segments=True)
+    with Lab("phi-4-tiny", num_layers=1, seq_length=64, allocator=settings, backend="simulated") as lab:
+        assert set(lab.step().without_effect) == {"garbage_collection_threshold"}
+        lab.device_memory_bytes = GIB
+        assert lab.step().without_effect == {}
+    with Lab("phi-4-tiny", num_layers=1, seq_length=64, allocator=settings, backend="cpu") as lab:
+        assert set(lab.step().without_effect) == {"garbage_collection_threshold", "expandable_segments"}
+
+
+def test_a_process_has_the_options_that_it_was_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    assert allocator_of_process() == start_with(AllocatorSettings()) == AllocatorSettings()
+    with pytest.raises(ValueError, match="export PYTORCH_CUDA_ALLOC_CONF='expandable_segments:True' and restart"):
+        check_allocator(EXPANDABLE)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")  # so that the variable that follows is removed after the test
+    assert start_with(EXPANDABLE) == EXPANDABLE
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    check_allocator(EXPANDABLE)
+    assert start_with(AllocatorSettings()) == EXPANDABLE, "what the environment says counts where nothing is asked for"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:128")
+    with pytest.raises(ValueError, match="differ in the environment, must be equal: unset one"):
+        allocator_of_process()
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    options = "roundup_power2_divisions:[256:1,max_split_size_mb:64], garbage_collection_threshold:0.6"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", options)
+    assert allocator_of_process() == AllocatorSettings(garbage_collection_threshold=0.6)
