@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from memlab.backends import Backend, fused_adam, fused_cross_entropy
+from memlab.backends.cpu_adam import HostAdam
 from memlab.backends.cuda_on_cpu import CUDA_API, CudaOnCpu, from_numpy, is_on_host, random_state
 from memlab.backends.host_system import host_memory_bytes
 from memlab.backends.simulated_version import is_te_min_version
@@ -146,6 +147,7 @@ def _replacements() -> dict[str, Any]:
         f"{optimizer}.distrib_optimizer.Adam": fused_adam.FusedAdam,
         f"{optimizer}.is_te_min_version": is_te_min_version,
         f"{optimizer}.optimizer_config.is_te_min_version": is_te_min_version,
+        f"{optimizer}.CPUAdam": HostAdam,
         **{f"{optimizer}.optimizer.{name}": value for name, value in by_megatron.items()},
         **{f"{optimizer}.clip_grads.{name}": value for name, value in by_megatron.items()},
         f"{optimizer}.clip_grads.l2_norm_impl": utils.local_multi_tensor_l2_norm,

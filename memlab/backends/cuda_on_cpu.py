@@ -22,9 +22,9 @@ def is_on_host(tensor: torch.Tensor) -> bool:
     return getattr(tensor.untyped_storage(), "memlab_on_host", False)
 
 
-def made_on_host(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a function, and counts what it makes as host memory."""
-    with on_host():
+def made_on_host(func: Callable[..., Any], *args: Any, pinned: bool = False, **kwargs: Any) -> Any:
+    """Calls a function, and counts what it makes as host memory, pinned or pageable."""
+    with on_host(pinned=pinned):
         result = func(*args, **kwargs)
         if func in _UNSEEN:
             result = torch.ops.aten.alias(result)
@@ -44,8 +44,10 @@ class CudaOnCpu(TorchFunctionMode):
             torch.Tensor.to: self._to,
             torch.Tensor.cuda: self._to_device,
             torch.Tensor.cpu: self._to_host,
-            torch.Tensor.pin_memory: lambda tensor, *_: made_on_host(torch.clone, tensor),
+            torch.Tensor.pin_memory: lambda tensor, *_: made_on_host(torch.clone, tensor, pinned=True),
             torch.Tensor.is_pinned: lambda tensor, *_: is_on_host(tensor),
+            # An attribute: torch offers the reading of it to a function mode under this name.
+            torch.Tensor.is_cuda.__get__: lambda tensor: not is_on_host(tensor),  # type: ignore[attr-defined]
             torch.Tensor.type: self._type,
             torch.autograd.backward: self._backward,
         }
@@ -66,9 +68,9 @@ class CudaOnCpu(TorchFunctionMode):
         # Megatron writes the host as "cpu". It names the device by a tensor's `.device`, too, which is here the CPU's.
         return isinstance(device, str) and device == "cpu"
 
-    def make_on_host(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def make_on_host(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], *, pinned: bool) -> Any:
         """Calls a factory for host memory."""
-        return made_on_host(func, *args, **kwargs)
+        return made_on_host(func, *args, pinned=pinned, **kwargs)
 
     def make_on_device(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Calls a factory for device memory."""
@@ -88,7 +90,7 @@ class CudaOnCpu(TorchFunctionMode):
             return func(*args, **kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in ("pin_memory", "device")}
         if pinned or self.names_host(device) or (device is None and not inherits_device):
-            return self.make_on_host(func, args, kwargs)
+            return self.make_on_host(func, args, kwargs, pinned=pinned)
         return self.make_on_device(func, args, kwargs if device is None else kwargs | {"device": self.device})
 
     def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memlab.backends.cuda_on_cpu import CudaOnCpu, made_on_host
-from memlab.backends.kernel_temporaries import embedding
+from memlab.backends.kernel_temporaries import copy_, embedding
 
 FAKE = torch.device("meta")
 
@@ -25,15 +25,20 @@ class FakeCuda(CudaOnCpu):
 
     def __init__(self) -> None:
         super().__init__()
-        self.handlers |= {torch.Tensor.item: _item, torch.nn.functional.embedding: embedding}
+        self.handlers |= {
+            torch.Tensor.item: _item,
+            torch.Tensor.copy_: copy_,
+            torch.nn.functional.embedding: embedding,
+        }
 
     def names_host(self, device: Any) -> bool:
         """Whether an argument ``device`` names the host."""
         return str(device) == "cpu"
 
-    def make_on_host(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def make_on_host(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], *, pinned: bool) -> Any:
         """Calls a factory for host memory, fake unless it has values."""
-        return made_on_host(func, *args, **(kwargs | {"device": FAKE} if func in _WITHOUT_VALUES else kwargs))
+        kwargs = kwargs | {"device": FAKE} if func in _WITHOUT_VALUES else kwargs
+        return made_on_host(func, *args, pinned=pinned, **kwargs)
 
     def make_on_device(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Calls a factory for device memory."""

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from memlab.backends.cuda_on_cpu import is_on_host
+
 _FEW_INDICES = 3072
 """For at most this many indices one kernel sums the rows in place, without sorting (``Embedding.cu``)."""
 _ROWS_PER_THREAD = 10
@@ -46,3 +48,16 @@ def _embedding_backward_temporaries(gradient: torch.Tensor, count: int, num_weig
     lengths = [count, count, num_segments, num_segments, num_segments, num_parts, 1, 1]
     sorting = [torch.empty(length, dtype=torch.int64, device=gradient.device) for length in lengths]
     return [*sorting, torch.empty(num_parts, gradient.shape[-1], dtype=torch.float32, device=gradient.device)]
+
+
+def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """Replaces ``Tensor.copy_``: between host and device it converts another dtype on the device.
+
+    The device then has a temporary tensor of the host's dtype, in either direction (torch 2.11,
+    ``aten/src/ATen/native/cuda/Copy.cu``). A blocking copy converts on the host.
+    """
+    host = target if is_on_host(target) else source
+    crosses = is_on_host(target) != is_on_host(source)
+    if crosses and non_blocking and target.dtype != source.dtype:
+        torch.empty(target.shape, dtype=host.dtype, device="meta")
+    return target.copy_(source)

@@ -16,6 +16,7 @@ from packaging.version import Version
 
 from memlab.backends import Backend, fake_collectives
 from memlab.backends.cpu import cuda_replaced
+from memlab.backends.cpu_adam import FakeHostAdam
 from memlab.backends.fake_cuda import FAKE, FakeCuda
 from memlab.backends.fused_adam import FusedAdam
 from memlab.backends.meta_result_cache import MetaResultCache
@@ -65,6 +66,7 @@ def _replacements() -> dict[str, Any]:
         "torch.distributed.all_gather_object": _gather_own,
         "torch.distributed.batch_isend_irecv": fake_collectives.exchange,
         "megatron.core.optimizer.Adam": FusedAdam,
+        "megatron.core.optimizer.CPUAdam": FakeHostAdam,
         "megatron.core.optimizer.clip_grads.l2_norm_impl": _norm,
         **chosen_routing(),
         **_fp8_replacements(),

@@ -28,11 +28,14 @@ REBUILDS: dict[str, Rebuilt] = {
     "main_grads_dtype": "optimizer",
     "exp_avg_dtype": "optimizer",
     "exp_avg_sq_dtype": "optimizer",
-    "optimizer_cpu_offload": "optimizer",
     "optimizer_offload_fraction": "optimizer",
     "overlap_cpu_optimizer_d2h_h2d": "optimizer",
     "pin_cpu_grads": "optimizer",
     "pin_cpu_params": "optimizer",
+    "manual_gc": "optimizer",
+    # Only the optimizer reads it too. But for it a simulated model has as many parameters as a real one
+    # (memlab/model/layers/fake_layers.py).
+    "optimizer_cpu_offload": "model",
     # Only the optimizer reads it too. But each step writes the main parameters into the parameters, and in fp16 they
     # lose bits: a model that is built again has the weights of the seed.
     "main_params_dtype": "model",

@@ -88,6 +88,13 @@ class Scenario:
             raise ValueError(f"seed is {self.seed}, must be below 2**63: give a smaller one")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}, must be one of {', '.join(DTYPES)}: choose one of them")
+        if self.state.optimizer_cpu_offload and self.dtype != "bf16":
+            # Its main parameters are then views of the parameters, and torch.optim.Optimizer refuses tensors that are
+            # not leaves (megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, 0.16.1 and 0.19.2).
+            raise ValueError(
+                f"dtype is {self.dtype!r} with optimizer_cpu_offload, must be bf16, because Megatron's CPU optimizer "
+                "takes no fp32 parameters: choose bf16, or leave optimizer_cpu_offload out"
+            )
         self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
         self._check_experts()
         self._check_attention()

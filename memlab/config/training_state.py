@@ -8,6 +8,7 @@ Megatron refuses is refused here, in one line, before anything is built.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -89,6 +90,9 @@ class TrainingState:
     """Under `optimizer_cpu_offload`, page-lock the gradients on the host, which copies faster."""
     pin_cpu_params: bool = True
     """Under `optimizer_cpu_offload`, page-lock the parameters on the host."""
+    manual_gc: bool = False
+    """Collect Python's garbage before the first step, as Megatron's ``--manual-gc`` does. Without it, the fp32 copies
+    stay allocated that Megatron makes for its CPU optimizer and discards (`memlab.model.cpu_optimizer`)."""
 
     loss: Loss = "cross_entropy"
     """``cross_entropy`` is Megatron's language-model loss; ``logprobs`` a policy-gradient loss from the labels'
@@ -148,6 +152,12 @@ class TrainingState:
                 "use_precision_aware_optimizer is True without the distributed optimizer, must have it: set "
                 "use_distributed_optimizer, or leave use_precision_aware_optimizer out"
             )
+        if self.optimizer_cpu_offload and not self.use_distributed_optimizer:
+            # Float16OptimizerWithFloat16Params replaces the parameters that HybridDeviceOptimizer looks up later.
+            raise ValueError(
+                "optimizer_cpu_offload is True without the distributed optimizer, where Megatron's CPU optimizer "
+                "fails: set use_distributed_optimizer, or leave optimizer_cpu_offload out"
+            )
         if self.overlap_param_gather and not self.use_distributed_optimizer:
             raise ValueError(
                 "overlap_param_gather is True without the distributed optimizer, which is what gathers parameters: "
@@ -183,6 +193,12 @@ class TrainingState:
                 "use_distributed_optimizer, or leave fp8_param_gather out"
             )
 
+        if self.fp8_param_gather and self.optimizer_cpu_offload and self.fp8_recipe != "delayed":
+            raise ValueError(
+                f"fp8_recipe is {self.fp8_recipe!r} with fp8_param_gather and optimizer_cpu_offload, where Megatron "
+                "allows only 'delayed': choose that, or leave one of the two options out"
+            )
+
     def without_effect(self) -> dict[str, str]:
         """Names the options that Megatron accepts and then ignores, each with the reason."""
         reasons: dict[str, str] = {}
@@ -200,8 +216,9 @@ class TrainingState:
                 "pin_cpu_params",
             ):
                 ignored(name, "only optimizer_cpu_offload reads it")
-        elif self.optimizer_offload_fraction == 0:
-            ignored("optimizer_cpu_offload", "optimizer_offload_fraction is 0, so the whole state stays on the device")
+            ignored("manual_gc", "only optimizer_cpu_offload leaves garbage that is large")
+        else:
+            self._without_effect_on_cpu_optimizer(ignored)
         if not self.overlap_grad_reduce:
             ignored("ddp_bucket_size", "without overlap_grad_reduce Megatron reduces each buffer as a single bucket")
         if not self.cross_entropy_loss_fusion:
@@ -212,8 +229,24 @@ class TrainingState:
 
     @property
     def keeps_optimizer_on_host(self) -> bool:
-        """Whether the whole optimizer state is on the host, at any time."""
-        return self.optimizer_cpu_offload and self.optimizer_offload_fraction == 1
+        """Whether the whole optimizer state is on the host, at any time.
+
+        Without the precision-aware optimizer the distributed optimizer keeps main parameters on the device as well.
+        """
+        is_whole = self.optimizer_cpu_offload and self.optimizer_offload_fraction == 1
+        return is_whole and self.use_precision_aware_optimizer
+
+    def _without_effect_on_cpu_optimizer(self, ignored: Callable[[str, str], None]) -> None:
+        # megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, 0.16.1 and 0.19.2
+        ignored("pin_cpu_params", "Megatron's CPU optimizer does not read it: it pins the parameters while it copies")
+        for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            ignored(name, "Megatron's CPU optimizer ignores it: main parameters and moments are fp32")
+        if self.optimizer_offload_fraction == 0:
+            reason = "optimizer_offload_fraction is 0, so the whole state stays on the device"
+            copies = "" if self.manual_gc else ", beside fp32 copies that Megatron discards: manual_gc frees them"
+            ignored("optimizer_cpu_offload", reason + copies)
+            for name in ("overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads"):
+                ignored(name, reason)
 
     @property
     def copies_logits_in_fp32(self) -> bool:

@@ -35,6 +35,8 @@ class Labels:
         """How many fused kernels enclose the current operation (a kernel may be built from others)."""
         self.host_depth = 0
         """Above 0 while new storages are host memory."""
+        self.pinned_depth = 0
+        """Above 0 while new storages are pinned host memory, which torch's host allocator rounds."""
         self.known_category: int | None = None
         """The category of new storages, if the code that makes them knows it, such as activations copied back from
         the host."""
@@ -176,17 +178,19 @@ def one_kernel() -> Iterator[None]:
 
 
 @contextmanager
-def on_host() -> Iterator[None]:
-    """Runs the block with its new storages in host memory."""
+def on_host(*, pinned: bool = False) -> Iterator[None]:
+    """Runs the block with its new storages in host memory, which torch pins if `pinned`."""
     labels = _active
     if labels is None:
         yield
         return
     labels.host_depth += 1
+    labels.pinned_depth += pinned
     try:
         yield
     finally:
         labels.host_depth -= 1
+        labels.pinned_depth -= pinned
 
 
 def keeping(category: str) -> AbstractContextManager[None]:

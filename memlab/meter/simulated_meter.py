@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from memlab.allocator.pinned import PinnedMemory
 from memlab.allocator.replay import Block
 from memlab.allocator.simulator import CachingAllocator
 from memlab.config.allocator_settings import AllocatorSettings
@@ -26,6 +27,8 @@ class SimulatedMeter(StorageMeter):
         self._limit_bytes: int | None = None
         self._allocator = CachingAllocator()
         self._blocks: dict[int, Block] = {}
+        self._pinned = PinnedMemory()
+        self._pinned_blocks: dict[int, int] = {}
         self._reserved = self._reserved_allocation()
         super().__init__(labels)
 
@@ -61,6 +64,8 @@ class SimulatedMeter(StorageMeter):
         """Checks nothing: `_take` tries the allocator, block by block."""
 
     def _take(self, allocation: StorageAllocation, num_bytes: int) -> int:
+        if self._labels.pinned_depth and num_bytes:
+            self._pinned_blocks[id(allocation)] = self._pinned.allocate(num_bytes)
         if allocation.pool != _DEVICE or not num_bytes:
             return num_bytes
         allocator, limit = self._allocator, self.device_memory_bytes
@@ -76,6 +81,12 @@ class SimulatedMeter(StorageMeter):
         block = self._blocks.pop(id(allocation), None)
         if block is not None:
             self._allocator.free(block)
+        pinned = self._pinned_blocks.pop(id(allocation), None)
+        if pinned is not None:
+            self._pinned.free(pinned)
+
+    def host_reserved_bytes(self) -> int:
+        return self._pinned.reserved_bytes
 
     def _empty_cache(self) -> None:
         self._allocator.empty_cache()

@@ -113,7 +113,7 @@ class StorageMeter:
     def track_host_tensor(self, tensor: torch.Tensor) -> None:
         pass  # this meter counts host tensors like all others
 
-    def host_reserved_bytes(self) -> None:
+    def host_reserved_bytes(self) -> int | None:
         return None  # the CPU pins nothing
 
     def untracked_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
@@ -213,6 +213,8 @@ class StorageMeter:
         allocation.num_bytes = self._take(allocation, allocation.num_bytes)
         allocation.reference = self._frees.watch(storage, lambda: self._on_free(key, allocation))
         self._live[key] = allocation
+        if pool == _HOST:
+            storage.memlab_on_host = True  # `Tensor.is_cuda` is read of results, too
         if pool == _ON_CHIP:
             self._in_kernel.append(allocation)
         self._event(allocation.num_bytes, allocation)

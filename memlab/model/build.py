@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.model import cpu_optimizer
 from memlab.model.losses import PolicyGradientLoss
 from memlab.model.megatron_config import distributed_data_parallel_config, optimizer_config, transformer_config
 from memlab.model.process_group import initialize_megatron, seed_megatron
@@ -46,6 +47,8 @@ class LiveModel:
     """Megatron's schedule for this pipeline layout."""
     loss: PolicyGradientLoss = field(default_factory=PolicyGradientLoss, repr=False)
     """The loss of the training states in which the GPTModel does not compute it."""
+    discarded_optimizers: list[Any] = field(default_factory=list)
+    """CPU optimizers that Megatron has replaced, while they are still allocated (`cpu_optimizer`)."""
     _modules: tuple[Any, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -135,6 +138,7 @@ def build_model(scenario: Scenario, provider: type, settings: MemorySettings) ->
     seed_megatron(scenario.seed)
     config = transformer_config(scenario, settings)
     config.memlab_routing = scenario.routing
+    config.memlab_separate_experts = scenario.state.optimizer_cpu_offload
     ddp_config = distributed_data_parallel_config(scenario)
     chunks: list[Any] = []
     try:
@@ -158,7 +162,11 @@ def build_model(scenario: Scenario, provider: type, settings: MemorySettings) ->
 
 def build_optimizer(live: LiveModel) -> None:
     """Gives a model without an optimizer the one of its scenario."""
-    live.optimizer = get_megatron_optimizer(optimizer_config(live.scenario), live.chunks, use_gloo_process_groups=False)
+    config = optimizer_config(live.scenario)
+    with cpu_optimizer.noting_first_optimizers() as first_optimizers:
+        live.optimizer = get_megatron_optimizer(config, live.chunks, use_gloo_process_groups=False)
+    if cpu_optimizer.stays_after_build(live.scenario.state):
+        live.discarded_optimizers = first_optimizers
     _fuse_adam(live)
     _retain_main_gradients(live)
     if live.scenario.state.use_precision_aware_optimizer:
@@ -186,6 +194,7 @@ def release_optimizer(live: LiveModel) -> None:
         vars(part).clear()
     vars(live.optimizer).clear()
     live.optimizer = None
+    live.discarded_optimizers.clear()
     for parameter in live.parameters():
         # optimizer/optimizer.py and optimizer/distrib_optimizer.py write these.
         for name in ("main_param", "main_param_sharded"):

@@ -48,20 +48,21 @@ class StepRecord:
     peak_phase: str = ""
     """Phase in which `peak_allocated_bytes` was reached, of `memlab.vocabulary.PHASES`; empty in older records."""
     host_bytes: int
-    """The most bytes on the host at any moment of the step: what was offloaded, and the batch."""
+    """The most bytes on the host at any moment of the step: what was offloaded, a CPU optimizer's state, the batch."""
     offloaded_bytes_by_module: dict[str, int] = field(default_factory=dict)
     """Saved inputs that `offload_modules` transferred to the host in this step, by offload module."""
     offloaded_bytes_by_group: dict[str, int] = field(default_factory=dict)
     """Bytes that left the device at the step's end: parameters, gradients (dropped), optimizer state."""
     peak_active_bytes: int | None = None
     """The peak of allocated bytes plus those freed while another stream still used them. This field and the next three
-    exist only on a GPU."""
+    exist only on a GPU, real or simulated."""
     peak_reserved_bytes: int | None = None
     """The most bytes that torch's allocator had reserved, used or not."""
     unused_reserved_bytes: int | None = None
     """Reserved bytes that nothing used when the allocated bytes peaked: cached, or fragmented."""
     host_reserved_bytes: int | None = None
-    """Pinned host memory that is reserved when the step ends: torch rounds each request to a power of two."""
+    """Pinned host memory that is reserved when the step ends: torch rounds each request to a power of two, and keeps
+    what is freed. Predicted too. `host_bytes` counts what tensors requested, pinned or pageable, without rounding."""
     recomputed_bytes: int = 0
     """Bytes that backward recomputed."""
     without_effect: dict[str, str] = field(default_factory=dict)

@@ -411,6 +411,35 @@ _WITHOUT_TE = (
         for owner in ("megatron.core.optimizer", "megatron.core.optimizer.optimizer_config")
     ),
     Internal(
+        owner="megatron.core.optimizer",
+        names=("CPUAdam",),
+        use="replaced",
+        where="backends/cpu.py",
+        why="The CPU optimizer's Adam: its state counts as host memory (`cpu_adam`).",
+    ),
+    Internal(
+        owner="torch.optim.adam:Adam",
+        names=("_init_group",),
+        use="used",
+        where="backends/cpu_adam.py",
+        why="It allocates the state.",
+    ),
+    Internal(
+        owner="megatron.core.optimizer",
+        names=("HybridDeviceOptimizer",),
+        use="replaced",
+        where="model/cpu_optimizer.py",
+        why="Called as before, and the optimizer noted that DistributedOptimizer discards.",
+    ),
+    Internal(
+        owner="megatron.core.optimizer.cpu_offloading:HybridDeviceOptimizer",
+        names=("gpu_params_map_cpu_copy", "param_to_fp32_param", "cpu_copy_map_grad", "sub_optimizers"),
+        use="used",
+        where="model/cpu_optimizer.py",
+        why="What it keeps on host and device.",
+        on_instances=True,
+    ),
+    Internal(
         owner="megatron.core.optimizer.clip_grads",
         names=("multi_tensor_applier", "multi_tensor_scale_impl", "l2_norm_impl"),
         use="replaced",

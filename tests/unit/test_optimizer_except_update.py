@@ -84,7 +84,8 @@ def test_what_it_makes_pointless_is_said_and_a_search_tries_it() -> None:
     assert "already keeps the same state" in both.without_effect["offload_optimizer"]
     scenario = Scenario.of("phi-4-tiny")
     assert EXCEPT_UPDATE in candidates(NONE, scenario)
-    on_host = replace(scenario, state=TrainingState(optimizer_cpu_offload=True))
+    of_host = TrainingState(optimizer_cpu_offload=True, use_precision_aware_optimizer=True)
+    on_host = replace(scenario, state=of_host)
     assert EXCEPT_UPDATE not in candidates(NONE, on_host)
     assert all(each.offload_optimizer_except_update for each in candidates(EXCEPT_UPDATE, scenario))
     assert replace(FULL, offload_optimizer_except_update=True) in candidates(EXCEPT_UPDATE, scenario)

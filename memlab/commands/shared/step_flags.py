@@ -99,6 +99,7 @@ _SWITCHES = {
     "use_precision_aware_optimizer": "let Transformer Engine's Adam hold the main parameters; allows the types below",
     "optimizer_cpu_offload": "keep main parameters and moments on the host, and update them on the CPU",
     "overlap_cpu_optimizer_d2h_h2d": "with --optimizer-cpu-offload: transfer some tensors while the CPU updates others",
+    "manual_gc": "collect Python's garbage before the first step; matters with --optimizer-cpu-offload",
     "cross_entropy_loss_fusion": "compute the cross entropy with fewer kernels",
     "apply_rope_fusion": "rotate queries and keys in one kernel",
     "fp8_param_gather": "store the weight matrices in FP8",

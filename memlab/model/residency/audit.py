@@ -29,6 +29,11 @@ class _Found:
     """False for a tensor that exists only if something was copied twice."""
 
     @property
+    def is_always_on_host(self) -> bool:
+        """Whether Megatron's CPU optimizer keeps it on the host."""
+        return not self.tensor.is_cuda
+
+    @property
     def needed_bytes(self) -> int:
         # By its shape, which an emptied tensor keeps.
         return self.tensor.numel() * self.tensor.element_size() if self.is_needed else 0
@@ -55,7 +60,7 @@ def audit_residency(
     for entry in found:
         expected, there = sums.get((entry.group, entry.holder), (0, 0))
         sums[entry.group, entry.holder] = (
-            expected + (0 if entry.group in requested.away else entry.needed_bytes),
+            expected + (0 if entry.group in requested.away or entry.is_always_on_host else entry.needed_bytes),
             there + (0 if meter.pool_of(entry.tensor) == "host" else entry.tensor.untyped_storage().nbytes()),
         )
     named = [*(entry.tensor for entry in found), *megatron_globals.workspace(live)]
@@ -96,10 +101,14 @@ def require_resident(live: LiveModel, groups: Collection[str] = GROUPS) -> None:
 def _host_copy(
     group: str, found: list[_Found], kept: list[torch.Tensor], meter: Meter, requested: RequestedPlacement
 ) -> HostCopy:
-    needed = sum(entry.needed_bytes for entry in found if entry.group == group)
+    expected = sum(
+        entry.needed_bytes
+        for entry in found
+        if entry.group == group and (entry.is_always_on_host or group in requested.copied)
+    )
     return HostCopy(
         group=group,
-        expected_bytes=needed if group in requested.copied else 0,
+        expected_bytes=expected,
         host_bytes=_host_bytes([*kept, *(e.tensor for e in found if e.group == group)], meter),
     )
 
@@ -147,6 +156,9 @@ def _gradients(live: LiveModel) -> Iterator[_Found]:
                 # Megatron copies gradients of another type than the main parameters' (distrib_optimizer.py).
                 is_copy = gradient.dtype not in reduced
                 yield _Found("gradients", f"the main parameters' .{attribute}", gradient, is_needed=is_copy)
+    for _, updated, _ in _updated_by_cpu_optimizers(live):
+        if updated.grad is not None and updated.is_cuda:
+            yield _Found("gradients", "the CPU optimizer's gradients on the device", updated.grad)
 
 
 def _optimizer_state(live: LiveModel) -> Iterator[_Found]:
@@ -158,6 +170,23 @@ def _optimizer_state(live: LiveModel) -> Iterator[_Found]:
                 yield from (_Found("optimizer state", name, tensor) for tensor in _parts_of(value))
         for scales in getattr(part.optimizer, "_scales", {}).values():
             yield from (_Found("optimizer state", f"scale of {name}", scale) for name, scale in scales.items())
+    for holder, updated, state in _updated_by_cpu_optimizers(live):
+        yield _Found("optimizer state", f"{holder} parameters", updated.data)
+        if updated.grad is not None:
+            yield _Found("optimizer state", f"{holder} gradients", updated.grad)
+        for name, value in state.items():
+            yield from (_Found("optimizer state", f"{holder} {name}", tensor) for tensor in _parts_of(value))
+
+
+def _updated_by_cpu_optimizers(live: LiveModel) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+    """Yields what the optimizers inside Megatron's CPU optimizers update, with its state."""
+    in_use = [("the CPU optimizer's", part.optimizer) for part in live.optimizers]
+    discarded = [("the discarded CPU optimizer's", optimizer) for optimizer in live.discarded_optimizers]
+    for holder, optimizer in in_use + discarded:
+        for inner in getattr(optimizer, "sub_optimizers", ()):
+            for group in inner.param_groups:
+                for parameter in group["params"]:
+                    yield holder, parameter, inner.state.get(parameter, {})
 
 
 def _parts_of(value: Any) -> list[torch.Tensor]:

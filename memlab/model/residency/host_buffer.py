@@ -34,18 +34,21 @@ class HostBuffer:
             start = -(-num_bytes // tensor.element_size()) * tensor.element_size()
             offsets.append(start)
             num_bytes = start + tensor.nbytes
-        self.whole = _allocate(num_bytes, pinned=pinned, on_gpu=any(tensor.is_cuda for tensor in tensors))
+        on_gpu = any(tensor.device.type == "cuda" for tensor in tensors)  # `is_cuda` is true on every backend
+        self.whole = _allocate(num_bytes, locked=pinned and on_gpu)
+        if pinned:
+            key = self.whole.untyped_storage()._cdata
+            _registered[key] = num_bytes
+            weakref.finalize(self, _forget, key, self.whole.data_ptr() if on_gpu else 0)
         self.parts = [
             self.whole[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for start, tensor in zip(offsets, tensors, strict=True)
         ]
-        if self.whole.data_ptr() in _registered:
-            weakref.finalize(self, _unlock, self.whole.data_ptr())
 
 
-def _allocate(num_bytes: int, *, pinned: bool, on_gpu: bool) -> torch.Tensor:
-    if not on_gpu or not pinned or not num_bytes:
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned and not on_gpu)
+def _allocate(num_bytes: int, *, locked: bool) -> torch.Tensor:
+    if not locked or not num_bytes:
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     # Written by all cores first: locking alone would fault the pages in one by one, on one core.
     whole = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu").fill_(0)
     error = torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), num_bytes, 0)
@@ -53,10 +56,10 @@ def _allocate(num_bytes: int, *, pinned: bool, on_gpu: bool) -> torch.Tensor:
         raise RuntimeError(
             f"{num_bytes} bytes of host memory could not be page-locked ({error}): free host memory, or use pageable"
         )
-    _registered[whole.data_ptr()] = num_bytes
     return whole
 
 
-def _unlock(address: int) -> None:
-    del _registered[address]
-    torch.cuda.cudart().cudaHostUnregister(address)
+def _forget(key: int, locked_address: int) -> None:
+    del _registered[key]
+    if locked_address:  # an empty tensor's is 0
+        torch.cuda.cudart().cudaHostUnregister(locked_address)

@@ -3,6 +3,7 @@
 Each tensor's storage is emptied in place and filled again, so that every view of it (DDP's buckets, Megatron's main
 parameters, Adam's state) stays valid: the mechanism of Megatron's own ``_ParamAndGradBuffer.offload_to_cpu`` (0.16),
 used here for the optimizer too. Gradients are freed, not copied: a load restores them as zeros.
+What Megatron's CPU optimizer keeps on the host stays there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from memlab.allocator.rules import rounded_bytes
 from memlab.config.settings import MemorySettings
+from memlab.model import cpu_optimizer
 from memlab.model.build import LiveModel
 from memlab.model.data_parallel_overlap import gather_now
 from memlab.model.residency.host_buffer import HostBuffer
@@ -45,11 +47,16 @@ class Residency:
         self._away: dict[str, list[tuple[torch.Tensor, int]]] = {group: [] for group in GROUPS}
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Returns each group's tensors and their host copies."""
-        return {
+        """Returns each group's tensors and their host copies, and what a CPU optimizer keeps on the host."""
+        groups = {
             group: own + [buffer.whole for buffer in self._host_buffers[group]]
             for group, own in self._own_tensors().items()
         }
+        for optimizer in self._optimizers():
+            groups["optimizer state"] += [
+                tensor for tensor in cpu_optimizer.state_tensors(optimizer) if not tensor.is_cuda
+            ]
+        return groups
 
     def offload(self, groups: Collection[str]) -> dict[str, int]:
         """Offloads groups to the host.
@@ -160,7 +167,10 @@ class Residency:
         return [part for buffer in self._host_buffers[group] for part in buffer.parts]
 
     def _own_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Returns each group's tensors, one for every storage, expert buffers included."""
+        """Returns each group's tensors on the device, one for every storage, expert buffers included.
+
+        What a CPU optimizer keeps on the host is not among them: it never leaves the host.
+        """
         seen: set[int] = set()
         groups: dict[str, list[torch.Tensor]] = {group: [] for group in GROUPS}
         sources = (self._parameters(), self._gradients(), self._optimizer_state())
@@ -168,10 +178,13 @@ class Residency:
             # In fp32 the main parameters are views of the parameters: a storage belongs to the first group with it.
             for tensor in tensors:
                 key = tensor.untyped_storage()._cdata
-                if key not in seen:
+                if key not in seen and tensor.is_cuda:
                     seen.add(key)
                     groups[group].append(tensor)
         return groups
+
+    def _optimizers(self) -> list[Any]:
+        return [part.optimizer for part in self._live.optimizers] + self._live.discarded_optimizers
 
     def _buffers(self) -> Iterator[Any]:
         yield from (buffer for _, buffer in self._live.buffers())
@@ -192,6 +205,8 @@ class Residency:
         in_buffers = {buffer.grad_data.untyped_storage()._cdata for _, buffer in self._live.buffers()}
         gradients = [main_parameter.grad for _, main_parameter in self._main_parameters()]
         own = [gradient for gradient in gradients if gradient is not None]
+        for optimizer in self._optimizers():
+            own.extend(cpu_optimizer.gradients(optimizer))
         return [gradient for gradient in own if gradient.untyped_storage()._cdata not in in_buffers]
 
     def _optimizer_state(self) -> list[torch.Tensor]:
@@ -201,6 +216,8 @@ class Residency:
             for parameter in (main_parameter, *getattr(main_parameter, "experts", ())):
                 tensors.extend(_tensors_in(optimizer.state.get(parameter)))
                 tensors.extend(_tensors_in(getattr(optimizer, "_scales", {}).get(parameter)))
+        for optimizer in self._optimizers():
+            tensors.extend(cpu_optimizer.state_tensors(optimizer))
         return tensors
 
     def _main_parameters(self) -> Iterator[tuple[Any, torch.Tensor]]:
