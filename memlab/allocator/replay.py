@@ -8,6 +8,7 @@ address in the history replaces its search for a block that fits.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -37,10 +38,18 @@ class Blocks:
         segments: Those of a torch snapshot that was taken before the history that is replayed.
         expandable: Whether the allocator ran with ``expandable_segments``: it then splits off every remainder. Free
             memory inside a segment is not tracked, since its pages are mapped and unmapped.
+        unsplit_from_bytes: The allocator's ``max_split_size``; for requests of this size and larger no block is split.
     """
 
-    def __init__(self, segments: Iterable[Mapping[str, Any]], *, expandable: bool = False) -> None:
+    def __init__(
+        self,
+        segments: Iterable[Mapping[str, Any]],
+        *,
+        expandable: bool = False,
+        unsplit_from_bytes: int = sys.maxsize,
+    ) -> None:
         self._expandable = expandable
+        self._unsplit_from_bytes = unsplit_from_bytes
         self._blocks: dict[int, Block] = {}
         self._segment_bytes: dict[int, int] = {}
         self.reserved_bytes = 0
@@ -109,7 +118,7 @@ class Blocks:
         block = self._block(address)
         assert block.is_free, f"the allocator's history allocates the block at {address:#x} twice"
         block.is_free = False
-        if self._splits(block, block.num_bytes - num_bytes):
+        if num_bytes < self._unsplit_from_bytes and self._splits(block, block.num_bytes - num_bytes):
             remainder = Block(address + num_bytes, block.num_bytes - num_bytes, True, block.segment, block, block.after)
             if block.after is not None:
                 block.after.before = remainder

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from memlab.allocator.replay import Block
+from memlab.allocator.replay import Block, Blocks
 from memlab.allocator.simulator import CachingAllocator
 from memlab.backends.allocator_environment import allocator_of_process, check_allocator, start_with
 from memlab.config.allocator_settings import AllocatorSettings
@@ -78,6 +80,33 @@ class Pages:
         raise AssertionError
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"), [("h200_history", AllocatorSettings()), ("h200_history_expandable", EXPANDABLE)]
+)
+def test_the_simulation_reserves_what_torch_reserved_on_an_h200(name: str, settings: AllocatorSettings) -> None:
+    """Torch 2.11.0's own history of random requests, after each of which the reserved bytes are compared."""
+    values = json.loads((Path(__file__).parent / "data" / f"{name}.json").read_text())
+    (segment,) = values["segments"]
+    simulated, reserved = CachingAllocator(settings), segment["total_size"]
+    simulated.allocate(segment["blocks"][0]["size"])
+    live: dict[int, Block] = {}
+    before = ""
+    for action, address, size in values["trace"]:
+        if action in ("segment_alloc", "segment_map"):
+            reserved += size
+        elif action in ("segment_free", "segment_unmap"):
+            reserved -= size
+            if before != action:
+                simulated.empty_cache()
+        elif action == "alloc":
+            live[address] = simulated.allocate(size)
+            assert simulated.reserved_bytes == reserved
+        elif action == "free_completed":
+            simulated.free(live.pop(address))
+        before = action
+    assert simulated.reserved_bytes == reserved > 40 * segment["total_size"]
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("page", [2 * MIB, 20 * MIB])
 def test_an_expandable_segment_maps_the_pages_that_a_search_from_scratch_maps(seed: int, page: int) -> None:
@@ -119,6 +148,10 @@ def test_blocks_above_max_split_size_are_never_split(seed: int) -> None:
             mine.free(mine_block)
             truth.free(true_block)
         assert mine.reserved_bytes == truth.totals[-1][2]
+    replayed = Blocks([], unsplit_from_bytes=32 * MIB)
+    for entry in truth.trace:
+        replayed.replay(entry)
+    assert sum(block.num_bytes for block in replayed if not block.is_free) == truth.totals[-1][0]
 
 
 def test_garbage_collection_returns_the_segments_that_were_free_for_longest() -> None:

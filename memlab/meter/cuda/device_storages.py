@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -45,9 +46,14 @@ class DeviceStorages:
 
     def catch_up(self, snapshot: Mapping[str, Any]) -> None:
         """Reads the allocator's state from a snapshot; a block that was known at its address keeps its labels."""
-        expandable = bool(snapshot.get("allocator_settings", {}).get("expandable_segments", False))
+        settings = snapshot.get("allocator_settings", {})
+        unsplit_from = settings.get("max_split_size", -1)  # -1 where blocks of any size are split
         segments = _segments(snapshot)
-        self.blocks = Blocks(segments, expandable=expandable)
+        self.blocks = Blocks(
+            segments,
+            expandable=bool(settings.get("expandable_segments", False)),
+            unsplit_from_bytes=unsplit_from if unsplit_from > 0 else sys.maxsize,
+        )
         requested = {part["address"]: part["requested_size"] for each in segments for part in each["blocks"]}
         known, self.live, self.pending = self.live, {}, {}
         for block in self.blocks:
