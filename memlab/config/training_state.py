@@ -8,10 +8,12 @@ Megatron refuses is refused here, in one line, before anything is built.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
+from memlab.config.from_json import build
 from memlab.config.validation import check_number, check_whole_number, shortened
 
 MAIN_GRADS_DTYPES = ("fp32", "bf16")
@@ -199,6 +201,39 @@ class TrainingState:
                 "allows only 'delayed': choose that, or leave one of the two options out"
             )
 
+    @classmethod
+    def from_options(cls, options: Iterable[str]) -> TrainingState:
+        """Builds a state from texts, as a notebook's parameter and a suite give them.
+
+        Args:
+            options: Each ``name`` for what is switched on, or ``name=value``, for example ``["grad_reduce_in_bf16",
+                "attention_backend=unfused"]``.
+
+        Raises:
+            ValueError: If a name is unknown or twice there, or a value breaks its rule.
+        """
+        names = [field.name for field in fields(cls)]
+        values: dict[str, Any] = {}
+        for option in options:
+            name, equals, text = option.partition("=")
+            if name not in names or name in values:
+                problem = "given twice" if name in values else "unknown"
+                raise ValueError(
+                    f"option {shortened(name)} of the training state is {problem}, must be one of {', '.join(names)}: "
+                    "give each once, as name or name=value"
+                )
+            values[name] = _value_of(text) if equals else True
+        return cls(**values)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainingState:
+        """Builds a state from what `to_dict` or `changed` returned.
+
+        Raises:
+            ValueError: If a field is unknown, not of its type, or breaks a rule.
+        """
+        return build(cls, values, "state")
+
     def without_effect(self) -> dict[str, str]:
         """Names the options that Megatron accepts and then ignores, each with the reason."""
         reasons: dict[str, str] = {}
@@ -273,6 +308,16 @@ class TrainingState:
 def option_words(name: str, value: object) -> str:
     """Writes an option of a training state for tables: its name alone if it is on, else with its value."""
     return name if value is True else f"{name} {value}"
+
+
+def _value_of(text: str) -> Any:
+    """Reads a value as YAML and JSON write it; a text that is none of them stays a text, for the field's own rule."""
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    if re.fullmatch(r"[0-9]{1,18}", text):
+        return int(text)
+    return float(text) if re.fullmatch(r"[0-9]{0,9}[.][0-9]{1,18}", text) else text
 
 
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -97,8 +97,9 @@ class Measured:
                 raise ValueError(f"records.{name} has no peak_allocated_bytes, must have a whole number")
             if name != LAB and not isinstance(record.metrics.get("status"), str):
                 raise ValueError(f"records.{name} has no status, must have a text")
-            if not isinstance(record.scenario.get("layout", {}), dict):
-                raise ValueError(f"records.{name}.scenario.layout is not a mapping")
+            for part in ("layout", "state", "allocator"):
+                if not isinstance(record.scenario.get(part, {}), dict):
+                    raise ValueError(f"records.{name}.scenario.{part} is not a mapping")
 
 
 def read_measured(folder: Path, lab: str, parameters: Mapping[str, ParameterValue], backend: str) -> Measured:
@@ -173,8 +174,11 @@ def _machine() -> str:
 
 
 def _unusual(scenario: dict[str, Any]) -> dict[str, Any]:
-    """Returns a scenario for a reader: the architecture by name, and no layout or routing where they are the usual."""
+    """Returns a scenario for a reader: the architecture by name, and what is usual in nested parts left out."""
     usual = Scenario.of(architecture=Architecture(**scenario["architecture"])).to_dict()
-    nested = ("layout", "routing", "expert_buffers")
+    nested = ("layout", "routing", "expert_buffers", "state", "allocator")
     rest = {name: value for name, value in scenario.items() if name not in nested or value != usual[name]}
+    for part in ("state", "allocator"):
+        if part in rest:  # many options, few of which are changed
+            rest[part] = {name: value for name, value in rest[part].items() if value != usual[part][name]}
     return rest | {"architecture": scenario["architecture"]["name"]}

@@ -18,7 +18,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.layout import Layout
+from memlab.config.training_state import TrainingState
 from memlab.regression.case_measurements import Measured, MetricValue, RecordMeasured
 from memlab.units import format_bytes
 
@@ -33,6 +35,8 @@ _MODULES_OF = {
     "recomputed": "recomputed_by_module",
 }
 """By the beginning of a metric's name: the field of a record that has the metric's bytes by module."""
+_PARTS: dict[str, Any] = {"layout": Layout(), "state": TrainingState(), "allocator": AllocatorSettings()}
+"""Parts of a scenario whose values are compared one by one, with the usual values."""
 # The packages that compute; memlab's own version and Python's change no rounding.
 _NUMERIC_PACKAGES = ("torch", "megatron-core", "transformer-engine")
 
@@ -141,7 +145,7 @@ def _changes(baseline: Measured, now: Measured, before: RecordMeasured, after: R
     if before.metrics and after.metrics:
         # The lines for the parameters name these already.
         scenarios = [
-            {name: value for name, value in _flat(side.scenario).items() if name not in now.parameters}
+            _flat({name: value for name, value in side.scenario.items() if name not in now.parameters})
             for side in (before, after)
         ]
         yield from _changed("scenario", *scenarios)
@@ -150,9 +154,11 @@ def _changes(baseline: Measured, now: Measured, before: RecordMeasured, after: R
 
 
 def _flat(scenario: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a scenario with the sizes of its layout as fields; sizes that an older memlab did not have are usual."""
-    sizes: dict[str, Any] = asdict(Layout()) | scenario.get("layout", {})
-    return {name: value for name, value in scenario.items() if name != "layout"} | sizes
+    """Returns a scenario with the values of its parts as fields; what an older memlab did not have is usual."""
+    flat = {name: value for name, value in scenario.items() if name not in _PARTS}
+    for part, usual in _PARTS.items():
+        flat |= asdict(usual) | scenario.get(part, {})
+    return flat
 
 
 def _changed(kind: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:

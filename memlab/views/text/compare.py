@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from memlab.config.training_state import TrainingState, option_words
 from memlab.record.step_record import StepRecord
 from memlab.units import binary_unit, format_bytes
 from memlab.views.text.columns import SETTING_WIDTH, Block, Table, as_text, in_unit
-from memlab.views.text.record import module_name
+from memlab.views.text.record import module_name, without_state
 from memlab.vocabulary import CATEGORIES
 
 _SHORT_NAME_WIDTH = 20
@@ -50,7 +49,7 @@ def common_scenario(records: Sequence[StepRecord]) -> str:
 
 def _words(record: StepRecord) -> list[str]:
     """Returns the words of a record's scenario, without those of its training state."""
-    return str(replace(record.scenario, state=TrainingState())).split(", ")
+    return without_state(record.scenario).split(", ")
 
 
 def _differing_states(records: Sequence[StepRecord]) -> list[list[str]]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from memlab.config.scenario import Scenario
+from memlab.config.training_state import TrainingState
 from memlab.record.out_of_memory import OutOfMemory
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
@@ -64,6 +67,16 @@ def _outside_modules(num_bytes: int, by_category: Mapping[str, int]) -> str:
     return ", ".join(state) + more
 
 
+def without_state(scenario: Scenario) -> str:
+    """Returns the words of a scenario without those of its training state."""
+    return str(replace(scenario, state=TrainingState()))
+
+
+def state_lines(scenario: Scenario) -> list[str]:
+    """Returns a line with the training state, or none where it is the default."""
+    return [] if scenario.state == TrainingState() else [f"training state: {scenario.state}"]
+
+
 def record_table(record: StepRecord) -> str:
     """Writes one step: its peak and what made it up, what stayed, what was transferred, how long it took.
 
@@ -84,7 +97,9 @@ def record_table(record: StepRecord) -> str:
         *((f"  offloaded in the step: {name}", size) for name, size in record.offloaded_bytes_by_module.items()),
         *((f"  off the device after it: {name}", size) for name, size in record.offloaded_bytes_by_group.items()),
     ]
-    head = [f"{record.scenario}, on {record.backend}, step {record.step_index}", f"settings: {record.settings}"]
+    head = [f"{without_state(record.scenario)}, on {record.backend}, step {record.step_index}"]
+    head += [*state_lines(record.scenario), f"settings: {record.settings}"]
+    head += [f"peak phase: {record.peak_phase}"] if record.peak_phase else []
     head += [] if record.status == "ok" else [f"{record.status.replace('_', ' ')}: {record.message}"]
     blocks: list[Block] = [head, _entries_table(entries, record.peak_allocated_bytes), [_time_line(record)]]
     if record.without_effect:
