@@ -11,6 +11,7 @@ import pytest
 
 from memlab.analysis.diagnosis import Kind
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.record.out_of_memory import Verdict
 from memlab.record.step_record import StepRecord
 from memlab.record.transfer import GROUPS, Action
@@ -26,8 +27,8 @@ def test_every_pool_category_phase_group_and_action_is_the_key_of_an_entry(key: 
     assert any(f"`{key}`" in entry.partition(":")[0] for entry in ENTRIES)
 
 
-@pytest.mark.parametrize("name", [field.name for kind in (StepRecord, MemorySettings) for field in fields(kind)])
-def test_every_key_of_a_record_and_of_settings_is_in_an_entry(name: str) -> None:
+@pytest.mark.parametrize("name", [field.name for kind in (StepRecord, MemorySettings, TrainingState) for field in fields(kind)])
+def test_every_key_of_a_record_of_settings_and_of_the_training_state_is_in_an_entry(name: str) -> None:
     assert any(f"`{name}`" in entry for entry in ENTRIES)
 
 

@@ -26,7 +26,7 @@ PLAIN = TrainingState()
 BF16_GRADIENTS = TrainingState(grad_reduce_in_bf16=True)
 NOT_DISTRIBUTED = TrainingState(use_distributed_optimizer=False)
 FUSED_LOSS = TrainingState(cross_entropy_loss_fusion=True)
-IN_PLACE = TrainingState(attention_backend="unfused", apply_rope_fusion=True)
+IN_PLACE = TrainingState(attention_backend="unfused", apply_rope_fusion=True, loss="logprobs", logprobs_chunk_size=16)
 OTHER_OPTIMIZER = TrainingState(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="fp8")
 TINY: dict[str, Any] = {"num_layers": 2, "seq_length": 64}
 
