@@ -27,8 +27,10 @@ def test_every_pool_category_phase_group_and_action_is_the_key_of_an_entry(key: 
     assert any(f"`{key}`" in entry.partition(":")[0] for entry in ENTRIES)
 
 
-@pytest.mark.parametrize("name", [field.name for kind in (StepRecord, MemorySettings, TrainingState) for field in fields(kind)])
-def test_every_key_of_a_record_of_settings_and_of_the_training_state_is_in_an_entry(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [field.name for kind in (StepRecord, MemorySettings, TrainingState) for field in fields(kind)]
+)
+def test_every_key_of_a_record_of_settings_and_of_a_training_state_is_in_an_entry(name: str) -> None:
     assert any(f"`{name}`" in entry for entry in ENTRIES)
 
 
