@@ -186,6 +186,7 @@ def take_apart(chunks: list[Any]) -> None:
 
 def release_optimizer(live: LiveModel) -> None:
     """Clears the optimizer's objects and what it wrote on the parameters, so that its memory is freed."""
+    live.discarded_optimizers.clear()
     if live.optimizer is None:  # its build has failed
         return
     for part in live.optimizers:
@@ -194,7 +195,6 @@ def release_optimizer(live: LiveModel) -> None:
         vars(part).clear()
     vars(live.optimizer).clear()
     live.optimizer = None
-    live.discarded_optimizers.clear()
     for parameter in live.parameters():
         # optimizer/optimizer.py and optimizer/distrib_optimizer.py write these.
         for name in ("main_param", "main_param_sharded"):

@@ -14,6 +14,7 @@ from memlab.model.megatron_config import (
     state_fields,
     transformer_config,
 )
+from memlab.model.retention import transformer_engine_caches
 
 
 def check_configs(scenario: Scenario, settings: MemorySettings) -> None:
@@ -33,6 +34,8 @@ def check_configs(scenario: Scenario, settings: MemorySettings) -> None:
 
 def set_in_place(live: LiveModel, scenario: Scenario) -> None:
     """Gives the model another scenario, and sets what each forward reads of its training state."""
+    if scenario.state.attention_backend != live.scenario.state.attention_backend:
+        transformer_engine_caches.forget_causal_masks()
     reference = transformer_config(scenario, MemorySettings())
     for name in state_fields(scenario.state):
         setattr(live.config, name, getattr(reference, name))

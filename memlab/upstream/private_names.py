@@ -817,6 +817,13 @@ _TRANSFORMER_ENGINE = (
         why="A cache of tensors on the device.",
     ),
     Internal(
+        owner=_ENGINE + ".quantization:FP8GlobalStateManager",
+        names=("global_amax_buffer", "global_amax_history_buffer", "global_scale_buffer", "reset"),
+        use="used",
+        where="model/retention/transformer_engine_caches.py",
+        why="FP8 scales and maxima of all modules, which outlive a model.",
+    ),
+    Internal(
         owner=_ENGINE + ".attention.dot_product_attention.dot_product_attention",
         names=("_attention_backends",),
         use="used",
