@@ -70,6 +70,7 @@ class FusedAdam(torch.optim.Optimizer):
         weight_decay: Per step, times the learning rate.
         bias_correction: Divide the moments by what their decay has left out.
         adam_w_mode: Decay the parameters; False adds the decay to the gradients.
+        capturable: For CUDA graphs, which memlab does not use; megatron-core 0.19 always passes False.
         master_weights: Keep main parameters here, as the state ``master_param``.
         master_weight_dtype: Of the main parameters: fp32 or fp16.
         exp_avg_dtype: Of the first moment: fp32, fp16, bf16, or uint8, which means FP8.
@@ -88,6 +89,7 @@ class FusedAdam(torch.optim.Optimizer):
         *,
         bias_correction: bool = True,
         adam_w_mode: bool = True,
+        capturable: bool = False,
         master_weights: bool = False,
         master_weight_dtype: torch.dtype = torch.float32,
         exp_avg_dtype: torch.dtype = torch.float32,
@@ -102,6 +104,7 @@ class FusedAdam(torch.optim.Optimizer):
             "eps": eps,
             "weight_decay": weight_decay,
         }
+        assert not capturable, "memlab builds no optimizer for CUDA graphs"
         super().__init__(params, defaults)
         self.adam_w_mode = adam_w_mode
         self.master_weights = master_weights

@@ -6,6 +6,9 @@ Rules that hold on any model are in `MemorySettings`; these need the architectur
 from __future__ import annotations
 
 import math
+import re
+from functools import cache
+from importlib import metadata
 
 from memlab.config.architectures import Architecture
 from memlab.config.fp8_restrictions import check_fp8_settings
@@ -15,6 +18,7 @@ from memlab.config.settings import (
     MOE_RECOMPUTE_MODULES,
     OFFLOAD_MODULES,
     RECOMPUTE_MODULES,
+    SINCE_MEGATRON_0_19,
     MemorySettings,
 )
 from memlab.config.training_state import TrainingState
@@ -35,10 +39,11 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
 
     Raises:
         ValueError: If a module exists only in MoE layers and the model is dense, if more layers shall be recomputed
-            than the model has, if the FP8 recipe refuses a module, or if full recompute is combined with offload
-            modules on pipeline stages.
+            than the model has, if the FP8 recipe refuses a module, if full recompute is combined with offload modules
+            on pipeline stages, or if the installed megatron-core does not have a setting.
     """
     check_fp8_settings(settings, scenario)
+    _check_megatron(settings)
     architecture, layers = scenario.architecture, scenario.layers_of_chunks
     num_layers = max(layers)
     if settings.recompute_num_layers is not None and settings.recompute_num_layers > num_layers:
@@ -77,6 +82,26 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
             )
 
 
+def _check_megatron(settings: MemorySettings) -> None:
+    for name in SINCE_MEGATRON_0_19:
+        if name in settings.changed() and _megatron_version() < (0, 19):
+            installed = ".".join(str(part) for part in _megatron_version())
+            raise ValueError(
+                f"{name} is {getattr(settings, name)}, but the installed megatron-core {installed} does not have it, "
+                "0.19 does: leave it out, or install megatron-core 0.19"
+            )
+
+
+@cache
+def _megatron_version() -> tuple[int, ...]:
+    """Returns major and minor version, without an import of Megatron and torch; that of the newest if none is found."""
+    try:
+        found = re.match(r"(\d+)\.(\d+)", metadata.version("megatron-core"))
+    except metadata.PackageNotFoundError:
+        found = None
+    return tuple(int(part) for part in found.groups()) if found else (0, 19)
+
+
 def without_effect(settings: MemorySettings, architecture: Architecture) -> dict[str, str]:
     """Names the settings that Megatron accepts and then ignores, as far as the model's structure decides it.
 
@@ -92,6 +117,9 @@ def without_effect(settings: MemorySettings, architecture: Architecture) -> dict
         and settings.min_offloaded_tensor_size != MemorySettings().min_offloaded_tensor_size
     ):
         reasons["min_offloaded_tensor_size"] = "no offload_modules are named, so no tensor is compared with it"
+    if settings.offload_modules is None:
+        idle = [name for name in SINCE_MEGATRON_0_19 if name in settings.changed()]
+        reasons |= dict.fromkeys(idle, "no offload_modules are named, so nothing is transferred")
     if settings.offload_optimizer and settings.offload_optimizer_except_update:
         reasons["offload_optimizer"] = "offload_optimizer_except_update already keeps the same state on the host"
     if "attn_norm" in (settings.offload_modules or ()):

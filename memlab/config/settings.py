@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-from memlab.config.validation import check_whole_number, is_whole_number, shortened
+from memlab.config.validation import check_number, check_whole_number, is_whole_number, shortened
 
 RecomputeGranularity = Literal["full", "selective"]
 RecomputeMethod = Literal["uniform", "block"]
@@ -25,6 +25,13 @@ RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 MOE_RECOMPUTE_MODULES = ("moe", "moe_act")
 MOE_OFFLOAD_MODULES = ("expert_fc1", "moe_act")
+SINCE_MEGATRON_0_19 = (
+    "activation_offload_fraction",
+    "delta_offload_bytes_across_pp_ranks",
+    "fine_grained_offloading_max_inflight_offloads",
+)
+"""Settings of activation offload that megatron-core 0.16 does not have."""
+_MOST_BYTES = 2**50
 _KEPT_ON_HOST = ("offload_parameters", "offload_gradients", "offload_optimizer", "offload_optimizer_except_update")
 
 
@@ -54,6 +61,15 @@ class MemorySettings:
     """Modules whose saved inputs go to the host between forward and backward: some of `OFFLOAD_MODULES`."""
     min_offloaded_tensor_size: int = 1024 * 1024
     """Smallest saved tensor, in elements, that `offload_modules` transfers to the host."""
+    activation_offload_fraction: float = 1.0
+    """Share of the groups of `offload_modules` that are transferred, from 0 to 1: in each pass the later ones stay on
+    the device. Needs megatron-core 0.19."""
+    delta_offload_bytes_across_pp_ranks: int = 0
+    """Bytes of `offload_modules` that each pipeline stage leaves on the device more than the stage before it, since
+    later stages have fewer passes in flight. Needs megatron-core 0.19."""
+    fine_grained_offloading_max_inflight_offloads: int | None = None
+    """Transfers to the host per offload module that computation does not wait for; 0 waits for each, None for none.
+    Needs megatron-core 0.19."""
     offload_parameters: bool = False
     """Keep the parameters on the host between steps (copied to the host and back)."""
     offload_gradients: bool | None = None
@@ -125,6 +141,17 @@ class MemorySettings:
                 f"min_offloaded_tensor_size is {shortened(self.min_offloaded_tensor_size)}, must be a whole number of "
                 "elements, 0 or more: use 0 to offload tensors of any size"
             )
+        check_number(
+            "activation_offload_fraction",
+            self.activation_offload_fraction,
+            None,
+            1,
+            action="give a share from 0 to 1",
+        )
+        delta, inflight = self.delta_offload_bytes_across_pp_ranks, self.fine_grained_offloading_max_inflight_offloads
+        check_whole_number("delta_offload_bytes_across_pp_ranks", delta, 0, _MOST_BYTES, action="give bytes")
+        if inflight is not None:
+            check_whole_number(SINCE_MEGATRON_0_19[-1], inflight, 0, _MOST_BYTES, action="give a number, or None")
         if "attn_proj" in offload and "core_attn" not in offload:
             raise ValueError(
                 "offload_modules has 'attn_proj' without 'core_attn': attn_proj's input is core_attn's output, which "
@@ -179,6 +206,7 @@ class MemorySettings:
             words.append(self.checkpoint_input_remedy.replace("_", " "))
         if self.offload_modules:
             words.append("offload " + "+".join(self.offload_modules))
+        words += [f"{name} {value}" for name, value in self.changed().items() if name in SINCE_MEGATRON_0_19]
         host = [name for name in ("parameters", "gradients", "optimizer") if getattr(self, f"offload_{name}")]
         if host:
             words.append("on host " + "+".join(host))

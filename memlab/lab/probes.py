@@ -57,6 +57,12 @@ class Probes:
                 f"audit_offload got settings {settings}, must have offload_modules and no full recompute: the audit "
                 "covers activations that wait from forward to backward"
             )
+        if settings.activation_offload_fraction < 1 or settings.delta_offload_bytes_across_pp_ranks:
+            raise ValueError(
+                f"audit_offload got activation_offload_fraction {settings.activation_offload_fraction} and "
+                f"delta_offload_bytes_across_pp_ranks {settings.delta_offload_bytes_across_pp_ranks}, must have 1 and "
+                "0: the audit expects that all groups are offloaded except for the last; leave both out"
+            )
         default = MemorySettings().min_offloaded_tensor_size
         plain = self._finished_step(replace(settings, offload_modules=None, min_offloaded_tensor_size=default))
         saved = self._session.run_exclusive(lambda: _saved_in_regions(self._stepper))

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
-from memlab.config.settings import MemorySettings
+from memlab.config.settings import SINCE_MEGATRON_0_19, MemorySettings
 from memlab.config.training_state import TrainingState
 
 # Weights stay as they are from step to step: a loss that differs between two settings is then a setting's fault. Adam
@@ -140,7 +140,9 @@ def optimizer_config(scenario: Scenario) -> OptimizerConfig:
 
 def settings_fields(settings: MemorySettings) -> dict[str, Any]:
     """Returns the settings as fields of Megatron's TransformerConfig."""
+    later = [name for name in SINCE_MEGATRON_0_19 if name in TransformerConfig.__dataclass_fields__]
     return {
+        **{name: getattr(settings, name) for name in later},
         "recompute_granularity": settings.recompute_granularity,
         "recompute_method": settings.recompute_method,
         "recompute_num_layers": settings.recompute_num_layers,

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from memlab.config.architectures import Architecture
 from memlab.config.scenario import Scenario
-from memlab.config.settings import MemorySettings
+from memlab.config.settings import SINCE_MEGATRON_0_19, MemorySettings
 from memlab.cpu_info import processor_features, processor_name
 from memlab.record.notebook_result import RECORD_NAME
 from memlab.record.step_record import StepRecord
@@ -162,8 +162,12 @@ class _Written:
 def _on(settings: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings that are on, and ``offload_gradients`` where it is off while the optimizer is offloaded."""
     stay = {"offload_gradients"} if settings["offload_optimizer"] else set()
+    usual = MemorySettings()  # baselines from before these settings existed do not name them
+    idle = {name for name in SINCE_MEGATRON_0_19 if settings[name] == getattr(usual, name)}
     return {
-        name: value for name, value in settings.items() if value is not None and (value is not False or name in stay)
+        name: value
+        for name, value in settings.items()
+        if value is not None and (value is not False or name in stay) and name not in idle
     }
 
 

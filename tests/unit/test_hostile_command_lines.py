@@ -172,6 +172,12 @@ def _lines() -> Iterator[str]:  # noqa: PLR0915  # a table
     yield f"{tiny} --recompute-modules mlp"
     yield f"{moe} --offload-modules moe_act --recompute-granularity selective --recompute-modules moe"
     yield from (f"{tiny} --min-offloaded-tensor-size {value}" for value in ("-1", "1.5", "all"))
+    yield from (f"{tiny} --activation-offload-fraction {value}" for value in ("1.5", "-1", "nan", "half"))
+    for flag in ("delta-offload-bytes-across-pp-ranks", "fine-grained-offloading-max-inflight-offloads"):
+        yield from (f"{tiny} --{flag} {value}" for value in ("-1", "1.5", "all", NINES))
+    yield f"{tiny} --ddp-bucket-size 0"
+    yield f"{tiny} --overlap-param-gather"
+    yield f"{tiny} --overlap-param-gather --overlap-grad-reduce --no-use-distributed-optimizer"
     yield from (f"{tiny} --checkpoint-input-remedy {value}" for value in ("drop", LONG))
     yield from (
         f"{tiny} --snapshot",

@@ -216,6 +216,26 @@ def _add_settings_arguments(settings: argparse._ArgumentGroup) -> None:
         help="offload only tensors of at least N elements (default 1048576, as in Megatron)",
     )
     settings.add_argument(
+        "--activation-offload-fraction",
+        type=_number,
+        metavar="F",
+        help="share of the groups of --offload-modules to offload, 0 to 1 (default 1; needs megatron-core 0.19)",
+    )
+    settings.add_argument(
+        "--delta-offload-bytes-across-pp-ranks",
+        type=whole_number,
+        metavar="N",
+        help="bytes that each pipeline stage leaves on the device more than the stage before it (default 0; needs "
+        "megatron-core 0.19)",
+    )
+    settings.add_argument(
+        "--fine-grained-offloading-max-inflight-offloads",
+        type=whole_number,
+        metavar="N",
+        help="per offload module, number of transfers that computation does not wait for (default: it waits for none; "
+        "needs megatron-core 0.19)",
+    )
+    settings.add_argument(
         "--offload-parameters", action="store_true", default=None, help="keep parameters on the host between steps"
     )
     settings.add_argument(

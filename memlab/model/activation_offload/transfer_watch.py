@@ -75,6 +75,11 @@ class OffloadWatch:
         step.
         """
         reasons = without_effect(settings, scenario.architecture)
+        fraction, delta = settings.activation_offload_fraction, settings.delta_offload_bytes_across_pp_ranks
+        if settings.offload_modules and delta and scenario.layout.pipeline_stage == 0:
+            reasons["delta_offload_bytes_across_pp_ranks"] = (
+                "the stages after the first leave more on the device, and this rank is of the first"
+            )
         for name in settings.offload_modules or ():
             key = f"offload_modules:{name}"
             if self.transferred_bytes.get(name) or key in reasons:
@@ -84,6 +89,11 @@ class OffloadWatch:
                 reasons[key] = (
                     "Megatron's offload manager took a forward-only pass for its warm-up, or for this step's passes: "
                     "suspend offload in forward-only passes, and apply the settings again"
+                )
+            elif largest is None and (fraction < 1 or delta):
+                reasons[key] = (
+                    "Megatron keeps the last group of each name on the device, and activation_offload_fraction "
+                    f"{fraction:g} or delta_offload_bytes_across_pp_ranks {delta} all of its others"
                 )
             elif largest is None:
                 reasons[key] = (

@@ -42,6 +42,9 @@ class SettingsForm:
     checkpoint_input_remedy: CheckpointInputRemedy | None = None
     offload_modules: tuple[str, ...] = ()
     min_offloaded_tensor_size: int = 1024 * 1024
+    activation_offload_fraction: float = 1.0
+    delta_offload_bytes_across_pp_ranks: int = 0
+    fine_grained_offloading_max_inflight_offloads: int | None = None
     offload_parameters: bool = False
     offload_gradients: bool | None = None
     offload_optimizer: bool = False
@@ -129,7 +132,12 @@ class SettingsForm:
         return reasons
 
 
-_MAY_BE_NONE = ("recompute_granularity", "checkpoint_input_remedy", "offload_gradients")
+_MAY_BE_NONE = (
+    "recompute_granularity",
+    "checkpoint_input_remedy",
+    "offload_gradients",
+    "fine_grained_offloading_max_inflight_offloads",
+)
 _ANY: dict[str, Any] = {"recompute_method": "uniform", "recompute_num_layers": 1}
 
 

@@ -1,0 +1,106 @@
+"""Settings of activation offload that megatron-core has since 0.19: refused before it, in place on a live model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import megatron.core
+import pytest
+from megatron.core.package_info import MINOR
+
+from memlab.config import model_restrictions
+from memlab.config.layout import Layout
+from memlab.config.model_restrictions import check_on_model, without_effect
+from memlab.config.scenario import Scenario
+from memlab.config.settings import SINCE_MEGATRON_0_19, MemorySettings
+from memlab.lab.lab import Lab
+from memlab.regression.case_measurements import _on
+from tests.unit.live import offload
+
+OFFLOAD = offload("qkv_linear", "expert_fc1", "moe_act")
+HALF = replace(OFFLOAD, activation_offload_fraction=0.5)
+needs_0_19 = pytest.mark.skipif(MINOR < 19, reason="needs megatron-core 0.19")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"activation_offload_fraction": 0.5},
+        {"delta_offload_bytes_across_pp_ranks": 1},
+        {"fine_grained_offloading_max_inflight_offloads": 0},
+    ],
+    ids=str,
+)
+def test_a_setting_that_the_installed_version_lacks_is_refused(
+    values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenario, settings = Scenario.of("phi-4-tiny"), MemorySettings(**values)
+    monkeypatch.setattr(model_restrictions, "_megatron_version", lambda: (0, 16))
+    (name,) = values
+    with pytest.raises(ValueError, match=rf"^{name} is {values[name]}, but .* 0\.16 does not have it.* 0\.19$"):
+        check_on_model(settings, scenario)
+    check_on_model(OFFLOAD, Scenario.of("qwen3-moe-tiny"))
+    monkeypatch.setattr(model_restrictions, "_megatron_version", lambda: (0, 19))
+    check_on_model(settings, scenario)
+    assert list(without_effect(settings, scenario.architecture)) == [name], "no offload_modules are named"
+
+
+def test_the_version_is_the_installed_one_and_known_without_megatron() -> None:
+    major, minor = model_restrictions._megatron_version()
+    assert megatron.core.__version__.startswith(f"{major}.{minor}.")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"activation_offload_fraction": 1.5},
+            "activation_offload_fraction is 1.5, must be a number at least 0 and at",
+        ),
+        ({"activation_offload_fraction": True}, "activation_offload_fraction is True"),
+        ({"delta_offload_bytes_across_pp_ranks": -1}, "delta_offload_bytes_across_pp_ranks is -1, must be a whole"),
+        ({"fine_grained_offloading_max_inflight_offloads": 1.0}, "max_inflight_offloads is 1.0, must be a whole"),
+    ],
+    ids=str,
+)
+def test_values_beyond_megatron_s_ranges_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MemorySettings(**values)
+
+
+def test_baselines_from_before_do_not_differ() -> None:
+    assert set(SINCE_MEGATRON_0_19).isdisjoint(_on(OFFLOAD.to_dict()))
+    assert _on(HALF.to_dict())["activation_offload_fraction"] == 0.5
+    assert "activation_offload_fraction 0.5" in str(HALF)
+    assert MemorySettings.from_dict(HALF.to_dict()) == MemorySettings(**HALF.changed()) == HALF
+
+
+@needs_0_19
+def test_a_fraction_changes_in_place_what_is_offloaded() -> None:
+    with Lab("qwen3-moe-tiny", num_layers=4, seq_length=64, backend="cpu") as lab:
+        plain, whole, half = lab.step(MemorySettings()), lab.step(OFFLOAD), lab.step(HALF)
+        none = lab.step(replace(OFFLOAD, activation_offload_fraction=0.0))
+        waiting = lab.step(replace(OFFLOAD, fine_grained_offloading_max_inflight_offloads=0))
+        again = lab.step(OFFLOAD)
+        with pytest.raises(ValueError, match=r"must have 1 and 0"):
+            lab.audit_offload(HALF)
+    assert len({record.loss for record in (plain, whole, half, none, waiting)}) == 1
+    assert plain.peak_allocated_bytes == none.peak_allocated_bytes > half.peak_allocated_bytes
+    assert half.peak_allocated_bytes > whole.peak_allocated_bytes == again.peak_allocated_bytes
+    assert whole.offloaded_bytes_by_module == again.offloaded_bytes_by_module == waiting.offloaded_bytes_by_module
+    moved = [sum(record.offloaded_bytes_by_module.values()) for record in (none, half, whole)]
+    assert moved[0] == 0 < moved[1] < moved[2]
+    assert "activation_offload_fraction 0" in none.without_effect["offload_modules:moe_act"]
+
+
+@needs_0_19
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_later_stage_leaves_more_on_the_device(stage: int) -> None:
+    layout = Layout(pipeline_model_parallel_size=2, rank=stage)
+    with Lab("qwen3-moe-tiny", num_layers=8, seq_length=64, backend="simulated", layout=layout) as lab:
+        whole = lab.step(OFFLOAD)
+        differs = lab.step(replace(OFFLOAD, delta_offload_bytes_across_pp_ranks=1))
+    moved, fewer = (sum(each.offloaded_bytes_by_module.values()) for each in (whole, differs))
+    assert (fewer < moved) == (stage == 1)
+    assert ("delta_offload_bytes_across_pp_ranks" in differs.without_effect) == (stage == 0)
