@@ -150,7 +150,7 @@ def _replacements() -> dict[str, Any]:
         f"{optimizer}.CPUAdam": HostAdam,
         **{f"{optimizer}.optimizer.{name}": value for name, value in by_megatron.items()},
         **{f"{optimizer}.clip_grads.{name}": value for name, value in by_megatron.items()},
-        f"{optimizer}.clip_grads.l2_norm_impl": utils.local_multi_tensor_l2_norm,
+        f"{optimizer}.clip_grads.l2_norm_impl": _as_one_kernel(utils.local_multi_tensor_l2_norm),
         f"{optimizer}.clip_grads.multi_tensor_scale_tensor_impl": None,
     }
 

@@ -42,13 +42,12 @@ class Float8State:
     def store(self, values: torch.Tensor) -> None:
         """Stores fp32 values in units of `scale`, as one cast kernel does."""
         if values.is_meta:
-            stored = values
-        else:
-            largest = _LARGEST[torch.uint8]
-            scaled = (values * self.scale).clamp_(-largest, largest)
-            stored = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
-        self.data.copy_(stored)
-        self.transpose.copy_(stored)
+            self.data.copy_(values)
+            return
+        largest = _LARGEST[torch.uint8]
+        scaled = (values * self.scale).clamp_(-largest, largest)
+        for stored in (self.data, self.transpose):
+            stored.copy_(scaled.to(torch.float8_e4m3fn).view(torch.uint8))
         self.scale_inv.copy_(1 / self.scale)
 
     def float(self) -> torch.Tensor:
@@ -183,20 +182,29 @@ class FusedAdam(torch.optim.Optimizer):
         return values.mul_(self._scales[piece][name]) if dtype == torch.float16 else values
 
     def _store(self, piece: torch.Tensor, name: str, values: torch.Tensor) -> None:
-        """Stores fp32 values as the state's type; the values of an fp16 state are scaled in place."""
+        """Stores fp32 values as the state's type."""
         stored, dtype = self.state[piece][name], self.dtypes[name]
         if dtype == torch.bfloat16:
             stored.copy_(values.bfloat16())
             return
-        lowest, highest = torch.aminmax(values)
-        scale = self._scales[piece][name].copy_(torch.maximum(-lowest, highest) / _LARGEST[dtype])
+        if not values.is_meta:
+            _scale(values, self._scales[piece][name], stored, _LARGEST[dtype])
         if isinstance(stored, Float8State):
-            # Upstream divides by 0 for a state of zeros, and stores NaN.
-            stored.scale.copy_(torch.where(scale > 0, scale.reciprocal(), 1.0))
             stored.store(values)
         else:
-            values.mul_(torch.where(scale > 0, scale.reciprocal(), 0.0))
             stored.copy_(values)
+
+
+@one_kernel()  # on a GPU several, on single numbers
+def _scale(values: torch.Tensor, scale: torch.Tensor, stored: Any, largest: float) -> None:
+    """Sets the scale that stores the largest value as `largest`; the values of an fp16 state are divided in place."""
+    lowest, highest = torch.aminmax(values)
+    scale.copy_(torch.maximum(-lowest, highest) / largest)
+    if isinstance(stored, Float8State):
+        # Upstream divides by 0 for a state of zeros, and stores NaN.
+        stored.scale.copy_(torch.where(scale > 0, scale.reciprocal(), 1.0))
+    else:
+        values.mul_(torch.where(scale > 0, scale.reciprocal(), 0.0))
 
 
 @one_kernel()

@@ -208,7 +208,7 @@ class Scenario:
 
     def without_effect(self) -> dict[str, str]:
         """Names the options of the training state that do nothing on this rank, each with the reason."""
-        reasons = self.state.without_effect()
+        reasons = self.state.without_effect() | self._without_effect_on_fp32()
         if self._copies_of_parameters == 1:
             alone = (
                 "one data-parallel rank exchanges no gradients and no parameters; only the padding of buckets changes"
@@ -221,6 +221,14 @@ class Scenario:
         if self.layout.pipeline_stage > 0 and self.state.ddp_bucket_size is not None:
             reasons["ddp_bucket_size"] = "Megatron splits buffers into buckets only on the first pipeline stage"
         return reasons
+
+    def _without_effect_on_fp32(self) -> dict[str, str]:
+        if self.dtype != "fp32":
+            return {}
+        same = "the parameters are fp32, and without fp32 reduction gradients have the type of their parameters"
+        unread = "the parameters are fp32, so Adam updates them, and never reads the main parameters that it allocates"
+        reasons = {"grad_reduce_in_bf16": same, "main_grads_dtype": same, "main_params_dtype": unread}
+        return {name: reason for name, reason in reasons.items() if name in self.state.changed()}
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the scenario as JSON-ready values; what is a class of its own is a nested object."""

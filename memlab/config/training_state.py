@@ -254,6 +254,9 @@ class TrainingState:
             ignored("manual_gc", "only optimizer_cpu_offload leaves garbage that is large")
         else:
             self._without_effect_on_cpu_optimizer(ignored)
+        if not self.grad_reduce_in_bf16:
+            buffers = "Adam reads the gradients where they are reduced, in fp32 without grad_reduce_in_bf16"
+            ignored("main_grads_dtype", f"{buffers} (Megatron-LM's command line, unlike Megatron-Core, sets both)")
         if not self.overlap_grad_reduce:
             ignored("ddp_bucket_size", "without overlap_grad_reduce Megatron reduces each buffer as a single bucket")
         if not self.cross_entropy_loss_fusion:

@@ -28,9 +28,10 @@ def recover(live: LiveModel, settings: MemorySettings, error: BaseException) -> 
     release_tensors(error)
     random._unset_checkpointing()
     for part in live.optimizers:
-        # torch adds a state's tensors one by one, and would take an incomplete state for a complete one.
+        # Adam adds a state's tensors one by one, and would take an incomplete state for a complete one.
+        names = {"exp_avg", "exp_avg_sq"} | ({"master_param"} if getattr(part.optimizer, "master_weights", None) else set())
         for state in part.optimizer.state.values():
-            if not {"exp_avg", "exp_avg_sq"} <= state.keys():
+            if not names <= state.keys():
                 state.clear()
     forget_communication(live)
     for module in live.modules():

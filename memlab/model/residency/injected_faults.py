@@ -85,7 +85,7 @@ class GradientsHeldByMainParameters(Residency):
         for part in live.optimizers:
             part._copy_model_grads_to_main_grads = _copying(part, part._copy_model_grads_to_main_grads)
 
-    def _copied_gradients(self) -> list[torch.Tensor]:
+    def _copied_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return []
 
 

@@ -70,6 +70,7 @@ class Residency:
         on_device = [group for group in GROUPS if group in groups and not self._away[group]]
         if not on_device:
             return {}
+        dropped_bytes = self._drop_copied_gradients() if "gradients" in on_device else 0
         own_tensors = self._own_tensors()
         freed: dict[str, int] = {}
         for group in on_device:
@@ -77,7 +78,7 @@ class Residency:
             sizes = [(tensor, tensor.untyped_storage().nbytes()) for tensor in tensors]
             copied = [] if group == "gradients" else self._copy_down(group, tensors)
             self._away[group] = sizes
-            freed[group] = sum(num_bytes for _, num_bytes in sizes)
+            freed[group] = sum(num_bytes for _, num_bytes in sizes) + (dropped_bytes if group == "gradients" else 0)
             num_freed = 0
             for num_copied, is_copied in copied:
                 is_copied.synchronize()
@@ -198,16 +199,33 @@ class Residency:
         return tensors
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [*(buffer.grad_data for buffer in self._buffers()), *self._copied_gradients()]
+        return [*(buffer.grad_data for buffer in self._buffers()), *(copy for _, copy in self._copied_gradients())]
 
-    def _copied_gradients(self) -> list[torch.Tensor]:
-        """Returns the fp32 copies of bf16 gradients, which Megatron keeps until the next step sets them to None."""
+    def _copied_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns main parameters with their gradients where Megatron has copied bf16 gradients to fp32."""
         in_buffers = {buffer.grad_data.untyped_storage()._cdata for _, buffer in self._live.buffers()}
+<<<<<<< HEAD
         gradients = [main_parameter.grad for _, main_parameter in self._main_parameters()]
         own = [gradient for gradient in gradients if gradient is not None]
         for optimizer in self._optimizers():
             own.extend(cpu_optimizer.gradients(optimizer))
         return [gradient for gradient in own if gradient.untyped_storage()._cdata not in in_buffers]
+=======
+        gradients = [(parameter, parameter.grad) for _, parameter in self._main_parameters()]
+        return [
+            (parameter, gradient)
+            for parameter, gradient in gradients
+            if gradient is not None and gradient.untyped_storage()._cdata not in in_buffers
+        ]
+
+    def _drop_copied_gradients(self) -> int:
+        """Frees the copies of gradients, which the next step would free before its forward; returns their bytes."""
+        num_bytes = 0
+        for parameter, gradient in self._copied_gradients():
+            num_bytes += gradient.untyped_storage().nbytes()
+            parameter.grad = None
+        return num_bytes
+>>>>>>> f927bf7 (Precision options are tested against torch's AdamW, an H200 and the CPU; copies of bf16 gradients belong to the gradients; options without effect say so)
 
     def _optimizer_state(self) -> list[torch.Tensor]:
         tensors: list[torch.Tensor] = []
