@@ -29,7 +29,9 @@ def recover(live: LiveModel, settings: MemorySettings, error: BaseException) -> 
     random._unset_checkpointing()
     for part in live.optimizers:
         # Adam adds a state's tensors one by one, and would take an incomplete state for a complete one.
-        names = {"exp_avg", "exp_avg_sq"} | ({"master_param"} if getattr(part.optimizer, "master_weights", None) else set())
+        names = {"exp_avg", "exp_avg_sq"} | (
+            {"master_param"} if getattr(part.optimizer, "master_weights", None) else set()
+        )
         for state in part.optimizer.state.values():
             if not names <= state.keys():
                 state.clear()

@@ -199,33 +199,28 @@ class Residency:
         return tensors
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [*(buffer.grad_data for buffer in self._buffers()), *(copy for _, copy in self._copied_gradients())]
+        tensors = [buffer.grad_data for buffer in self._buffers()]
+        tensors += [copy for _, copy in self._copied_gradients()]
+        for optimizer in self._optimizers():
+            tensors += [copy for copy in cpu_optimizer.gradients(optimizer) if not self._is_in_buffer(copy)]
+        return tensors
 
     def _copied_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns main parameters with their gradients where Megatron has copied bf16 gradients to fp32."""
-        in_buffers = {buffer.grad_data.untyped_storage()._cdata for _, buffer in self._live.buffers()}
-<<<<<<< HEAD
-        gradients = [main_parameter.grad for _, main_parameter in self._main_parameters()]
-        own = [gradient for gradient in gradients if gradient is not None]
-        for optimizer in self._optimizers():
-            own.extend(cpu_optimizer.gradients(optimizer))
-        return [gradient for gradient in own if gradient.untyped_storage()._cdata not in in_buffers]
-=======
         gradients = [(parameter, parameter.grad) for _, parameter in self._main_parameters()]
-        return [
-            (parameter, gradient)
-            for parameter, gradient in gradients
-            if gradient is not None and gradient.untyped_storage()._cdata not in in_buffers
-        ]
+        return [(owner, copy) for owner, copy in gradients if copy is not None and not self._is_in_buffer(copy)]
+
+    def _is_in_buffer(self, gradient: torch.Tensor) -> bool:
+        storage = gradient.untyped_storage()._cdata
+        return any(storage == buffer.grad_data.untyped_storage()._cdata for _, buffer in self._live.buffers())
 
     def _drop_copied_gradients(self) -> int:
         """Frees the copies of gradients, which the next step would free before its forward; returns their bytes."""
         num_bytes = 0
-        for parameter, gradient in self._copied_gradients():
-            num_bytes += gradient.untyped_storage().nbytes()
-            parameter.grad = None
+        for owner, copy in self._copied_gradients():
+            num_bytes += copy.untyped_storage().nbytes()
+            owner.grad = None
         return num_bytes
->>>>>>> f927bf7 (Precision options are tested against torch's AdamW, an H200 and the CPU; copies of bf16 gradients belong to the gradients; options without effect say so)
 
     def _optimizer_state(self) -> list[torch.Tensor]:
         tensors: list[torch.Tensor] = []
