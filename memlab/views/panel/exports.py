@@ -20,14 +20,15 @@ from memlab.config.layout import Layout
 from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.views.display import View
 from memlab.views.panel.run import COLUMNS, Run, rows
 
 
-def settings_line(settings: MemorySettings) -> str:
+def settings_line(settings: MemorySettings | TrainingState) -> str:
     """Returns the Python that makes equal settings, for example ``MemorySettings(offload_optimizer=True)``."""
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.changed().items()}
-    return f"MemorySettings({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+    return f"{type(settings).__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
 
 def measure_command(run: Run) -> str:

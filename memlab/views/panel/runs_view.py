@@ -124,7 +124,8 @@ class RunsView:
         if shown is None:
             self.repeat.value = ""
         else:
-            lines = html.escape(f"{settings_line(shown.settings)}\n{measure_command(shown)}", quote=False)
+            in_python = [settings_line(options) for options in (shown.settings, shown.scenario.state) if options.changed()]
+            lines = html.escape("\n".join([*in_python, measure_command(shown)]), quote=False)
             self.repeat.value = f'To repeat run {shown.number}:<pre tabindex="0">{lines}</pre>'
 
 

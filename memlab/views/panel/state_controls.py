@@ -34,11 +34,12 @@ _CHOICES = {
     "fp8_recipe": FP8_RECIPES,
 }
 _NUMBERS = {
-    "ddp_bucket_size": "elements (0: Megatron's rule)",
-    "logprobs_chunk_size": "tokens (0: all at once)",
-    "optimizer_offload_fraction": "0 to 1",
+    "ddp_bucket_size": "Elements of a bucket; 0 leaves it to Megatron's rule",
+    "logprobs_chunk_size": "Tokens whose log-probabilities are computed at once; 0 computes all at once",
+    "optimizer_offload_fraction": "Share of the parameters whose state is on the CPU, from 0 to 1",
 }
-"""What each number means. A whole number of 0 stands for None."""
+"""What each number means, as its tooltip. A whole number of 0 stands for None."""
+_MAY_BE_UNSET = ("ddp_bucket_size", "logprobs_chunk_size")
 _GROUPS = {
     "Gradients": "use_distributed_optimizer",
     "Optimizer": "use_precision_aware_optimizer",
@@ -91,7 +92,8 @@ class StateControls:
             control = ipywidgets.Dropdown(options=_CHOICES[name], description=name)
         elif name in _NUMBERS:
             kind = ipywidgets.FloatText if name == "optimizer_offload_fraction" else ipywidgets.IntText
-            control = kind(description=f"{name}, {_NUMBERS[name]}")
+            unset = " (0: unset)" if name in _MAY_BE_UNSET else ""
+            control = kind(description=name + unset, tooltip=_NUMBERS[name])
         else:
             control = ipywidgets.Checkbox(description=name, indent=False)
         if not isinstance(control, ipywidgets.Checkbox):
@@ -119,7 +121,7 @@ def _value(name: str, shown: Any) -> Any:
     """Returns what a control's value means."""
     if name == "fp8_format":
         return None if shown == _NONE else shown
-    return shown or None if name in ("ddp_bucket_size", "logprobs_chunk_size") else shown
+    return shown or None if name in _MAY_BE_UNSET else shown
 
 
 def _shown(name: str, value: Any) -> Any:
