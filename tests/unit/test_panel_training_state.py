@@ -128,6 +128,7 @@ def test_a_run_s_state_is_used_again_and_repeated_by_its_command(shown: Panel) -
     press_run(shown)
     assert [row["settings"] for row in shown.runs.table.rows] == [f"none; {AWARE}", "none"]
     shown.state.show(1)
+    assert "MemorySettings()\nTrainingState(use_precision_aware_optimizer=True, main_grads" in shown.runs.repeat.value
     shown.state.reuse()
     assert shown.state.rebuilds == "optimizer"
     scenario = Scenario.of(

@@ -124,7 +124,8 @@ class RunsView:
         if shown is None:
             self.repeat.value = ""
         else:
-            in_python = [settings_line(options) for options in (shown.settings, shown.scenario.state) if options.changed()]
+            state = shown.scenario.state
+            in_python = [settings_line(shown.settings), *([settings_line(state)] if state.changed() else [])]
             lines = html.escape("\n".join([*in_python, measure_command(shown)]), quote=False)
             self.repeat.value = f'To repeat run {shown.number}:<pre tabindex="0">{lines}</pre>'
 
