@@ -124,8 +124,11 @@ class RunsView:
         if shown is None:
             self.repeat.value = ""
         else:
-            state = shown.scenario.state
-            in_python = [settings_line(shown.settings), *([settings_line(state)] if state.changed() else [])]
+            training_state = shown.scenario.state
+            in_python = [
+                settings_line(shown.settings),
+                *([settings_line(training_state)] if training_state.changed() else []),
+            ]
             lines = html.escape("\n".join([*in_python, measure_command(shown)]), quote=False)
             self.repeat.value = f'To repeat run {shown.number}:<pre tabindex="0">{lines}</pre>'
 
