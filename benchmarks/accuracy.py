@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,14 +129,11 @@ COMBINED_STATES = (
 
 
 def state_cases() -> Iterator[Case]:
-    """Yields every case of training states, the default state first."""
+    """Yields training states under settings and other workloads; each state alone is in `benchmarks/results.py`."""
     for architecture, other in (("qwen3-30b-a3b", "expert_fc1"), ("phi-4", "attn_proj")):
-        for values in ({}, *STATES):
-            yield architecture, 2, USUAL, MemorySettings(), TrainingState(**values)
         for values in COMBINED_STATES:
             state = TrainingState(**values)
-            if values and values not in STATES:
-                yield architecture, 2, USUAL, MemorySettings(), state
+            yield architecture, 2, USUAL, MemorySettings(), state
             yield architecture, 2, USUAL, full(1), state
             yield architecture, 2, WORKLOADS[1], MemorySettings(), state
             yield architecture, 2, WORKLOADS[2], MemorySettings(), state
@@ -173,35 +172,51 @@ def job_cases(architecture: str, job: str) -> Iterator[Case]:
         yield architecture, 4, workload, settings, USUAL_STATE
 
 
-def step(backend: str, wanted: Iterable[Case], out: Path, layout: Layout) -> None:
-    """Takes the steps of one rank that the file does not have yet."""
+def step(backend: str, wanted: Iterable[Case], out: Path, layout: Layout) -> int:
+    """Takes the steps of one rank that the file does not have yet.
+
+    Returns:
+        How many steps failed. On a single rank the others go on; their ranks would wait for each other.
+    """
     known = map(StepRecord.from_dict, map(json.loads, out.read_text().splitlines() if out.exists() else []))
     done = {_key(record) for record in known}
-    lab: Lab | None = None
-    with out.open("a") as lines, abort_job_on_error():
+    failed = 0
+    with out.open("a") as lines, ExitStack() as open_lab, abort_job_on_error():
+        lab: Lab | None = None
         for architecture, num_layers, workload, settings, state in wanted:
             if (architecture, num_layers, *workload.values(), layout, settings, state) in done:
                 continue
-            model = (architecture, num_layers, state)
-            if lab is None or (lab.scenario.architecture.name, lab.scenario.num_layers, lab.scenario.state) != model:
-                if lab is not None:
-                    lab.close()
-                lab = Lab(
-                    architecture,
-                    num_layers=num_layers,
-                    backend=backend,
-                    layout=layout,
-                    state=state,
-                    **workload,  # type: ignore[arg-type]
-                )
-            lab.set_workload(**workload)
-            record = lab.step(settings)
+            try:
+                model = (architecture, num_layers, state)
+                if (
+                    lab is None
+                    or (lab.scenario.architecture.name, lab.scenario.num_layers, lab.scenario.state) != model
+                ):
+                    lab = None
+                    open_lab.close()
+                    lab = open_lab.enter_context(
+                        Lab(
+                            architecture,
+                            num_layers=num_layers,
+                            backend=backend,
+                            layout=layout,
+                            state=state,
+                            **workload,  # type: ignore[arg-type]
+                        )
+                    )
+                lab.set_workload(**workload)
+                record = lab.step(settings)
+            except Exception as error:
+                if layout.world_size > 1:
+                    raise
+                failed += 1
+                print(f"FAILED {architecture} {workload}, {settings}, {state}: {type(error).__name__}: {error}"[:500])
+                continue
             print(record.scenario, record, flush=True)
             values = record.to_dict() | {"peak_by_module": {}}  # most of the file
             lines.write(json.dumps(values) + "\n")
             lines.flush()
-    if lab is not None:
-        lab.close()
+    return failed
 
 
 def _key(record: StepRecord) -> tuple[Any, ...]:
@@ -222,15 +237,14 @@ def rank_file(path: Path, architecture: str, job: str) -> Path:
     return path.with_name(f"{path.stem}-{architecture}-{job}-{rank()}{path.suffix}")
 
 
-def measure(backend: str, job: str | None, out: Path, *, states: bool) -> None:
-    """Measures the cases of one rank, or of a job under torchrun."""
+def measure(backend: str, job: str | None, out: Path, *, states: bool, only: str | None) -> int:
+    """Measures the cases of one rank, or of a job under torchrun; returns how many steps failed."""
     if job is None:
-        step(backend, state_cases() if states else cases(), out, Layout())
-        return
+        wanted = (case for case in (state_cases() if states else cases()) if only in (None, case[0]))
+        return step(backend, wanted, out, Layout())
     architecture, _, name = job.partition(":")
-    step(
-        backend, job_cases(architecture, name), rank_file(out, architecture, name), replace(JOBS[name][0], rank=rank())
-    )
+    layout = replace(JOBS[name][0], rank=rank())
+    return step(backend, job_cases(architecture, name), rank_file(out, architecture, name), layout)
 
 
 def predict(measured: Path) -> None:
@@ -247,11 +261,14 @@ def main() -> None:
     stepping.add_argument("--backend", default="auto")
     stepping.add_argument("--job", metavar="ARCHITECTURE:JOB", help=f"under torchrun, with JOB of {', '.join(JOBS)}")
     stepping.add_argument("--states", action="store_true", help="measure training states in place of settings")
+    stepping.add_argument("--only", metavar="ARCHITECTURE", help="measure the cases of one architecture")
     stepping.add_argument("--out", type=Path, required=True)
     commands.add_parser("predict").add_argument("measured", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "measure":
-        measure(arguments.backend, arguments.job, arguments.out, states=arguments.states)
+        failed = measure(arguments.backend, arguments.job, arguments.out, states=arguments.states, only=arguments.only)
+        if failed:
+            sys.exit(f"{failed} steps failed: their lines above begin with FAILED")
     else:
         predict(arguments.measured)
 

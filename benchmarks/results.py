@@ -1,20 +1,23 @@
-"""Measures every recompute and offload module, and the useful combinations, as lines for `memlab results`.
+"""Measures every setting, or every option of the training state, as lines for `memlab results`.
 
-python benchmarks/results.py FILE.jsonl [ARCHITECTURE:LAYERS:SEQUENCE ...]     a GPU with 139 GiB for the defaults
+python -m benchmarks.results FILE.jsonl [ARCHITECTURE:LAYERS:SEQUENCE ...]     a GPU with 139 GiB for the defaults
+python -m benchmarks.results --states FILE.jsonl [ARCHITECTURE:LAYERS:SEQUENCE ...]
 memlab results FILE.jsonl > labs/RESULTS.md
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memlab import Lab, MemorySettings
+from benchmarks.accuracy import STATES
+from memlab import Lab, MemorySettings, TrainingState
 from memlab.config.architectures import Architecture
 from memlab.config.settings import MOE_OFFLOAD_MODULES, MOE_RECOMPUTE_MODULES, OFFLOAD_MODULES, RECOMPUTE_MODULES
 from memlab.record.step_record import StepRecord
@@ -22,6 +25,8 @@ from memlab.views.text.results import Result
 
 ROUNDS, STEPS_A_ROUND = 3, 4
 """Each setting is measured several times over, with all others in between, so that a slow minute hits them all."""
+STEPS_OF_A_STATE = 8
+DEFAULT_STATE_CASES = ("qwen3-30b-a3b:2:4096", "phi-4:2:4096")
 DEFAULTS = ("qwen3-30b-a3b:4:4096", "phi-4:4:4096", "qwen3-30b-a3b:4:8192", "phi-4:4:8192")
 
 
@@ -56,29 +61,56 @@ def selective(*names: str) -> MemorySettings:
     return MemorySettings(recompute_granularity="selective", recompute_modules=list(names))
 
 
-def main(path: Path, cases: list[str]) -> None:
-    """Measures each case, one line a setting."""
+def measured_settings(architecture: str, num_layers: int, seq_length: int) -> Iterator[Result]:
+    """Measures every setting on one live model."""
+    with Lab(architecture, num_layers=num_layers, seq_length=seq_length) as lab:
+        measured: dict[MemorySettings, list[StepRecord]] = {}
+        for _ in range(ROUNDS):
+            for settings in settings_of(lab.scenario.architecture):
+                measured.setdefault(settings, []).extend(lab.step(settings) for _ in range(STEPS_A_ROUND))
+                lab.records.clear()  # with their timelines
+        for records in measured.values():
+            yield result_of(records)
+
+
+def measured_states(architecture: str, num_layers: int, seq_length: int) -> Iterator[Result]:
+    """Measures every training state, each on a model of its own: a change would build it again as well."""
+    for values in ({}, *STATES):
+        state = TrainingState(**values)
+        try:
+            with Lab(architecture, num_layers=num_layers, seq_length=seq_length, state=state) as lab:
+                yield result_of([lab.step() for _ in range(STEPS_OF_A_STATE)])
+        except Exception as error:  # noqa: BLE001  # the other states are measured all the same
+            print(f"FAILED {architecture}, {state}: {type(error).__name__}: {error}"[:500], flush=True)
+
+
+def result_of(records: list[StepRecord]) -> Result:
+    """Returns the first record, without the modules of its peak, which would be most of the file, and all times."""
+    record = replace(records[0], timeline=None, peak_by_module={}, step_index=0)
+    return Result(record, tuple(round(each.step_seconds, 6) for each in records))
+
+
+def main(path: Path, cases: list[str], *, states: bool) -> None:
+    """Measures each case, one line per setting or state."""
+    measured = measured_states if states else measured_settings
     with path.open("w") as lines:
         for case in cases:
             name, num_layers, seq_length = case.split(":")
             started = time.perf_counter()
-            with Lab(name, num_layers=int(num_layers), seq_length=int(seq_length)) as lab:
-                measured: dict[MemorySettings, list[StepRecord]] = {}
-                for _ in range(ROUNDS):
-                    for settings in settings_of(lab.scenario.architecture):
-                        measured.setdefault(settings, []).extend(lab.step(settings) for _ in range(STEPS_A_ROUND))
-                        lab.records.clear()  # with their timelines
-                for records in measured.values():
-                    # The modules of each peak would be most of the file.
-                    record = replace(records[0], timeline=None, peak_by_module={}, step_index=0)
-                    result = Result(record, tuple(round(each.step_seconds, 6) for each in records))
-                    lines.write(json.dumps(result.to_dict()) + "\n")
+            for result in measured(name, int(num_layers), int(seq_length)):
+                print(result.record.scenario, result.record, flush=True)
+                lines.write(json.dumps(result.to_dict()) + "\n")
+                lines.flush()
             print(f"{case}: {time.perf_counter() - started:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit("benchmarks/results.py needs a file to write: give it as the first argument")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--states", action="store_true", help="measure training states in place of settings")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("cases", nargs="*", metavar="ARCHITECTURE:LAYERS:SEQUENCE")
+    arguments = parser.parse_args()
+    usual = DEFAULT_STATE_CASES if arguments.states else DEFAULTS
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        main(Path(sys.argv[1]), sys.argv[2:] or list(DEFAULTS))
+        main(arguments.file, arguments.cases or list(usual), states=arguments.states)
