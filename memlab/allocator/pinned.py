@@ -1,8 +1,8 @@
 """The pinned host memory that torch's host allocator holds.
 
 It rounds each request up to a power of two, and keeps every freed block for later requests of the same rounded size
-(torch 2.11, ``aten/src/ATen/core/CachingHostAllocator.h``: ``allocate``, ``get_free_block``). memlab never empties this
-cache, nor does Megatron.
+(torch 2.11, ``aten/src/ATen/core/CachingHostAllocator.h``: ``allocate``, ``get_free_block``). Megatron never empties
+this cache.
 """
 
 from __future__ import annotations
@@ -37,3 +37,8 @@ class PinnedMemory:
     def free(self, block_bytes: int) -> None:
         """Keeps a block for reuse."""
         self._num_free[block_bytes] += 1
+
+    def empty_cache(self) -> None:
+        """Releases the blocks that are kept for reuse."""
+        self.reserved_bytes -= sum(block_bytes * count for block_bytes, count in self._num_free.items())
+        self._num_free.clear()

@@ -172,6 +172,7 @@ class Stepper:
         release_optimizer(self.live)
         self._make_transfers()
         self.release_garbage()
+        self.meter.free_cached_pinned_memory()
         build_optimizer(self.live)
         self.apply(self.settings)
 
@@ -189,6 +190,7 @@ class Stepper:
             megatron_globals.forget_model()
         self.labels.release()
         self.release_garbage()
+        self.meter.free_cached_pinned_memory()
 
     def _lose_model(self) -> None:
         if hasattr(self, "live"):
@@ -262,6 +264,7 @@ class Stepper:
             gc.collect()
             left[holder] = before - self.meter.live_bytes()
         megatron_globals.forget()
+        self.meter.free_cached_pinned_memory()
         self.meter.close()
         return {holder: num_bytes for holder, num_bytes in left.items() if num_bytes}
 
@@ -272,6 +275,7 @@ class Stepper:
         finally:
             del self.live, self.transfers
             self.labels.release()
+            self.meter.free_cached_pinned_memory()
             self.meter.close()
 
     def step(

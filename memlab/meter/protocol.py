@@ -78,6 +78,9 @@ class Meter(Protocol):
     def host_reserved_bytes(self) -> int | None:
         """Returns the pinned host memory that torch holds; None for a backend that pins nothing."""
 
+    def free_cached_pinned_memory(self) -> None:
+        """Frees the pinned host memory that torch keeps for reuse."""
+
     def uncategorised_bytes(self) -> int:
         """Returns the allocated device bytes without a category from `categorise`."""
 

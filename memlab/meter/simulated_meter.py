@@ -88,6 +88,9 @@ class SimulatedMeter(StorageMeter):
     def host_reserved_bytes(self) -> int:
         return self._pinned.reserved_bytes
 
+    def free_cached_pinned_memory(self) -> None:
+        self._pinned.empty_cache()
+
     def _empty_cache(self) -> None:
         self._allocator.empty_cache()
         self._update_reserved()

@@ -116,6 +116,9 @@ class StorageMeter:
     def host_reserved_bytes(self) -> int | None:
         return None  # the CPU pins nothing
 
+    def free_cached_pinned_memory(self) -> None:
+        pass
+
     def untracked_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
         tracked = {tensor.untyped_storage()._cdata for tensor in tensors}
         on_device = self._in_pool(_DEVICE).items()

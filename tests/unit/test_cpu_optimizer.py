@@ -101,6 +101,25 @@ def test_settings_and_transfers_leave_the_loss_and_the_way_back() -> None:
         assert lab.step(NONE).host_bytes == first.host_bytes
 
 
+def test_a_change_of_state_leaves_nothing_on_host_or_device() -> None:
+    options: dict[str, Any] = {"num_layers": 1, "seq_length": 64, "backend": "simulated"}
+    names = ("static_bytes", "peak_allocated_bytes", "host_bytes", "host_reserved_bytes")
+    records = []
+    with Lab("qwen3-moe-tiny", **options) as lab:
+        for state in (
+            TrainingState(),
+            OVERLAPPED,
+            replace(OVERLAPPED, optimizer_offload_fraction=0.9),
+            TrainingState(),
+        ):
+            lab.set_state(state)
+            records.append(lab.step())
+    for record in records:
+        with Lab("qwen3-moe-tiny", state=record.scenario.state, **options) as lab:
+            fresh = lab.step()
+        assert [getattr(record, name) for name in names] == [getattr(fresh, name) for name in names]
+
+
 def test_megatron_discards_an_optimizer_that_stays_until_garbage_is_collected() -> None:
     records = {}
     for manual_gc in (False, True):
@@ -150,6 +169,9 @@ def test_pinned_memory_is_rounded_and_reused() -> None:
     memory.free(8)
     assert memory.allocate(6) == 8 and memory.reserved_bytes == 32
     assert memory.allocate(6) == 8 and memory.reserved_bytes == 40
+    memory.free(16)
+    memory.empty_cache()
+    assert memory.reserved_bytes == 24
 
 
 def test_what_does_nothing_is_said_and_what_fails_is_refused() -> None:

@@ -145,6 +145,9 @@ class AllocatorMeter:
     def host_reserved_bytes(self) -> int:
         return pinned_bytes("current")
 
+    def free_cached_pinned_memory(self) -> None:
+        torch._C._host_emptyCache()
+
     def uncategorised_bytes(self) -> int:
         # As of the last time that the history was read.
         on_device = self._device.live.values()

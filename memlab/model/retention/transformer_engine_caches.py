@@ -104,7 +104,6 @@ def hold_fake_workspaces(*, grouped: bool) -> None:
 
 
 def clear_torch_caches() -> None:
-    """Frees cuBLAS's workspaces, and the pinned memory that torch keeps for reuse."""
+    """Frees cuBLAS's workspaces."""
     if torch.version.cuda is not None and torch.cuda.is_initialized():
         torch._C._cuda_clearCublasWorkspaces()
-        torch._C._host_emptyCache()
