@@ -22,7 +22,7 @@ from memlab.backends.fused_adam import FusedAdam
 from memlab.backends.meta_result_cache import MetaResultCache
 from memlab.backends.simulated_routing import chosen_routing
 from memlab.meter.simulated_meter import SimulatedMeter
-from memlab.model.layers import fake_fp8
+from memlab.model.layers import fake_fp8, fp8_parameters
 from memlab.model.layers.fake_layers import FakeProvider
 from memlab.model.process_group import join_alone
 from memlab.model.retention.transformer_engine_caches import hold_fake_workspaces
@@ -75,13 +75,17 @@ def _replacements() -> dict[str, Any]:
 
 def _fp8_replacements() -> dict[str, Any]:
     """Returns what Megatron takes from Transformer Engine for FP8 only."""
-    engine = "megatron.core.extensions.transformer_engine"
+    engine, utilities = "megatron.core.extensions.transformer_engine", "megatron.core.fp8_utils"
     experts, block = "megatron.core.transformer.moe.experts", "megatron.core.transformer.transformer_block"
     return {
         "megatron.core.transformer.transformer_config.is_te_min_version": _is_te_min_version,
         f"{experts}.HAVE_TE": True,
         f"{experts}.Fp8Padding": fake_fp8.Fp8Padding,
         f"{experts}.Fp8Unpadding": fake_fp8.Fp8Unpadding,
+        f"{utilities}.HAVE_TE_FP8_TENSOR_CLASS": True,
+        f"{utilities}.FP8_TENSOR_CLASS": fp8_parameters.Fp8Parameter,
+        f"{utilities}._modify_underlying_storage_impl": fp8_parameters.move_rows,
+        f"{utilities}._quantize_param_shard_impl": fp8_parameters.quantize_main_parameters,
         f"{block}.te_checkpoint": fake_fp8.checkpoint_around_layers,
         f"{engine}.te_checkpoint": fake_fp8.checkpoint_inside_layers,
         "megatron.core.transformer.moe.moe_layer.te_checkpoint": fake_fp8.checkpoint_inside_layers,

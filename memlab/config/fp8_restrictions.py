@@ -70,18 +70,34 @@ def _sizes(scenario: Scenario) -> dict[str, int]:
     return sizes | {"ffn_hidden_size on a rank": model.ffn_hidden_size // ranks}
 
 
+_NEEDS_ORIGINAL_INPUT = (("recompute_modules", ("moe_act", "layernorm")), ("offload_modules", ("expert_fc1",)))
+_OFFLOADS_A_WEIGHT = ("qkv_linear", "attn_proj", "expert_fc1")
+"""Offload modules with a linear inside, which saves its weight in FP8 for backward."""
+
+
 def check_fp8_settings(settings: MemorySettings, scenario: Scenario) -> None:
-    """Checks memory settings against the FP8 recipe.
+    """Checks memory settings against FP8.
 
     Raises:
-        ValueError: If a setting needs the input of an expert's linear saved as it is, which the delayed recipe cannot.
+        ValueError: If a setting needs the input of a linear saved as it is, which the delayed recipe cannot, or if
+            Megatron would offload a weight in FP8: it comes back in bf16, and TE's matrix product fails (on an H200).
     """
-    if scenario.state.fp8_format is None or scenario.state.fp8_recipe != "delayed":
+    state = scenario.state
+    if state.fp8_format is None:
         return
-    for field, refused in (("recompute_modules", ("moe_act", "layernorm")), ("offload_modules", ("expert_fc1",))):
-        for name in refused:
-            if name in (getattr(settings, field) or ()):
-                raise ValueError(
-                    f"{field} has {name!r}, which the FP8 recipe 'delayed' does not support, since it cannot save a "
-                    f"linear's input unquantized: choose fp8_recipe 'tensorwise' or 'blockwise', or leave {name!r} out"
-                )
+    if state.fp8_recipe == "delayed":
+        for field, refused in _NEEDS_ORIGINAL_INPUT:
+            for name in refused:
+                if name in (getattr(settings, field) or ()):
+                    raise ValueError(
+                        f"{field} has {name!r}, which the FP8 recipe 'delayed' does not support, since it cannot save "
+                        f"a linear's input unquantized: choose fp8_recipe 'tensorwise' or 'blockwise', or leave "
+                        f"{name!r} out"
+                    )
+    weights = [name for name in settings.offload_modules or () if name in _OFFLOADS_A_WEIGHT]
+    if weights and not state.fp8_param_gather:
+        raise ValueError(
+            f"offload_modules has {weights} under FP8, must have none of {', '.join(_OFFLOADS_A_WEIGHT)}: Megatron "
+            "would offload the linear's FP8 weight too, and Transformer Engine's matrix product then fails: leave them "
+            "out, or set fp8_param_gather"
+        )

@@ -113,6 +113,14 @@ _TORCH = (
         source="torch/storage.py",
     ),
     Internal(
+        owner="torch:Tensor",
+        names=("_make_subclass",),
+        use="used",
+        where="model/layers/fp8_parameters.py",
+        why="A parameter of a class of its own over a tensor that exists, as torch.nn.Parameter makes itself.",
+        source="torch/csrc/autograd/python_variable.cpp",
+    ),
+    Internal(
         owner="torch.utils._python_dispatch",
         names=("TorchDispatchMode",),
         use="used",
@@ -295,6 +303,16 @@ _WITHOUT_TE = (
         use="replaced",
         where="backends/simulated.py",
         why="Megatron's config asks it before it accepts FP8.",
+    ),
+    Internal(
+        owner="megatron.core.fp8_utils",
+        names=(
+            *("HAVE_TE_FP8_TENSOR_CLASS", "FP8_TENSOR_CLASS", "_modify_underlying_storage_impl"),
+            "_quantize_param_shard_impl",
+        ),
+        use="replaced",
+        where="backends/simulated.py",
+        why="DDP and the distributed optimizer ask it what a parameter in FP8 is, and move and quantize it with it.",
     ),
     Internal(
         owner="megatron.core.transformer.moe.experts",

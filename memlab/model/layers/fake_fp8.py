@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from memlab.meter.labels import keeping
 from memlab.model.layers.fake_layers import FakeProvider
+from memlab.model.layers.fp8_parameters import Fp8Parameter
 from memlab.model.layers.fp8_recipes import RECIPES, Quantized, Recipe, Splits
 from memlab.model.layers.tensor_parallel import Split
 from memlab.model.layers.torch_layers import (
@@ -67,7 +68,7 @@ class _Fp8Module(torch.nn.Module):
     """What every FP8 layer keeps between steps: the state of its quantizers and its weight in FP8."""
 
     def keep_fp8(self, config: TransformerConfig, num_matrix_products: int = 1) -> None:
-        """Starts without anything in FP8: all of it is allocated in the first forward pass."""
+        """Starts with FP8 parameters, or without anything in FP8 until the first forward pass."""
         global _latest_recipe  # noqa: PLW0603  # as in TE (`FP8GlobalStateManager`), which pads experts' rows by it
         self.recipe = _latest_recipe = RECIPES[config.fp8_recipe]
         self.is_first_microbatch = True
@@ -76,37 +77,47 @@ class _Fp8Module(torch.nn.Module):
         self.quantizers: dict[str, list[QuantizerState]] = {}
         self._fp8_workspaces: dict[str, Quantized] = {}
         self._updates_columnwise = False
+        self._stores_fp8 = bool(config.fp8_param)
+        if self._stores_fp8:
+            self._keep_quantizers()
+            for name, parameter in list(self.named_parameters()):
+                if parameter.dim() > 1:
+                    setattr(self, name, Fp8Parameter.of(parameter, self.recipe))
 
-    def quantized_weight(self, *, columnwise: bool) -> Quantized:
-        """Returns the weight in FP8 (``get_weight_workspace``), allocated or completed where that is needed.
+    def _keep_quantizers(self) -> None:
+        if not self.quantizers:
+            with keeping("workspace"):
+                self.quantizers["all"] = [QuantizerState(self.recipe.state(self.num_matrix_products))]
+
+    def quantize_weight(self, *, columnwise: bool) -> None:
+        """Keeps the weight in FP8 (``get_weight_workspace``), allocated or completed where that is needed.
 
         Args:
             columnwise: Whether this pass asks for column-wise values.
         """
-        with keeping("workspace"):
-            if not self.quantizers:
-                self.quantizers["all"] = [QuantizerState(self.recipe.state(self.num_matrix_products))]
-            kept = self._fp8_workspaces.get("weight")
-            if kept is not None and columnwise and not kept.columnwise and self.recipe.renews_incomplete:
-                del self._fp8_workspaces["weight"]
-                kept = None
-            if kept is None:
-                kept = self._quantize_weight(columnwise=columnwise)
-                self._fp8_workspaces["weight"] = kept
-                self._updates_columnwise = columnwise
-            elif self.is_first_microbatch and not self._updates_columnwise:
-                kept.columnwise = []  # an update leaves what the tensor was made with
+        self._keep_quantizers()
+        if self._stores_fp8:
+            return
+        kept = self._fp8_workspaces.get("weight")
+        if kept is not None and columnwise and not kept.columnwise and self.recipe.renews_incomplete:
+            del self._fp8_workspaces["weight"]
+            kept = None
+        if kept is None:
+            with keeping("workspace"):
+                self._fp8_workspaces["weight"] = self._quantized(columnwise=columnwise)
+            self._updates_columnwise = columnwise
+        elif self.is_first_microbatch and not self._updates_columnwise:
+            kept.columnwise = []  # an update leaves what the tensor was made with
         self.is_first_microbatch = False
-        return kept
 
     def complete_weight(self) -> None:
         """Adds the column-wise values that the product in backward reads, where forward left them out."""
-        weight = self._fp8_workspaces["weight"]
-        if not weight.columnwise:
+        weight = self._fp8_workspaces.get("weight")
+        if weight is not None and not weight.columnwise:
             with keeping("workspace"):
-                weight.columnwise = self._quantize_weight(rowwise=False, columnwise=True).columnwise
+                weight.columnwise = self._quantized(rowwise=False, columnwise=True).columnwise
 
-    def _quantize_weight(self, *, rowwise: bool = True, columnwise: bool) -> Quantized:
+    def _quantized(self, *, rowwise: bool = True, columnwise: bool) -> Quantized:
         count, (rows, width) = self.num_matrix_products, next(self._matrices()).shape
         return self.recipe.quantize_weights(count, rows, width, rowwise=rowwise, columnwise=columnwise)
 
@@ -194,7 +205,7 @@ class _Linear(torch.autograd.Function):
         columnwise = is_training and not ctx.saves_inputs and not keeps_rows
         quantized = recipe.quantize(rows, width, columnwise=columnwise)
         entered, _ = _entered(layer, quantized, rows, width, rowwise=True, columnwise=False)
-        layer.quantized_weight(columnwise=is_training or _asks_for_columns(layer))
+        layer.quantize_weight(columnwise=is_training or _asks_for_columns(layer))
         output = split.leave(inputs.new_empty((*_entered_shape(inputs, split), weight.shape[0])))
         del entered
         if is_training:
@@ -243,7 +254,7 @@ class _NormLinear(torch.autograd.Function):
         if not recipe.fuses_norm:
             inputs.new_empty(inputs.shape)  # the norm's output, freed when it is quantized
         entered, _ = _entered(layer, normalised, rows, width, rowwise=True, columnwise=False)
-        layer.quantized_weight(columnwise=is_training)
+        layer.quantize_weight(columnwise=is_training)
         output = inputs.new_empty((*_entered_shape(inputs, split), weight.shape[0]))
         del entered
         if is_training:
@@ -286,7 +297,7 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         saves_inputs = layer.save_original_input
         quantized = layer.recipe.quantize_rows(splits, inputs.shape[1], columnwise=is_training and not saves_inputs)
-        layer.quantized_weight(columnwise=is_training or _asks_for_columns(layer))
+        layer.quantize_weight(columnwise=is_training or _asks_for_columns(layer))
         output = inputs.new_empty((inputs.shape[0], weights[0].shape[0]))
         if is_training:
             quantized.rowwise = []

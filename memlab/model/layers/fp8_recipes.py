@@ -39,6 +39,10 @@ class Quantized:
         """Returns all tensors, as they are saved for backward."""
         return [*self.rowwise, *self.columnwise, *self.shared]
 
+    def outside_the_buffer(self) -> list[torch.Tensor]:
+        """Returns what a weight in FP8 keeps besides its row-wise values, which are in DDP's buffer."""
+        return [*self.rowwise[1:], *self.columnwise, *self.shared]
+
     def clear(self) -> None:
         """Frees the values although other names still refer to their tensors (TE's ``clear_tensor_data``)."""
         for tensor in (*self.rowwise, *self.columnwise):

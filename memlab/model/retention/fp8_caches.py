@@ -11,6 +11,12 @@ from typing import Any
 
 import torch
 
+_BESIDE_THE_BUFFER = (
+    *("_transpose", "_scale_inv"),
+    *("_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv"),
+)
+"""Attributes of parameters in FP8 with tensors outside DDP's buffer of parameters (``tensor/*_tensor.py``)."""
+
 
 def fp8_caches(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Yields the tensors that a module keeps for FP8."""
@@ -22,6 +28,11 @@ def fp8_caches(module: torch.nn.Module) -> Iterator[torch.Tensor]:
             yield from _tensors_of(quantizer)
     for state in attributes.get("fp8_meta", {}).values():
         yield from _tensors_of(state)
+    for parameter in module.parameters(recurse=False):
+        own = vars(parameter)
+        yield from (own[name] for name in _BESIDE_THE_BUFFER if type(own.get(name)) is torch.Tensor)
+        if "quantized" in own:
+            yield from own["quantized"].outside_the_buffer()
 
 
 def _tensors_of(owner: Any) -> Iterator[torch.Tensor]:
