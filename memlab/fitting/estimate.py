@@ -24,7 +24,8 @@ RECOMPUTED = {
     "moe": ("mlp", "mlp.*"),
 }
 """Where in a layer recompute of each module frees memory. ``core_attn`` is left out: a fused attention keeps its inputs
-and its output either way, and recomputing it raised the peak wherever it was measured."""
+and its output either way, and recomputing it raised the peak wherever it was measured (`recomputed_places`)."""
+_OF_UNFUSED_ATTENTION = {"core_attn": ("self_attention.core_attention", "self_attention.core_attention.*")}
 OFFLOADED = {
     "qkv_linear": ("", "self_attention.linear_qkv", "self_attention.q_layernorm", "self_attention.k_layernorm"),
     "core_attn": ("self_attention", "self_attention.core_attention"),
@@ -81,8 +82,8 @@ class StepEstimate:
     def covers(self, settings: MemorySettings) -> bool:
         """Whether the tables describe all that settings do in addition to the step's.
 
-        They do not describe recompute of ``core_attn``; offload next to full recompute, where what is offloaded and
-        what is recomputed overlap; and offload between steps, which lowers nothing within a step.
+        They do not describe recompute of a fused ``core_attn``; offload next to full recompute, where what is
+        offloaded and what is recomputed overlap; and offload between steps, which lowers nothing within a step.
         """
         own = self.record.settings
         groups = ("offload_parameters", "offload_gradients", "offload_optimizer", "offload_optimizer_except_update")
@@ -90,7 +91,8 @@ class StepEstimate:
         offloaded = set(settings.offload_modules or ()) - set(own.offload_modules or ())
         recomputed = set(settings.recompute_modules or ()) - set(own.recompute_modules or ())
         overlap = bool(offloaded) and settings.recompute_granularity == "full"
-        return same_groups and offloaded <= OFFLOADED.keys() and recomputed <= RECOMPUTED.keys() and not overlap
+        places = recomputed_places(self.record.scenario)
+        return same_groups and offloaded <= OFFLOADED.keys() and recomputed <= places.keys() and not overlap
 
     def freed_bytes(self, settings: MemorySettings) -> int:
         """Returns by how much settings lower the whole step's activations at most; below 0 they raise them."""
@@ -220,13 +222,23 @@ def bytes_in_whole_step(failure: OutOfMemory, scenario: Scenario) -> LayerBytes:
     return whole | {place: size for place, size in allocated.items() if finished.get(place[0]) == most}
 
 
+def recomputed_places(scenario: Scenario) -> dict[str, tuple[str, ...]]:
+    """Returns where in a layer recompute of each module frees memory.
+
+    Unfused attention keeps the probabilities of every pair of tokens, which recompute of ``core_attn`` frees.
+    """
+    is_unfused = scenario.state.attention_backend == "unfused"
+    return RECOMPUTED | _OF_UNFUSED_ATTENTION if is_unfused else RECOMPUTED
+
+
 def recomputed_bytes(settings: MemorySettings, allocated: LayerBytes, scenario: Scenario) -> int:
     """Returns the most of some allocated bytes that backward would recompute."""
     if settings.recompute_granularity == "full":
         block = settings.recompute_method == "block"
         layers = range((settings.recompute_num_layers or 0) if block else scenario.num_layers_of_chunk)
         return sum(size for (layer, _), size in allocated.items() if layer in layers)
-    places = [place for name in settings.recompute_modules or () for place in RECOMPUTED.get(name, ())]
+    known = recomputed_places(scenario)
+    places = [place for name in settings.recompute_modules or () for place in known.get(name, ())]
     return sum(size for (_, module), size in allocated.items() if _is_at(module, places))
 
 

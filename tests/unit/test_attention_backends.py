@@ -19,6 +19,8 @@ from memlab.backends import find_backend
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
+from memlab.fitting.estimate import StepEstimate
+from memlab.fitting.suggestions import suggestions
 from memlab.lab.lab import Lab
 from memlab.meter.storage_meter import StorageMeter
 from memlab.model.attention_environment import (
@@ -188,6 +190,17 @@ def test_a_variable_or_a_package_that_contradicts_the_backend_is_refused(monkeyp
     check_environment("unfused")
     with pytest.raises(ValueError, match="NVTE_FUSED_ATTN is '0' in the environment, must be 1 or unset with"):
         check_environment("auto")
+
+
+def test_recompute_of_unfused_attention_is_suggested_where_its_probabilities_do_not_fit() -> None:
+    sizes = {"num_layers": 4, "seq_length": 4096, "state": UNFUSED, "backend": "simulated"}
+    with Lab("qwen3-moe-tiny", **sizes) as lab:
+        without, with_recompute = (lab.step(each).peak_allocated_bytes for each in (None, recompute("core_attn")))
+    with Lab("qwen3-moe-tiny", **sizes) as lab:
+        lab.device_memory_bytes = (without + with_recompute) // 2
+        estimate = StepEstimate(lab.step(), [])
+    (estimated,) = (one.peak_bytes for one in suggestions(estimate) if one.settings == recompute("core_attn"))
+    assert estimated <= with_recompute < without == pytest.approx(estimate.expected_peak_bytes, rel=0.2)
 
 
 @pytest.mark.parametrize(
