@@ -64,7 +64,12 @@ class TrainingState:
     use_distributed_optimizer: bool = True
     """Split the optimizer state over the data-parallel ranks; False keeps all of it on each rank."""
     grad_reduce_in_bf16: bool = False
-    """Accumulate and reduce gradients in bf16, in place of fp32."""
+    """Accumulate and reduce gradients in bf16, in place of fp32.
+
+    Without the precision-aware optimizer Megatron copies them to fp32 for the update, and sets the copies to None only
+    when the next step zeroes its gradients. So `StepRecord.static_bytes`, the bytes when a step begins, include 4 bytes
+    of copies per parameter; between the zeroing and the next update they are free.
+    """
     overlap_grad_reduce: bool = False
     """Reduce the gradients of a bucket while backward computes the next one."""
     overlap_param_gather: bool = False
@@ -75,11 +80,14 @@ class TrainingState:
     use_precision_aware_optimizer: bool = False
     """Let Transformer Engine's Adam hold the main parameters, and store them and the moments in other types."""
     main_grads_dtype: MainGradsDtype = "fp32"
-    """Type of the gradients that the optimizer reads."""
+    """Type of the gradients that the optimizer reads: that of the buffers, which `grad_reduce_in_bf16` sets."""
     main_params_dtype: MainParamsDtype = "fp32"
     """Type of the main parameters; as ``fp32`` only the 16 bits that bf16 parameters lack are stored."""
     exp_avg_dtype: MomentDtype = "fp32"
-    """Type of Adam's first moment."""
+    """Type of Adam's first moment; one that is not fp32 is copied to fp32 during the update, all of it at once.
+
+    ``fp8`` takes 2 bytes per parameter, as ``bf16`` does: Transformer Engine stores FP8 twice, once transposed.
+    """
     exp_avg_sq_dtype: MomentDtype = "fp32"
     """Type of Adam's second moment."""
     optimizer_cpu_offload: bool = False

@@ -105,7 +105,10 @@ _SWITCHES = {
     "fp8_param_gather": "store the weight matrices in FP8",
 }
 _CHOICES_OF_STATE = {
-    "main_grads_dtype": (MAIN_GRADS_DTYPES, "type of the gradients that the optimizer reads (default fp32)"),
+    "main_grads_dtype": (
+        MAIN_GRADS_DTYPES,
+        "type of the gradients that the optimizer reads; bf16 saves only with --grad-reduce-in-bf16 (default fp32)",
+    ),
     "main_params_dtype": (MAIN_PARAMS_DTYPES, "type of the main parameters (default fp32)"),
     "exp_avg_dtype": (MOMENT_DTYPES, "type of Adam's first moment (default fp32)"),
     "exp_avg_sq_dtype": (MOMENT_DTYPES, "type of Adam's second moment (default fp32)"),
