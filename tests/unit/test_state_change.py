@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from memlab.analysis.difference import obstacles
+from memlab.analysis.loss_tolerance import loss_tolerance
 from memlab.config.rebuilds import REBUILDS, what_rebuilds
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -20,7 +22,7 @@ from memlab.model import build, change_state
 from memlab.record.step_record import StepRecord
 from memlab.views.text.compare import common_scenario, record_names
 from tests.unit.builders import record_of, training_step
-from tests.unit.live import FULL, offload
+from tests.unit.live import FULL, offload, random_settings
 
 PLAIN = TrainingState()
 BF16_GRADIENTS = TrainingState(grad_reduce_in_bf16=True)
@@ -218,3 +220,19 @@ def test_steps_of_different_states_are_named_by_what_differs() -> None:
     predicted = replace(records[1], backend="simulated")
     (line,) = obstacles([predicted, replace(records[2], backend="cuda")])
     assert "differ in state.exp_avg_dtype (fp32 predicted, bf16 measured)" in line
+
+
+@pytest.mark.parametrize("state", [NOT_DISTRIBUTED, IN_PLACE, OTHER_OPTIMIZER, CPU_OPTIMIZER], ids=str)
+def test_no_setting_changes_the_loss_of_a_state_and_the_way_back_is_exact(
+    open_lab: Callable[..., Any], state: TrainingState
+) -> None:
+    lab, rng = open_lab("qwen3-moe-tiny", **TINY), random.Random(15)
+    plain = lab.step()
+    first = lab.step(state=state)
+    for _ in range(3):
+        settings = random_settings(lab, rng)
+        record = lab.step(settings)
+        assert record.status == "ok"
+        assert record.loss == pytest.approx(first.loss, rel=loss_tolerance(first, record), abs=0), settings
+    assert not same(lab.step(MemorySettings()), first)
+    assert not same(lab.step(state=PLAIN), plain)
