@@ -79,8 +79,9 @@ def check_fp8_settings(settings: MemorySettings, scenario: Scenario) -> None:
     """Checks memory settings against FP8.
 
     Raises:
-        ValueError: If a setting needs the input of a linear saved as it is, which the delayed recipe cannot, or if
-            Megatron would offload a weight in FP8: it comes back in bf16, and TE's matrix product fails (on an H200).
+        ValueError: If a setting needs the input of a linear saved as it is, which the delayed recipe cannot; if a
+            remedy acts on Megatron's checkpoints, which FP8 replaces by TE's; or if Megatron would offload a weight in
+            FP8: it comes back in bf16, and TE's matrix product fails (seen on an H200).
     """
     state = scenario.state
     if state.fp8_format is None:
@@ -94,6 +95,11 @@ def check_fp8_settings(settings: MemorySettings, scenario: Scenario) -> None:
                         f"a linear's input unquantized: choose fp8_recipe 'tensorwise' or 'blockwise', or leave "
                         f"{name!r} out"
                     )
+    if settings.checkpoint_input_remedy in ("clear_gradient", "release_storage"):
+        raise ValueError(
+            f"checkpoint_input_remedy is {settings.checkpoint_input_remedy!r} under FP8, where layers are checkpointed "
+            "by Transformer Engine, must be 'detach': choose that, or leave checkpoint_input_remedy out"
+        )
     weights = [name for name in settings.offload_modules or () if name in _OFFLOADS_A_WEIGHT]
     if weights and not state.fp8_param_gather:
         raise ValueError(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -164,8 +165,30 @@ def _phases(live: LiveModel, labels: Labels) -> Iterator[None]:
     labels.passes_in_flight = 0
     on_config = {"megatron.core.transformer.transformer_config.TransformerConfig.timers": timers}
     on_random = {"megatron.core.tensor_parallel.random._fork_rng": fork_rng_to_recompute}
-    with patched(on_config, on=live.config), patched(on_random):
+    with patched(on_config, on=live.config), patched(on_random | _labels_in_engine_checkpoints(labels)):
         yield
+
+
+_ENGINE = "transformer_engine.pytorch.distributed"
+
+
+def _labels_in_engine_checkpoints(labels: Labels) -> dict[str, Any]:
+    """Returns the replacement that labels what Transformer Engine's checkpoint recomputes: Megatron's under FP8."""
+    if _ENGINE not in sys.modules:
+        return {}
+
+    # A subclass: TE reads and writes attributes of the class by its name (distributed.py, 2.12.0).
+    class LabelledPass(sys.modules[_ENGINE].activation_recompute_forward):  # type: ignore[misc]
+        def __enter__(self) -> Any:
+            self.label: AbstractContextManager[None] = labels.recompute() if self.recompute_phase else nullcontext()
+            self.label.__enter__()
+            return super().__enter__()
+
+        def __exit__(self, *error: object) -> Any:
+            super().__exit__(*error)
+            self.label.__exit__(None, None, None)
+
+    return {f"{_ENGINE}.activation_recompute_forward": LabelledPass}
 
 
 class _PhaseTimer:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +18,12 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import Fp8Recipe, TrainingState
 from memlab.lab.lab import Lab
+from memlab.meter.labels import Labels
 from memlab.meter.storage_meter import StorageMeter
 from memlab.model.layers.fake_fp8 import Fp8Padding
+from memlab.model.training_step import _labels_in_engine_checkpoints
+from memlab.upstream.private_names import replaceable
+from memlab.views.text.record import record_table
 from tests.unit.live import FULL, offload, recompute
 from tests.unit.refusal import refusal
 
@@ -221,6 +227,45 @@ def test_megatron_cannot_offload_a_cached_weight_in_fp8(name: str) -> None:
     scenario = Scenario.of("qwen3-moe-tiny", seq_length=256, state=fp8())
     assert "offload the linear's FP8 weight" in refusal(lambda: check_on_model(offload("core_attn", name), scenario))
     check_on_model(offload("core_attn", "moe_act", "mlp_norm"), scenario)
+
+
+@pytest.mark.parametrize("remedy", ["clear_gradient", "release_storage"])
+def test_remedies_of_megatron_s_checkpoint_are_refused(remedy: Any) -> None:
+    # Megatron checkpoints with Transformer Engine's function under FP8, which the remedy would not reach.
+    scenario, settings = Scenario.of("qwen3-moe-tiny", state=fp8()), replace(FULL, checkpoint_input_remedy=remedy)
+    assert "must be 'detach'" in refusal(lambda: check_on_model(settings, scenario))
+    check_on_model(replace(FULL, checkpoint_input_remedy="detach"), scenario)
+
+
+def test_what_transformer_engine_recomputes_is_labelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pass:
+        def __init__(self, recompute_phase: bool) -> None:
+            self.recompute_phase = recompute_phase
+
+        def __enter__(self) -> None:
+            assert labels.recomputing == self.recompute_phase
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    name = "transformer_engine.pytorch.distributed"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(activation_recompute_forward=Pass))
+    labels = Labels()
+    ((replaced, labelled),) = _labels_in_engine_checkpoints(labels).items()
+    assert replaced in replaceable()
+    for recomputes in (False, True):
+        with labelled(recompute_phase=recomputes):
+            assert labels.recomputing == recomputes
+        assert not labels.recomputing
+
+
+def test_a_prediction_that_was_never_measured_says_so() -> None:
+    def table(recipe: Fp8Recipe) -> str:
+        with Lab("phi-4-tiny", num_layers=1, seq_length=64, backend="simulated", state=fp8(recipe)) as lab:
+            return record_table(lab.step(warm_up=False))
+
+    assert "memlab has measured nothing" in table("mxfp8")
+    assert "memlab has measured nothing" not in table("blockwise")
 
 
 def test_the_cpu_refuses_fp8() -> None:

@@ -122,7 +122,10 @@ _CHOICES_OF_STATE = {
     ),
     "attention_backend": (ATTENTION_BACKENDS, "which attention Transformer Engine uses (default auto)"),
     "fp8_format": (FP8_FORMATS, "multiply matrices in this FP8 format (default: multiply them in --dtype)"),
-    "fp8_recipe": (FP8_RECIPES, "how FP8 tensors are scaled (default delayed)"),
+    "fp8_recipe": (
+        FP8_RECIPES,
+        "how FP8 tensors are scaled (default delayed); mxfp8 is predicted and was never measured",
+    ),
 }
 
 

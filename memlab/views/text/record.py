@@ -162,7 +162,16 @@ def _allocator_entries(record: StepRecord) -> list[tuple[str, int | None]]:
 
 def _time_line(record: StepRecord) -> str:
     if record.backend == "simulated":
-        return f"simulated in {record.step_seconds * 1e3:.1f} ms, which says nothing about the time on a GPU; no loss"
+        state = record.scenario.state
+        is_unmeasured = state.fp8_format is not None and state.fp8_recipe == "mxfp8"
+        return (
+            f"simulated in {record.step_seconds * 1e3:.1f} ms, which says nothing about the time on a GPU; no loss"
+            + (
+                "; the recipe mxfp8 needs a Blackwell GPU, on which memlab has measured nothing"
+                if is_unmeasured
+                else ""
+            )
+        )
     loss = "no loss" if record.loss is None else f"loss {record.loss:.6f}"
     return (
         f"step {record.step_seconds * 1e3:.1f} ms (loading {record.load_seconds * 1e3:.1f} ms, offloading "
