@@ -101,6 +101,16 @@ def test_settings_and_transfers_leave_the_loss_and_the_way_back() -> None:
         assert lab.step(NONE).host_bytes == first.host_bytes
 
 
+def test_the_audit_is_silent_where_the_precision_aware_optimizer_has_gradients_of_its_own() -> None:
+    state = replace(PRECISION_AWARE, optimizer_offload_fraction=0.5)
+    with Lab("qwen3-moe-tiny", state=state, **TINY) as lab:
+        first = lab.step()
+        for settings in (NONE, MemorySettings(offload_gradients=True, offload_optimizer=True), NONE):
+            record = lab.step(settings)
+            assert not lab.audit_residency().complaints
+        assert (record.loss, record.peak_allocated_bytes) == (first.loss, first.peak_allocated_bytes)
+
+
 def test_a_change_of_state_leaves_nothing_on_host_or_device() -> None:
     options: dict[str, Any] = {"num_layers": 1, "seq_length": 64, "backend": "simulated"}
     names = ("static_bytes", "peak_allocated_bytes", "host_bytes", "host_reserved_bytes")

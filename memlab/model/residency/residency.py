@@ -88,6 +88,7 @@ class Residency:
         torch.cuda.empty_cache()  # a rollout engine cannot use what the allocator caches
         return freed
 
+    @torch.no_grad()  # Megatron lets the CPU optimizer's fp32 copies require gradients
     def load(self, groups: Collection[str] = GROUPS) -> dict[str, int]:
         """Loads groups back to the device: copies of parameters and optimizer state, gradients as zeros.
 
