@@ -261,8 +261,8 @@ def test_what_transformer_engine_recomputes_is_labelled(monkeypatch: pytest.Monk
 
 def test_a_prediction_that_was_never_measured_says_so() -> None:
     def table(recipe: Fp8Recipe) -> str:
-        with Lab("phi-4-tiny", num_layers=1, seq_length=64, backend="simulated", state=fp8(recipe)) as lab:
-            return record_table(lab.step(warm_up=False))
+        with Lab("qwen3-moe-tiny", num_layers=1, seq_length=64, backend="simulated", state=fp8(recipe)) as lab:
+            return " ".join(record_table(lab.step(warm_up=False)).split())
 
     assert "memlab has measured nothing" in table("mxfp8")
     assert "memlab has measured nothing" not in table("blockwise")
