@@ -16,13 +16,10 @@ from memlab.model.build import LiveModel
 
 def connect(live: LiveModel) -> None:
     """Connects schedule and DDP of a new model; parameters are not gathered in forward before `start_gathering`."""
-    config, chunks = live.config, live.chunks
-    if chunks[0].ddp_config.overlap_grad_reduce:
-        config.no_sync_func = _of_each(chunks, "no_sync")
-        config.grad_sync_func = _of_each(chunks, "start_grad_sync")
     if gathers_in_forward(live):
-        for chunk in chunks:
+        for chunk in live.chunks:
             chunk.disable_forward_pre_hook(param_sync=False)
+    _connect_schedule(live)
 
 
 def gathers_in_forward(live: LiveModel) -> bool:
@@ -36,8 +33,7 @@ def start_gathering(live: LiveModel) -> None:
         return
     for chunk in live.chunks:
         chunk.enable_forward_pre_hook()
-    if live.chunks[0].ddp_config.align_param_gather:
-        live.config.param_sync_func = _of_each(live.chunks, "start_param_sync")
+    _connect_schedule(live)
 
 
 @contextmanager
@@ -63,7 +59,10 @@ def gather_now(live: LiveModel) -> None:
 
 
 def forget_communication(live: LiveModel) -> None:
-    """Waits for what a step that did not reach its end has started, and forgets which gradients were ready."""
+    """Waits for what a step that did not reach its end has started, and forgets which gradients were ready.
+
+    The interleaved schedule takes functions out of the config for a forward-only pass, and puts them back at its end.
+    """
     for chunk in live.chunks:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             for name in ("param_gather_handle", "grad_reduce_handle"):
@@ -72,6 +71,17 @@ def forget_communication(live: LiveModel) -> None:
                     handle.wait()
                     setattr(group, name, None)
             group.per_param_grad_ready_counts = {}
+    _connect_schedule(live)
+
+
+def _connect_schedule(live: LiveModel) -> None:
+    config, chunks = live.config, live.chunks
+    ddp_config = chunks[0].ddp_config
+    if ddp_config.overlap_grad_reduce:
+        config.no_sync_func = _of_each(chunks, "no_sync")
+        config.grad_sync_func = _of_each(chunks, "start_grad_sync")
+    if ddp_config.align_param_gather and _is_gathering(live):
+        config.param_sync_func = _of_each(chunks, "start_param_sync")
 
 
 def _is_gathering(live: LiveModel) -> bool:
