@@ -150,6 +150,13 @@ class FusedAdam(torch.optim.Optimizer):
         return getattr(parameter, "experts", (parameter,)) if self.is_precision_aware else (parameter,)
 
     def _initialize(self, piece: torch.Tensor) -> None:
+        try:
+            self._make_state(piece)
+        except BaseException:
+            self.state[piece].clear()  # the next step would take an incomplete state for a complete one
+            raise
+
+    def _make_state(self, piece: torch.Tensor) -> None:
         for name in _MOMENTS:
             self._allocate(piece, name)
         if self.master_weights:

@@ -28,13 +28,7 @@ def recover(live: LiveModel, settings: MemorySettings, error: BaseException) -> 
     release_tensors(error)
     random._unset_checkpointing()
     for part in live.optimizers:
-        # Adam adds a state's tensors one by one, and would take an incomplete state for a complete one.
-        names = {"exp_avg", "exp_avg_sq"} | (
-            {"master_param"} if getattr(part.optimizer, "master_weights", None) else set()
-        )
-        for state in part.optimizer.state.values():
-            if not names <= state.keys():
-                state.clear()
+        _clear_incomplete_states(part.optimizer)
     forget_communication(live)
     for module in live.modules():
         forget_pending_offload(module)
@@ -42,6 +36,21 @@ def recover(live: LiveModel, settings: MemorySettings, error: BaseException) -> 
     offload_manager.empty_groups()
     apply_settings.apply(live, settings)
     gc.collect()
+
+
+def _clear_incomplete_states(optimizer: Any) -> None:
+    # Adam adds a state's tensors one by one, and would take an incomplete state for a complete one. Transformer
+    # Engine's adds main parameters before it writes them: where one state is incomplete, none of the group is kept.
+    is_precision_aware = getattr(optimizer, "master_weights", None)
+    names = {"exp_avg", "exp_avg_sq"} | ({"master_param"} if is_precision_aware else set())
+    incomplete = [state for state in optimizer.state.values() if not names <= state.keys()]
+    for group in optimizer.param_groups if is_precision_aware else ():
+        parameters = [piece for parameter in group["params"] for piece in getattr(parameter, "experts", (parameter,))]
+        states = [optimizer.state.get(parameter, {}) for parameter in parameters]
+        if any(not names <= state.keys() for state in states):
+            incomplete += states
+    for state in incomplete:
+        state.clear()
 
 
 def release_tensors(error: BaseException) -> None:

@@ -18,6 +18,7 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.lab.lab import Lab
 from memlab.meter.storage_meter import StorageMeter
+from memlab.record.transfer import GROUPS
 from tests.unit.live import random_settings
 
 NONE = MemorySettings()
@@ -175,6 +176,22 @@ def test_copies_of_bf16_gradients_are_gradients_until_the_next_step(open_lab: Ca
     assert record.static_bytes >= 6 * weights  # the copies of the step before
     freed = lab.offload("gradients").transferred_bytes["gradients"]
     assert freed == 2 * num_parameters + 4 * weights
+
+
+def test_an_update_that_runs_out_of_memory_can_be_repeated(open_lab: Callable[..., Any]) -> None:
+    state = moments("fp8", main_params_dtype="fp16")
+    with Lab("qwen3-moe-tiny", num_layers=2, seq_length=16, backend="cpu", state=state) as untouched:
+        expected = untouched.step()
+    lab = open_lab(num_layers=2, seq_length=16, state=state)
+    for share in (0.6, 0.7, 0.9):  # in the first update: while it allocates the state, and after that
+        lab.device_memory_bytes = int(share * expected.peak_allocated_bytes)
+        failed = lab.step(warm_up=False)
+        assert (failed.status, failed.peak_phase) == ("out_of_memory", "optimizer")
+    lab.device_memory_bytes = None
+    record = lab.step()
+    for name in ("loss", "static_bytes", "peak_allocated_bytes", "residual_bytes"):
+        assert getattr(record, name) == getattr(expected, name), name
+    assert lab.groups_used()["optimizer"] == GROUPS
 
 
 H200_BYTES = [
