@@ -62,4 +62,7 @@ def what_rebuilds(before: TrainingState, after: TrainingState) -> Rebuilt:
     """Returns what a change of the training state rebuilds."""
     old, new = before.to_dict(), after.to_dict()
     needs = {REBUILDS[name] for name in new if new[name] != old[name]}
-    return max(needs, key=_ORDER.index, default="nothing")
+    part: Rebuilt = max(needs, key=_ORDER.index, default="nothing")
+    # An optimizer makes its main parameters from values that FP8 parameters keep on the host only until its first build
+    # (`get_high_precision_init_val`, optimizer/distrib_optimizer.py).
+    return "model" if part == "optimizer" and after.fp8_param_gather else part

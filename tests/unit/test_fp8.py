@@ -31,6 +31,9 @@ GIB = 2**30
 SMALL = {"num_layers": 2, "seq_length": 256, "backend": "simulated"}
 
 
+PRECISION_AWARE = {"use_precision_aware_optimizer": True}
+
+
 def fp8(recipe: Fp8Recipe = "tensorwise", **others: Any) -> TrainingState:
     return TrainingState(fp8_format="hybrid", fp8_recipe=recipe, **others)
 
@@ -257,6 +260,22 @@ def test_what_transformer_engine_recomputes_is_labelled(monkeypatch: pytest.Monk
         with labelled(recompute_phase=recomputes):
             assert labels.recomputing == recomputes
         assert not labels.recomputing
+
+
+def test_an_optimizer_of_fp8_parameters_is_rebuilt_with_its_model() -> None:
+    # Megatron drops the values from which it makes main parameters when the first optimizer is built.
+    stored = fp8(fp8_param_gather=True)
+    with Lab("qwen3-moe-tiny", state=stored, **SMALL) as lab:
+        first = lab.step()
+        for changed, rebuilt in (
+            (fp8(), "model"),
+            (replace(fp8(), exp_avg_dtype="bf16", **PRECISION_AWARE), "optimizer"),
+        ):
+            assert lab.set_state(changed).rebuilt == rebuilt
+        assert lab.set_state(replace(stored, **PRECISION_AWARE)).rebuilt == "model"
+        assert lab.set_state(stored).rebuilt == "model"
+        last = lab.step()
+    assert last.peak_allocated_bytes == first.peak_allocated_bytes
 
 
 def test_a_prediction_that_was_never_measured_says_so() -> None:
