@@ -50,6 +50,10 @@ def layout(**sizes: int) -> str:
     return f"mine = Layout({', '.join(f'{names.get(name, name)}={size}' for name, size in sizes.items())})"
 
 
+def state(options: str) -> str:
+    return f"mine = lab.step(state=TrainingState({options}))"
+
+
 ALL_MODULES = ("qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 EXERCISES = {
     "01_recompute": [
@@ -148,6 +152,34 @@ EXERCISES = {
             ),
         ),
     ],
+    "08_training_state": [
+        Exercise(
+            solution=state('**aware, exp_avg_dtype="bf16"'),
+            wrong=(
+                state("**aware"),
+                state('**aware, exp_avg_dtype="fp16", exp_avg_sq_dtype="fp16"'),
+                state("**aware, optimizer_cpu_offload=True"),
+            ),
+        ),
+        Exercise(
+            solution=state('**aware, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te"'),
+            wrong=(
+                state("**aware, cross_entropy_loss_fusion=True"),
+                state("**aware, **bf16_moments"),
+                state("**aware, apply_rope_fusion=True"),
+                state('**aware, fp8_format="hybrid", fp8_recipe="blockwise"'),
+                state("**aware, optimizer_cpu_offload=True"),
+            ),
+        ),
+        Exercise(
+            solution=state("optimizer_cpu_offload=True, optimizer_offload_fraction=0.5, manual_gc=True"),
+            wrong=(
+                state("optimizer_cpu_offload=True"),
+                state("grad_reduce_in_bf16=True"),
+                state("optimizer_cpu_offload=True, optimizer_offload_fraction=0.4"),
+            ),
+        ),
+    ],
 }
 SMALLER: dict[str, dict[str, Any]] = {
     "01_recompute": {"seq_length": 256},
@@ -157,6 +189,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     "05_phi4_activation_peak": {"num_layers": 2, "longest": 256},
     "06_weight_sync": {"num_layers": 2, "seq_length": 128},
     "07_full_size": {"num_layers": 8, "gpu_memory": "18GiB"},
+    "08_training_state": {"num_layers": 1},
 }
 """Parameters with which a lab is quick and its exercises are what they are."""
 

@@ -19,8 +19,9 @@ from memlab.views.text.compare import peak_phase
 _BAR_HEIGHT = 34
 _LETTERS_OF_A_NAME = 24
 _PIXELS_OF_A_LETTER = 6.5
-_SPACE_FOR_A_LABEL = 1.28
-"""The bytes axis ends at this times the highest peak: to the right of the bars are their peaks and phases."""
+_LETTERS_OF_A_PEAK = 19
+"""To the right of the bars are their peaks and phases, such as ``335.955 (optimizer)``."""
+_SPACE_BEHIND = 1.02
 
 
 def savings_figure(records: Mapping[str, StepRecord]) -> go.Figure:
@@ -54,14 +55,15 @@ def savings_figure(records: Mapping[str, StepRecord]) -> go.Figure:
     names = [textwrap.wrap(name, _LETTERS_OF_A_NAME) for name in records]
     for place, record in zip(places, every, strict=True):
         text = f"{in_unit(record.peak_allocated_bytes, unit_bytes)} ({peak_phase(record)})"
-        figure.add_annotation(x=highest / unit_bytes, y=place, text=text, showarrow=False, xanchor="left", xshift=8)
+        where = {"xref": "paper", "x": 1.0, "xanchor": "left", "xshift": 6}
+        figure.add_annotation(y=place, text=text, showarrow=False, **where)
     for at in (starts[0], starts[0] + added[0]):
         line = {"color": INK, "width": 1.5, "dash": "dot"}
         figure.add_shape(type="line", yref="paper", x0=at, x1=at, y0=0.0, y1=1.0, line=line)
     height = _BAR_HEIGHT * len(records)
     letters = max(len(line) for lines_of_name in names for line in lines_of_name)
     figure.update_xaxes(
-        range=[0.0, highest * _SPACE_FOR_A_LABEL / unit_bytes or 1.0], showgrid=True, gridcolor=GRID, tickformat="~f"
+        range=[0.0, highest * _SPACE_BEHIND / unit_bytes or 1.0], showgrid=True, gridcolor=GRID, tickformat="~f"
     )
     ticks = ["<br>".join(html.escape(line, quote=False) for line in lines_of_name) for lines_of_name in names]
     figure.update_yaxes(range=[len(records) - 0.5, -0.5], tickvals=places, ticktext=ticks, ticks="", showgrid=False)
@@ -70,6 +72,6 @@ def savings_figure(records: Mapping[str, StepRecord]) -> go.Figure:
         bargap=0.35,
         hovermode="y unified",
         height=figure.layout.height - PLOT_HEIGHT + height,
-        margin={"l": 24 + _PIXELS_OF_A_LETTER * letters},
+        margin={"l": 24 + _PIXELS_OF_A_LETTER * letters, "r": _PIXELS_OF_A_LETTER * _LETTERS_OF_A_PEAK},
         legend={"y": -50 / height},
     )

@@ -1,0 +1,96 @@
+"""Lab 08: its four surprises hold in its baselines, for both families, and the figures of its text are in them.
+
+The nightly run of ``papermill_runs/suites/simulated.yaml`` compares the baselines with the lab.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import permutations
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from memlab.units import GIB
+
+ROOT = Path(__file__).parents[2]
+both_families = pytest.mark.parametrize("architecture", ["qwen3-30b-a3b", "phi-4"])
+
+
+def measured(architecture: str) -> dict[str, dict[str, int]]:
+    """The metrics of the lab's records, by the records' names."""
+    name = f"training-state-architecture={architecture}.json"
+    baseline = json.loads((ROOT / "papermill_runs/baselines/simulated" / name).read_text(encoding="utf-8"))
+    return {name: record["metrics"] for name, record in baseline["measured"]["records"].items()}
+
+
+def freed(records: dict[str, dict[str, int]], name: str, *, than: str = "plain") -> tuple[float, float]:
+    """What a state frees compared with another one, in GiB, when the step starts and at the peak."""
+    start, peak = ((records[than][key] - records[name][key]) / GIB for key in ("static_bytes", "peak_allocated_bytes"))
+    return start, peak
+
+
+def peaks_in_the_optimizer(record: dict[str, int]) -> bool:
+    return record["peak_allocated_bytes"] > record["static_bytes"] + record["activation_peak_bytes"]
+
+
+@both_families
+def test_bf16_moments_free_memory_between_two_steps_and_raise_the_peak_in_the_optimizer(architecture: str) -> None:
+    records = measured(architecture)
+    name = "precision-aware-with-bf16-moments"
+    start, peak = freed(records, name, than="precision-aware-with-bf16-gradients")
+    assert start > 6 and peak < -3
+    assert peaks_in_the_optimizer(records[name])
+    assert not peaks_in_the_optimizer(records["precision-aware-with-bf16-gradients"])
+
+
+@both_families
+def test_bf16_gradients_alone_free_little_at_the_peak_and_with_the_precision_aware_optimizer_all(
+    architecture: str,
+) -> None:
+    records = measured(architecture)
+    start, peak = freed(records, "bf16-gradients-alone")
+    assert start < -3 and 0 < peak < 1
+    half_of_the_buffers = records["plain"]["peak_by_category/gradients"] / 2 / GIB
+    both = freed(records, "precision-aware-with-bf16-gradients", than="precision-aware-with-fp32-gradients")
+    assert both == pytest.approx((half_of_the_buffers, half_of_the_buffers), abs=0.01)
+
+
+@both_families
+def test_the_native_fused_loss_needs_more_than_the_unfused_one_and_transformer_engine_s_less(
+    architecture: str,
+) -> None:
+    records = measured(architecture)
+    assert freed(records, "native-fused-loss")[1] < -1.5
+    assert freed(records, "te-fused-loss")[1] > 0.5
+
+
+@both_families
+def test_fp8_needs_more_memory_and_with_fp8_parameters_about_as_much_as_without_fp8(architecture: str) -> None:
+    records = measured(architecture)
+    assert max(freed(records, "FP8")) < -1
+    assert freed(records, "FP8-with-FP8-parameters") == pytest.approx((0.0, 0.0), abs=0.25)
+
+
+@both_families
+def test_where_forward_decides_bf16_moments_free_as_much_at_the_peak_as_between_two_steps(architecture: str) -> None:
+    records = measured(architecture)
+    for where in ("longer", "eight"):
+        start, peak = freed(records, f"{where}-bf16-moments", than=f"{where}-fp32-moments")
+        assert peak == pytest.approx(start, abs=0.01)
+        assert start > 0.5
+
+
+def test_every_figure_of_the_text_is_in_the_baseline() -> None:
+    cells = nbformat.read(ROOT / "labs" / "08_training_state.ipynb", as_version=4).cells
+    text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    written = set(re.findall(r"(\d+\.\d{3}) GiB", text))
+    records = measured("qwen3-30b-a3b").values()
+    known = set()
+    for key in ("static_bytes", "peak_allocated_bytes", "host_bytes"):
+        values = [record[key] for record in records]
+        known |= {*values, *(one - other for one, other in permutations(values, 2))}
+    assert len(written) > 12
+    assert written - {f"{num_bytes / GIB:.3f}" for num_bytes in known} == set()
