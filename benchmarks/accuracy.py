@@ -172,6 +172,37 @@ def job_cases(architecture: str, job: str) -> Iterator[Case]:
         yield architecture, 4, workload, settings, USUAL_STATE
 
 
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+JOB_STATES: dict[str, tuple[dict[str, Any], ...]] = {
+    "DP2": (
+        {},
+        {"use_distributed_optimizer": False},
+        {"use_distributed_optimizer": False, "overlap_grad_reduce": True},
+        OVERLAP,
+        OVERLAP | {"ddp_bucket_size": 5_000_000},
+        {"grad_reduce_in_bf16": True},
+        LOW_PRECISION | OVERLAP,
+        LOW_PRECISION | OVERLAP | {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+    ),
+    "EP2": ({}, OVERLAP, OVERLAP | {"use_distributed_optimizer": False}, LOW_PRECISION | OVERLAP),
+    "TP2": (
+        {},
+        {"cross_entropy_loss_fusion": True},
+        {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"},
+        {"loss": "logprobs", "logprobs_chunk_size": 1024},
+        {"fp8_format": "e4m3", "fp8_recipe": "blockwise"},
+    ),
+}
+"""Training states of jobs of two ranks, by job."""
+
+
+def job_state_cases(architecture: str, job: str) -> Iterator[Case]:
+    """Yields the training states of one rank of a job."""
+    for values in JOB_STATES[job]:
+        yield architecture, 2, USUAL, MemorySettings(), TrainingState(**values)
+    yield architecture, 2, USUAL, MemorySettings(offload_optimizer_except_update=True), TrainingState()
+
+
 def step(backend: str, wanted: Iterable[Case], out: Path, layout: Layout) -> int:
     """Takes the steps of one rank that the file does not have yet.
 
@@ -244,7 +275,8 @@ def measure(backend: str, job: str | None, out: Path, *, states: bool, only: str
         return step(backend, wanted, out, Layout())
     architecture, _, name = job.partition(":")
     layout = replace(JOBS[name][0], rank=rank())
-    return step(backend, job_cases(architecture, name), rank_file(out, architecture, name), layout)
+    wanted = (job_state_cases if states else job_cases)(architecture, name)
+    return step(backend, wanted, rank_file(out, architecture, name), layout)
 
 
 def predict(measured: Path) -> None:

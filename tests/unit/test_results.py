@@ -10,6 +10,7 @@ import pytest
 
 from memlab.cli import main
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.record.step_record import StepRecord
 from memlab.views.text.results import Result, results_page
 from tests.unit.builders import record_of
@@ -29,11 +30,28 @@ def rows_of(*results: Result) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-def test_a_setting_is_held_against_plain_with_the_median_of_its_steps() -> None:
+def test_a_setting_is_compared_with_plain_by_the_median_of_its_steps() -> None:
     plain, offloaded = rows_of(Result(PLAIN, (0.2, 0.1, 0.9)), Result(OFFLOADED, (0.3, 0.25, 0.2)))
     assert plain[:3] == ["none", "10.000", ""]
     assert offloaded[:6] == ["offload core_attn", "9.000", "1.000", "2.000", "", "0.50"]
     assert offloaded[8:] == ["250", "", "1.25", f"{PLAIN.scenario.tokens_per_step / 0.25:,.0f}"]
+
+
+def test_a_training_state_is_compared_with_the_default_state_in_a_table_of_its_own() -> None:
+    plain = replace(PLAIN, static_bytes=6 * GIB, peak_phase="forward")
+    state = TrainingState(use_precision_aware_optimizer=True, exp_avg_dtype="bf16")
+    record = replace(
+        plain,
+        scenario=replace(plain.scenario, state=state),
+        static_bytes=4 * GIB,
+        peak_allocated_bytes=11 * GIB,
+        peak_phase="optimizer",
+        host_bytes=2 * GIB,
+    )
+    default, changed = rows_of(Result(plain, (0.2,)), Result(record, (0.3,)))
+    assert default[:6] == ["default state", "6.000", "", "10.000", "", "forward"]
+    name = "use_precision_aware_optimizer, exp_avg_dtype bf16"
+    assert changed == [name, "4.000", "2.000", "11.000", "-1.000", "optimizer", "", "2.000", "", "300", "", "1.50"]
 
 
 def test_the_spread_is_the_middle_half_of_the_steps() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.record.step_record import StepRecord
-from memlab.units import GIB
+from memlab.units import GIB, MIB
 
 _COLUMNS = (
     "setting",
@@ -26,6 +27,21 @@ _COLUMNS = (
     "spread",
     "time ratio",
     "tokens/s",
+)
+
+_STATE_COLUMNS = (
+    "training state",
+    "start GiB",
+    "freed GiB",
+    "peak GiB",
+    "saved GiB",
+    "peak in",
+    "reserved GiB",
+    "host GiB",
+    "pinned GiB",
+    "step ms",
+    "spread",
+    "time ratio",
 )
 
 _FEWEST_FOR_SPREAD = 4
@@ -62,10 +78,10 @@ class Result:
 
 
 def results_page(results: Iterable[Result], hardware: str = "") -> str:
-    """Writes one table per scenario, in the order of the results; each setting is compared with none.
+    """Writes a table of settings and one of training states per scenario, each compared with plain Megatron.
 
     Args:
-        results: Results of any scenarios; each scenario has one without settings.
+        results: Results of any scenarios; each scenario has one without settings, in the default training state.
         hardware: What the steps ran on, for records that do not say it.
 
     Raises:
@@ -73,14 +89,14 @@ def results_page(results: Iterable[Result], hardware: str = "") -> str:
     """
     groups: dict[Scenario, list[Result]] = {}
     for result in results:
-        groups.setdefault(result.record.scenario, []).append(result)
+        groups.setdefault(replace(result.record.scenario, state=TrainingState()), []).append(result)
     if not groups:
         raise ValueError("the results are empty, must be at least one: measure some settings first")
     lines = [_HEAD.strip(), ""]
     for scenario, group in groups.items():
         name = f"{scenario}"
         plain = next(
-            (result for result in group if result.record.settings == MemorySettings() and result.record.status == "ok"),
+            (result for result in group if _is_plain(result.record) and result.record.status == "ok"),
             None,
         )
         if plain is None:
@@ -89,15 +105,20 @@ def results_page(results: Iterable[Result], hardware: str = "") -> str:
         repeats = min(len(result.seconds) for result in group)
         where = f"{plain.record.backend}, {hardware_of(plain.record, hardware)}"
         lines += [f"## {name}", f"Measured on {where}, with {versions}. Median of {repeats} steps.", ""]
-        lines += _table([_row(result, plain) for result in group])
-        lines.append("")
+        settings = [result for result in group if result.record.scenario.state == TrainingState()]
+        states = [result for result in group if result not in settings]
+        if len(settings) > 1 or not states:
+            lines += [*_table(_COLUMNS, [_row(result, plain) for result in settings]), ""]
+        if states:
+            lines += [*_table(_STATE_COLUMNS, [_state_row(result, plain) for result in (plain, *states)]), ""]
     return "\n".join(lines)
 
 
 _HEAD = """
 # Results
-This page shows what each recompute and offload module saves and costs. Each table names the hardware that it was
-measured on. `memlab results` writes this page from measured records; do not edit it by hand.
+This page shows what each recompute and offload module, and each option of the training state, saves and costs. Each
+table names the hardware that it was measured on. `memlab results` writes this page from measured records; do not edit
+it by hand.
 
 - **peak**: the most bytes allocated at any moment of the step, including parameters, gradients and optimizer state.
 - **saved**: the peak without settings minus this peak. If it is negative, the setting raises the peak.
@@ -109,6 +130,13 @@ measured on. `memlab results` writes this page from measured records; do not edi
 - **step**: the time of forward, backward and optimizer, with the meter on. **spread**: the interquartile range of the
   step times, divided by their median. If the spread is large, the host was slower than the GPU, and the times say
   little. **time ratio**: the step time divided by the step time without settings.
+
+Tables of training states have some columns of their own:
+
+- **start**: bytes allocated when the step begins. **freed**: the start in the default state minus this start.
+- **peak in**: the phase of the step in which the peak is reached.
+- **host**: the most host memory in use during the step. **pinned**: page-locked host memory that torch holds at the
+  step's end; torch rounds each request up to a power of two.
 """
 
 
@@ -146,6 +174,36 @@ def _row(result: Result, plain: Result) -> tuple[str, ...]:
     )
 
 
+def _state_row(result: Result, plain: Result) -> tuple[str, ...]:
+    record, default = result.record, plain.record
+    if record.status != "ok":
+        return (str(record.scenario.state), record.status.replace("_", " "), *[""] * (len(_STATE_COLUMNS) - 2))
+    changes = ("", "")
+    if record is not default:
+        freed = default.static_bytes - record.static_bytes
+        changes = _gib(freed), _gib(default.peak_allocated_bytes - record.peak_allocated_bytes)
+    settings = "" if record.settings == MemorySettings() else f", {record.settings}"
+    step, plain_step = statistics.median(result.seconds), statistics.median(plain.seconds)
+    return (
+        f"{record.scenario.state}{settings}",
+        _gib(record.static_bytes),
+        changes[0],
+        _gib(record.peak_allocated_bytes),
+        changes[1],
+        record.peak_phase,
+        "" if record.peak_reserved_bytes is None else _gib(record.peak_reserved_bytes),
+        _gib(record.host_bytes) if record.host_bytes >= MIB else "",
+        _gib(record.host_reserved_bytes or 0) if (record.host_reserved_bytes or 0) >= MIB else "",
+        f"{step * 1e3:.0f}",
+        _spread(result.seconds),
+        f"{step / plain_step:.2f}",
+    )
+
+
+def _is_plain(record: StepRecord) -> bool:
+    return record.settings == MemorySettings() and record.scenario.state == TrainingState()
+
+
 def _spread(seconds: Sequence[float]) -> str:
     if len(seconds) < _FEWEST_FOR_SPREAD:
         return ""
@@ -153,8 +211,8 @@ def _spread(seconds: Sequence[float]) -> str:
     return f"{(third - first) / median:.0%}"
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    lines = ["| " + " | ".join(_COLUMNS) + " |", "| --- |" + " ---: |" * (len(_COLUMNS) - 1)]
+def _table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    lines = ["| " + " | ".join(columns) + " |", "| --- |" + " ---: |" * (len(columns) - 1)]
     return lines + ["| " + " | ".join(row) + " |" for row in rows]
 
 
