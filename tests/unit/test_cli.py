@@ -175,7 +175,7 @@ def test_flags_reach_scenario_and_settings(fake_lab: type[FakeLab]) -> None:
         "measure qwen3-moe-tiny --num-layers 3 --seq-length 64 --micro-batch-size 2 --num-microbatches 4 --seed 7 "
         "--dtype fp32 --recompute-granularity selective --recompute-modules core_attn,layernorm --checkpoint-input-remedy detach "
         "--offload-modules expert_fc1,moe_act --min-offloaded-tensor-size 0 --offload-parameters --offload-optimizer "
-        "--no-offload-gradients --grad-reduce-in-bf16 --fp8-format hybrid --no-use-distributed-optimizer "
+        "--no-offload-gradients --grad-reduce-in-bf16 --attention-backend unfused --no-use-distributed-optimizer "
         "--expandable-segments --json"
     )
     assert main(flags.split()) == 0
@@ -198,7 +198,7 @@ def test_flags_reach_scenario_and_settings(fake_lab: type[FakeLab]) -> None:
         "seed": 7,
         "dtype": "fp32",
         "layout": Layout(),
-        "state": TrainingState(grad_reduce_in_bf16=True, fp8_format="hybrid", use_distributed_optimizer=False),
+        "state": TrainingState(grad_reduce_in_bf16=True, attention_backend="unfused", use_distributed_optimizer=False),
         "allocator": AllocatorSettings(expandable_segments=True),
         "backend": "auto",
     }
