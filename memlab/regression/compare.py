@@ -14,7 +14,7 @@ be updated. A loss is the sum of a million roundings, which another processor or
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -144,21 +144,24 @@ def _changes(baseline: Measured, now: Measured, before: RecordMeasured, after: R
     yield from _changed("parameter", baseline.parameters, now.parameters)
     if before.metrics and after.metrics:
         # The lines for the parameters name these already.
-        scenarios = [
-            _flat({name: value for name, value in side.scenario.items() if name not in now.parameters})
-            for side in (before, after)
-        ]
+        scenarios = [_flat(side.scenario, without=now.parameters) for side in (before, after)]
         yield from _changed("scenario", *scenarios)
         yield from _changed("setting", before.settings, after.settings)
     yield from _changed("version of", baseline.versions, now.versions)
 
 
-def _flat(scenario: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a scenario with the values of its parts as fields; what an older memlab did not have is usual."""
+def _flat(scenario: Mapping[str, Any], *, without: Container[str]) -> dict[str, Any]:
+    """Returns a scenario with the values of its parts as fields; what an older memlab did not have is usual.
+
+    Args:
+        scenario: A scenario as JSON.
+        without: Parts and fields to leave out.
+    """
     flat = {name: value for name, value in scenario.items() if name not in _PARTS}
     for part, usual in _PARTS.items():
-        flat |= asdict(usual) | scenario.get(part, {})
-    return flat
+        if part not in without:
+            flat |= asdict(usual) | scenario.get(part, {})
+    return {name: value for name, value in flat.items() if name not in without}
 
 
 def _changed(kind: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:

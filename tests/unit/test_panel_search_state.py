@@ -9,6 +9,7 @@ import pytest
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.fitting.pareto_front import SearchResult
 from memlab.fitting.search import search
 from memlab.units import GIB, MIB, parse_bytes
@@ -97,11 +98,14 @@ def test_the_table_says_what_was_left_out(found: SearchResult) -> None:
 
 
 def test_a_search_is_of_the_form_s_workload_and_what_waits_between_steps(state: SearchState) -> None:
-    state._state.edit(seq_length=128, offload_optimizer=True, recompute_granularity="full")
+    kept = {"offload_parameters": True, "offload_optimizer": True, "offload_optimizer_except_update": True}
+    state._state.edit(seq_length=128, recompute_granularity="full", **kept)
+    state._state.edit_state(grad_reduce_in_bf16=True)
     state.limit = "30 MiB"
     state.start()
     scenario, base, limit_bytes = state._process.asked
-    assert (scenario.seq_length, base, limit_bytes) == (128, MemorySettings(offload_optimizer=True), 30 * MIB)
+    assert (scenario.seq_length, base, limit_bytes) == (128, MemorySettings(**kept), 30 * MIB)
+    assert scenario.state == TrainingState(grad_reduce_in_bf16=True)
     assert state.busy
     state.start()
     assert "is running" in state.notice

@@ -107,6 +107,22 @@ def test_a_broken_rule_and_a_refused_state_are_next_to_the_group(shown: Panel) -
     assert not errors.value and shown.controls.error_boxes["seq_length"].value
 
 
+@pytest.mark.parametrize("seq_length", [64, 0])
+def test_a_state_that_the_lab_s_model_cannot_have_is_refused_next_to_the_group(seq_length: int) -> None:
+    shown = panel(FakeLab(dtype="fp32"))
+    shown.state.edit(seq_length=seq_length)
+    receive(shown, "optimizer_cpu_offload", True)
+    receive(shown, "optimizer_offload_fraction", 0.5)
+    group, workload = shown.training_state, shown.controls.error_boxes["seq_length"]
+    assert ("takes no fp32 parameters" in group.error_box.value) is bool(seq_length)
+    assert ("seq_length is 0" in workload.value) is not bool(seq_length)
+    press_run(shown)
+    assert "Not started: " in shown.run_bar.status.value and not shown.state.lab.submitted
+    receive(shown, "optimizer_cpu_offload", False)
+    assert not group.error_box.value and "only optimizer_cpu_offload reads it" in group.note.value
+    shown.close()
+
+
 def test_an_option_without_effect_says_why(shown: Panel) -> None:
     receive(shown, "pin_cpu_grads", False)
     assert "pin_cpu_grads has no effect: only optimizer_cpu_offload reads it" in shown.training_state.note.value

@@ -72,6 +72,10 @@ def test_a_changed_state_is_named_option_by_option_and_an_older_baseline_has_the
     (difference,) = compare_with_baseline(before, after, "cpu")
     assert difference.changed.startswith("parameter state: none -> grad_reduce_in_bf16+loss=logprobs")
     assert "scenario" not in difference.changed
+    after.records["plain"].scenario["layout"] = {"context_parallel_size": 2}
+    after = replace(after, parameters=after.parameters | {"context_parallel_size": 2})
+    (difference,) = compare_with_baseline(before, after, "cpu")
+    assert "scenario" not in difference.changed, "the line of the parameter names it already"
 
 
 def test_the_table_of_a_step_names_the_state_and_the_phase_of_the_peak() -> None:

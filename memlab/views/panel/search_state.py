@@ -67,6 +67,7 @@ class SearchState(traitlets.HasTraits):
                     offload_parameters=form.offload_parameters,
                     offload_gradients=form.offload_gradients,
                     offload_optimizer=form.offload_optimizer,
+                    offload_optimizer_except_update=form.offload_optimizer_except_update,
                     checkpoint_input_remedy=form.checkpoint_input_remedy,
                 )
                 self._process = self._start_process(

@@ -102,8 +102,18 @@ class SettingsForm:
         Raises:
             ValueError: If a value breaks its rule.
         """
-        workload = replace(scenario, seq_length=self.seq_length, micro_batch_size=self.micro_batch_size)
-        return replace(workload, state=TrainingState(**self.state_values))
+        return self._on(scenario, TrainingState(**self.state_values))
+
+    def check_workload(self, scenario: Scenario) -> None:
+        """Checks the workload alone: no rule of the training state is applied.
+
+        Raises:
+            ValueError: If a value breaks its rule.
+        """
+        self._on(scenario, TrainingState())
+
+    def _on(self, scenario: Scenario, state: TrainingState) -> Scenario:
+        return replace(scenario, seq_length=self.seq_length, micro_batch_size=self.micro_batch_size, state=state)
 
     def not_applicable(self, architecture: Architecture) -> dict[str, str]:
         """Finds the controls that have no effect under this form, or could only lead to an error.

@@ -77,25 +77,32 @@ class LabState(traitlets.HasTraits):
         self._num_runs = 0
         self.error_is_about_state = False
         """Whether `validation_error` is a rule of the training state."""
+        self._idle_options: dict[str, str] = {}
         self.form = SettingsForm.of(lab.settings, lab.scenario)
         self.refresh()
 
     @traitlets.observe("form")
     def _resolve(self, _change: object) -> None:
+        form, of_lab = self.form, self.lab.scenario
+        settings, error_text = None, ""
         self.error_is_about_state = True  # until its rules are passed
-        settings = None
         try:
-            state = TrainingState(**self.form.state_values)
+            state = TrainingState(**form.state_values)
+            self._idle_options = state.without_effect()
             self.error_is_about_state = False
-            scenario = self.form.scenario(self.lab.scenario)
-            settings = self.form.settings(scenario)
-            if state != self.lab.scenario.state:
-                self.error_is_about_state = True
-                self.lab.check_state(state, settings)
-                self.error_is_about_state = False
-            error_text = ""
+            form.check_workload(of_lab)
+            self.error_is_about_state = True
+            scenario = form.scenario(of_lab)
+            self._idle_options = scenario.without_effect()
+            self.error_is_about_state = False
+            found = form.settings(scenario)
+            self.error_is_about_state = True
+            if state != of_lab.state:
+                self.lab.check_state(state, found)
+            self.error_is_about_state = False
+            settings = found
         except ValueError as error:
-            settings, error_text = None, str(error)
+            error_text = str(error)
         self.settings, self.validation_error = settings, error_text
 
     @property
@@ -110,12 +117,12 @@ class LabState(traitlets.HasTraits):
         """The form's training state in words: what it changes, what the next run rebuilds, what has no effect."""
         if self.error_is_about_state:
             return ""
-        scenario = replace(self.lab.scenario, state=TrainingState(**self.form.state_values))
-        words = [str(scenario.state)]
-        if scenario.state != self.lab.scenario.state:
+        state = TrainingState(**self.form.state_values)
+        words = [str(state)]
+        if state != self.lab.scenario.state:
             built = "rebuilds nothing" if self.rebuilds == "nothing" else f"rebuilds the {self.rebuilds}"
             words.append(f"not yet in effect: Run {built}")
-        words += [f"{name} has no effect: {reason}" for name, reason in scenario.without_effect().items()]
+        words += [f"{name} has no effect: {reason}" for name, reason in self._idle_options.items()]
         return "; ".join(words)
 
     @property
