@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from memlab.config.validation import check_number, check_whole_number, shortened
+from memlab.config.validation import check_whole_number, is_number, shortened
 
 SMALLEST_MAX_SPLIT_SIZE_MB = 21
 """torch refuses smaller ones: blocks of at most 20 MiB share segments (``AllocatorConfig.h``, ``kLargeBuffer``)."""
@@ -14,7 +14,10 @@ _LARGEST_MAX_SPLIT_SIZE_MB = 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllocatorSettings:
-    """How torch's allocator reserves and splits memory. Allocated bytes do not depend on it, reserved bytes do.
+    """How torch's allocator reserves and splits memory.
+
+    Reserved bytes depend on it. Allocated bytes differ only by remainders that are not split off, which count as
+    allocated.
 
     Raises:
         ValueError: In one line, with the value, the rule and what to do, if a rule is broken.
@@ -33,10 +36,11 @@ class AllocatorSettings:
                 f"expandable_segments is {shortened(self.expandable_segments)}, must be True or False: choose one"
             )
         threshold = self.garbage_collection_threshold
-        if threshold is not None:
-            check_number("garbage_collection_threshold", threshold, 0, 1, action="give a share such as 0.8")
-            if threshold >= 1:
-                raise ValueError("garbage_collection_threshold is 1, must be below 1: give a share such as 0.8")
+        if threshold is not None and not (is_number(threshold) and 0 < threshold < 1):
+            raise ValueError(
+                f"garbage_collection_threshold is {shortened(threshold)}, must be a number above 0 and below 1: give a "
+                "share such as 0.8"
+            )
         if self.max_split_size_mb is not None:
             check_whole_number(
                 "max_split_size_mb", self.max_split_size_mb, SMALLEST_MAX_SPLIT_SIZE_MB, _LARGEST_MAX_SPLIT_SIZE_MB

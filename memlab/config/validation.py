@@ -56,6 +56,11 @@ def check_whole_number(
         raise ValueError(f"{name} is {shortened(value)}, must be at most {at_most:,}, beyond any real job: {action}")
 
 
+def is_number(value: object) -> bool:
+    """Whether a value is an ``int`` or a ``float``. ``True`` and ``False`` are not numbers here."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def check_number(name: str, value: object, above: float | None, at_most: float, *, action: str) -> None:
     """Refuses what is not a finite number of a range.
 
@@ -70,7 +75,6 @@ def check_number(name: str, value: object, above: float | None, at_most: float, 
         ValueError: With value, rule and next action.
     """
     # Every comparison with NaN is false. Comparisons take whole numbers of any size; conversions do not.
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not (0 if above is None else above) <= value <= at_most or value == above:  # type: ignore[operator]
-        rule = "at least 0" if above is None else f"above {above:g}"
+    if not is_number(value) or not (0 if above is None else above) <= value <= at_most or value == above:  # type: ignore[operator]
+        rule = "of at least 0" if above is None else f"above {above:g}"
         raise ValueError(f"{name} is {shortened(value)}, must be a number {rule} and at most {at_most:g}: {action}")

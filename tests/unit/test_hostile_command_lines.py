@@ -175,7 +175,16 @@ def _lines() -> Iterator[str]:  # noqa: PLR0915  # a table
     yield from (f"{tiny} --activation-offload-fraction {value}" for value in ("1.5", "-1", "nan", "half"))
     for flag in ("delta-offload-bytes-across-pp-ranks", "fine-grained-offloading-max-inflight-offloads"):
         yield from (f"{tiny} --{flag} {value}" for value in ("-1", "1.5", "all", NINES))
-    yield f"{tiny} --ddp-bucket-size 0"
+    for flag in ("ddp-bucket-size", "loss logprobs --logprobs-chunk-size"):
+        yield from (f"{tiny} --{flag} {value}" for value in ("0", "-1", "1.5", "x", NINES))
+    for flag in ("fp8-format", "fp8-recipe", "loss", "attention-backend", "exp-avg-dtype", "main-params-dtype"):
+        yield from (f"{tiny} --{flag} {value}" for value in ("''", "FP32", LONG))
+    for value in ("1.5", "-0.1", "nan", "1e-3", NINES):
+        yield f"{tiny} --optimizer-cpu-offload --optimizer-offload-fraction {value}"
+    yield from (f"{tiny} --garbage-collection-threshold {value}" for value in ("0", "1", "-0.5", "inf", NINES))
+    yield from (f"{tiny} --max-split-size-mb {value}" for value in ("20", "-1", "32.5", NINES))
+    yield from (f"{tiny} --{words}" for words in ("exp-avg-dtype bf16", "fp8-param-gather", "logprobs-chunk-size 8"))
+    yield f"{tiny} --fp8-format e4m3 --seq-length 100"
     yield f"{tiny} --overlap-param-gather"
     yield f"{tiny} --overlap-param-gather --overlap-grad-reduce --no-use-distributed-optimizer"
     yield from (f"{tiny} --checkpoint-input-remedy {value}" for value in ("drop", LONG))

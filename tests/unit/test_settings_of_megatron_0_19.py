@@ -56,7 +56,7 @@ def test_the_version_is_the_installed_one_and_known_without_megatron() -> None:
     [
         (
             {"activation_offload_fraction": 1.5},
-            "activation_offload_fraction is 1.5, must be a number at least 0 and at",
+            "activation_offload_fraction is 1.5, must be a number of at least 0 and at",
         ),
         ({"activation_offload_fraction": True}, "activation_offload_fraction is True"),
         ({"delta_offload_bytes_across_pp_ranks": -1}, "delta_offload_bytes_across_pp_ranks is -1, must be a whole"),
