@@ -82,7 +82,8 @@ class TrainingState:
     main_grads_dtype: MainGradsDtype = "fp32"
     """Type of the gradients that the optimizer reads: that of the buffers, which `grad_reduce_in_bf16` sets."""
     main_params_dtype: MainParamsDtype = "fp32"
-    """Type of the main parameters; as ``fp32`` only the 16 bits that bf16 parameters lack are stored."""
+    """Type of the main parameters; as ``fp32`` only the 16 bits that bf16 parameters lack are stored. Under another
+    `fp8_recipe` than ``delayed``, Megatron itself keeps fp32 main parameters, all 32 bits of them."""
     exp_avg_dtype: MomentDtype = "fp32"
     """Type of Adam's first moment; one that is not fp32 is copied to fp32 during the update, all of it at once.
 
@@ -207,11 +208,24 @@ class TrainingState:
                 "fp8_param_gather is True without the distributed optimizer, which alone writes FP8 parameters: set "
                 "use_distributed_optimizer, or leave fp8_param_gather out"
             )
-
         if self.fp8_param_gather and self.optimizer_cpu_offload and self.fp8_recipe != "delayed":
             raise ValueError(
                 f"fp8_recipe is {self.fp8_recipe!r} with fp8_param_gather and optimizer_cpu_offload, where Megatron "
                 "allows only 'delayed': choose that, or leave one of the two options out"
+            )
+        if self.fp8_param_gather and self.use_precision_aware_optimizer:
+            self._check_main_parameters_of_fp8()
+
+    def _check_main_parameters_of_fp8(self) -> None:
+        # Under 'delayed', and with fp16 main parameters, Transformer Engine's Adam holds them (optimizer_config.py). Of
+        # fp32 ones it stores int16 remainders, which its kernel for FP8 parameters refuses (multi_tensor/adam.cu). Of
+        # other recipes' parameters Megatron gives it None (distrib_optimizer.py).
+        needed = "fp16" if self.fp8_recipe == "delayed" else "fp32"
+        if self.main_params_dtype != needed and not self.optimizer_cpu_offload:
+            raise ValueError(
+                f"main_params_dtype is {self.main_params_dtype!r} with fp8_param_gather, fp8_recipe "
+                f"{self.fp8_recipe!r} and the precision-aware optimizer, which fails: must be {needed!r} there: choose "
+                "it, or leave fp8_param_gather out"
             )
 
     @classmethod

@@ -296,6 +296,15 @@ def test_fp8_parameters_need_the_distributed_optimizer() -> None:
     assert "fp8_param_gather is True without the distributed optimizer" in message
 
 
+def test_main_parameters_of_fp8_parameters_are_those_that_their_optimizer_can_update() -> None:
+    stored = {"fp8_param_gather": True, **PRECISION_AWARE}
+    assert "must be 'fp16' there" in refusal(lambda: fp8("delayed", **stored))
+    assert "must be 'fp32' there" in refusal(lambda: fp8("blockwise", main_params_dtype="fp16", **stored))
+    for state in (fp8("delayed", main_params_dtype="fp16", **stored), fp8("tensorwise", **stored)):
+        with Lab("qwen3-moe-tiny", state=state, **SMALL) as lab:
+            assert lab.step().residual_bytes == 0
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
 def test_every_recipe_steps_on_split_layers_and_leaves_nothing(recipe: Fp8Recipe) -> None:
     layout = Layout(tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
