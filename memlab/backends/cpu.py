@@ -72,15 +72,28 @@ def require_host_memory(scenario: Scenario) -> None:
             error message.
     """
     model = replace(scenario.architecture, num_layers=scenario.num_layers)
-    # Bytes per parameter: (parameter, in bf16) + fp32 gradient + fp32 main parameter + Adam's two moments.
-    per_parameter = 2 + 4 + 4 + 8 if scenario.dtype == "bf16" else 4 + 4 + 8
-    needed, limit = model.num_parameters * per_parameter, host_memory_bytes()
+    needed, limit = model.num_parameters * bytes_per_parameter(scenario), host_memory_bytes()
     if needed > limit:
         raise ValueError(
-            f"{scenario} takes {format_bytes(needed)} before its first step, and this process may use "
+            f"{scenario} takes at least {format_bytes(needed)} between its steps, and this process may use "
             f"{format_bytes(limit)} of host memory: take fewer layers, or predict it (memlab predict, backend "
             "'simulated')"
         )
+
+
+def bytes_per_parameter(scenario: Scenario) -> int:
+    """Returns the bytes of a parameter, its gradient, its main parameter and Adam's moments, wherever they are.
+
+    Scales and copies are not counted: they depend on how parameters are grouped.
+    """
+    state = scenario.state
+    is_bf16 = scenario.dtype == "bf16"
+    parameter, gradient = 2 if is_bf16 else 4, 2 if is_bf16 and state.grad_reduce_in_bf16 else 4
+    main_parameter, moments = 4 if is_bf16 else 0, 4 + 4
+    if state.use_precision_aware_optimizer and not state.optimizer_cpu_offload:
+        main_parameter = 2 if is_bf16 or state.main_params_dtype == "fp16" else 4
+        moments = sum(4 if dtype == "fp32" else 2 for dtype in (state.exp_avg_dtype, state.exp_avg_sq_dtype))
+    return parameter + gradient + main_parameter + moments
 
 
 @contextmanager

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from memlab.backends import host_system
-from memlab.backends.cpu import require_host_memory
+from memlab.backends.cpu import bytes_per_parameter, require_host_memory
 from memlab.backends.host_system import cgroup_limits_bytes, host_memory_bytes, processors_of
 from memlab.config.scenario import Scenario
+from memlab.config.training_state import TrainingState
+from memlab.lab.lab import Lab
+from memlab.record.transfer import GROUPS
 
 
 def test_the_processors_are_those_of_the_device_s_node(tmp_path: Path) -> None:
@@ -60,3 +64,28 @@ def test_a_model_larger_than_the_container_is_refused(tmp_path: Path, monkeypatc
     assert host_memory_bytes() == 1024**2
     with pytest.raises(ValueError, match=r"this process may use 1\.00 MiB"):
         require_host_memory(scenario)
+
+
+@pytest.mark.parametrize(
+    ("state", "dtype", "copies"),
+    [
+        ({}, "bf16", 0),
+        ({}, "fp32", 0),
+        ({"grad_reduce_in_bf16": True}, "bf16", 4),  # fp32 copies of the gradients, until the next step
+        ({"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"}, "bf16", 0),
+        ({"use_precision_aware_optimizer": True, "main_params_dtype": "fp16"}, "fp32", 0),
+        ({"optimizer_cpu_offload": True}, "bf16", 4 + 4),  # fp32 copies of main parameters and gradients on the host
+    ],
+)
+def test_a_training_state_takes_the_bytes_that_are_compared_with_the_host(
+    state: dict[str, Any], dtype: Any, copies: int
+) -> None:
+    with Lab(
+        "phi-4-tiny", num_layers=1, seq_length=16, dtype=dtype, state=TrainingState(**state), backend="cpu"
+    ) as lab:
+        lab.step()
+        groups = lab._worker.submit(lab._stepper.transfers.residency.tensors).result()
+        storages = [tensor.untyped_storage() for group in GROUPS for tensor in groups[group]]
+        taken = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+        num_parameters = sum(parameter.numel() for parameter in lab._stepper.live.parameters())
+        assert taken / num_parameters == pytest.approx(bytes_per_parameter(lab.scenario) + copies, rel=0.01)

@@ -484,7 +484,7 @@ def test_progress_of_a_pipeline_stage_ends_at_its_total() -> None:
 def test_a_model_that_the_host_has_no_memory_for_is_refused_before_it_is_built(open_lab: Callable[..., Any]) -> None:
     open_one = open_lab("phi-4-tiny")
     with pytest.raises(
-        ValueError, match=r"takes 245.7.* before its first step, and this process may use .*memlab predict"
+        ValueError, match=r"takes at least 245.7.* between its steps, and this process may use .*memlab predict"
     ):
         open_lab("phi-4")
     assert not open_one.closed
