@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from packaging.version import Version
 
 from memlab.backends import Backend, fake_collectives
 from memlab.backends.cpu import cuda_replaced
@@ -21,15 +20,13 @@ from memlab.backends.fake_cuda import FAKE, FakeCuda
 from memlab.backends.fused_adam import FusedAdam
 from memlab.backends.meta_result_cache import MetaResultCache
 from memlab.backends.simulated_routing import chosen_routing
+from memlab.backends.simulated_version import is_te_min_version
 from memlab.meter.simulated_meter import SimulatedMeter
 from memlab.model.layers import fake_fp8, fp8_parameters
 from memlab.model.layers.fake_layers import FakeProvider
 from memlab.model.process_group import join_alone
 from memlab.model.retention.transformer_engine_caches import hold_fake_workspaces
 from memlab.upstream.patching import patched
-
-SIMULATED_TE_VERSION = "2.12.0"
-"""The Transformer Engine that the layers for fake tensors were written after."""
 
 
 def backend(reason: str) -> Backend:
@@ -78,7 +75,7 @@ def _fp8_replacements() -> dict[str, Any]:
     engine, utilities = "megatron.core.extensions.transformer_engine", "megatron.core.fp8_utils"
     experts, block = "megatron.core.transformer.moe.experts", "megatron.core.transformer.transformer_block"
     return {
-        "megatron.core.transformer.transformer_config.is_te_min_version": _is_te_min_version,
+        "megatron.core.transformer.transformer_config.is_te_min_version": is_te_min_version,
         f"{experts}.HAVE_TE": True,
         f"{experts}.Fp8Padding": fake_fp8.Fp8Padding,
         f"{experts}.Fp8Unpadding": fake_fp8.Fp8Unpadding,
@@ -90,12 +87,6 @@ def _fp8_replacements() -> dict[str, Any]:
         f"{engine}.te_checkpoint": fake_fp8.checkpoint_inside_layers,
         "megatron.core.transformer.moe.moe_layer.te_checkpoint": fake_fp8.checkpoint_inside_layers,
     }
-
-
-def _is_te_min_version(version: str, check_equality: bool = True) -> bool:
-    """Answers for the Transformer Engine whose layers are simulated."""
-    simulated = Version(SIMULATED_TE_VERSION)
-    return simulated >= Version(version) if check_equality else simulated > Version(version)
 
 
 def _gather_own(gathered: list[Any], own: Any, group: Any = None) -> None:

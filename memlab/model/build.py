@@ -230,14 +230,10 @@ def _retain_main_gradients(live: LiveModel) -> None:
 def _separate_experts(live: LiveModel) -> None:
     """Gives this rank's part of a parameter that stacks experts, as fake layers have, its parts by expert.
 
-    Transformer Engine's Adam has scales, remainders and temporaries for each expert's weight. It has none of them
-    without the distributed optimizer, which the precision-aware optimizer needs.
+    Transformer Engine's Adam has scales, remainders and temporaries for each expert's weight. Only the precision-aware
+    optimizer, which is always a distributed one, lets it have them.
     """
-    if not live.scenario.state.use_distributed_optimizer:
-        return
     for part in live.optimizers:
-        if not hasattr(part, "shard_float16_groups"):  # not the distributed optimizer
-            continue
         of_main = (part.shard_float16_groups, part.shard_fp32_from_float16_groups)
         for model_group, *shard_groups in zip(part.model_float16_groups, *of_main, strict=True):
             for parameter, *shards in zip(model_group, *shard_groups, strict=True):
