@@ -6,7 +6,7 @@ import html
 import re
 import shlex
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import ipywidgets
@@ -121,6 +121,21 @@ def test_a_state_that_the_lab_s_model_cannot_have_is_refused_next_to_the_group(s
     receive(shown, "optimizer_cpu_offload", False)
     assert not group.error_box.value and "only optimizer_cpu_offload reads it" in group.note.value
     shown.close()
+
+
+@pytest.mark.parametrize("keeps_former_state", [True, False])
+def test_an_error_of_a_rebuild_does_not_speak_of_a_step(shown: Panel, keeps_former_state: bool) -> None:
+    lab = shown.state.lab
+    lab.holds, lab.outcome = True, RuntimeError("cannot be built: the lab has its former state")
+    receive(shown, "grad_reduce_in_bf16", True)
+    press_run(shown)
+    if keeps_former_state:
+        lab.scenario = replace(lab.scenario, state=TrainingState())
+    lab.end()
+    (row,) = shown.runs.table.rows
+    assert row["status"] == "error"
+    assert ("middle of a step" in row["message"]) is not keeps_former_state
+    assert shown.run_bar.run.description == ("Rebuild model and run" if keeps_former_state else "Run")
 
 
 def test_an_option_without_effect_says_why(shown: Panel) -> None:

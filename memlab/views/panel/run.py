@@ -42,6 +42,8 @@ class Run:
     """None if the step ended in an unexpected error."""
     error: str = ""
     """Type and text of that error."""
+    failed_before_step: bool = False
+    """Whether the error came from a rebuild for the run's training state, so that no step began."""
 
     @property
     def conditions(self) -> str:
@@ -62,6 +64,8 @@ class Run:
     @property
     def message(self) -> str:
         """Why a run that is not ok ended, and what to do."""
+        if self.record is None and self.failed_before_step:
+            return self.error
         if self.record is None:
             return f"{self.error}: the model may be in the middle of a step: run the step again, or open a new lab"
         return self.record.message

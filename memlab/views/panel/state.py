@@ -306,8 +306,14 @@ class LabState(traitlets.HasTraits):
         _logger.error("the step under %s ended in an error", settings, exc_info=error)
         # The error's frames hold tensors, and the lab keeps the error until the next step.
         traceback.clear_frames(error.__traceback__)
+        failed_before_step = scenario.state != self.lab.scenario.state  # the lab has its former state
         with self.lock:
-            self._add(scenario=scenario, settings=settings, error=f"{type(error).__name__}: {error}")
+            self._add(
+                scenario=scenario,
+                settings=settings,
+                error=f"{type(error).__name__}: {error}",
+                failed_before_step=failed_before_step,
+            )
             self.notice = f"{self.shown}: {self.shown.outcome}" if self.shown is not None else ""
 
 
