@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 
@@ -11,6 +12,9 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from memlab.config.layout import Layout
 from memlab.model.megatron_config import interleaved_chunks
+
+_numbers = itertools.count()
+"""How often this process has joined others. Every rank opens the same labs, so the numbers agree."""
 
 
 def join_alone(layout: Layout) -> None:
@@ -28,9 +32,20 @@ def join_alone(layout: Layout) -> None:
 def join_with_nccl(layout: Layout) -> None:
     """Joins the process group of the ranks that ``torchrun`` started, or one of this rank alone."""
     if layout.world_size > 1:
-        torch.distributed.init_process_group("nccl")
+        join_others("nccl")
     else:
         _join("nccl", layout)
+
+
+def join_others(distributed_backend: str) -> None:
+    """Joins the process group of the ranks that ``torchrun`` started; each time under keys of its own.
+
+    The store of ``torchrun`` keeps its keys as long as the job, and NCCL's groups number theirs from 0
+    (``ProcessGroupNCCL.cpp``, torch 2.11): a rank could read the first group's id for the second, and wait forever.
+    """
+    store, rank, world_size = next(torch.distributed.rendezvous("env://"))  # type: ignore[attr-defined]
+    own_keys = torch.distributed.PrefixStore(f"memlab-{next(_numbers)}", store)  # type: ignore[attr-defined]
+    torch.distributed.init_process_group(distributed_backend, store=own_keys, rank=rank, world_size=world_size)
 
 
 def require_one_rank(layout: Layout) -> None:

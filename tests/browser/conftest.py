@@ -9,14 +9,14 @@ import pytest
 from playwright.sync_api import Browser, ViewportSize, expect, sync_playwright
 
 from tests.browser.chromium import ARGS, NoChromiumError, find_chromium
-from tests.browser.notebook_page import ANSWER_SECONDS, NotebookPage, write_notebook
+from tests.browser.notebook_page import ANSWER_SECONDS, STACKS_ON_SIGNAL, NotebookPage, write_notebook
 from tests.browser.panel_page import PanelPage
 from tests.browser.server import JupyterServer
 
 expect.set_options(timeout=ANSWER_SECONDS * 1000)
 SCREEN: ViewportSize = {"width": 1280, "height": 900}
 CELLS = (
-    "from memlab import Lab, MemorySettings, panel",
+    STACKS_ON_SIGNAL + "from memlab import Lab, MemorySettings, panel",
     'lab = Lab("qwen3-moe-tiny", num_layers=2, seq_length=1024)',
     "panel(lab)",
 )

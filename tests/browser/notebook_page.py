@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import os
+import signal
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import nbformat
+from playwright.sync_api import TimeoutError as PageTimeoutError
 from playwright.sync_api import expect
 
 if TYPE_CHECKING:
@@ -29,6 +33,18 @@ _RUN = """command => {
     window.hasRun = false;
     window.jupyterapp.commands.execute(command).finally(() => { window.hasRun = true; });
 }"""
+_WHAT_RUNS = """() => {
+    const { content, sessionContext } = window.jupyterapp.shell.currentWidget;
+    const cells = [...content.model.cells].map(cell => `${cell.executionCount} ${cell.executionState}`);
+    const { status, connectionStatus } = sessionContext.session.kernel;
+    return `kernel ${status}, ${connectionStatus}; cells ${cells.join(', ')}`;
+}"""
+STACKS_ON_SIGNAL = (
+    "import faulthandler, os, pathlib, signal\n"
+    "pathlib.Path('kernel.pid').write_text(str(os.getpid()))\n"
+    "faulthandler.register(signal.SIGUSR1, file=open('stacks.txt', 'w'), all_threads=True)\n"
+)
+"""Lets a test that waits in vain see where the kernel's threads are."""
 _OUTPUTS = "() => [...window.jupyterapp.shell.currentWidget.content.model.cells].map(c => c.outputs?.toJSON() ?? [])"
 _ASK = """async expression => {
     const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
@@ -154,7 +170,20 @@ class NotebookPage:
 
     def _run(self, command: str, seconds: float) -> None:
         self.page.evaluate(_RUN, command)
-        self.page.wait_for_function("() => window.hasRun", timeout=seconds * 1000)
+        try:
+            self.page.wait_for_function("() => window.hasRun", timeout=seconds * 1000)
+        except PageTimeoutError as error:
+            page = self.page.evaluate(_WHAT_RUNS)
+            raise AssertionError(f"{command} did not end in {seconds} s: {page}\n{self._kernel_stacks()}") from error
+
+    def _kernel_stacks(self) -> str:
+        """Returns where each thread of the kernel is, if the notebook's first cell was `STACKS_ON_SIGNAL`."""
+        number, stacks = self.server.work / "kernel.pid", self.server.work / "stacks.txt"
+        if not number.exists():
+            return "the notebook writes no stacks"
+        os.kill(int(number.read_text()), signal.SIGUSR1)
+        time.sleep(1)
+        return stacks.read_text()
 
     def _note(self, message: ConsoleMessage) -> None:
         if message.type == "error":

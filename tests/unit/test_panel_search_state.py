@@ -136,6 +136,14 @@ def test_the_room_that_is_proposed_lies_just_under_the_shown_run(state: SearchSt
     assert parse_bytes(beside.limit) == pytest.approx(0.9 * lab.records[0].peak_allocated_bytes, rel=1e-3)
 
 
+def test_the_proposed_limit_is_in_its_field_before_the_field_appears(state: SearchState) -> None:
+    view = SearchView(state)
+    in_field: list[str] = []
+    view._section.layout.observe(lambda _: in_field.append(view.limit.value), names=["display"])
+    state.is_open = True
+    assert in_field == ["76.000 GiB"]
+
+
 def test_every_point_of_the_front_comes_into_the_controls_as_it_is(state: SearchState, found: SearchResult) -> None:
     view = SearchView(state)
     state.limit = "59GiB"

@@ -63,8 +63,9 @@ class SearchView:
     def _show(self) -> None:
         state = self.state
         self.toggle.value = state.is_open
-        self._section.layout.display = None if state.is_open else "none"
+        # Before the section appears: a proposal that reaches the page while the user types joins what is typed.
         self.limit.value = state.limit
+        self._section.layout.display = None if state.is_open else "none"
         self.stop.disabled = not state.busy
         for part in (self.choice, self.table):
             part.layout.display = "none" if state.found is None else None

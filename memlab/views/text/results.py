@@ -102,7 +102,8 @@ def results_page(results: Iterable[Result], hardware: str = "") -> str:
         if plain is None:
             raise ValueError(f"{name} has no result without settings, must have one to compare with: measure it")
         versions = ", ".join(f"{package} {version}" for package, version in plain.record.versions.items())
-        repeats = min(len(result.seconds) for result in group)
+        counts = sorted({len(result.seconds) for result in group})
+        repeats = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         where = f"{plain.record.backend}, {hardware_of(plain.record, hardware)}"
         lines += [f"## {name}", f"Measured on {where}, with {versions}. Median of {repeats} steps.", ""]
         settings = [result for result in group if result.record.scenario.state == TrainingState()]
