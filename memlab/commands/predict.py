@@ -175,8 +175,10 @@ def _alternatives(fit: Fit) -> list[str]:
         limit_bytes = fit.gpu_memory_bytes - fit.outside_torch_bytes
         if fit.start_bytes > limit_bytes:
             start, limit = format_bytes(fit.start_bytes), format_bytes(limit_bytes)
-            return [f"no setting helps: a step starts with {start} of {limit}: take another layout or more GPUs"]
-        return ["no single setting makes it fit: let memlab search combine them, or take a smaller batch or more GPUs"]
+            starts = f"no setting helps: a step starts with {start} of {limit}"
+            return [f"{starts}: take another training state, another layout, or more GPUs"]
+        combined = "no single setting makes it fit: let memlab search combine them"
+        return [f"{combined}, or take another training state, a smaller batch, or more GPUs"]
     return ["these settings would make it fit, the cheapest first:", *(f"  {choice}" for choice in fit.alternatives)]
 
 

@@ -73,7 +73,7 @@ def nothing_fits_line(found: SearchResult) -> str:
     more = "let it take more steps, or " if found.num_left else ""
     return (
         f"{what}: '{least.settings}' has the lowest peak, {format_bytes(least.peak_allocated_bytes)}, and {why}: "
-        f"{more}take more devices, another layout or a shorter batch"
+        f"{more}take more devices, another layout, another training state, or a smaller batch"
     )
 
 
