@@ -46,6 +46,11 @@ def stays_after_build(state: TrainingState) -> bool:
     return state.overlap_cpu_optimizer_d2h_h2d or state.optimizer_offload_fraction < 1
 
 
+def with_inner(optimizer: Any) -> list[Any]:
+    """Returns an optimizer and, if it is a CPU optimizer, those that update its parameters on host and device."""
+    return [optimizer, *(optimizer.sub_optimizers if isinstance(optimizer, HybridDeviceOptimizer) else ())]
+
+
 def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
     """Yields what a CPU optimizer keeps besides what its ``param_groups`` and ``state`` name.
 

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core.tensor_parallel import random
 
 from memlab.config.settings import MemorySettings
-from memlab.model import apply_settings
+from memlab.model import apply_settings, cpu_optimizer
 from memlab.model.activation_offload import manager as offload_manager
 from memlab.model.build import LiveModel
 from memlab.model.data_parallel_overlap import forget_communication
@@ -28,7 +28,8 @@ def recover(live: LiveModel, settings: MemorySettings, error: BaseException) -> 
     release_tensors(error)
     random._unset_checkpointing()
     for part in live.optimizers:
-        _clear_incomplete_states(part.optimizer)
+        for optimizer in cpu_optimizer.with_inner(part.optimizer):
+            _clear_incomplete_states(optimizer)
     forget_communication(live)
     for module in live.modules():
         forget_pending_offload(module)

@@ -111,6 +111,22 @@ def test_the_audit_is_silent_where_the_precision_aware_optimizer_has_gradients_o
         assert (record.loss, record.peak_allocated_bytes) == (first.loss, first.peak_allocated_bytes)
 
 
+def test_an_update_that_runs_out_of_memory_can_be_repeated() -> None:
+    options: dict[str, Any] = {"num_layers": 2, "seq_length": 16, "backend": "cpu"}
+    options["state"] = replace(HALF, manual_gc=True)
+    with Lab("phi-4-tiny", **options) as lab:
+        expected = lab.step()
+    with Lab("phi-4-tiny", **options) as lab:
+        for share in (0.91, 0.95):  # where the device lacks memory for one moment of a parameter, or for both
+            lab.device_memory_bytes = int(share * expected.peak_allocated_bytes)
+            failed = lab.step(warm_up=False).out_of_memory
+            assert failed is not None and failed.failed_allocation.phase == "optimizer"
+        lab.device_memory_bytes = None
+        again = lab.step()
+    for name in ("loss", "static_bytes", "peak_allocated_bytes", "host_bytes"):
+        assert getattr(again, name) == getattr(expected, name), name
+
+
 def test_a_change_of_state_leaves_nothing_on_host_or_device() -> None:
     options: dict[str, Any] = {"num_layers": 1, "seq_length": 64, "backend": "simulated"}
     names = ("static_bytes", "peak_allocated_bytes", "host_bytes", "host_reserved_bytes")
