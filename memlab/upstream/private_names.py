@@ -746,6 +746,33 @@ _MEGATRON = (
         why="Which part of a parameter this rank updates.",
     ),
     Internal(
+        owner="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
+        names=("model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups"),
+        use="used",
+        where="model/build.py",
+        why="The parts of bf16 parameters that this rank updates, and their main parameters.",
+        on_instances=True,
+    ),
+    Internal(
+        owner="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel",
+        names=(
+            *("bucket_groups", "expert_parallel_bucket_groups", "use_forward_hook"),
+            "remove_forward_pre_hook_handles",
+        ),
+        use="used",
+        where="model/data_parallel_overlap.py",
+        why="Whether parameters are gathered in forward, and which communication a failed step has started.",
+        on_instances=True,
+    ),
+    Internal(
+        owner="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup",
+        names=("param_gather_handle", "grad_reduce_handle", "per_param_grad_ready_counts"),
+        use="used",
+        where="model/data_parallel_overlap.py",
+        why="What a failed step leaves of its communication.",
+        on_instances=True,
+    ),
+    Internal(
         owner="megatron.core.optimizer.optimizer:ChainedOptimizer",
         names=("chained_optimizers",),
         use="used",
