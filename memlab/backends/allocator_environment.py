@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 from memlab.config.allocator_settings import AllocatorSettings
+
+Number = TypeVar("Number", int, float)
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -30,9 +32,9 @@ def allocator_of_process() -> AllocatorSettings:
         if name == "expandable_segments":
             values[name] = value.lower() == "true"
         elif name == "garbage_collection_threshold":
-            values[name] = float(value) or None  # 0 never collects garbage
+            values[name] = _number(name, value, float) or None  # 0 never collects garbage
         elif name == "max_split_size_mb":
-            values[name] = int(value)
+            values[name] = _number(name, value, int)
     return AllocatorSettings(**values)
 
 
@@ -62,6 +64,15 @@ def start_with(requested: AllocatorSettings) -> AllocatorSettings:
     if requested != AllocatorSettings():
         os.environ[_VARIABLES[-1]] = str(requested)
     return requested
+
+
+def _number(name: str, text: str, kind: type[Number]) -> Number:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(
+            f"{name} is {text!r} in {_variable()}, must be a number: correct it, or leave it out"
+        ) from None
 
 
 def _variable() -> str:

@@ -243,11 +243,14 @@ class TrainingState:
         values: dict[str, Any] = {}
         for option in options:
             name, equals, text = option.partition("=")
-            if name not in names or name in values:
-                problem = "given twice" if name in values else "unknown"
+            if name in values:
                 raise ValueError(
-                    f"option {shortened(name)} of the training state is {problem}, must be one of {', '.join(names)}: "
-                    "give each once, as name or name=value"
+                    f"option {name!r} of the training state is given twice, must be given once: leave one out"
+                )
+            if name not in names:
+                raise ValueError(
+                    f"option {shortened(name)} of the training state is unknown, must be one of {', '.join(names)}: "
+                    "give each as name or name=value"
                 )
             values[name] = _value_of(text) if equals else True
         return cls(**values)

@@ -234,3 +234,6 @@ def test_a_process_has_the_options_that_it_was_started_with(monkeypatch: pytest.
     options = "roundup_power2_divisions:[256:1,max_split_size_mb:64], garbage_collection_threshold:0.6"
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", options)
     assert allocator_of_process() == AllocatorSettings(garbage_collection_threshold=0.6)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:")
+    with pytest.raises(ValueError, match="max_split_size_mb is '' in PYTORCH_ALLOC_CONF, must be a number"):
+        allocator_of_process()
