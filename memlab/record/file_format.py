@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from memlab._version import __version__
 
-FORMAT = 1
-"""Raised when an older memlab would misread what this one writes. Files of memlab 0.1.0 have no number; they are read,
-and what they do not contain takes its default."""
+FORMAT = 2
+"""Raised when an older memlab cannot read, or would misread, what this one writes. Format 2 has the training state.
+Files of memlab 0.1.0 have no number, and those of 0.2.0 have number 1. They are read: what they do not contain takes its
+default."""
 
 
 def check_format(number: object, written_by: str) -> None:

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 from memlab._version import __version__
+from memlab.config.training_state import TrainingState
+from memlab.record.file_format import FORMAT
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
 from tests.unit.builders import record_of, training_step
@@ -140,9 +142,9 @@ def test_a_timeline_of_petabytes_is_refused_before_it_is_unpacked(saved: Path) -
 
 
 def test_a_saved_record_has_a_format_and_loads_as_it_was(saved: Path) -> None:
-    assert json.loads((saved / "record.json").read_text())["format"] == 1
+    assert json.loads((saved / "record.json").read_text())["format"] == FORMAT
     with np.load(saved / "timeline.npz") as opened:
-        assert (int(opened["format"]), str(opened["memlab"])) == (1, __version__)
+        assert (int(opened["format"]), str(opened["memlab"])) == (FORMAT, __version__)
     record = StepRecord.load(saved)
     assert record == record_of(training_step())
     assert "format" not in record.to_dict()
@@ -158,22 +160,36 @@ def test_files_of_memlab_0_1_0_are_read() -> None:
         assert record.timeline is None or len(record.timeline)
 
 
+def test_files_of_memlab_0_2_0_are_read(saved: Path) -> None:
+    """They have format 1, and neither a training state nor a phase of the peak."""
+
+    def as_0_2_0_wrote_it(values: dict[str, Any]) -> None:
+        del values["peak_phase"], values["scenario"]["state"], values["scenario"]["allocator"]
+        del values["settings"]["offload_optimizer_except_update"]
+        values["format"] = 1
+
+    edited(saved, as_0_2_0_wrote_it)
+    record = StepRecord.load(saved)
+    assert (record.peak_phase, record.scenario.state) == ("", TrainingState())
+
+
 def test_a_newer_format_is_refused_with_the_version_that_wrote_it(saved: Path) -> None:
-    edited(saved, lambda values: values.update(format=2, versions={"memlab": "9.1.0"}))
+    edited(saved, lambda values: values.update(format=FORMAT + 1, versions={"memlab": "9.1.0"}))
     expected = (
-        f"memlab '9.1.0' wrote it in format 2, and this memlab, {__version__}, reads up to format 1: update memlab"
+        f"memlab '9.1.0' wrote it in format {FORMAT + 1}, and this memlab, {__version__}, reads up to format {FORMAT}: "
+        "update memlab"
     )
     assert expected in refusal(lambda: StepRecord.load(saved))
     with np.load(saved / "timeline.npz") as opened:
-        arrays = dict(opened) | {"format": np.int64(3), "memlab": np.array("9.2.0")}
+        arrays = dict(opened) | {"format": np.int64(FORMAT + 2), "memlab": np.array("9.2.0")}
     np.savez_compressed(saved / "timeline.npz", **arrays)
-    assert "memlab 9.2.0 wrote it in format 3" in refusal(lambda: Timeline.load(saved / "timeline.npz"))
+    assert f"memlab 9.2.0 wrote it in format {FORMAT + 2}" in refusal(lambda: Timeline.load(saved / "timeline.npz"))
 
 
 @pytest.mark.parametrize("number", [0, -1, True, "1", None, [], 1.5])
 def test_what_is_not_a_format_number_is_refused(saved: Path, number: object) -> None:
     edited(saved, lambda values: values.update(format=number))
-    assert "must be from 1 to 1" in refusal(lambda: StepRecord.load(saved))
+    assert "must be from 1 to 2" in refusal(lambda: StepRecord.load(saved))
 
 
 def test_hardware_is_saved_with_the_record_and_is_not_a_metric(tmp_path: Path) -> None:
