@@ -6,8 +6,9 @@ from memlab._version import __version__
 
 FORMAT = 2
 """Raised when an older memlab cannot read, or would misread, what this one writes. Format 2 has the training state.
-Files of memlab 0.1.0 have no number, and those of 0.2.0 have number 1. They are read: what they do not contain takes its
-default."""
+
+Files of memlab 0.1.0 have no number, and those of 0.2.0 have number 1. They are read, and what they do not contain has
+its default."""
 
 
 def check_format(number: object, written_by: str) -> None:
