@@ -70,9 +70,7 @@ class Recipe(ABC):
         """Returns the tensors of one matrix."""
 
     @abstractmethod
-    def quantize_rows(
-        self, splits: Splits, width: int, *, rowwise: bool = True, columnwise: bool, in_bulk: bool = True
-    ) -> Quantized:
+    def quantize_rows(self, splits: Splits, width: int, *, rowwise: bool = True, columnwise: bool) -> Quantized:
         """Returns the tensors of the activations of a grouped linear, `splits` rows for each expert."""
 
     def gather(
@@ -108,9 +106,7 @@ class TensorRecipe(Recipe):
     ) -> Quantized:
         return self._with_scales([rows], width, rowwise=rowwise, columnwise=columnwise)
 
-    def quantize_rows(
-        self, splits: Splits, width: int, *, rowwise: bool = True, columnwise: bool, in_bulk: bool = True
-    ) -> Quantized:
+    def quantize_rows(self, splits: Splits, width: int, *, rowwise: bool = True, columnwise: bool) -> Quantized:
         return self._with_scales(splits, width, rowwise=rowwise, columnwise=columnwise)
 
     def quantize_weights(
@@ -166,11 +162,7 @@ class BlockRecipe(Recipe):
             ]
         return made
 
-    def quantize_rows(
-        self, splits: Splits, width: int, *, rowwise: bool = True, columnwise: bool, in_bulk: bool = True
-    ) -> Quantized:
-        if not in_bulk:
-            return _joined([self.quantize(rows, width, rowwise=rowwise, columnwise=columnwise) for rows in splits])
+    def quantize_rows(self, splits: Splits, width: int, *, rowwise: bool = True, columnwise: bool) -> Quantized:
         made = Quantized()
         if rowwise:
             made.rowwise.append(self._bulk([(rows * width, self._scale_shape(rows, width)) for rows in splits]))
