@@ -137,8 +137,6 @@ def build_model(scenario: Scenario, provider: type, settings: MemorySettings) ->
     """
     seed_megatron(scenario.seed)
     config = transformer_config(scenario, settings)
-    config.memlab_routing = scenario.routing
-    config.memlab_separate_experts = scenario.state.optimizer_cpu_offload
     ddp_config = distributed_data_parallel_config(scenario)
     chunks: list[Any] = []
     try:

@@ -44,7 +44,7 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
             "moe_grouped_gemm": True,
             "moe_permute_fusion": True,
         }
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=scenario.num_layers,
         tensor_model_parallel_size=scenario.layout.tensor_model_parallel_size,
         context_parallel_size=scenario.layout.context_parallel_size,
@@ -83,6 +83,10 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
         **moe,
         **settings_fields(settings),
     )
+    # What memlab's own layers and dispatcher read, which get nothing but the config.
+    config.memlab_routing = scenario.routing
+    config.memlab_separate_experts = scenario.state.optimizer_cpu_offload
+    return config
 
 
 def state_fields(state: TrainingState) -> dict[str, Any]:

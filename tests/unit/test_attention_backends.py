@@ -186,6 +186,8 @@ def test_a_variable_or_a_package_that_contradicts_the_backend_is_refused(monkeyp
     monkeypatch.setitem(sys.modules, f"{engine}.utils", absent)
     with pytest.raises(ValueError, match="finds no flash-attn that it supports: install"):
         check_flash_attention_is_installed()
+    for name in ("NVTE_FLASH_ATTN", "NVTE_UNFUSED_ATTN"):  # Megatron sets them where it builds a model outside a job
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     check_environment("unfused")
     with pytest.raises(ValueError, match="NVTE_FUSED_ATTN is '0' in the environment, must be 1 or unset with"):
