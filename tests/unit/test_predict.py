@@ -209,7 +209,7 @@ def test_fitting_refuses_what_is_no_step_or_no_size_and_leaves_the_settings() ->
 def test_what_fits_in_a_warm_lab_fits_in_a_fresh_one() -> None:
     said = set()
     for name in ("phi-4-tiny", "qwen3-moe-tiny"):
-        with Lab(name, seq_length=4096, backend="simulated") as warm:
+        with Lab(name, num_layers=2, seq_length=4096, backend="simulated") as warm:
             plain = warm.step()
             least, cached = plain.peak_allocated_bytes, plain.peak_reserved_bytes
             assert cached is not None and cached > least
@@ -220,7 +220,7 @@ def test_what_fits_in_a_warm_lab_fits_in_a_fresh_one() -> None:
                 answers.append(warm.step().status)
         for room, answer in zip(rooms, answers, strict=True):
             if answer == "ok":
-                with Lab(name, seq_length=4096, backend="simulated") as fresh:
+                with Lab(name, num_layers=2, seq_length=4096, backend="simulated") as fresh:
                     fresh.device_memory_bytes = room
                     assert fresh.step().status == "ok", (name, room)
         said |= set(answers)
@@ -228,14 +228,14 @@ def test_what_fits_in_a_warm_lab_fits_in_a_fresh_one() -> None:
 
 
 UNEVEN = [
-    *("phi-4-tiny", "--num-layers", "8", "--seq-length", "8192", "--num-microbatches", "2", "--world-size", "2"),
+    *("phi-4-tiny", "--num-layers", "4", "--seq-length", "8192", "--num-microbatches", "2", "--world-size", "2"),
     *("--pipeline-model-parallel-size", "2"),
 ]
 
 
 def test_a_job_fits_where_each_rank_does_and_what_would_fit_does_on_all(capfd: pytest.CaptureFixture[str]) -> None:
     layout = Layout(pipeline_model_parallel_size=2)
-    workload: dict[str, Any] = {"num_layers": 8, "seq_length": 8192, "num_microbatches": 2}
+    workload: dict[str, Any] = {"num_layers": 4, "seq_length": 8192, "num_microbatches": 2}
     first, last = predict_ranks("phi-4-tiny", layout, **workload).values()
     assert last.peak_reserved_bytes is not None and last.peak_reserved_bytes < first.peak_allocated_bytes
     room = (last.peak_reserved_bytes + first.peak_allocated_bytes) // 2
