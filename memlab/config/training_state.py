@@ -11,20 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from memlab.config.from_json import build
 from memlab.config.validation import check_number, check_whole_number, shortened
 
-MAIN_GRADS_DTYPES = ("fp32", "bf16")
-MAIN_PARAMS_DTYPES = ("fp32", "fp16")
-MOMENT_DTYPES = ("fp32", "fp16", "bf16", "fp8")
-LOSSES = ("cross_entropy", "logprobs")
-CROSS_ENTROPY_FUSION_IMPLS = ("native", "te")
-ATTENTION_BACKENDS = ("auto", "fused", "flash", "unfused")
-FP8_FORMATS = ("e4m3", "hybrid")
 LOSS_OPTIONS = ("loss", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "logprobs_chunk_size")
-FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 MainGradsDtype = Literal["fp32", "bf16"]
 MainParamsDtype = Literal["fp32", "fp16"]
@@ -35,16 +27,18 @@ AttentionBackend = Literal["auto", "fused", "flash", "unfused"]
 Fp8Format = Literal["e4m3", "hybrid"]
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 
-_CHOICES = {
-    "main_grads_dtype": MAIN_GRADS_DTYPES,
-    "main_params_dtype": MAIN_PARAMS_DTYPES,
-    "exp_avg_dtype": MOMENT_DTYPES,
-    "exp_avg_sq_dtype": MOMENT_DTYPES,
-    "loss": LOSSES,
-    "cross_entropy_fusion_impl": CROSS_ENTROPY_FUSION_IMPLS,
-    "attention_backend": ATTENTION_BACKENDS,
-    "fp8_recipe": FP8_RECIPES,
+CHOICES: dict[str, tuple[str, ...]] = {
+    "main_grads_dtype": get_args(MainGradsDtype),
+    "main_params_dtype": get_args(MainParamsDtype),
+    "exp_avg_dtype": get_args(MomentDtype),
+    "exp_avg_sq_dtype": get_args(MomentDtype),
+    "loss": get_args(Loss),
+    "cross_entropy_fusion_impl": get_args(CrossEntropyFusionImpl),
+    "attention_backend": get_args(AttentionBackend),
+    "fp8_format": get_args(Fp8Format),
+    "fp8_recipe": get_args(Fp8Recipe),
 }
+"""The values of each option that is a choice; `fp8_format` may be None as well."""
 _OPTIMIZER_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 _MOST_ELEMENTS_OF_A_BUCKET = 2**40
 _MOST_TOKENS_OF_A_CHUNK = 2**26
@@ -133,10 +127,9 @@ class TrainingState:
             value = getattr(self, field.name)
             if field.default in (True, False) and not isinstance(value, bool) and field.type == "bool":
                 raise ValueError(f"{field.name} is {shortened(value)}, must be True or False: choose one of them")
-        for name, choices in _CHOICES.items():
-            _one_of(name, getattr(self, name), choices)
-        if self.fp8_format is not None:
-            _one_of("fp8_format", self.fp8_format, FP8_FORMATS)
+        for name, choices in CHOICES.items():
+            if name != "fp8_format" or self.fp8_format is not None:
+                _one_of(name, getattr(self, name), choices)
         for name, at_most in (
             ("ddp_bucket_size", _MOST_ELEMENTS_OF_A_BUCKET),
             ("logprobs_chunk_size", _MOST_TOKENS_OF_A_CHUNK),

@@ -20,17 +20,7 @@ from memlab.config.settings import (
     RECOMPUTE_MODULES,
     MemorySettings,
 )
-from memlab.config.training_state import (
-    ATTENTION_BACKENDS,
-    CROSS_ENTROPY_FUSION_IMPLS,
-    FP8_FORMATS,
-    FP8_RECIPES,
-    LOSSES,
-    MAIN_GRADS_DTYPES,
-    MAIN_PARAMS_DTYPES,
-    MOMENT_DTYPES,
-    TrainingState,
-)
+from memlab.config.training_state import CHOICES, TrainingState
 from memlab.config.validation import check_whole_number
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.units import format_bytes, parse_bytes
@@ -104,36 +94,28 @@ _SWITCHES = {
     "apply_rope_fusion": "rotate queries and keys in one kernel",
     "fp8_param_gather": "store the weight matrices in FP8",
 }
-_CHOICES_OF_STATE = {
+_CHOICE_HELP = {
     "main_grads_dtype": (
-        MAIN_GRADS_DTYPES,
-        "type of the gradients that the optimizer reads; bf16 saves only with --grad-reduce-in-bf16 (default fp32)",
+        "type of the gradients that the optimizer reads; bf16 saves only with --grad-reduce-in-bf16 (default fp32)"
     ),
-    "main_params_dtype": (MAIN_PARAMS_DTYPES, "type of the main parameters (default fp32)"),
-    "exp_avg_dtype": (MOMENT_DTYPES, "type of Adam's first moment (default fp32)"),
-    "exp_avg_sq_dtype": (MOMENT_DTYPES, "type of Adam's second moment (default fp32)"),
-    "loss": (
-        LOSSES,
-        "cross_entropy: language-model loss; logprobs: policy-gradient loss, as in RL (default cross_entropy)",
-    ),
+    "main_params_dtype": "type of the main parameters (default fp32)",
+    "exp_avg_dtype": "type of Adam's first moment (default fp32)",
+    "exp_avg_sq_dtype": "type of Adam's second moment (default fp32)",
+    "loss": "cross_entropy: language-model loss; logprobs: policy-gradient loss, as in RL (default cross_entropy)",
     "cross_entropy_fusion_impl": (
-        CROSS_ENTROPY_FUSION_IMPLS,
-        "fused cross entropy of Megatron (native) or of Transformer Engine (te) (default native)",
+        "fused cross entropy of Megatron (native) or of Transformer Engine (te) (default native)"
     ),
-    "attention_backend": (ATTENTION_BACKENDS, "which attention Transformer Engine uses (default auto)"),
-    "fp8_format": (FP8_FORMATS, "multiply matrices in this FP8 format (default: multiply them in --dtype)"),
-    "fp8_recipe": (
-        FP8_RECIPES,
-        "how FP8 tensors are scaled (default delayed); mxfp8 is predicted and was never measured",
-    ),
+    "attention_backend": "which attention Transformer Engine uses (default auto)",
+    "fp8_format": "multiply matrices in this FP8 format (default: multiply them in --dtype)",
+    "fp8_recipe": "how FP8 tensors are scaled (default delayed); mxfp8 is predicted and was never measured",
 }
 
 
 def _add_state_arguments(state: argparse._ArgumentGroup) -> None:
     for name, text in _SWITCHES.items():
         state.add_argument(_flag(name), action="store_true", default=None, help=text)
-    for name, (choices, text) in _CHOICES_OF_STATE.items():
-        state.add_argument(_flag(name), metavar=_choices(choices), help=text)
+    for name, text in _CHOICE_HELP.items():
+        state.add_argument(_flag(name), metavar=_choices(CHOICES[name]), help=text)
     for flag, text in (
         ("--no-use-distributed-optimizer", "keep the whole optimizer state on every data-parallel rank"),
         ("--no-pin-cpu-grads", "with --optimizer-cpu-offload: do not page-lock the gradients on the host"),

@@ -8,31 +8,10 @@ from typing import Any
 
 import ipywidgets
 
-from memlab.config.training_state import (
-    ATTENTION_BACKENDS,
-    CROSS_ENTROPY_FUSION_IMPLS,
-    FP8_FORMATS,
-    FP8_RECIPES,
-    LOSSES,
-    MAIN_GRADS_DTYPES,
-    MAIN_PARAMS_DTYPES,
-    MOMENT_DTYPES,
-    TrainingState,
-)
+from memlab.config.training_state import CHOICES, TrainingState
 from memlab.views.panel.state import LabState
 
 _NONE = "none"
-_CHOICES = {
-    "main_grads_dtype": MAIN_GRADS_DTYPES,
-    "main_params_dtype": MAIN_PARAMS_DTYPES,
-    "exp_avg_dtype": MOMENT_DTYPES,
-    "exp_avg_sq_dtype": MOMENT_DTYPES,
-    "loss": LOSSES,
-    "cross_entropy_fusion_impl": CROSS_ENTROPY_FUSION_IMPLS,
-    "attention_backend": ATTENTION_BACKENDS,
-    "fp8_format": (_NONE, *FP8_FORMATS),
-    "fp8_recipe": FP8_RECIPES,
-}
 _NUMBERS = {
     "ddp_bucket_size": "Elements of a bucket; 0 leaves it to Megatron's rule",
     "logprobs_chunk_size": "Tokens whose log-probabilities are computed at once; 0 computes all at once",
@@ -88,8 +67,9 @@ class StateControls:
         return groups
 
     def _control(self, name: str) -> Any:
-        if name in _CHOICES:
-            control = ipywidgets.Dropdown(options=_CHOICES[name], description=name)
+        if name in CHOICES:
+            none = [_NONE] if name == "fp8_format" else []
+            control = ipywidgets.Dropdown(options=[*none, *CHOICES[name]], description=name)
         elif name in _NUMBERS:
             kind = ipywidgets.FloatText if name == "optimizer_offload_fraction" else ipywidgets.IntText
             unset = " (0: unset)" if name in _MAY_BE_UNSET else ""
