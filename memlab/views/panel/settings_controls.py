@@ -81,7 +81,7 @@ class SettingsControls:
     def _between_steps(self) -> Any:
         places = {name: _GRADIENTS if name == "offload_gradients" else _DEVICE_OR_HOST for name in _GROUPS}
         boxes = [self._choice(name, _GROUPS[name], choices) for name, choices in places.items()]
-        boxes.append(self._choice(_EXCEPT_UPDATE, "the same, except in its update", _DEVICE_OR_HOST))
+        boxes.append(self._choice(_EXCEPT_UPDATE, "optimizer state, outside its update", _DEVICE_OR_HOST))
         return self._group("Between steps", boxes, (*_GROUPS, _EXCEPT_UPDATE))
 
     def _workload(self) -> Any:
