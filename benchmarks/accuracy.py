@@ -184,7 +184,12 @@ JOB_STATES: dict[str, tuple[dict[str, Any], ...]] = {
         LOW_PRECISION | OVERLAP,
         LOW_PRECISION | OVERLAP | {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
     ),
-    "EP2": ({}, OVERLAP, OVERLAP | {"use_distributed_optimizer": False}, LOW_PRECISION | OVERLAP),
+    "EP2": (
+        {},
+        OVERLAP,
+        {"use_distributed_optimizer": False, "overlap_grad_reduce": True},
+        LOW_PRECISION | OVERLAP,
+    ),
     "TP2": (
         {},
         {"cross_entropy_loss_fusion": True},
