@@ -1,0 +1,163 @@
+"""What runs in an engine: it starts, serves and ends the process of one rank. It imports no torch.
+
+Every function returns soon, so that an engine always answers and can always be told to end its process.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from importlib import metadata
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+from memlab._version import __version__
+
+LEASE_SECONDS = 25.0
+"""An engine ends its process if the notebook that started it has not asked for messages for so long."""
+_LOG_LINES = 5
+_PACKAGES = ("torch", "megatron-core", "transformer-engine", "ipyparallel")
+
+
+class _RankProcess:
+    """A process, who owns it, and when its owner was last heard of."""
+
+    def __init__(self, owner: str, served: str, variables: dict[str, str]) -> None:
+        self.owner = owner
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
+        self.connection, other_end = Pipe()
+        root = str(Path(__file__).parents[2])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        try:
+            self._process = subprocess.Popen(  # noqa: S603  # this interpreter
+                [sys.executable, "-m", "memlab.ranks.rank_process", str(other_end.fileno()), served],
+                pass_fds=[other_end.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                env=os.environ | {"PYTHONPATH": path} | variables,
+            )
+        finally:
+            other_end.close()
+        self.heard = time.monotonic()
+        threading.Thread(target=self._end_if_forgotten, daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def receive(self, seconds: float) -> list[bytes]:
+        received: list[bytes] = []
+        with suppress(EOFError, OSError):
+            while self.connection.poll(0 if received else seconds):
+                received.append(self.connection.recv_bytes())
+        return received
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self.connection.close()
+
+    def last_words(self) -> str:
+        """Returns how the process ended, and the last lines that it printed."""
+        code = self._process.wait()
+        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - 4000))
+        lines = [line for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
+        how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+        if code == -9:
+            how += " (by hand, or by the system where host memory ran out)"
+        return f"{how}; it printed last: {' / '.join(lines[-_LOG_LINES:])}" if lines else how
+
+    def _end_if_forgotten(self) -> None:
+        while self.is_running:
+            if time.monotonic() - self.heard > LEASE_SECONDS:
+                self._process.kill()
+            time.sleep(1)
+
+
+_own: _RankProcess | None = None
+
+
+def describe() -> dict[str, Any]:
+    """Returns where this engine runs, and the versions that a rank would have there."""
+    versions = {"memlab": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return {"host": socket.gethostname(), "pid": os.getpid(), "versions": versions}
+
+
+def start(owner: str, served: str, variables: dict[str, str]) -> int:
+    """Starts the process of a rank, or keeps the one that runs for this owner.
+
+    Args:
+        owner: Who may talk to the process.
+        served: ``module:class`` of the object that it makes.
+        variables: Environment variables of the process.
+
+    Returns:
+        Its number.
+
+    Raises:
+        ValueError: If another owner's process is running here.
+    """
+    global _own  # noqa: PLW0603  # an engine has one process
+    if _own is not None and _own.is_running:
+        if _own.owner != owner:
+            raise ValueError(
+                f"the engine runs a rank of another notebook ({_own.owner}): close its lab there, or end its kernel"
+            )
+        _own.heard = time.monotonic()
+        return _own.pid
+    _own = _RankProcess(owner, served, variables)
+    return _own.pid
+
+
+def send(owner: str, request: bytes) -> None:
+    """Passes a pickled request on to the process."""
+    process = _of(owner)
+    process.heard = time.monotonic()
+    with suppress(OSError):  # a process that has ended: `receive` says so
+        process.connection.send_bytes(request)
+
+
+def receive(owner: str, seconds: float) -> tuple[list[bytes], str]:
+    """Waits for messages of the process.
+
+    Args:
+        owner: Whose process.
+        seconds: How long at most, if there is no message yet.
+
+    Returns:
+        The pickled messages, and how the process ended, empty while it runs.
+    """
+    process = _of(owner)
+    process.heard = time.monotonic()
+    messages = process.receive(seconds)
+    return messages, "" if messages or process.is_running else process.last_words()
+
+
+def end(owner: str) -> None:
+    """Ends the process of this owner, if there is one."""
+    global _own  # noqa: PLW0603  # an engine has one process
+    if _own is not None and _own.owner == owner:
+        _own.end()
+        _own = None
+
+
+def _of(owner: str) -> _RankProcess:
+    if _own is None or _own.owner != owner:
+        raise ValueError("the engine has no process of this notebook any more: open the lab again")
+    return _own

@@ -1,0 +1,124 @@
+"""The process of one rank: it makes one object, calls its methods on request, and says every second that it lives.
+
+An engine starts it as ``python -m memlab.ranks.rank_process FILE_DESCRIPTOR MODULE:CLASS`` (`memlab.ranks.engine`). A
+process of its own can be ended whatever it does, which frees its memory and its GPU, and the engine stays usable.
+
+Requests and messages are pickled tuples. A request is ``(number, method, args, kwargs)``; number 0 is called at once,
+on a thread of its own, and has no answer. Messages are ``("alive", place)``, ``("progress", value)``,
+``("answer", number, value)`` and ``("error", number, error, text)``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+from multiprocessing.connection import Connection
+from typing import Any
+
+ALIVE_SECONDS = 1.0
+"""How often a process says that it lives."""
+
+_PR_SET_PDEATHSIG = 1
+_WAITING_FILES = ("torch/distributed/", "pipeline_parallel/p2p_communication", "tensor_parallel/mappings")
+"""Code in which a rank waits for other ranks."""
+
+
+def main() -> None:
+    """Serves requests until the engine's end of the connection is closed."""
+    connection, path = Connection(int(sys.argv[1])), sys.argv[2]
+    _end_with_parent()
+    outbox = _Outbox(connection)
+    requests: queue.Queue[tuple[int, str, tuple[Any, ...], dict[str, Any]]] = queue.Queue()
+    threading.Thread(target=_say_alive, args=(outbox, threading.main_thread()), daemon=True).start()
+    module, _, name = path.partition(":")
+    served = getattr(import_module(module), name)(lambda value: outbox.send(("progress", value)))
+    threading.Thread(target=_receive, args=(connection, requests, served), daemon=True).start()
+    while True:
+        number, method, args, kwargs = requests.get()
+        try:
+            message: tuple[Any, ...] = ("answer", number, getattr(served, method)(*args, **kwargs))
+            outbox.send(message)
+        except BaseException as error:  # noqa: BLE001  # whatever it is, the caller is told
+            outbox.send(("error", number, _portable(error), traceback.format_exc()))
+
+
+class _Outbox:
+    """Sends messages from several threads."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        packed = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        with self._lock:
+            try:
+                self._connection.send_bytes(packed)
+            except OSError:  # the engine is gone
+                os._exit(1)
+
+
+def _receive(connection: Connection, requests: queue.Queue[Any], served: Any) -> None:
+    while True:
+        try:
+            number, method, args, kwargs = pickle.loads(connection.recv_bytes())  # noqa: S301  # from the engine
+        except (EOFError, OSError):
+            os._exit(1)  # the engine is gone
+        if number == 0:
+            threading.Thread(target=getattr(served, method), args=args, kwargs=kwargs, daemon=True).start()
+        else:
+            requests.put((number, method, args, kwargs))
+
+
+def _say_alive(outbox: _Outbox, main_thread: threading.Thread) -> None:
+    own = threading.get_ident()
+    while True:
+        cpu = time.process_time()
+        time.sleep(ALIVE_SECONDS)
+        outbox.send(("alive", place_of_threads(own, time.process_time() - cpu)))
+
+
+def place_of_threads(own: int, cpu_seconds: float) -> dict[str, Any]:
+    """Returns where this process is, for a message about ranks that do not move.
+
+    Args:
+        own: The thread that asks, which is left out.
+        cpu_seconds: What the process computed since the last answer.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = {names.get(ident, ""): frame for ident, frame in sys._current_frames().items() if ident != own}
+    busy = next((frames[name] for name in frames if name.startswith("memlab")), frames.get("MainThread"))
+    stack = traceback.extract_stack(busy)[-12:] if busy is not None else []
+    innermost = f"{stack[-1].name} ({stack[-1].filename}:{stack[-1].lineno})" if stack else "nowhere"
+    waits = any(part in frame.filename for frame in stack for part in _WAITING_FILES)
+    return {"at": innermost, "waits": waits, "cpu_seconds": cpu_seconds}
+
+
+def _portable(error: BaseException) -> BaseException:
+    """Returns the error if it survives pickling, otherwise one with its words."""
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301  # made here
+    except Exception:  # noqa: BLE001  # an error class may fail in any way
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _end_with_parent() -> None:
+    """Asks Linux to kill this process when the engine dies, even while Python's threads cannot run."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+Report = Callable[[Any], None]
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""Engines that hold the ranks of a job: started on this machine, or connected to where they run already.
+
+The engines are ipyparallel's, which also brings launchers for MPI, Slurm, Kubernetes and ssh
+(https://ipyparallel.readthedocs.io). Each engine runs one rank in a process of its own (`memlab.ranks.engine`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import uuid
+import weakref
+from concurrent.futures import wait
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import ipyparallel
+
+from memlab.config.validation import check_whole_number
+from memlab.ranks import engine
+from memlab.ranks.guard import end_trees
+
+_START_SECONDS = 60
+ANSWER_SECONDS = 15.0
+"""An engine that does not answer for so long is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One engine: where it runs, and with which packages."""
+
+    number: int
+    """ipyparallel's."""
+    host: str
+    pid: int
+    versions: dict[str, str]
+
+    def __str__(self) -> str:
+        return f"engine {self.number} (process {self.pid} on {self.host})"
+
+
+class Ranks:
+    """Engines for the ranks of a `Lab`; `start` and `connect` make one.
+
+    An engine keeps the process of its rank between labs, so that the next lab starts at once. `close` ends what `start`
+    started; so does the end of this process, however it ends.
+    """
+
+    def __init__(self, client: ipyparallel.Client, local: _LocalCluster | None) -> None:
+        self.client = client
+        self._local = local
+        self.owner = f"process {os.getpid()} on {socket.gethostname()}, {uuid.uuid4().hex[:6]}"
+        """Names this connection to the engines, which serve one at a time."""
+        self.engines: list[Engine] = []
+        self.refresh()
+
+    @classmethod
+    def start(cls, number: int) -> Ranks:
+        """Starts engines on this machine. They listen on 127.0.0.1 only, and take a second or two each.
+
+        On GPUs rank n takes device n, and runs on the processors of the device's NUMA node.
+
+        Args:
+            number: How many; a lab may use fewer.
+
+        Raises:
+            ValueError: If the number is not a positive whole one, or the engines do not start.
+        """
+        check_whole_number("ranks", number, at_most=1024)
+        local = _LocalCluster()
+        try:
+            return cls(local.start(number), local)
+        except BaseException:
+            local.end()
+            raise
+
+    @classmethod
+    def connect(cls, profile: str = "default", cluster_id: str = "") -> Ranks:
+        """Connects to engines that run already, which were started with ``ipcluster start --profile=PROFILE``.
+
+        Args:
+            profile: The profile of ipyparallel that describes the cluster.
+            cluster_id: If the profile has several clusters, the one that ``ipcluster list`` shows.
+
+        Raises:
+            ValueError: If no such cluster answers, or it has no engines.
+        """
+        start = f"start it with: ipcluster start --profile={profile} -n NUMBER"
+        try:
+            client = ipyparallel.Client(profile=profile, cluster_id=cluster_id, timeout=10)
+        except (OSError, TimeoutError, ipyparallel.error.IPythonError) as error:
+            words = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(f"no cluster of profile {profile!r} answers ({words}): {start}") from error
+        if not client.ids:
+            client.close()
+            raise ValueError(f"the cluster of profile {profile!r} has no engines: {start}")
+        return cls(client, None)
+
+    def refresh(self) -> None:
+        """Asks which engines there are now; a local cluster first replaces the ones that have ended.
+
+        Raises:
+            ValueError: If an engine does not answer, or the engines have different versions.
+        """
+        if self._local is not None:
+            self._local.replace_lost(self.client, {known.number: known for known in self.engines})
+        numbers = list(self.client.ids)
+        asked = [self.call(number, engine.describe) for number in numbers]
+        wait(asked, timeout=ANSWER_SECONDS)
+        silent = [number for number, answer in zip(numbers, asked, strict=True) if not answer.done()]
+        if silent:
+            raise ValueError(
+                f"engines {', '.join(map(str, silent))} do not answer: end them, and start the cluster again"
+            )
+        found = [Engine(number, **answer.result()) for number, answer in zip(numbers, asked, strict=True)]
+        # Neighbouring ranks, which share tensors, on one host.
+        self.engines = sorted(found, key=lambda one: (one.host, one.number))
+        _require_equal_versions(self.engines)
+
+    def call(self, number: int, function: Any, *args: Any) -> ipyparallel.AsyncResult:
+        """Calls a function of `memlab.ranks.engine` in an engine, and returns the future answer."""
+        return self.client[number].apply_async(function, *args)
+
+    def kill(self, lost: Engine) -> None:
+        """Ends an engine that does not answer, if it runs on this machine."""
+        if lost.host == socket.gethostname():
+            end_trees([lost.pid])
+
+    @property
+    def is_on_this_machine(self) -> bool:
+        """Whether all engines run here."""
+        return {one.host for one in self.engines} == {socket.gethostname()}
+
+    def close(self) -> None:
+        """Ends the processes of this connection's ranks, and the engines if `start` started them."""
+        if self._local is None:
+            with suppress(OSError):
+                wait([self.call(one.number, engine.end, self.owner) for one in self.engines], timeout=ANSWER_SECONDS)
+        self.client.close()
+        if self._local is not None:
+            self._local.end()
+
+    def __len__(self) -> int:
+        return len(self.engines)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        hosts = {one.host for one in self.engines}
+        return f"Ranks({len(self)} engines on {', '.join(sorted(hosts))})"
+
+
+def _require_equal_versions(engines: list[Engine]) -> None:
+    for other in engines[1:]:
+        for package, version in engines[0].versions.items():
+            theirs = other.versions.get(package, "missing")
+            if theirs != version:
+                raise ValueError(
+                    f"{package} is {version} on {engines[0]} and {theirs} on {other}, must be the same on all ranks: "
+                    "install one version everywhere, and start the engines again"
+                )
+
+
+class _LocalCluster:
+    """ipyparallel's controller and engines on this machine, in a folder of their own, and the guard that ends them."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.mkdtemp(prefix="memlab-ranks-")  # of mode 0700: it holds the connection keys
+        root = str(Path(__file__).parents[2])
+        variables = {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+        self.cluster = ipyparallel.Cluster(
+            profile_dir=self.folder, controller_ip="127.0.0.1", log_level=40, shutdown_atexit=False
+        )
+        self.cluster.config.LocalEngineSetLauncher.environment = variables
+        self.cluster.config.LocalEngineSetLauncher.delay = 0
+        self._guard = subprocess.Popen(  # noqa: S603  # this interpreter
+            [sys.executable, "-m", "memlab.ranks.guard", self.folder],
+            env=os.environ | variables,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        self._end_at_exit = weakref.finalize(self, _close_input, self._guard)
+
+    def start(self, number: int) -> ipyparallel.Client:
+        self.cluster.start_controller_sync()
+        self._guard_over(self.cluster.controller)
+        client = self.cluster.connect_client_sync()
+        self._start_engines(client, number)
+        return client
+
+    def replace_lost(self, client: ipyparallel.Client, known: dict[int, Engine]) -> None:
+        """Starts an engine for each that has left."""
+        lost = set(known) - set(client.ids)
+        if lost:
+            self._start_engines(client, len(lost))
+
+    def _start_engines(self, client: ipyparallel.Client, number: int) -> None:
+        wanted = len(client.ids) + number
+        identity = self.cluster.start_engines_sync(number)
+        for launcher in self.cluster.engines[identity].launchers.values():
+            self._guard_over(launcher)
+        try:
+            client.wait_for_engines(wanted, timeout=_START_SECONDS, interactive=False)
+        except TimeoutError as error:
+            raise ValueError(
+                f"{number} engines did not start within {_START_SECONDS} s: look at the logs in {self.folder}/log"
+            ) from error
+
+    def _guard_over(self, launcher: Any) -> None:
+        assert self._guard.stdin is not None
+        self._guard.stdin.write(f"{launcher.pid}\n")
+        self._guard.stdin.flush()
+
+    def end(self) -> None:
+        self._end_at_exit()
+
+
+def _close_input(guard: subprocess.Popen[str]) -> None:
+    assert guard.stdin is not None
+    guard.stdin.close()
+    with suppress(subprocess.TimeoutExpired):
+        guard.wait(timeout=10)
