@@ -1,7 +1,8 @@
 """Plain values out of JSON that anything may have written: each field is checked against its dataclass's annotation.
 
 A file that is damaged, of another version or not JSON at all ends in a ``ValueError`` of one line, never in another
-exception: later code can rely on the types.
+exception: later code can rely on the types. `memlab.regression.checked_json` is a second reader, because the files of
+the nightly run hold values of any form, and only finite numbers (while a record may have a loss of NaN).
 """
 
 from __future__ import annotations

@@ -149,10 +149,10 @@ def without_optimizer_on_device(settings: MemorySettings, state: TrainingState) 
 
 
 def without_backward(settings: MemorySettings) -> dict[str, str]:
-    """Names what does nothing in a pass without backward, like `without_effect`: nothing is saved for backward."""
+    """Names what does nothing in a forward-only pass, like `without_effect`: nothing is saved for backward."""
     names = [name for name in ("recompute_granularity", "checkpoint_input_remedy") if getattr(settings, name)]
     names += [f"offload_modules:{name}" for name in settings.offload_modules or ()]
-    return dict.fromkeys(names, "a pass without backward saves nothing that could be recomputed or offloaded")
+    return dict.fromkeys(names, "a forward-only pass saves nothing that could be recomputed or offloaded")
 
 
 def _whole(layers: tuple[int, ...]) -> str:

@@ -2,6 +2,7 @@
 
 Python's JSON reader takes ``NaN``, ``Infinity``, integers of any length, nesting up to the recursion limit and half
 of a surrogate pair. Each of them passes a comparison wrongly or stops a later writer, so all are refused here.
+`memlab.config.from_json` is a second reader: a record may have a loss of NaN, and none of its values has a free form.
 """
 
 from __future__ import annotations

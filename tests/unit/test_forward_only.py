@@ -1,4 +1,4 @@
-"""Passes without backward: what they measure, and that they leave Megatron's offload manager alone, unless told not to."""
+"""Forward-only passes: what they measure, and that they leave Megatron's offload manager alone, unless told not to."""
 
 from __future__ import annotations
 
@@ -102,5 +102,5 @@ def test_what_only_backward_would_use_is_said_to_do_nothing_without_one(open_lab
     settings = replace(offload("moe_act"), recompute_granularity="selective", recompute_modules=("layernorm",))
     reasons = lab.forward_only(settings).without_effect
     assert set(reasons) == {"recompute_granularity", "offload_modules:moe_act"}
-    assert all("without backward" in reason for reason in reasons.values())
+    assert all("forward-only pass" in reason for reason in reasons.values())
     assert lab.step().without_effect == {}

@@ -28,10 +28,10 @@ from memlab.units import format_bytes, parse_bytes
 _LARGEST_MEMORY_BYTES = 2**50
 
 _LAYOUT_HELP = {
-    "tensor-model": "number of ranks that share each layer's matrices; above 1 with sequence parallelism (default 1)",
+    "tensor-model": "number of ranks that share each layer's matrices; 2 and more add sequence parallelism (default 1)",
     "context": "number of ranks that share each sequence (default 1)",
     "pipeline-model": "number of pipeline stages (default 1)",
-    "virtual-pipeline-model": "number of model chunks per stage; above 1 the schedule is interleaved (default 1)",
+    "virtual-pipeline-model": "number of model chunks per stage; 2 and more make the schedule interleaved (default 1)",
     "expert-model": "number of ranks that share the experts of a layer (default 1)",
     "expert-tensor": "number of ranks that share the matrices of an expert (default: the tensor parallel size)",
 }
@@ -86,17 +86,21 @@ _SWITCHES = {
     "grad_reduce_in_bf16": "accumulate and reduce gradients in bf16 (default: fp32)",
     "overlap_grad_reduce": "reduce the gradients of a bucket while backward computes the next one",
     "overlap_param_gather": "gather the parameters of a bucket while forward computes with those of the previous one",
-    "use_precision_aware_optimizer": "let Transformer Engine's Adam hold the main parameters; allows the types below",
+    "use_precision_aware_optimizer": (
+        "let Transformer Engine's Adam hold the main parameters; the flags for their type and for the types of main "
+        "gradients and moments need it"
+    ),
     "optimizer_cpu_offload": "keep main parameters and moments on the host, and update them on the CPU",
     "overlap_cpu_optimizer_d2h_h2d": "with --optimizer-cpu-offload: transfer some tensors while the CPU updates others",
-    "manual_gc": "collect Python's garbage before the first step; matters with --optimizer-cpu-offload",
+    "manual_gc": "collect Python's garbage before the first step; this frees memory only with --optimizer-cpu-offload",
     "cross_entropy_loss_fusion": "compute the cross entropy with fewer kernels",
     "apply_rope_fusion": "rotate queries and keys in one kernel",
     "fp8_param_gather": "store the weight matrices in FP8",
 }
 _CHOICE_HELP = {
     "main_grads_dtype": (
-        "type of the gradients that the optimizer reads; bf16 saves only with --grad-reduce-in-bf16 (default fp32)"
+        "type of the gradients that the optimizer reads; bf16 saves memory only with --grad-reduce-in-bf16 "
+        "(default fp32)"
     ),
     "main_params_dtype": "type of the main parameters (default fp32)",
     "exp_avg_dtype": "type of Adam's first moment (default fp32)",
@@ -146,7 +150,10 @@ def _add_state_arguments(state: argparse._ArgumentGroup) -> None:
 
 def _add_allocator_arguments(allocator: argparse._ArgumentGroup) -> None:
     allocator.add_argument(
-        "--expandable-segments", action="store_true", default=None, help="grow segments instead of reserving new ones"
+        "--expandable-segments",
+        action="store_true",
+        default=None,
+        help="enlarge the segments that are reserved already, instead of reserving more segments",
     )
     allocator.add_argument(
         "--garbage-collection-threshold",
@@ -213,15 +220,15 @@ def _add_settings_arguments(settings: argparse._ArgumentGroup) -> None:
         "--delta-offload-bytes-across-pp-ranks",
         type=whole_number,
         metavar="N",
-        help="bytes that each pipeline stage leaves on the device more than the stage before it (default 0; needs "
-        "megatron-core 0.19)",
+        help="number of bytes that each pipeline stage leaves on the device in addition to those of the stage before "
+        "it (default 0; needs megatron-core 0.19)",
     )
     settings.add_argument(
         "--fine-grained-offloading-max-inflight-offloads",
         type=whole_number,
         metavar="N",
-        help="per offload module, number of transfers that computation does not wait for (default: it waits for none; "
-        "needs megatron-core 0.19)",
+        help="number of transfers per offload module that may still be in progress while the model computes "
+        "(default: no limit; needs megatron-core 0.19)",
     )
     settings.add_argument(
         "--offload-parameters", action="store_true", default=None, help="keep parameters on the host between steps"
@@ -248,7 +255,8 @@ def add_pass_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--forward-only",
         action="store_true",
-        help="run only the forward pass, without gradients, as reinforcement learning does for log-probabilities",
+        help="take a forward-only pass (no gradients, no backward, no optimizer), as reinforcement learning does for "
+        "log-probabilities",
     )
     group.add_argument(
         "--device-memory",

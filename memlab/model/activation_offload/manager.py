@@ -49,7 +49,7 @@ def forget() -> None:
 def suspended(live: LiveModel) -> Iterator[None]:
     """Runs the block without activation offload, and leaves the manager unchanged.
 
-    A pass without backward would otherwise be the manager's warm-up, or use the groups of the next training step.
+    A forward-only pass would otherwise be the manager's warm-up, or use the groups of the next training step.
     NeMo-RL does the same (``suspend_activation_offload_for_forward_only``, NeMo-RL #2279).
     """
     manager = PipelineOffloadManager.get_instance()

@@ -27,7 +27,7 @@ class OffloadWatch:
     def __init__(self) -> None:
         self.transferred_bytes: dict[str, int] = {}
         self.misled = False
-        """Whether a pass without backward ran with offload on since the settings were applied."""
+        """Whether a forward-only pass ran with offload on since the settings were applied."""
         self._largest_kept_elements: dict[str, int] = {}
 
     @contextmanager
