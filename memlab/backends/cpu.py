@@ -18,6 +18,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memlab.backends import Backend, fused_adam, fused_cross_entropy
 from memlab.backends.cpu_adam import HostAdam
@@ -30,7 +31,7 @@ from memlab.meter.storage_meter import StorageMeter
 from memlab.model.layers import torch_moe
 from memlab.model.layers.fused_rope import fused_apply_rotary_pos_emb
 from memlab.model.layers.torch_layers import TorchProvider
-from memlab.model.process_group import join_alone, require_one_rank
+from memlab.model.process_group import join_with_gloo, require_started_ranks
 from memlab.units import format_bytes
 from memlab.upstream.patching import patched, swapped
 
@@ -41,7 +42,7 @@ def backend(reason: str) -> Backend:
         name="cpu",
         reason=reason,
         layer_provider=TorchProvider,
-        join=join_alone,
+        join=join_with_gloo,
         active=cuda_replaced,
         meter=StorageMeter,
         check=check,
@@ -50,12 +51,12 @@ def backend(reason: str) -> Backend:
 
 
 def check(scenario: Scenario) -> None:
-    """Checks that a scenario has one rank and no FP8, and that its model fits into host memory.
+    """Checks that the layout's ranks are started, that there is no FP8, and that its model fits into host memory.
 
     Raises:
         ValueError: If not.
     """
-    require_one_rank(scenario.layout)
+    require_started_ranks(scenario.layout)
     if scenario.state.fp8_format is not None:
         raise ValueError(
             f"fp8_format is {scenario.state.fp8_format!r}, which needs a GPU: leave it out, or predict the step "
@@ -96,6 +97,9 @@ def bytes_per_parameter(scenario: Scenario) -> int:
     return parameter + gradient + main_parameter + moments
 
 
+_wait = torch.distributed.Work.wait
+
+
 @contextmanager
 def cuda_replaced(calls: type[CudaOnCpu] = CudaOnCpu) -> Iterator[None]:
     """Lets Megatron run on this thread as if the CPU were a CUDA device, for the block.
@@ -124,7 +128,7 @@ def _replacements() -> dict[str, Any]:
 
     random, optimizer = "megatron.core.tensor_parallel.random", "megatron.core.optimizer"
     offload = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
-    moe = "megatron.core.transformer.moe.moe_utils"
+    moe, dispatcher = "megatron.core.transformer.moe.moe_utils", "megatron.core.transformer.moe.token_dispatcher"
     loss = "megatron.core.fusions.fused_cross_entropy"
     language_module = "megatron.core.models.common.language_module.language_module"
     by_megatron = {
@@ -136,6 +140,7 @@ def _replacements() -> dict[str, Any]:
         "torch.get_rng_state": random_state,
         "torch.from_numpy": from_numpy,
         "torch.Tensor.record_stream": lambda tensor, stream: None,
+        "torch.distributed.Work.wait": _wait_unseen,
         f"{random}._get_cuda_rng_state": random_state,
         f"{random}._set_cuda_rng_state": lambda state, *_, **__: torch.default_generator.set_state(state),
         f"{random}.FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: None),
@@ -152,6 +157,7 @@ def _replacements() -> dict[str, Any]:
         f"{moe}.fused_unpermute": torch_moe.unpermute,
         f"{moe}.fused_sort_chunks_by_index": torch_moe.sort_chunks_by_index,
         f"{moe}.fused_sort_chunks_by_index_with_probs": torch_moe.sort_chunks_by_index_with_probs,
+        f"{dispatcher}.maybe_move_tensor_to_cpu": _counts_to_host,
         f"{loss}.calculate_predicted_logits": fused_cross_entropy.native_predicted_logits,
         f"{loss}.calculate_gradients": fused_cross_entropy.native_gradients,
         f"{language_module}.te_parallel_cross_entropy": fused_cross_entropy.te_parallel_cross_entropy,
@@ -181,6 +187,17 @@ def _move_block(output: torch.Tensor, recomputed: torch.Tensor) -> None:
         output.untyped_storage().resize_(num_bytes)
         output.data.copy_(block)  # through .data, so that autograd sees no change
         del block
+
+
+def _wait_unseen(work: torch.distributed.Work, *timeout: Any) -> Any:
+    """Waits for a collective unmetered: gloo copies what it reduced out of a buffer of its own, and NCCL has none."""
+    with _disable_current_modes():
+        return _wait(work, *timeout)
+
+
+def _counts_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Copies numbers of tokens to the host: as an array, which does not hold the memory of the device's tensor."""
+    return tensor.numpy().copy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def _is_offloadable(tensor: torch.Tensor) -> bool:

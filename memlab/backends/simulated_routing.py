@@ -28,7 +28,6 @@ def chosen_routing() -> dict[str, Any]:
 
     return {
         f"{_MODULE}.MoEAlltoAllTokenDispatcher.preprocess": _with_chosen_map(MoEAlltoAllTokenDispatcher.preprocess),
-        f"{_MODULE}.maybe_move_tensor_to_cpu": _to_cpu,
     }
 
 
@@ -76,7 +75,3 @@ def _with_chosen_map(preprocess: Callable[..., Any]) -> Callable[..., Any]:
 @cache
 def _counts(routing: Routing, num_tokens: int, num_experts: int, topk: int, rank: int) -> list[int]:
     return routing.tokens_per_expert(num_tokens, num_experts, topk, rank)
-
-
-def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    return tensor.numpy().copy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

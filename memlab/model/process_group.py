@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -37,6 +38,14 @@ def join_with_nccl(layout: Layout) -> None:
         _join("nccl", layout)
 
 
+def join_with_gloo(layout: Layout) -> None:
+    """Joins the process group of the ranks that ``torchrun`` started on CPUs; a rank alone needs none of gloo."""
+    if layout.world_size > 1:
+        join_others("gloo")
+    else:
+        join_alone(layout)
+
+
 def join_others(distributed_backend: str) -> None:
     """Joins the process group of the ranks that ``torchrun`` started; each time under keys of its own.
 
@@ -45,21 +54,7 @@ def join_others(distributed_backend: str) -> None:
     """
     store, rank, world_size = next(torch.distributed.rendezvous("env://"))  # type: ignore[attr-defined]
     own_keys = torch.distributed.PrefixStore(f"memlab-{next(_numbers)}", store)  # type: ignore[attr-defined]
-    torch.distributed.init_process_group(distributed_backend, store=own_keys, rank=rank, world_size=world_size)
-
-
-def require_one_rank(layout: Layout) -> None:
-    """Checks that a layout has one rank, and that one was started.
-
-    Raises:
-        ValueError: If there are more.
-    """
-    started = _started_ranks()
-    if max(started, layout.world_size) > 1:
-        raise ValueError(
-            f"the layout ({layout}) has {layout.world_size} ranks, {started} were started, and the cpu backend steps "
-            "one alone: choose backend 'simulated' for one rank of any layout, or 'cuda'"
-        )
+    _init(distributed_backend, own_keys, rank, world_size)
 
 
 def require_started_ranks(layout: Layout) -> None:
@@ -86,12 +81,14 @@ def _started_ranks() -> int:
 
 def _join(distributed_backend: str, layout: Layout) -> None:
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # missing from torch's stubs
+    _init(distributed_backend, store, layout.rank, layout.world_size)
+
+
+def _init(distributed_backend: str, store: Any, rank: int, world_size: int) -> None:
     # torch replaces the hook for uncaught errors, once more for each group, and each adds the rank to every line.
     excepthook = sys.excepthook
     try:
-        torch.distributed.init_process_group(
-            distributed_backend, store=store, rank=layout.rank, world_size=layout.world_size
-        )
+        torch.distributed.init_process_group(distributed_backend, store=store, rank=rank, world_size=world_size)
     finally:
         sys.excepthook = excepthook
 

@@ -105,6 +105,14 @@ _TORCH = (
         why="The first needs the other ranks, the second looks up a backend for the device of fake tensors.",
     ),
     Internal(
+        owner="torch.distributed:Work",
+        names=("wait",),
+        use="replaced",
+        where="backends/cpu.py",
+        why="gloo copies a reduced part from a buffer of its own there; NCCL has no such buffer on the device.",
+        source="torch/csrc/distributed/c10d/init.cpp",
+    ),
+    Internal(
         owner="torch:UntypedStorage",
         names=("_cdata",),
         use="used",
@@ -565,10 +573,17 @@ _MEGATRON = (
     ),
     Internal(
         owner=_DISPATCHER,
-        names=("maybe_move_tensor_to_cpu", "gather_from_sequence_parallel_region"),
+        names=("gather_from_sequence_parallel_region",),
         use="replaced",
         where="backends/simulated_routing.py",
-        why="They move and gather those counts.",
+        why="It gathers those counts.",
+    ),
+    Internal(
+        owner=_DISPATCHER,
+        names=("maybe_move_tensor_to_cpu",),
+        use="replaced",
+        where="backends/cpu.py",
+        why="It copies numbers of tokens only from a CUDA device, and an array would hold the memory of the tensor.",
     ),
     Internal(
         owner=_DISPATCHER + ":MoEAlltoAllTokenDispatcher",

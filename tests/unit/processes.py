@@ -1,0 +1,81 @@
+"""Ranks as processes of this machine, started with the environment variables that ``torchrun`` sets."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_ROOT = Path(__file__).parents[2]
+
+
+def on_processes(count: int, job: Callable[..., Any], *arguments: Any, folder: Path, seconds: float = 240) -> list[Any]:
+    """Calls a function of a module of the tests in one process for each rank.
+
+    Args:
+        count: Number of ranks.
+        job: The function. Its arguments and what it returns are pickled.
+        *arguments: What it is called with, the same on every rank.
+        folder: An empty folder for what the ranks write.
+        seconds: When the ranks are killed that still run. They are killed at once when one of them fails.
+
+    Returns:
+        What the function returned, by rank.
+    """
+    # The ranks meet in a store of this process, as they do in that of torchrun's agent: no port can be taken meanwhile.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    (folder / "job").write_bytes(pickle.dumps((job, arguments)))
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(count),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": str(_ROOT),
+    }
+    ranks = []
+    try:
+        for rank in range(count):
+            environment = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with (folder / f"{rank}.log").open("wb") as log:
+                ranks.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", __name__, str(folder)], env=environment, stdout=log, stderr=log
+                    )
+                )
+        _wait(ranks, time.monotonic() + seconds)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    codes = [process.returncode for process in ranks]
+    logs = "".join(f"\nrank {rank}:\n{(folder / f'{rank}.log').read_text()}" for rank in range(count))
+    assert not any(codes), f"exit codes {codes}, -9 was killed{logs}"
+    return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(count)]  # noqa: S301  # our own
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float) -> None:
+    """Waits until all have ended, one has failed, or the time is up."""
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in ranks]
+        if any(codes) or None not in codes:
+            return
+        time.sleep(0.05)
+
+
+def _run_as_rank(folder: Path) -> None:
+    job, arguments = pickle.loads((folder / "job").read_bytes())  # noqa: S301  # our own
+    result = job(*arguments)
+    (folder / f"{os.environ['RANK']}.result").write_bytes(pickle.dumps(result))
+
+
+if __name__ == "__main__":
+    _run_as_rank(Path(sys.argv[1]))
