@@ -3,6 +3,7 @@
 One lab per family changes its state in place. A state that the CPU refuses (FP8) is skipped, with the reason.
 
     python -m benchmarks.state_soak --settings 50
+    python -m benchmarks.state_soak --settings 50 --only phi-4-tiny --skip 11     # goes on where a run was cut short
 """
 
 from __future__ import annotations
@@ -42,11 +43,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", type=int, default=50, help="random settings per state")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=FAMILIES, help="try the states of one model")
+    parser.add_argument("--skip", type=int, default=0, help="leave out this many states of each model, from the first")
     arguments = parser.parse_args()
     failed = 0
     for architecture, workload in FAMILIES.items():
+        if arguments.only not in (None, architecture):
+            continue
         with Lab(architecture, backend="cpu", **workload) as lab:  # type: ignore[arg-type]
-            for values in ({}, *STATES):
+            for values in ({}, *STATES)[arguments.skip :]:
                 started, state = time.monotonic(), TrainingState(**values)
                 try:
                     lab.check_state(state)

@@ -83,7 +83,7 @@ def _measure(
         # Inside as well: closing the lab of a rank that failed would wait for the others.
         with Lab(**workload, backend=arguments.backend) as lab, abort_job_on_error():
             lab.device_memory_bytes = arguments.device_memory
-            record = lab.forward_only(settings) if arguments.forward_only else lab.step(settings)
+            record = lab.forward_only(settings, warm_up=True) if arguments.forward_only else lab.step(settings)
             if arguments.out is not None:
                 save_record(record, rank_folder(arguments.out), snapshot=arguments.snapshot)
             if record.status != "ok" and world_size() > 1:

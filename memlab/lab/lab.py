@@ -269,6 +269,7 @@ class Lab:
         micro_batch_size: int | None = None,
         num_microbatches: int | None = None,
         suspend_offload: bool = True,
+        warm_up: bool = False,
     ) -> StepRecord:
         """Takes a pass without gradients, backward and optimizer, as reinforcement learning does for log-probabilities.
 
@@ -285,6 +286,8 @@ class Lab:
             suspend_offload: Keep Megatron's activation offload out of the pass, as NeMo-RL #2279 does. Without it the
                 pass replaces the offload manager's warm-up, or uses up the groups of the next training step: `apply`
                 makes the manager start over.
+            warm_up: Take the same pass once before, without a record. A model's first pass compiles kernels, and
+                allocates what later passes find, such as the rotary angles and cuBLAS's workspaces.
 
         Returns:
             The record, also appended to `records`; with the same workload, the same loss as a training step's.
@@ -293,7 +296,7 @@ class Lab:
             ValueError: If the settings or the workload break a rule.
         """
         scenario = self._with_workload(seq_length, micro_batch_size, num_microbatches)
-        return self._session.forward_only(settings, scenario, suspend_offload=suspend_offload)
+        return self._session.forward_only(settings, scenario, suspend_offload=suspend_offload, warm_up=warm_up)
 
     def _with_workload(
         self, seq_length: int | None, micro_batch_size: int | None, num_microbatches: int | None

@@ -84,8 +84,9 @@ def _predictions(measured: Sequence[StepRecord]) -> Iterator[StepRecord]:
                     lab.close()
                 lab = Lab(**model, **workload, backend="simulated")
             lab.set_workload(**workload)
-            step = lab.forward_only if record.forward_only else lab.step
-            yield replace(step(record.settings), timeline=None)
+            settings = record.settings
+            predicted = lab.forward_only(settings, warm_up=True) if record.forward_only else lab.step(settings)
+            yield replace(predicted, timeline=None)
             lab.records.clear()
     finally:
         if lab is not None:

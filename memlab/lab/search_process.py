@@ -43,7 +43,7 @@ def stepping(scenario: Scenario, *, forward_only: bool = False) -> Iterator[Step
 
         def step(settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
             lab.device_memory_bytes = limit_bytes
-            record = lab.forward_only(settings) if forward_only else lab.step(settings)
+            record = lab.forward_only(settings, warm_up=True) if forward_only else lab.step(settings)
             lab.records.clear()  # the timelines of a hundred steps of a large model exceed a laptop's memory
             return record
 

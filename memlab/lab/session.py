@@ -119,7 +119,9 @@ class Session:
 
         return self.worker.start(take_step, before=self._stop.clear)
 
-    def forward_only(self, settings: MemorySettings | None, scenario: Scenario, *, suspend_offload: bool) -> StepRecord:
+    def forward_only(
+        self, settings: MemorySettings | None, scenario: Scenario, *, suspend_offload: bool, warm_up: bool
+    ) -> StepRecord:
         """Implements `Lab.forward_only`."""
         requested = self.stepper.settings if settings is None else settings
         self.check(requested)
@@ -128,7 +130,11 @@ class Session:
             self._apply_if_changed(requested)
             is_other = scenario != self.stepper.scenario
             with self.stepper.workload_of_a_pass(scenario):
-                record = self.stepper.step(forward_only=True, suspend_offload=suspend_offload)
+                if warm_up:
+                    self.stepper.release_garbage()
+                    record = self.stepper.step(forward_only=True, suspend_offload=suspend_offload)
+                if not warm_up or record.status == "ok":
+                    record = self.stepper.step(forward_only=True, suspend_offload=suspend_offload)
             self._is_steady = self._is_steady and record.status == "ok" and not is_other
             record = name_smaller_loss(record)
             self.records.append(record)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 
 import megatron.core
 import pytest
 
+from memlab.cli import main
 from memlab.config.settings import MemorySettings
 from memlab.lab.lab import Lab
 from memlab.vocabulary import PHASES
@@ -34,6 +36,34 @@ def test_a_forward_only_pass_has_the_loss_and_keeps_nothing(
     assert lab.records == [trained, record]
     assert lab._stepper.live.chunk.training
     assert "forward only" in str(record)
+
+
+def test_a_warm_pass_equals_all_that_follow_as_the_first_of_a_model_does_not(open_lab: Callable[..., Lab]) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    first, second = lab.forward_only(), lab.forward_only()
+    lab.close()
+    lab = open_lab("qwen3-moe-tiny")
+    warm = lab.forward_only(warm_up=True)
+    assert (len(lab.records), warm.step_index, warm.loss) == (1, 1, second.loss)
+    assert first.static_bytes < second.static_bytes == warm.static_bytes  # the rotary angles
+    assert warm.peak_allocated_bytes == second.peak_allocated_bytes
+
+
+def test_a_warm_up_that_does_not_fit_is_the_record(open_lab: Callable[..., Lab]) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    lab.device_memory_bytes = lab.forward_only().peak_allocated_bytes - 1
+    record = lab.forward_only(warm_up=True)
+    assert (record.status, record.step_index) == ("out_of_memory", 1)
+
+
+@pytest.mark.parametrize(("command", "backend"), [("measure", ["--backend", "cpu"]), ("predict", [])])
+def test_both_commands_take_a_pass_before_the_one_that_they_report(
+    command: str, backend: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = ["qwen3-moe-tiny", "--num-layers", "2", "--seq-length", "64"]
+    assert main([command, *model, *backend, "--forward-only", "--json"]) == 0
+    record = json.loads(capfd.readouterr().out)
+    assert (record["forward_only"], record["step_index"]) == (True, 1)
 
 
 def test_only_the_parameters_are_brought_back_for_it(open_lab: Callable[..., Lab]) -> None:

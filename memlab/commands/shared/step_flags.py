@@ -256,7 +256,7 @@ def add_pass_arguments(parser: argparse.ArgumentParser) -> None:
         "--forward-only",
         action="store_true",
         help="take a forward-only pass (no gradients, no backward, no optimizer), as reinforcement learning does for "
-        "log-probabilities",
+        "log-probabilities, after one that is not recorded",
     )
     group.add_argument(
         "--device-memory",
