@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # the one list of public names; the module reads it below
     from memlab.exercises import failure as failure
     from memlab.lab.lab import Lab as Lab
     from memlab.lab.predictions import predict_ranks as predict_ranks
+    from memlab.ranks.ranks import Ranks as Ranks
+    from memlab.record.job_record import JobRecord as JobRecord
     from memlab.record.notebook_result import finish as finish
     from memlab.record.step_record import StepRecord as StepRecord
     from memlab.record.timeline import Timeline as Timeline

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from memlab.backends import find_backend
+from memlab.backends import Backend, find_backend
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import Architecture
 from memlab.config.layout import Layout
@@ -20,18 +20,21 @@ from memlab.config.scenario import Dtype, Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.fitting.does_it_fit import Fit
-from memlab.lab.probes import Probes
+from memlab.lab.job_session import JobBackend, JobSession
+from memlab.lab.probes import Probes, check_device_memory, judge_with_steps
 from memlab.lab.progress import Progress
 from memlab.lab.residency import ResidencyControl
 from memlab.lab.session import Session
+from memlab.lab.stepper import Stepper
 from memlab.model.retention import megatron_globals
 from memlab.model.retention.activation_tap import Tap
 from memlab.model.retention.retained_leaves import Retained
+from memlab.ranks.ranks import Ranks
 from memlab.record.offload_audit import OffloadAudit
 from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.state_change import StateChange
 from memlab.record.step_record import StepRecord
-from memlab.record.transfer import Transfer
+from memlab.record.transfer import Action, Transfer, check_groups
 
 __all__ = ["Lab", "Progress"]
 
@@ -60,9 +63,14 @@ class Lab:
         allocator: Options of torch's allocator, for predicted reserved bytes; None are torch's defaults, and on a GPU
             those that the process was started with.
         backend: ``auto`` or a name of `memlab.backends.BACKENDS`.
+        ranks: Engines that run the ranks of the layout (`memlab.Ranks`). Every method then acts on all ranks, and a
+            step's record is a `JobRecord`. If a rank fails, the step ends on all of them, and the next call builds the
+            job again, with the weights of the seed. None is a model in this process: one rank, or this rank of the
+            job under ``torchrun``.
 
     Raises:
         ValueError: If a value breaks its rule.
+        RankFailed: If a rank failed while the job was built.
     """
 
     _open: Lab | None = None
@@ -83,6 +91,7 @@ class Lab:
         state: TrainingState | None = None,
         allocator: AllocatorSettings | None = None,
         backend: str = "auto",
+        ranks: Ranks | None = None,
     ) -> None:
         scenario = Scenario.of(
             architecture,
@@ -98,37 +107,35 @@ class Lab:
             state=state or TrainingState(),
             allocator=allocator or AllocatorSettings(),
         )
-        self.backend = find_backend(backend)
-        if self.backend.computes and scenario.routing != Routing():
-            raise ValueError(
-                f"routing is {scenario.routing}, and on the {self.backend.name} backend the router decides: "
-                "leave it out, or choose backend 'simulated'"
-            )
-        if allocator is None:
-            scenario = replace(scenario, allocator=self.backend.allocator())
-        self.backend.check(scenario)
+        self._session: Session | JobSession
+        if ranks is not None:
+            self._session = JobSession(scenario, ranks, backend, {"allocator": allocator})
+        else:
+            self._session = _session_here(scenario, backend, allocator)
+        self._worker = self._session.worker
         _close_open_lab()
-        self._session = Session(scenario, self.backend)
-        self._residency = ResidencyControl(self._session)
-        self._probes = Probes(self._session)
-        self._stepper, self._worker = self._session.stepper, self._session.worker
         Lab._open = self
         try:
-            self._worker.submit(self._stepper.build).result()
+            self._session.build()
         except BaseException:
             self._worker.end()  # a build that Ctrl-C interrupted runs to its end first
             megatron_globals.forget()
             raise
 
     @property
+    def backend(self) -> Backend | JobBackend:
+        """Where the model runs: its `name`, and the `reason` why it was chosen."""
+        return self._session.backend
+
+    @property
     def scenario(self) -> Scenario:
         """What a step runs; `set_workload` and `set_state` change it."""
-        return self._stepper.scenario
+        return self._session.scenario
 
     @property
     def settings(self) -> MemorySettings:
         """The current settings; `apply`, `step`, `submit` and `forward_only` change them."""
-        return self._stepper.settings
+        return self._session.settings
 
     @property
     def records(self) -> list[StepRecord]:
@@ -314,11 +321,16 @@ class Lab:
 
         It applies to buffers that are allocated from now on: set it before the groups are first offloaded.
         """
-        return self._residency.pinned_host_memory
+        if isinstance(self._session, JobSession):
+            return all(self._session.get("pinned_host_memory"))
+        return ResidencyControl(self._session).pinned_host_memory
 
     @pinned_host_memory.setter
     def pinned_host_memory(self, pinned: bool) -> None:
-        self._residency.pinned_host_memory = pinned
+        if isinstance(self._session, JobSession):
+            self._session.set("pinned_host_memory", pinned)
+        else:
+            ResidencyControl(self._session).pinned_host_memory = pinned
 
     def offload(self, *groups: str) -> Transfer:
         """Transfers groups from the device to the host between two steps; the next step loads them again.
@@ -329,7 +341,7 @@ class Lab:
         Raises:
             ValueError: If a name is unknown.
         """
-        return self._residency.transfer("offload", groups)
+        return self._transfer("offload", groups)
 
     def load(self, *groups: str) -> Transfer:
         """Transfers groups from the host to the device between two steps.
@@ -340,7 +352,7 @@ class Lab:
         Raises:
             ValueError: If a name is unknown.
         """
-        return self._residency.transfer("load", groups)
+        return self._transfer("load", groups)
 
     def hand_over(self) -> Transfer:
         """Copies the parameters to the host for a rollout engine, as a weight sync does.
@@ -348,11 +360,17 @@ class Lab:
         Raises:
             ValueError: If the parameters are not on the device.
         """
-        return self._residency.transfer("hand over", ("parameters",))
+        return self._transfer("hand over", ("parameters",))
+
+    def _transfer(self, action: Action, groups: tuple[str, ...]) -> Transfer:
+        if isinstance(self._session, JobSession):
+            check_groups(groups)
+            return self._session.transfer(action, groups)
+        return ResidencyControl(self._session).transfer(action, groups)
 
     def audit_residency(self) -> ResidencyAudit:
         """Finds where parameters, gradients and optimizer state are, and compares it with what was requested."""
-        return self._residency.audit()
+        return ResidencyControl(self._one_rank("audit_residency")).audit()
 
     def residency_fault(self, name: str) -> AbstractContextManager[None]:
         """Within the block, transfers have an error that a real project once had; outside it, all is on the device.
@@ -363,7 +381,7 @@ class Lab:
         Raises:
             ValueError: If there is no such fault, another one is active, or the model lacks what the fault needs.
         """
-        return self._residency.fault(name)
+        return ResidencyControl(self._one_rank("residency_fault")).fault(name)
 
     def groups_used(self) -> dict[str, tuple[str, ...]]:
         """Takes a step and a weight sync that are not recorded, and finds which groups each phase touches.
@@ -374,7 +392,7 @@ class Lab:
         Raises:
             torch.OutOfMemoryError: If the step runs out of memory; the model is usable afterwards.
         """
-        return self._residency.groups_used()
+        return ResidencyControl(self._one_rank("groups_used")).groups_used()
 
     @property
     def device_memory_bytes(self) -> int | None:
@@ -383,11 +401,12 @@ class Lab:
         Raises:
             ValueError: When it is set to something other than a positive number of bytes or None.
         """
-        return self._probes.device_memory_bytes
+        return self._session.device_memory_bytes
 
     @device_memory_bytes.setter
     def device_memory_bytes(self, num_bytes: int | None) -> None:
-        self._probes.device_memory_bytes = num_bytes
+        check_device_memory(num_bytes)
+        self._session.limit_device_memory(num_bytes)
 
     def fit(self, record: StepRecord, gpu_memory: str | int) -> Fit:
         """Compares a step with a GPU's memory; if it does not fit, takes a step under each setting that may fit.
@@ -401,7 +420,7 @@ class Lab:
         Raises:
             ValueError: If the size is not one, or the step did not finish.
         """
-        return self._probes.fit(record, gpu_memory)
+        return judge_with_steps(self, record, gpu_memory)
 
     def audit_offload(self, settings: MemorySettings) -> OffloadAudit:
         """Compares what activation offload was expected to free with what it saves, to the byte.
@@ -415,11 +434,11 @@ class Lab:
             ValueError: If nothing is offloaded, under full recompute (what is offloaded then is saved in backward), if
                 the settings break another rule, or if one of the steps does not finish.
         """
-        return self._probes.audit_offload(settings)
+        return Probes(self._one_rank("audit_offload")).audit_offload(settings)
 
     def retained(self) -> list[Retained]:
         """Finds what module attributes keep alive between steps through their autograd graphs, and by which path."""
-        return self._probes.retained()
+        return Probes(self._one_rank("retained")).retained()
 
     def tap(self, layer: int, *, guarded: bool = True) -> AbstractContextManager[Tap]:
         """Within the block, keeps one layer's output alive after each forward, as a probe or an auxiliary head does.
@@ -432,7 +451,7 @@ class Lab:
         Raises:
             ValueError: If there is no such layer.
         """
-        return self._probes.tap(layer, guarded=guarded)
+        return Probes(self._one_rank("tap")).tap(layer, guarded=guarded)
 
     def unmetered_step_seconds(self) -> float:
         """Takes a step without metering it and returns its duration, to compare with a metered one.
@@ -442,14 +461,55 @@ class Lab:
         Raises:
             ValueError: If no metered step has been taken under the current settings.
         """
-        return self._probes.unmetered_step_seconds()
+        return Probes(self._one_rank("unmetered_step_seconds")).unmetered_step_seconds()
+
+    def each(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Calls a method of the lab on every rank at the same time.
+
+        For methods whose answer is about one process, such as `audit_residency`, `groups_used` and `retained`.
+
+        Args:
+            method: Its name.
+            *args: Its arguments.
+            **kwargs: Its named arguments.
+
+        Returns:
+            The answers, in the order of the ranks; of a lab without `ranks`, one answer.
+
+        Raises:
+            ValueError: If there is no such method, or a rank refuses the arguments.
+        """
+        if method.startswith("_") or not callable(getattr(type(self), method, None)):
+            raise ValueError(f"method is {method!r}, must be a method of Lab, such as 'audit_residency': give one")
+        if isinstance(self._session, JobSession):
+            return self._session.each(method, *args, **kwargs)
+        return [getattr(self, method)(*args, **kwargs)]
+
+    def _one_rank(self, method: str) -> Session:
+        """Returns the session of a model in this process, which the method looks into.
+
+        Raises:
+            ValueError: If the lab has its ranks in other processes.
+        """
+        if isinstance(self._session, JobSession):
+            instead = f"lab.each({method!r}, ...), which answers for every rank"
+            if method in ("residency_fault", "tap", "drop"):
+                instead = "it on a lab without ranks"
+            raise ValueError(
+                f"{method} looks into one process, and this lab has {self.scenario.layout.world_size}: call {instead}"
+            )
+        return self._session
+
+    @property
+    def _stepper(self) -> Stepper:
+        return self._one_rank("_stepper").stepper
 
     def close(self) -> None:
         """Frees everything: model, optimizer, process group, thread. Records stay readable. Twice is harmless."""
         self._worker.refuse_on_own_thread()
         self.stop()
         try:
-            self._worker.finish(self._stepper.release)
+            self._session.close()
         finally:
             self._leave()
 
@@ -459,7 +519,8 @@ class Lab:
         Returns:
             Device bytes by holder; an empty dict if dropping the names was enough. All of it is free afterwards.
         """
-        left = self._session.run_exclusive(self._stepper.drop)
+        session = self._one_rank("drop")
+        left = session.run_exclusive(session.stepper.drop)
         self._worker.end()
         self._leave()
         return left
@@ -471,11 +532,29 @@ class Lab:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else f"{self._stepper.num_steps} steps"
+        state = "closed" if self.closed else f"{self._session.num_steps} steps"
         return f"Lab({self.scenario}, {self.backend.name}, {self.settings}, {state})"
 
     def _leave(self) -> None:
         Lab._open = None if Lab._open is self else Lab._open
+
+
+def _session_here(scenario: Scenario, backend_name: str, allocator: AllocatorSettings | None) -> Session:
+    """Makes the session of a model in this process.
+
+    Raises:
+        ValueError: If the backend cannot build the scenario.
+    """
+    backend = find_backend(backend_name)
+    if backend.computes and scenario.routing != Routing():
+        raise ValueError(
+            f"routing is {scenario.routing}, and on the {backend.name} backend the router decides: "
+            "leave it out, or choose backend 'simulated'"
+        )
+    if allocator is None:
+        scenario = replace(scenario, allocator=backend.allocator())
+    backend.check(scenario)
+    return Session(scenario, backend)
 
 
 def _close_open_lab() -> None:

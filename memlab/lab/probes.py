@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
@@ -28,26 +29,6 @@ class Probes:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._stepper = session.stepper
-
-    @property
-    def device_memory_bytes(self) -> int | None:
-        """Implements `Lab.device_memory_bytes`."""
-        return self._stepper.meter.device_memory_bytes
-
-    @device_memory_bytes.setter
-    def device_memory_bytes(self, num_bytes: int | None) -> None:
-        if num_bytes is not None and (not isinstance(num_bytes, int) or isinstance(num_bytes, bool) or num_bytes < 1):
-            raise ValueError(
-                f"device_memory_bytes is {num_bytes!r}, must be a whole number of at least 1, or None: give the "
-                "device's size in bytes, or None for an unlimited one"
-            )
-        meter = self._stepper.meter
-
-        def set_limit() -> None:
-            meter.device_memory_bytes = num_bytes
-
-        # A job on a device of that size would have allocated its optimizer state within it: warm up again.
-        self._session.run_exclusive(set_limit, disturbs=num_bytes != meter.device_memory_bytes)
 
     def audit_offload(self, settings: MemorySettings) -> OffloadAudit:
         """Implements `Lab.audit_offload`."""
@@ -77,26 +58,6 @@ class Probes:
             )
         return record
 
-    def fit(self, record: StepRecord, gpu_memory: str | int) -> Fit:
-        """Implements `Lab.fit`."""
-        num_bytes = parse_bytes(gpu_memory) if isinstance(gpu_memory, str) else gpu_memory
-        if not isinstance(num_bytes, int) or isinstance(num_bytes, bool) or num_bytes < 1:
-            raise ValueError(f"gpu_memory is {gpu_memory!r}, must be at least 1 byte: give a size such as '80GiB'")
-        if record.status != "ok":
-            raise ValueError(f"{record} did not finish, so memlab cannot compare it with a GPU: take a step that fits")
-        limit_before, settings_before = self.device_memory_bytes, self._stepper.settings
-
-        def step(settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
-            self.device_memory_bytes = limit_bytes
-            return self._session.step(settings)
-
-        try:
-            return judge_fit(record, step, num_bytes)
-        finally:
-            self.device_memory_bytes = limit_before
-            if self._stepper.settings != settings_before:
-                self._session.apply(settings_before)
-
     def retained(self) -> list[Retained]:
         """Implements `Lab.retained`."""
         return self._session.run_exclusive(lambda: find_retained(self._stepper.live))
@@ -120,6 +81,53 @@ class Probes:
                 "an unmetered step is compared with a metered one: take a step under the current settings first"
             )
         return self._session.run_exclusive(lambda: _unmetered_step_seconds(self._stepper), disturbs=True)
+
+
+def check_device_memory(num_bytes: int | None) -> None:
+    """Checks a value for `Lab.device_memory_bytes`.
+
+    Raises:
+        ValueError: If it is neither a positive whole number nor None.
+    """
+    if num_bytes is not None and (not isinstance(num_bytes, int) or isinstance(num_bytes, bool) or num_bytes < 1):
+        raise ValueError(
+            f"device_memory_bytes is {num_bytes!r}, must be a whole number of at least 1, or None: give the "
+            "device's size in bytes, or None for an unlimited one"
+        )
+
+
+class _Steps(Protocol):
+    """What `judge_with_steps` needs of a lab."""
+
+    device_memory_bytes: int | None
+
+    @property
+    def settings(self) -> MemorySettings: ...
+
+    def step(self, settings: MemorySettings | None = None) -> StepRecord: ...
+
+    def apply(self, settings: MemorySettings) -> None: ...
+
+
+def judge_with_steps(lab: _Steps, record: StepRecord, gpu_memory: str | int) -> Fit:
+    """Implements `Lab.fit`."""
+    num_bytes = parse_bytes(gpu_memory) if isinstance(gpu_memory, str) else gpu_memory
+    if not isinstance(num_bytes, int) or isinstance(num_bytes, bool) or num_bytes < 1:
+        raise ValueError(f"gpu_memory is {gpu_memory!r}, must be at least 1 byte: give a size such as '80GiB'")
+    if record.status != "ok":
+        raise ValueError(f"{record} did not finish, so memlab cannot compare it with a GPU: take a step that fits")
+    limit_before, settings_before = lab.device_memory_bytes, lab.settings
+
+    def step(settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
+        lab.device_memory_bytes = limit_bytes
+        return lab.step(settings)
+
+    try:
+        return judge_fit(record, step, num_bytes)
+    finally:
+        lab.device_memory_bytes = limit_before
+        if lab.settings != settings_before:
+            lab.apply(settings_before)
 
 
 def _saved_in_regions(stepper: Stepper) -> SavedInRegions:

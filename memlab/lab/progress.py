@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -40,7 +39,7 @@ class StepMonitor:
         labels: The stepper's.
         scenario: What the step runs.
         num_steps: 2 with a warm-up step, else 1.
-        stop: Set by another thread to end the step.
+        stops: Returns whether the step is to end where it enters a phase or a layer of it.
         on_progress: Called at each new place.
     """
 
@@ -49,11 +48,11 @@ class StepMonitor:
         labels: Labels,
         scenario: Scenario,
         num_steps: int,
-        stop: threading.Event,
+        stops: Callable[[str], bool],
         on_progress: Callable[[Progress], None] | None,
     ) -> None:
         self._labels = labels
-        self._stop = stop
+        self._stops = stops
         self._on_progress = on_progress
         self._total = 2 * scenario.num_layers_of_stage * scenario.num_microbatches * num_steps
         self._seen: set[tuple[int, int, str]] = set()
@@ -66,7 +65,7 @@ class StepMonitor:
         """Reports the step's place if it is a new one.
 
         Raises:
-            StepStopped: If `stop` is set.
+            StepStopped: If `stops` says so.
         """
         labels = self._labels
         layer = self._layer(labels.module)
@@ -74,7 +73,7 @@ class StepMonitor:
         if (labels.phase, layer) == self._place or (phase in ("forward", "backward") and not layer and self._seen):
             return
         self._place = (labels.phase, layer)
-        if self._stop.is_set() and phase != "idle":
+        if phase != "idle" and self._stops(phase):
             raise StepStopped(labels.place)
         if layer and phase in ("forward", "backward"):
             self._seen.add((labels.phase, labels.num_passes, layer))

@@ -19,6 +19,7 @@ from memlab.fitting.out_of_memory_verdict import judge, name_smaller_loss
 from memlab.lab.progress import Progress, StepMonitor
 from memlab.lab.stepper import ModelLost, Stepper
 from memlab.lab.worker import Worker
+from memlab.model.process_group import agreed_with_rank_0
 from memlab.record.state_change import StateChange
 from memlab.record.step_record import StepRecord
 
@@ -40,6 +41,49 @@ class Session:
         self.state_changes: list[StateChange] = []
         self._is_steady = False
         self._stop = threading.Event()
+
+    @property
+    def scenario(self) -> Scenario:
+        """Implements `Lab.scenario`."""
+        return self.stepper.scenario
+
+    @property
+    def settings(self) -> MemorySettings:
+        """Implements `Lab.settings`."""
+        return self.stepper.settings
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken so far, including warm-up steps."""
+        return self.stepper.num_steps
+
+    @property
+    def backend(self) -> Backend:
+        """Implements `Lab.backend`."""
+        return self.stepper.backend
+
+    @property
+    def device_memory_bytes(self) -> int | None:
+        """Implements `Lab.device_memory_bytes`."""
+        return self.stepper.meter.device_memory_bytes
+
+    def limit_device_memory(self, num_bytes: int | None) -> None:
+        """Sets `Lab.device_memory_bytes`."""
+        meter = self.stepper.meter
+
+        def set_limit() -> None:
+            meter.device_memory_bytes = num_bytes
+
+        # A job on a device of that size would have allocated its optimizer state within it: warm up again.
+        self.run_exclusive(set_limit, disturbs=num_bytes != meter.device_memory_bytes)
+
+    def build(self) -> None:
+        """Builds the model."""
+        self.worker.submit(self.stepper.build).result()
+
+    def close(self) -> None:
+        """Implements `Lab.close`."""
+        self.worker.finish(self.stepper.release)
 
     @property
     def is_steady(self) -> bool:
@@ -163,6 +207,15 @@ class Session:
             self.stepper.backend.check(scenario)
         check_on_model(settings, scenario)
 
+    def _stops(self, phase: str) -> bool:
+        """Whether the step is to end here. Ranks of a job end it together, between backward and optimizer.
+
+        A rank that ended it alone would leave the others waiting in a collective operation.
+        """
+        if self.stepper.scenario.layout.world_size == 1 or not self.stepper.backend.computes:
+            return self._stop.is_set()
+        return phase == "optimizer" and agreed_with_rank_0(self._stop.is_set())
+
     def _change_state(self, state: TrainingState, on_progress: Callable[[Progress], None] | None = None) -> StateChange:
         stepper = self.stepper
         rebuilt = what_rebuilds(stepper.scenario.state, state)
@@ -188,7 +241,7 @@ class Session:
         stepper = self.stepper
         self._apply_if_changed(settings)
         warms_up = warm_up and not self._is_steady
-        monitor = StepMonitor(stepper.labels, stepper.scenario, 2 if warms_up else 1, self._stop, on_progress)
+        monitor = StepMonitor(stepper.labels, stepper.scenario, 2 if warms_up else 1, self._stops, on_progress)
         self._is_steady = False
         if warms_up:
             monitor.prefix = "warm-up "

@@ -16,6 +16,10 @@ from memlab.model.megatron_config import interleaved_chunks
 
 _numbers = itertools.count()
 """How often this process has joined others. Every rank opens the same labs, so the numbers agree."""
+_decisions = itertools.count()
+"""How often the ranks have agreed on something."""
+_store: list[Any] = []
+"""The store of the ranks that this process has joined, if it has."""
 
 
 def join_alone(layout: Layout) -> None:
@@ -54,7 +58,21 @@ def join_others(distributed_backend: str) -> None:
     """
     store, rank, world_size = next(torch.distributed.rendezvous("env://"))  # type: ignore[attr-defined]
     own_keys = torch.distributed.PrefixStore(f"memlab-{next(_numbers)}", store)  # type: ignore[attr-defined]
+    _store[:] = [own_keys]
     _init(distributed_backend, own_keys, rank, world_size)
+
+
+def agreed_with_rank_0(decision: bool) -> bool:
+    """Returns the decision of rank 0; every rank of a joined job must call it, and waits until rank 0 has.
+
+    The ranks use the store and no collective operation, which would allocate.
+    """
+    (store,) = _store
+    key = f"decision-{next(_decisions)}"
+    if torch.distributed.get_rank() == 0:
+        store.set(key, str(int(decision)))
+    return bool(int(store.get(key)))
+
 
 
 def require_started_ranks(layout: Layout) -> None:

@@ -149,6 +149,11 @@ def receive(owner: str, seconds: float) -> tuple[list[bytes], str]:
     return messages, "" if messages or process.is_running else process.last_words()
 
 
+def keep(owner: str) -> None:
+    """Notes that the owner is still there."""
+    _of(owner).heard = time.monotonic()
+
+
 def end(owner: str) -> None:
     """Ends the process of this owner, if there is one."""
     global _own  # noqa: PLW0603  # an engine has one process

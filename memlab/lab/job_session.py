@@ -1,0 +1,305 @@
+"""A live model on many ranks, from the notebook's side: what `Session` is for one rank, done by all of them."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+from memlab.config.model_restrictions import check_on_model
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
+from memlab.lab.progress import Progress
+from memlab.lab.worker import Worker
+from memlab.ranks.group import RankFailed, RankGroup
+from memlab.ranks.ranks import Ranks
+from memlab.record.job_record import JobRecord
+from memlab.record.state_change import StateChange
+from memlab.record.step_record import StepRecord
+from memlab.record.transfer import Action, Transfer
+
+_SERVED = "memlab.lab.rank:Rank"
+_KEEP_SECONDS = 5.0
+"""How often idle engines are told that this notebook is still there (`memlab.ranks.engine.LEASE_SECONDS`)."""
+_STOP_SECONDS = 20.0
+"""After Ctrl-C, how long the ranks may take to end their step together."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobBackend:
+    """The backend of the ranks; this process may have another one, such as none with a GPU."""
+
+    name: str
+    reason: str
+
+
+class JobSession:
+    """The labs of all ranks. If one fails, all processes end, and the next call builds the job again.
+
+    Args:
+        scenario: What a step runs; its layout's `rank` is ignored.
+        ranks: Engines, at least as many as the layout has ranks.
+        backend: Of each rank.
+        given: Arguments of the ranks' labs in place of the scenario's.
+    """
+
+    def __init__(self, scenario: Scenario, ranks: Ranks, backend: str, given: dict[str, Any]) -> None:
+        if backend == "simulated":
+            raise ValueError(
+                "backend is 'simulated', which predicts any rank in this process: leave ranks out, or choose another "
+                "backend"
+            )
+        if scenario.layout.world_size > len(ranks):
+            raise ValueError(
+                f"the layout ({scenario.layout}) has {scenario.layout.world_size} ranks, and there are {len(ranks)} "
+                f"engines: choose a smaller layout, or Ranks.start({scenario.layout.world_size})"
+            )
+        self.scenario = scenario
+        self.settings = MemorySettings()
+        self.records: list[StepRecord] = []
+        self.state_changes: list[StateChange] = []
+        self.num_steps = 0
+        self.device_memory_bytes: int | None = None
+        self._ranks = ranks
+        self._given = given
+        self._wanted_backend = backend
+        self.backend = JobBackend(backend, "requested")
+        self._group: RankGroup | None = None
+        self._closed = threading.Event()
+        self.worker = Worker(nullcontext, lambda: f"{self.scenario}, {self.settings}")
+
+    def build(self) -> None:
+        """Starts the ranks and opens their labs."""
+        self.worker.submit(self._build).result()
+        threading.Thread(target=self._keep_engines, name="memlab-keep", daemon=True).start()
+
+    def _build(self) -> None:
+        self._ranks.refresh()
+        size = self.scenario.layout.world_size
+        self._group = group = RankGroup(self._ranks, size, _SERVED)
+        on_this_machine = self._ranks.is_on_this_machine
+        host = "127.0.0.1" if on_this_machine else self._ranks.engines[0].host
+        (port,) = group.call("serve_store", [(host,)])
+        meeting = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+        if on_this_machine:
+            meeting["GLOO_SOCKET_IFNAME"] = "lo"  # gloo would look the host's name up, which a laptop may not have
+        arguments = [
+            (meeting | {"RANK": str(rank)}, self._wanted_backend, self._scenario_of(rank), self._given)
+            for rank in range(size)
+        ]
+        opened = group.call("open", arguments)
+        self.backend = JobBackend(opened[0]["name"], opened[0]["reason"])
+        self.scenario = replace(opened[0]["scenario"], layout=self.scenario.layout)
+        self._given = self._given | {"allocator": self.scenario.allocator}
+        if self.device_memory_bytes is not None:
+            self._on_all("set", "device_memory_bytes", self.device_memory_bytes)
+        if self.settings != MemorySettings():
+            self._on_all("call", "apply", (self.settings,), {})
+
+    def _scenario_of(self, rank: int) -> Scenario:
+        return replace(self.scenario, layout=replace(self.scenario.layout, rank=rank))
+
+    def apply(self, settings: MemorySettings) -> None:
+        """Implements `Lab.apply`."""
+        self.check(settings)
+
+        def apply() -> None:
+            self._on_all("call", "apply", (settings,), {})
+            self.settings = settings
+
+        self.worker.run_exclusive(apply)
+
+    def set_workload(self, scenario: Scenario) -> None:
+        """Implements `Lab.set_workload`."""
+        names = ("seq_length", "micro_batch_size", "num_microbatches")
+        workload = {name: getattr(scenario, name) for name in names}
+
+        def set_workload() -> None:
+            self._on_all("call", "set_workload", (), workload)
+            self.scenario = replace(self.scenario, **workload)
+
+        self.worker.run_exclusive(set_workload)
+
+    def set_state(self, state: TrainingState) -> StateChange:
+        """Implements `Lab.set_state`; the time is the longest of all ranks, the bytes those of the fullest."""
+        self.check(self.settings, state)
+        return self.worker.run_exclusive(lambda: self._change_state(state))
+
+    def _change_state(self, state: TrainingState) -> StateChange:
+        changes: list[StateChange] = self._on_all("call", "set_state", (state,), {})
+        change = replace(
+            changes[0],
+            seconds=max(one.seconds for one in changes),
+            device_bytes=max(one.device_bytes for one in changes),
+        )
+        self.scenario = replace(self.scenario, state=state)
+        self.state_changes.append(change)
+        return change
+
+    def step(
+        self,
+        settings: MemorySettings | None = None,
+        *,
+        state: TrainingState | None = None,
+        warm_up: bool = True,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> StepRecord:
+        """Implements `Lab.step`."""
+        running = self.submit(settings, state=state, warm_up=warm_up, on_progress=on_progress)
+        try:
+            return running.result()
+        except KeyboardInterrupt:
+            self.stop()
+            try:
+                running.result(timeout=_STOP_SECONDS)
+            except TimeoutError:
+                self._end_group()
+            raise
+
+    def submit(
+        self,
+        settings: MemorySettings | None = None,
+        *,
+        state: TrainingState | None = None,
+        warm_up: bool = True,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> Future[StepRecord]:
+        """Implements `Lab.submit`."""
+        requested = self.settings if settings is None else settings
+        self.check(requested, state)
+
+        def take_step() -> StepRecord:
+            if state is not None and state != self.scenario.state:
+                self._change_state(state)
+            return self._take_step({"settings": requested, "warm_up": warm_up}, on_progress)
+
+        return self.worker.start(take_step, before=lambda: None)
+
+    def forward_only(self, settings: MemorySettings | None, scenario: Scenario, *, suspend_offload: bool) -> JobRecord:
+        """Implements `Lab.forward_only`."""
+        requested = self.settings if settings is None else settings
+        self.check(requested)
+        names = ("seq_length", "micro_batch_size", "num_microbatches")
+        workload = {name: getattr(scenario, name) for name in names}
+        arguments = {"settings": requested, "suspend_offload": suspend_offload, **workload}
+        return self.worker.run_exclusive(lambda: self._take_step(arguments, None, forward_only=True))
+
+    def _take_step(
+        self,
+        arguments: dict[str, Any],
+        on_progress: Callable[[Progress], None] | None,
+        *,
+        forward_only: bool = False,
+    ) -> JobRecord:
+        self.settings = arguments["settings"]
+        try:
+            records = self._on_all("step", forward_only, arguments, on_progress=on_progress)
+        except RankFailed as failure:
+            records = [error.record for error in failure.errors.values() if hasattr(error, "record")]
+            if not records:
+                raise
+        self.num_steps += 1
+        record = JobRecord.of(records)
+        self.records.append(record)
+        return record
+
+    def each(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Implements `Lab.each`."""
+        return self.worker.run_exclusive(lambda: self._on_all("call", method, args, kwargs))
+
+    def get(self, name: str) -> list[Any]:
+        """Returns an attribute of every rank's lab."""
+        return self.worker.run_exclusive(lambda: self._on_all("get", name))
+
+    def set(self, name: str, value: Any) -> None:
+        """Sets an attribute of every rank's lab."""
+        self.worker.run_exclusive(lambda: self._on_all("set", name, value))
+
+    def transfer(self, action: Action, groups: tuple[str, ...]) -> Transfer:
+        """Implements `Lab.offload`, `Lab.load` and `Lab.hand_over`: the sum over the ranks, and the longest time."""
+        method = {"offload": "offload", "load": "load", "hand over": "hand_over"}[action]
+        args = () if action == "hand over" else groups
+        ranks: list[Transfer] = self.each(method, *args)
+        totals = Counter[str]()
+        for one in ranks:
+            totals.update(one.transferred_bytes)
+        return Transfer(
+            action=action,
+            transferred_bytes=dict(totals),
+            seconds=max(one.seconds for one in ranks),
+            device_bytes=sum(one.device_bytes for one in ranks),
+            host_bytes=sum(one.host_bytes for one in ranks),
+            peak_host_bytes=sum(one.peak_host_bytes for one in ranks),
+        )
+
+    def limit_device_memory(self, num_bytes: int | None) -> None:
+        """Sets `Lab.device_memory_bytes` of every rank."""
+
+        def set_limit() -> None:
+            self._on_all("set", "device_memory_bytes", num_bytes)
+            self.device_memory_bytes = num_bytes
+
+        self.worker.run_exclusive(set_limit)
+
+    def stop(self) -> bool:
+        """Implements `Lab.stop`."""
+        group = self._group
+        if group is not None and group.alive:
+            group.notify("stop")
+        return self.worker.busy
+
+    def check(self, settings: MemorySettings, state: TrainingState | None = None) -> None:
+        """Refuses what one of the ranks could not take, before anything is sent.
+
+        Raises:
+            ValueError: If a rule is broken.
+        """
+        if not isinstance(settings, MemorySettings):
+            raise ValueError(f"settings are {settings!r}, must be MemorySettings(...): name its fields")
+        scenario = self.scenario
+        if state is not None:
+            if not isinstance(state, TrainingState):
+                raise ValueError(f"state is {state!r}, must be TrainingState(...): name its fields")
+            scenario = replace(scenario, state=state)
+        for rank in scenario.ranks_of_every_kind:
+            check_on_model(settings, replace(scenario, layout=replace(scenario.layout, rank=rank)))
+
+    def close(self) -> None:
+        """Frees the models; the processes stay for the next lab, unless they fail to close."""
+        self._closed.set()
+        self.worker.finish(self._close_labs)
+
+    def _close_labs(self) -> None:
+        group, self._group = self._group, None
+        if group is not None and group.alive:
+            try:
+                group.call("close", [()] * len(group))
+            except RankFailed as failure:
+                warnings.warn(f"closing the lab: {failure}", stacklevel=4)
+
+    def _on_all(self, method: str, *args: Any, on_progress: Callable[[Any], None] | None = None) -> list[Any]:
+        group = self._group
+        if group is None or not group.alive:
+            if on_progress is not None:
+                on_progress(Progress(phase="starting the ranks", module="", done=0, total=0))
+            self._build()
+            group = self._group
+        assert group is not None
+        return group.call(method, [args] * len(group), on_progress)
+
+    def _end_group(self) -> None:
+        group = self._group
+        if group is not None:
+            group.end()
+
+    def _keep_engines(self) -> None:
+        while not self._closed.wait(_KEEP_SECONDS):
+            group = self._group
+            if group is not None and group.alive:
+                group.keep()

@@ -1,0 +1,126 @@
+"""One rank of a job, in a process of its own: the object that `memlab.ranks.rank_process` makes and serves."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any
+
+from memlab.config.scenario import Scenario
+from memlab.lab.lab import Lab
+from memlab.lab.progress import Progress
+from memlab.record.step_record import StepRecord
+
+_KEPT_RECORDS = 8
+"""The rank judges an out-of-memory by its latest steps; the notebook keeps all records."""
+
+
+@dataclass(eq=False)
+class StepEndedEarly(Exception):  # noqa: N818  # what happened
+    """A step that ran out of memory on this rank. The other ranks wait for it, so the job has to end."""
+
+    record: StepRecord
+
+    def __str__(self) -> str:
+        return str(self.record)
+
+
+class Rank:
+    """Holds the lab of one rank, and calls its methods.
+
+    Args:
+        report: Sends what it is given to the notebook.
+    """
+
+    def __init__(self, report: Callable[[Any], None]) -> None:
+        self._report = report
+        self._lab: Lab | None = None
+        self._store: Any = None
+
+    def serve_store(self, host: str) -> int:
+        """Starts the store at which the ranks meet, as ``torchrun``'s agent does; rank 0 is asked for it.
+
+        Args:
+            host: The address at which it listens.
+
+        Returns:
+            Its port.
+        """
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing from torch's stubs
+
+        listening = socket.create_server((host, 0))
+        port = int(listening.getsockname()[1])
+        self._store = TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(minutes=5),
+            master_listen_fd=listening.detach(),
+        )
+        return port
+
+    def open(self, meeting: dict[str, str], backend: str, scenario: Scenario, given: dict[str, Any]) -> dict[str, Any]:
+        """Opens the lab of this rank; all ranks are called together.
+
+        Args:
+            meeting: Environment variables ``MASTER_ADDR``, ``MASTER_PORT``, ``RANK`` and ``WORLD_SIZE``.
+            backend: Of the lab.
+            scenario: Of the lab, with this rank's layout.
+            given: Arguments that replace those of the scenario.
+
+        Returns:
+            The name of the backend, why it was chosen, and the scenario as it is.
+        """
+        os.environ.update(meeting)
+        # The store is served already: no rank of torch's starts one (torch.distributed.rendezvous, 2.11 and 2.13).
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        arguments = {field.name: getattr(scenario, field.name) for field in fields(Scenario)} | given
+        self._lab = lab = Lab(**arguments, backend=backend)
+        return {"name": lab.backend.name, "reason": lab.backend.reason, "scenario": lab.scenario}
+
+    def step(self, forward_only: bool, kwargs: dict[str, Any]) -> StepRecord:
+        """Takes a step, and reports its progress.
+
+        Raises:
+            StepEndedEarly: If it ran out of memory.
+        """
+        lab = self._require_lab()
+        record = lab.forward_only(**kwargs) if forward_only else lab.step(**kwargs, on_progress=self._report_progress)
+        del lab.records[:-_KEPT_RECORDS]
+        if record.status == "out_of_memory":
+            raise StepEndedEarly(record)
+        return record
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a method of the lab."""
+        return getattr(self._require_lab(), method)(*args, **kwargs)
+
+    def set(self, name: str, value: Any) -> None:
+        """Sets an attribute of the lab."""
+        setattr(self._require_lab(), name, value)
+
+    def get(self, name: str) -> Any:
+        """Returns an attribute of the lab."""
+        return getattr(self._require_lab(), name)
+
+    def stop(self) -> None:
+        """Requests that the running step ends."""
+        if self._lab is not None:
+            self._lab.stop()
+
+    def close(self) -> None:
+        """Closes the lab; the process stays for the next one."""
+        if self._lab is not None:
+            self._lab.close()
+        self._lab = self._store = None
+
+    def _require_lab(self) -> Lab:
+        assert self._lab is not None, "the notebook opens the lab first"
+        return self._lab
+
+    def _report_progress(self, progress: Progress) -> None:
+        self._report(progress)

@@ -1,0 +1,268 @@
+"""The processes of one job, one per rank: calls in which all take part, and what ends them when one fails.
+
+A rank that has failed leaves the others waiting in a collective operation, where nothing but the end of their process
+reaches them. So the whole group ends with the first rank that fails, and a new group is started for the next lab.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import ipyparallel
+
+from memlab.ranks import engine
+from memlab.ranks.ranks import ANSWER_SECONDS, Engine, Ranks
+
+_POLL_SECONDS = 0.5
+"""How long an engine waits for a message before it answers that there is none."""
+_GRACE_SECONDS = 3.0
+"""After the first error, how long the other ranks have to end by themselves."""
+SILENT_SECONDS = 15.0
+"""A process that has not said for so long that it lives has stopped, or its host is out of memory."""
+STALL_SECONDS = 20.0
+"""Ranks that have not moved for so long, and compute nothing, wait for each other."""
+_IDLE_CPU_SECONDS = 0.1
+"""A process that computes less than this in a second waits."""
+_BUSY_STALL_SECONDS = 60.0
+"""A process that waits for its GPU looks busy. No operation of a layer takes so long."""
+_NO_ENGINE = (IndexError, ipyparallel.error.NoEnginesRegistered)
+"""What ipyparallel raises for an engine that has left."""
+
+
+class RankFailed(RuntimeError):  # noqa: N818  # what happened, not a kind of error
+    """A rank failed, and the processes of all ranks have been ended. The text names the rank.
+
+    Attributes:
+        rank: Which one.
+        errors: What ranks raised, by rank; empty if a process or an engine was lost.
+    """
+
+    def __init__(self, rank: int, words: str, errors: dict[int, BaseException]) -> None:
+        super().__init__(f"rank {rank} {words}; the processes of all ranks were ended, and the next step starts others")
+        self.rank = rank
+        self.errors = errors
+
+
+@dataclass(slots=True)
+class _Member:
+    """One rank during a call."""
+
+    rank: int
+    engine: Engine
+    poll: ipyparallel.AsyncResult | None = None
+    asked: float = 0.0
+    alive: float = field(default_factory=time.monotonic)
+    """When its process last said that it lives."""
+    moved: float = field(default_factory=time.monotonic)
+    """When it last was in another place of its code."""
+    computed: float = field(default_factory=time.monotonic)
+    """When it last was in another place, or computed."""
+    place: str = "starting"
+    waits: bool = False
+    answer: Any = None
+    error: BaseException | None = None
+    text: str = ""
+    done: bool = False
+
+    def hear(self, kind: str, values: list[Any], number: int) -> None:
+        """Notes a message of its process; answers to earlier calls than `number` are dropped."""
+        self.alive = now = time.monotonic()
+        if kind == "alive":
+            (where,) = values
+            if where["at"] != self.place:
+                self.moved = self.computed = now
+            elif where["cpu_seconds"] > _IDLE_CPU_SECONDS and not where["waits"]:
+                self.computed = now
+            self.place, self.waits = where["at"], where["waits"]
+        elif kind == "progress":
+            self.moved = self.computed = now
+        elif values[0] == number:
+            self.done = True
+            if kind == "answer":
+                self.answer = values[1]
+            else:
+                self.error = values[1]
+
+
+class RankGroup:
+    """Processes on the first engines of a cluster, each with one object of the same class.
+
+    Args:
+        ranks: The engines.
+        size: How many are needed.
+        served: ``module:class`` of the object.
+
+    Raises:
+        ValueError: If there are fewer engines, or one of them runs a rank of another notebook.
+    """
+
+    def __init__(self, ranks: Ranks, size: int, served: str) -> None:
+        if len(ranks) < size:
+            raise ValueError(f"the job has {size} ranks, and there are {len(ranks)} engines: start {size} engines")
+        self._ranks = ranks
+        self._engines = ranks.engines[:size]
+        self._number = 0
+        self.alive = True
+        """Whether the processes can be called."""
+        local: dict[str, int] = {}
+        try:
+            for rank, one in enumerate(self._engines):
+                local_rank = local.setdefault(one.host, 0)
+                local[one.host] += 1
+                variables = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(size)}
+                self._ask(rank, engine.start, served, variables)
+        except BaseException:
+            self.end()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def call(
+        self,
+        method: str,
+        arguments: Sequence[tuple[Any, ...]],
+        on_progress: Callable[[Any], None] | None = None,
+    ) -> list[Any]:
+        """Calls a method on every rank at the same time, and waits for all answers.
+
+        Args:
+            method: Of the served object.
+            arguments: For each rank, from rank 0 on; ranks without arguments are not called.
+            on_progress: Called with what the object of rank 0 reports.
+
+        Returns:
+            The answers, in the order of the ranks.
+
+        Raises:
+            RankFailed: If a rank raised an error, was lost, or all wait for each other; the group has then ended.
+            Exception: If every rank that was called raised the same error, which is raised. The group lives on.
+        """
+        self._number += 1
+        members = [_Member(rank, self._engines[rank]) for rank in range(len(arguments))]
+        for member in members:
+            request = pickle.dumps((self._number, method, arguments[member.rank], {}))
+            self._ask(member.rank, engine.send, request)
+        failed: float | None = None
+        while not all(member.done for member in members):
+            self._receive(members, on_progress)
+            if failed is None and any(member.error is not None or member.text for member in members):
+                failed = time.monotonic()
+            if failed is not None and time.monotonic() - failed > _GRACE_SECONDS:
+                break
+            if failed is None:
+                self._watch(members)
+        errors = [member for member in members if member.error is not None or member.text]
+        if not errors:
+            return [member.answer for member in members]
+        first = min(errors, key=lambda member: member.error is None)
+        if first.error is not None and len({repr(member.error) for member in members}) == 1:
+            raise first.error
+        raise self._failure(first.rank, _words(first), members)
+
+    def notify(self, method: str, *args: Any) -> None:
+        """Calls a method on every rank at once, next to what it does now, without an answer."""
+        self._tell(engine.send, pickle.dumps((0, method, args, {})))
+
+    def keep(self) -> None:
+        """Tells the engines that this process is still there."""
+        self._tell(engine.keep)
+
+    def _tell(self, function: Any, *args: Any) -> None:
+        for one in self._engines:
+            with suppress(*_NO_ENGINE):  # the next call finds that it is lost
+                self._ranks.call(one.number, function, self._ranks.owner, *args)
+
+    def end(self) -> None:
+        """Ends the processes of all ranks, and engines that do not answer."""
+        self.alive = False
+        running = set(self._ranks.client.ids)
+        asked = {
+            one: self._ranks.call(one.number, engine.end, self._ranks.owner)
+            for one in self._engines
+            if one.number in running
+        }
+        wait(asked.values(), timeout=_GRACE_SECONDS)
+        for one in self._engines:
+            if one not in asked or not asked[one].done():
+                self._ranks.kill(one)
+
+    def _ask(self, rank: int, function: Any, *args: Any) -> Any:
+        one = self._engines[rank]
+        try:
+            return self._ranks.call(one.number, function, self._ranks.owner, *args).get(ANSWER_SECONDS)
+        except ipyparallel.error.RemoteError as error:
+            if error.ename == "ValueError" and function is engine.start:
+                raise ValueError(f"rank {rank} cannot run on {one}: {error.evalue}") from None
+            why = "has ended" if error.ename == "EngineError" else f"answers: {error.evalue}"
+            raise self._failure(rank, f"is lost: {one} {why}") from None
+        except (TimeoutError, *_NO_ENGINE):
+            raise self._failure(rank, f"is lost: {one} does not answer") from None
+
+    def _receive(self, members: list[_Member], on_progress: Callable[[Any], None] | None) -> None:
+        waiting = [member for member in members if not member.done]
+        for member in waiting:
+            if member.poll is None:
+                member.asked = time.monotonic()
+                try:
+                    member.poll = self._ranks.call(
+                        member.engine.number, engine.receive, self._ranks.owner, _POLL_SECONDS
+                    )
+                except _NO_ENGINE:
+                    member.text, member.done = f"is lost: {member.engine} has ended", True
+        polls = [member.poll for member in waiting if member.poll is not None]
+        wait(polls, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
+        for member in waiting:
+            poll = member.poll
+            if poll is None:
+                continue
+            if poll.done():
+                member.poll = None
+                self._take(member, poll, on_progress)
+            elif time.monotonic() - member.asked > ANSWER_SECONDS:
+                member.text, member.done = f"is lost: {member.engine} does not answer", True
+
+    def _take(self, member: _Member, poll: ipyparallel.AsyncResult, on_progress: Callable[[Any], None] | None) -> None:
+        try:
+            messages, ended = poll.get()
+        except ipyparallel.error.RemoteError as error:
+            why = "has ended" if error.ename == "EngineError" else f"answers: {error.evalue}"
+            member.text, member.done = f"is lost: {member.engine} {why}", True
+            return
+        for packed in messages:
+            kind, *values = pickle.loads(packed)  # noqa: S301  # from this notebook's own engines
+            if kind == "progress" and member.rank == 0 and on_progress is not None:
+                on_progress(values[0])
+            member.hear(kind, values, self._number)
+        if ended and not member.done:
+            member.text, member.done = f"is lost: its process on {member.engine} {ended}", True
+
+    def _watch(self, members: list[_Member]) -> None:
+        """Finds ranks that are stopped, and ranks that wait for each other for good."""
+        now = time.monotonic()
+        running = [member for member in members if not member.done]
+        for member in running:
+            if now - member.alive > SILENT_SECONDS:
+                member.text = f"is lost: its process on {member.engine} has not answered for {SILENT_SECONDS:.0f} s"
+                return
+        idle = all(now - member.computed > STALL_SECONDS for member in running)
+        if running and (idle or all(now - member.moved > _BUSY_STALL_SECONDS for member in running)):
+            stuck = [member for member in running if not member.waits] or running
+            places = "; ".join(f"rank {member.rank} is in {member.place}" for member in running)
+            stuck[0].text = f"has not moved for {now - stuck[0].moved:.0f} s ({places})"
+
+    def _failure(self, rank: int, words: str, members: Sequence[_Member] = ()) -> RankFailed:
+        self.end()
+        return RankFailed(rank, words, {member.rank: member.error for member in members if member.error is not None})
+
+
+def _words(member: _Member) -> str:
+    if member.error is None:
+        return member.text
+    return f"failed ({type(member.error).__name__}: {' '.join(str(member.error).split())})"
