@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -25,8 +24,6 @@ from memlab.record.step_record import StepRecord
 from memlab.record.transfer import Action, Transfer
 
 _SERVED = "memlab.lab.rank:Rank"
-_KEEP_SECONDS = 5.0
-"""How often idle engines are told that this notebook is still there (`memlab.ranks.engine.LEASE_SECONDS`)."""
 _STOP_SECONDS = 20.0
 """After Ctrl-C, how long the ranks may take to end their step together."""
 
@@ -71,13 +68,11 @@ class JobSession:
         self._wanted_backend = backend
         self.backend = JobBackend(backend, "requested")
         self._group: RankGroup | None = None
-        self._closed = threading.Event()
         self.worker = Worker(nullcontext, lambda: f"{self.scenario}, {self.settings}")
 
     def build(self) -> None:
         """Starts the ranks and opens their labs."""
         self.worker.submit(self._build).result()
-        threading.Thread(target=self._keep_engines, name="memlab-keep", daemon=True).start()
 
     def _build(self) -> None:
         self._ranks.refresh()
@@ -272,7 +267,6 @@ class JobSession:
 
     def close(self) -> None:
         """Frees the models; the processes stay for the next lab, unless they fail to close."""
-        self._closed.set()
         self.worker.finish(self._close_labs)
 
     def _close_labs(self) -> None:
@@ -297,9 +291,3 @@ class JobSession:
         group = self._group
         if group is not None:
             group.end()
-
-    def _keep_engines(self) -> None:
-        while not self._closed.wait(_KEEP_SECONDS):
-            group = self._group
-            if group is not None and group.alive:
-                group.keep()

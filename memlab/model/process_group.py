@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 from typing import Any
@@ -14,10 +13,6 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from memlab.config.layout import Layout
 from memlab.model.megatron_config import interleaved_chunks
 
-_numbers = itertools.count()
-"""How often this process has joined others. Every rank opens the same labs, so the numbers agree."""
-_decisions = itertools.count()
-"""How often the ranks have agreed on something."""
 _store: list[Any] = []
 """The store of the ranks that this process has joined, if it has."""
 
@@ -57,7 +52,8 @@ def join_others(distributed_backend: str) -> None:
     (``ProcessGroupNCCL.cpp``, torch 2.11): a rank could read the first group's id for the second, and wait forever.
     """
     store, rank, world_size = next(torch.distributed.rendezvous("env://"))  # type: ignore[attr-defined]
-    own_keys = torch.distributed.PrefixStore(f"memlab-{next(_numbers)}", store)  # type: ignore[attr-defined]
+    number = store.add(f"joined by {rank}", 1)  # every rank opens the same labs, so the numbers agree
+    own_keys = torch.distributed.PrefixStore(f"memlab-{number}", store)  # type: ignore[attr-defined]
     _store[:] = [own_keys]
     _init(distributed_backend, own_keys, rank, world_size)
 
@@ -68,8 +64,9 @@ def agreed_with_rank_0(decision: bool) -> bool:
     The ranks use the store and no collective operation, which would allocate.
     """
     (store,) = _store
-    key = f"decision-{next(_decisions)}"
-    if torch.distributed.get_rank() == 0:
+    rank = torch.distributed.get_rank()
+    key = f"decision {store.add(f'decided by {rank}', 1)}"
+    if rank == 0:
         store.set(key, str(int(decision)))
     return bool(int(store.get(key)))
 

@@ -151,7 +151,8 @@ def receive(owner: str, seconds: float) -> tuple[list[bytes], str]:
 
 def keep(owner: str) -> None:
     """Notes that the owner is still there."""
-    _of(owner).heard = time.monotonic()
+    if _own is not None and _own.owner == owner:
+        _own.heard = time.monotonic()
 
 
 def end(owner: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import ipyparallel
 
 from memlab.ranks import engine
-from memlab.ranks.ranks import ANSWER_SECONDS, Engine, Ranks
+from memlab.ranks.ranks import ANSWER_SECONDS, NO_ENGINE, Engine, Ranks
 
 _POLL_SECONDS = 0.5
 """How long an engine waits for a message before it answers that there is none."""
@@ -31,8 +31,6 @@ _IDLE_CPU_SECONDS = 0.1
 """A process that computes less than this in a second waits."""
 _BUSY_STALL_SECONDS = 60.0
 """A process that waits for its GPU looks busy. No operation of a layer takes so long."""
-_NO_ENGINE = (IndexError, ipyparallel.error.NoEnginesRegistered)
-"""What ipyparallel raises for an engine that has left."""
 
 
 class RankFailed(RuntimeError):  # noqa: N818  # what happened, not a kind of error
@@ -115,8 +113,7 @@ class RankGroup:
             for rank, one in enumerate(self._engines):
                 local_rank = local.setdefault(one.host, 0)
                 local[one.host] += 1
-                variables = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(size)}
-                self._ask(rank, engine.start, served, variables)
+                self._ask(rank, engine.start, served, {"LOCAL_RANK": str(local_rank)})
         except BaseException:
             self.end()
             raise
@@ -170,13 +167,9 @@ class RankGroup:
         """Calls a method on every rank at once, next to what it does now, without an answer."""
         self._tell(engine.send, pickle.dumps((0, method, args, {})))
 
-    def keep(self) -> None:
-        """Tells the engines that this process is still there."""
-        self._tell(engine.keep)
-
     def _tell(self, function: Any, *args: Any) -> None:
         for one in self._engines:
-            with suppress(*_NO_ENGINE):  # the next call finds that it is lost
+            with suppress(*NO_ENGINE):  # the next call finds that it is lost
                 self._ranks.call(one.number, function, self._ranks.owner, *args)
 
     def end(self) -> None:
@@ -202,7 +195,7 @@ class RankGroup:
                 raise ValueError(f"rank {rank} cannot run on {one}: {error.evalue}") from None
             why = "has ended" if error.ename == "EngineError" else f"answers: {error.evalue}"
             raise self._failure(rank, f"is lost: {one} {why}") from None
-        except (TimeoutError, *_NO_ENGINE):
+        except (TimeoutError, *NO_ENGINE):
             raise self._failure(rank, f"is lost: {one} does not answer") from None
 
     def _receive(self, members: list[_Member], on_progress: Callable[[Any], None] | None) -> None:
@@ -214,7 +207,7 @@ class RankGroup:
                     member.poll = self._ranks.call(
                         member.engine.number, engine.receive, self._ranks.owner, _POLL_SECONDS
                     )
-                except _NO_ENGINE:
+                except NO_ENGINE:
                     member.text, member.done = f"is lost: {member.engine} has ended", True
         polls = [member.poll for member in waiting if member.poll is not None]
         wait(polls, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import uuid
 import weakref
 from concurrent.futures import wait
@@ -28,6 +29,9 @@ from memlab.ranks.guard import end_trees
 _START_SECONDS = 60
 ANSWER_SECONDS = 15.0
 """An engine that does not answer for so long is lost."""
+_KEEP_SECONDS = 5.0
+NO_ENGINE = (IndexError, ipyparallel.error.NoEnginesRegistered)
+"""What ipyparallel raises for an engine that has left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,9 @@ class Ranks:
         self.owner = f"process {os.getpid()} on {socket.gethostname()}, {uuid.uuid4().hex[:6]}"
         """Names this connection to the engines, which serve one at a time."""
         self.engines: list[Engine] = []
+        self._closed = threading.Event()
         self.refresh()
+        threading.Thread(target=self._keep, name="memlab-keep-engines", daemon=True).start()
 
     @classmethod
     def start(cls, number: int) -> Ranks:
@@ -136,8 +142,16 @@ class Ranks:
         """Whether all engines run here."""
         return {one.host for one in self.engines} == {socket.gethostname()}
 
+    def _keep(self) -> None:
+        """Tells the engines that this process is there: they end the processes of one that is gone."""
+        while not self._closed.wait(_KEEP_SECONDS):
+            for one in self.engines:
+                with suppress(*NO_ENGINE, OSError):
+                    self.call(one.number, engine.keep, self.owner)
+
     def close(self) -> None:
         """Ends the processes of this connection's ranks, and the engines if `start` started them."""
+        self._closed.set()
         if self._local is None:
             with suppress(OSError):
                 wait([self.call(one.number, engine.end, self.owner) for one in self.engines], timeout=ANSWER_SECONDS)
