@@ -176,13 +176,15 @@ class JobSession:
 
         return self.worker.start(take_step, before=lambda: None)
 
-    def forward_only(self, settings: MemorySettings | None, scenario: Scenario, *, suspend_offload: bool) -> JobRecord:
+    def forward_only(
+        self, settings: MemorySettings | None, scenario: Scenario, *, suspend_offload: bool, warm_up: bool
+    ) -> JobRecord:
         """Implements `Lab.forward_only`."""
         requested = self.settings if settings is None else settings
         self.check(requested)
         names = ("seq_length", "micro_batch_size", "num_microbatches")
         workload = {name: getattr(scenario, name) for name in names}
-        arguments = {"settings": requested, "suspend_offload": suspend_offload, **workload}
+        arguments = {"settings": requested, "suspend_offload": suspend_offload, "warm_up": warm_up, **workload}
         return self.worker.run_exclusive(lambda: self._take_step(arguments, None, forward_only=True))
 
     def _take_step(

@@ -71,7 +71,6 @@ def agreed_with_rank_0(decision: bool) -> bool:
     return bool(int(store.get(key)))
 
 
-
 def require_started_ranks(layout: Layout) -> None:
     """Checks that as many ranks were started as the layout has.
 
