@@ -18,11 +18,11 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memlab.backends import Backend, fused_adam, fused_cross_entropy
 from memlab.backends.cpu_adam import HostAdam
 from memlab.backends.cuda_on_cpu import CUDA_API, CudaOnCpu, from_numpy, is_on_host, random_state
+from memlab.backends.gloo_collectives import CollectivesOnCopies
 from memlab.backends.host_system import host_memory_bytes
 from memlab.backends.simulated_version import is_te_min_version
 from memlab.config.scenario import Scenario
@@ -31,7 +31,7 @@ from memlab.meter.storage_meter import StorageMeter
 from memlab.model.layers import torch_moe
 from memlab.model.layers.fused_rope import fused_apply_rotary_pos_emb
 from memlab.model.layers.torch_layers import TorchProvider
-from memlab.model.process_group import join_with_gloo, require_started_ranks
+from memlab.model.process_group import join_with_gloo, require_started_ranks, started_ranks
 from memlab.units import format_bytes
 from memlab.upstream.patching import patched, swapped
 
@@ -43,7 +43,7 @@ def backend(reason: str) -> Backend:
         reason=reason,
         layer_provider=TorchProvider,
         join=join_with_gloo,
-        active=cuda_replaced,
+        active=cuda_replaced if started_ranks() == 1 else cuda_replaced_on_ranks,
         meter=StorageMeter,
         check=check,
         has_allocator=False,
@@ -97,9 +97,6 @@ def bytes_per_parameter(scenario: Scenario) -> int:
     return parameter + gradient + main_parameter + moments
 
 
-_wait = torch.distributed.Work.wait
-
-
 @contextmanager
 def cuda_replaced(calls: type[CudaOnCpu] = CudaOnCpu) -> Iterator[None]:
     """Lets Megatron run on this thread as if the CPU were a CUDA device, for the block.
@@ -121,6 +118,13 @@ def cuda_replaced(calls: type[CudaOnCpu] = CudaOnCpu) -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
+@contextmanager
+def cuda_replaced_on_ranks() -> Iterator[None]:
+    """`cuda_replaced`, and gloo in the place of NCCL."""
+    with CollectivesOnCopies(), cuda_replaced():
+        yield
+
+
 @cache
 def _replacements() -> dict[str, Any]:
     """Returns what megatron-core takes from CUDA or Transformer Engine, with the replacement of each."""
@@ -140,7 +144,6 @@ def _replacements() -> dict[str, Any]:
         "torch.get_rng_state": random_state,
         "torch.from_numpy": from_numpy,
         "torch.Tensor.record_stream": lambda tensor, stream: None,
-        "torch.distributed.Work.wait": _wait_unseen,
         f"{random}._get_cuda_rng_state": random_state,
         f"{random}._set_cuda_rng_state": lambda state, *_, **__: torch.default_generator.set_state(state),
         f"{random}.FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: None),
@@ -187,12 +190,6 @@ def _move_block(output: torch.Tensor, recomputed: torch.Tensor) -> None:
         output.untyped_storage().resize_(num_bytes)
         output.data.copy_(block)  # through .data, so that autograd sees no change
         del block
-
-
-def _wait_unseen(work: torch.distributed.Work, *timeout: Any) -> Any:
-    """Waits for a collective unmetered: gloo copies what it reduced out of a buffer of its own, and NCCL has none."""
-    with _disable_current_modes():
-        return _wait(work, *timeout)
 
 
 def _counts_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

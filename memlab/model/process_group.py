@@ -77,7 +77,7 @@ def require_started_ranks(layout: Layout) -> None:
     Raises:
         ValueError: If not.
     """
-    started = _started_ranks()
+    started = started_ranks()
     if started != layout.world_size:
         raise ValueError(
             f"the layout ({layout}) has {layout.world_size} ranks, and {started} were started: start them with "
@@ -86,7 +86,12 @@ def require_started_ranks(layout: Layout) -> None:
         )
 
 
-def _started_ranks() -> int:
+def started_ranks() -> int:
+    """Returns how many ranks were started, by the environment variable ``WORLD_SIZE``; 1 without.
+
+    Raises:
+        ValueError: If its value is no number.
+    """
     started = os.environ.get("WORLD_SIZE", "1")
     if not started.isdecimal():
         raise ValueError(f"WORLD_SIZE is {started!r}, must be a whole number: unset it, or start ranks with torchrun")

@@ -105,11 +105,11 @@ _TORCH = (
         why="The first needs the other ranks, the second looks up a backend for the device of fake tensors.",
     ),
     Internal(
-        owner="torch.distributed:Work",
-        names=("wait",),
-        use="replaced",
-        where="backends/cpu.py",
-        why="gloo copies a reduced part from a buffer of its own there; NCCL has no such buffer on the device.",
+        owner="torch._C._distributed_c10d",
+        names=("FakeWork",),
+        use="used",
+        where="backends/gloo_collectives.py",
+        why="A collective that has ended, for those who wait for it.",
         source="torch/csrc/distributed/c10d/init.cpp",
     ),
     Internal(

@@ -1,0 +1,42 @@
+"""gloo's collectives in the place of NCCL's: on copies, so that nothing that gloo holds counts as device memory.
+
+gloo reduces in buffers of its own, which NCCL does not have on the device. And gloo's threads let go of a collective's
+tensors some time after the collective has ended, so that a tensor would be freed a little later in one step than in
+another. Sending and receiving need no copies: they hold nothing but the caller's tensor, as long as the caller waits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import FakeWork
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+_FROM_RANK_TO_RANK = {"c10d::send", "c10d::recv_", "c10d::recv_any_source_"}
+
+
+class CollectivesOnCopies(TorchDispatchMode):
+    """Runs every collective to its end on copies; who waits for it finds it done.
+
+    Enter it before the meter, which then sees neither the copies nor what gloo does with them.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "c10d" or func._schema.name in _FROM_RANK_TO_RANK:
+            return func(*args, **(kwargs or {}))
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+            pairs.append((tensor, tensor.detach().clone()))
+            return pairs[-1][1]
+
+        outputs = tree_map_only(torch.Tensor, copy_of, args[0])  # the first argument of each is what it writes
+        written = list(pairs)
+        result = func(outputs, *tree_map_only(torch.Tensor, copy_of, args[1:]), **(kwargs or {}))
+        (result[-1] if isinstance(result, tuple) else result).wait()
+        for tensor, copy in written:
+            tensor.data.copy_(copy)  # through .data, so that autograd sees no change
+        done = FakeWork().boxed()
+        return (args[0], done) if isinstance(result, tuple) else done
