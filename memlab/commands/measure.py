@@ -20,7 +20,6 @@ from memlab.commands.shared.ranks import (
     rank,
     rank_folder,
     ranks_json,
-    ranks_table,
     world_size,
 )
 from memlab.commands.shared.step_flags import add_pass_arguments, add_step_arguments, checked_step, layout_of_the_job
@@ -96,10 +95,11 @@ def _measure(
 
 
 def _result(record: StepRecord, records: list[StepRecord], *, as_json: bool) -> str:
+    from memlab.views.text.ranks import ranks_table
+    from memlab.views.text.record import record_table
+
     if len(records) > 1:
         return json.dumps(ranks_json(records), indent=2) if as_json else ranks_table(records)
     if as_json:
         return json.dumps(record.to_dict(), indent=2)
-    from memlab.views.text.record import record_table
-
     return record_table(record)

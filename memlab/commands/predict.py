@@ -13,7 +13,7 @@ from typing import Any
 from memlab.analysis.diagnosis import worst
 from memlab.commands.shared.output import add_record_arguments, claimed_folder, save_record
 from memlab.commands.shared.process import stdout_reserved_for_result
-from memlab.commands.shared.ranks import ranks_json, ranks_table
+from memlab.commands.shared.ranks import ranks_json
 from memlab.commands.shared.step_flags import (
     add_job_arguments,
     add_pass_arguments,
@@ -144,6 +144,7 @@ def _result(records: list[StepRecord], judged: StepRecord, fit: Fit | None, *, a
         values = records[0].to_dict() if len(records) == 1 else ranks_json(records)
         verdict = {} if fit is None else {"fit": fit.to_dict() | {"rank": layout.rank}}
         return json.dumps(values | verdict, indent=2)
+    from memlab.views.text.ranks import ranks_table
     from memlab.views.text.record import record_table
 
     lines = [] if fit is None else [*_verdict(fit, layout, of_all=len(records) > 1), ""]

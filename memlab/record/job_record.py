@@ -26,6 +26,7 @@ class JobRecord(StepRecord):
     @classmethod
     def of(cls, ranks: Sequence[StepRecord]) -> Self:
         """Combines the records of one step of the same job."""
+        ranks = sorted(ranks, key=lambda record: record.scenario.layout.rank)
         early = [record for record in ranks if record.status != "ok"]
         out_of_memory = [record for record in early if record.status == "out_of_memory"]
         worst = max(out_of_memory or early or ranks, key=lambda record: record.peak_allocated_bytes)
@@ -41,7 +42,7 @@ class JobRecord(StepRecord):
         }
         if worst.status != "ok":
             values["message"] = f"rank {scenario.layout.rank}: {worst.message}"
-        return cls(**values, ranks=tuple(sorted(ranks, key=lambda record: record.scenario.layout.rank)))
+        return cls(**values, ranks=tuple(ranks))
 
     @property
     def worst_rank(self) -> int:

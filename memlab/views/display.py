@@ -15,6 +15,7 @@ from memlab.analysis.diagnosis import Finding
 from memlab.atomic_files import written_aside
 from memlab.fitting.does_it_fit import Fit
 from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.record.job_record import JobRecord
 from memlab.record.offload_audit import OffloadAudit
 from memlab.record.out_of_memory import OutOfMemory
 from memlab.record.residency_audit import ResidencyAudit
@@ -32,6 +33,7 @@ from memlab.views.text.audits import (
 from memlab.views.text.columns import Block, Table, as_html, as_text
 from memlab.views.text.compare import peak_blocks
 from memlab.views.text.difference import comparison_blocks
+from memlab.views.text.ranks import rank_by_rank_blocks, ranks_blocks
 from memlab.views.text.record import out_of_memory_blocks, record_table, timeline_table
 from memlab.views.text.savings import savings_blocks
 
@@ -103,9 +105,10 @@ def show(*things: Any, pool: str = "device", axis: Axis = "time", above_start: b
     """Shows a step as a figure, and anything else that a lab returns as a table.
 
     Args:
-        *things: One of: a `StepRecord` or a `Timeline`; one audit or several, of activation offload or of residency;
-            an `OutOfMemory`; what `Lab.groups_used`, `Lab.retained`, `Lab.fit` or `diagnose` returned; a dict of
-            names to bytes (int) or words.
+        *things: One of: a `StepRecord` or a `Timeline`; a `JobRecord`, of which the figure shows a small timeline per
+            rank, and the table a row; one audit or several, of activation offload or of residency; an `OutOfMemory`;
+            what `Lab.groups_used`, `Lab.retained`, `Lab.fit` or `diagnose` returned; a dict of names to bytes (int) or
+            words.
         pool: Of a step's figure: one of ``"device"``, ``"host"``, ``"on_chip"``. The table contains all.
         axis: Of a step's figure: ``"time"`` in milliseconds, or ``"event"``.
         above_start: Starts the figure's bytes axis at what the pool held throughout the step, as in
@@ -115,6 +118,12 @@ def show(*things: Any, pool: str = "device", axis: Axis = "time", above_start: b
         ValueError: If there is nothing to show or no way to show it, the record has no timeline, or pool or axis is
             none of the choices.
     """
+    if len(things) == 1 and isinstance(things[0], JobRecord):
+        from memlab.views.figures.ranks import ranks_figure
+
+        blocks = ranks_blocks(things[0].ranks)
+        figure = ranks_figure(things[0], pool, axis, above_start=above_start)
+        return View(figure, as_text(blocks), as_html(blocks))
     if len(things) == 1 and isinstance(things[0], (StepRecord, Timeline)):
         from memlab.views.figures.timeline import timeline_figure
 
@@ -175,9 +184,11 @@ def compare(*records: StepRecord, axis: CompareAxis | None = None) -> View:
     difference of the allocated peaks is split into terms that add up to it (`memlab.analysis.difference`).
 
     Args:
-        *records: Two steps or more, each with its timeline.
+        *records: Two steps or more, each with its timeline. Of a `JobRecord` the worst rank is drawn; several of one
+            job also get a table of all ranks. ``job.rank(n)`` is the step of one rank.
         axis: Of the figure. ``"phase"`` lays the phases of all steps over each other, ``"time"`` is in milliseconds,
-            ``"event"`` gives every event the same width. None is ``"phase"``.
+            ``"event"`` gives every event the same width. None is ``"phase"``; for ranks of different pipeline stages,
+            whose phases alternate differently, it is ``"time"``, or ``"event"`` in a prediction.
 
     Raises:
         ValueError: If there are fewer than two records, one has no timeline, or axis is none of the choices.
@@ -185,6 +196,8 @@ def compare(*records: StepRecord, axis: CompareAxis | None = None) -> View:
     from memlab.views.figures.compare import compare_figure
 
     blocks = comparison_blocks(*records)
+    jobs = [record for record in records if isinstance(record, JobRecord)]
+    blocks += rank_by_rank_blocks(jobs) if len(jobs) == len(records) else []
     return View(compare_figure(*records, axis=axis), as_text(blocks), as_html(blocks))
 
 

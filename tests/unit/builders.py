@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from memlab.config.architectures import ARCHITECTURES
+from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
 from memlab.units import MIB
@@ -215,6 +217,17 @@ def record_of(timeline: Timeline | None, settings: MemorySettings | None = None,
             "recomputed_bytes": timeline.allocated_bytes_of("recomputed"),
         }
     return StepRecord(**(values | changes))
+
+
+def job_of(layout: Layout, settings: MemorySettings | None = None, **changes: Any) -> JobRecord:
+    """A step of a job in which each stage has half the activations of the stage before it."""
+    ranks = []
+    for rank in range(layout.world_size):
+        of_rank = replace(layout, rank=rank)
+        timeline = training_step(scale=2**of_rank.pipeline_stage)
+        values = {"scenario": scenario(layout=of_rank, num_microbatches=layout.pipeline_model_parallel_size)}
+        ranks.append(record_of(timeline, settings, **(values | changes)))
+    return JobRecord.of(ranks)
 
 
 def out_of_memory(record: StepRecord) -> StepRecord:

@@ -9,12 +9,13 @@ from dataclasses import replace
 
 import pytest
 
+from memlab.analysis.diagnosis import worst
 from memlab.cli import build_parser
-from memlab.commands.shared.ranks import ranks_table, worst
 from memlab.commands.shared.step_flags import layout_of_the_job
 from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
+from memlab.views.text.ranks import ranks_table
 from tests.unit.builders import record_of
 
 QWEN, PHI = find_architecture("qwen3-30b-a3b"), find_architecture("phi-4")
@@ -135,7 +136,7 @@ def test_the_table_marks_the_rank_with_the_highest_peak() -> None:
         for size, scenario in zip((3 * 2**30, 5 * 2**30, 4 * 2**30), scenarios, strict=True)
     ]
     assert worst(records) is records[1]
-    marked = [line for line in ranks_table(records).splitlines() if "worst" in line]
+    marked = [line for line in ranks_table(records).splitlines() if "<- worst" in line]
     assert len(marked) == 1
     assert marked[0].split()[0] == "1"
 

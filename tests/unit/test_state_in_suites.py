@@ -8,13 +8,13 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from memlab.commands.shared.ranks import ranks_table
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
 from memlab.regression.case_measurements import _unusual
 from memlab.regression.compare import compare_with_baseline
 from memlab.regression.suite.parameters import read_parameters, resolve
+from memlab.views.text.ranks import ranks_table
 from memlab.views.text.record import record_table
 from tests.notebooks.small_suites import measured
 

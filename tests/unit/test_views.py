@@ -481,8 +481,8 @@ def test_ranks_of_one_job_are_told_apart_under_what_they_share() -> None:
         replace(PLAIN, scenario=replace(PLAIN.scenario, layout=Layout(tensor_model_parallel_size=2, rank=rank)))
         for rank in (0, 1)
     ]
-    assert record_names(ranks) == ["none (TP2)", "none (TP2 rank 1)"]
-    assert compare_table(*ranks).startswith("qwen3-30b-a3b, 4 layers, 1 x 4096 tokens, bf16;")
+    assert record_names(ranks) == ["none (rank 0)", "none (rank 1)"]
+    assert compare_table(*ranks).startswith("qwen3-30b-a3b, 4 layers, 1 x 4096 tokens, bf16, TP2;")
 
 
 def test_the_compared_axis_says_where_it_starts() -> None:

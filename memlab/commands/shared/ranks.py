@@ -15,8 +15,6 @@ from typing import Any
 from memlab.analysis.diagnosis import worst
 from memlab.commands.shared.process import exit_now
 from memlab.record.step_record import StepRecord
-from memlab.units import format_bytes
-from memlab.views.text.record import state_lines, without_state
 
 
 def world_size() -> int:
@@ -81,28 +79,6 @@ def gathered(record: StepRecord) -> list[StepRecord]:
 def ranks_json(records: list[StepRecord]) -> dict[str, Any]:
     """Returns all ranks' records as JSON-ready values, and which is the worst."""
     return {"worst_rank": worst(records).scenario.layout.rank, "ranks": [record.to_dict() for record in records]}
-
-
-def ranks_table(records: list[StepRecord]) -> str:
-    """Writes one row per rank and marks the worst; a predicted step has no time."""
-    rows = [("rank", "peak allocated", "peak phase", "reserved", "at the start", "above the start", "step", "")]
-    rows += [
-        (
-            str(record.scenario.layout.rank),
-            format_bytes(record.peak_allocated_bytes),
-            record.peak_phase or "-",
-            "-" if record.peak_reserved_bytes is None else format_bytes(record.peak_reserved_bytes),
-            format_bytes(record.static_bytes),
-            format_bytes(record.activation_peak_bytes),
-            f"{record.step_seconds * 1e3:.0f} ms" if record.tokens_per_second else "-",
-            "<- worst" if record is worst(records) else "",
-        )
-        for record in records
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    scenario, settings = records[0].scenario, records[0].settings
-    return "\n".join([without_state(scenario), *state_lines(scenario), f"settings: {settings}", "", *lines])
 
 
 def rank_folder(folder: Path) -> Path:

@@ -57,7 +57,8 @@ def compare_figure(*records: StepRecord, axis: CompareAxis | None = None) -> go.
         *records: Two steps or more, each with its timeline unless it ran out of memory.
         axis: ``"phase"`` lays the phases of all steps over each other (`align_phases`): how many events or milliseconds
             a phase takes differs between settings, and hides where their bytes differ. ``"time"`` is in milliseconds,
-            ``"event"`` gives every event the same width. None is ``"phase"``.
+            ``"event"`` gives every event the same width. None is ``"phase"``; for ranks of different pipeline stages,
+            whose phases alternate differently, it is ``"time"``, or ``"event"`` in a prediction.
 
     Returns:
         A figure without a fixed width.
@@ -69,7 +70,7 @@ def compare_figure(*records: StepRecord, axis: CompareAxis | None = None) -> go.
         raise ValueError(
             f"compare_figure got {len(records)} records, must be at least 2: add a step, or draw one by timeline_figure"
         )
-    axis = axis or "phase"
+    axis = axis or _usual_axis(records)
     check_choice("axis", axis, COMPARE_AXES)
     named = [(name, timeline_of(record)) for name, record in zip(record_names(records), records, strict=True)]
     title = "Memory allocated on the device, steps compared"
@@ -124,6 +125,12 @@ def compare_figure(*records: StepRecord, axis: CompareAxis | None = None) -> go.
         looks = [series_look(0 if side is records[0] else 1) for side in (difference.predicted, difference.measured)]
         add_waterfall(figure, difference, [look.colour for look in looks])
     return figure
+
+
+def _usual_axis(records: Sequence[StepRecord]) -> CompareAxis:
+    if len({record.scenario.layout.pipeline_stage for record in records}) == 1:
+        return "phase"
+    return "event" if any(record.backend == "simulated" for record in records) else "time"
 
 
 def _lowest_within_step(timeline: Timeline, points: DrawnPoints) -> int:

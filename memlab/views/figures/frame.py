@@ -60,12 +60,19 @@ def messages(records: Sequence[StepRecord]) -> list[str]:
 
 
 def figure_frame(
-    title: str, lines: Sequence[str], x_title: str, y_title: str, *, band_height: int = 0, num_legend_lines: int = 2
+    title: str,
+    lines: Sequence[str],
+    x_title: str,
+    y_title: str,
+    *,
+    plot_height: int = PLOT_HEIGHT,
+    band_height: int = 0,
+    num_legend_lines: int = 2,
 ) -> go.Figure:
     """Returns an empty figure with its text and axes, with space for a band above the plot and the legend below."""
     rows = [row for line in lines for row in folded(line)]
     top, bottom = 48 + 19 * len(rows) + band_height, 55 + 19 * num_legend_lines
-    height = top + PLOT_HEIGHT + bottom
+    height = top + plot_height + bottom
     text = "".join([f"<b>{title}</b>", *(f'<br><span style="font-size:13px">{row}</span>' for row in rows)])
     axis: dict[str, Any] = {"gridcolor": GRID, "linecolor": INK, "zeroline": False, "ticks": "outside", "range": [0, 1]}
     return go.Figure(
@@ -80,7 +87,7 @@ def figure_frame(
             "margin": {"l": 70, "r": 20, "t": top, "b": bottom},
             "xaxis": axis | {"title": {"text": x_title, "standoff": 6}, "showgrid": False, "hoverformat": ".2~f"},
             "yaxis": axis | {"title": {"text": y_title, "standoff": 8}, "showline": True, "tickformat": "~f"},
-            "legend": {"orientation": "h", "x": 0.0, "y": -50 / PLOT_HEIGHT, "yanchor": "top", "itemwidth": 40}
+            "legend": {"orientation": "h", "x": 0.0, "y": -50 / plot_height, "yanchor": "top", "itemwidth": 40}
             | {"traceorder": "normal"},
             "hovermode": "x unified",
             "modebar": {"bgcolor": TRANSPARENT, "color": INK, "activecolor": INK},

@@ -40,13 +40,15 @@ from memlab.views.text.columns import in_unit
 from memlab.views.text.record import grouped_modules, module_name
 from memlab.vocabulary import CATEGORIES, POOLS
 
-_POOL_TITLES = {
+POOL_TITLES = {
     "device": "allocated on the device",
     "host": "allocated on the host",
     "on_chip": "on chip, not part of the device's bytes",
     "pending_free": "freed on the device, and still in use by another stream",
     "reserved": "reserved by torch's allocator",
 }
+HELD = "held throughout"
+"""Name of the clear area below the others."""
 _STATUS_TITLES = {"ok": "", "out_of_memory": ", out of memory", "interrupted": ", interrupted"}
 _LETTERS_OF_SETTINGS = 48
 """In a title; longer settings are also on a line of their own."""
@@ -80,7 +82,7 @@ def timeline_figure(
     title, lines, timeline = _title(step, pool)
     points = resample(timeline, pool, axis) if timeline else None
     if timeline is None or points is None or not points.total_bytes.any():
-        return blank_figure(title, [*lines, f"nothing {_POOL_TITLES[pool]} was seen"])
+        return blank_figure(title, [*lines, f"nothing {POOL_TITLES[pool]} was seen"])
     peak_bytes = int(points.total_bytes[points.peak])
     unit_bytes, unit = binary_unit(peak_bytes)
     outlines = _allocator_outlines(timeline, points) if pool == "device" else {}
@@ -95,8 +97,8 @@ def timeline_figure(
         lines.append("times are the program's: the GPU runs behind it")
     if axis == "time" and len(points) > 1 and points.position[-1] == 0:
         lines.append("all events have the same time: axis='event' gives each its own place")
-    figure = figure_frame(title, lines, AXIS_TITLES[axis], f"{_POOL_TITLES[pool]} ({unit})", band_height=BAND_HEIGHT)
-    figure.add_traces(_stack(points, held, unit_bytes, unit))
+    figure = figure_frame(title, lines, AXIS_TITLES[axis], f"{POOL_TITLES[pool]} ({unit})", band_height=BAND_HEIGHT)
+    figure.add_traces([go.Scatter(**area) for area in stack_of(points, held, unit_bytes, unit)])
     figure.add_trace(_total_line(timeline, points, pool, unit_bytes, unit))
     figure.add_traces(list(_outline_traces(outlines, points, unit_bytes, unit)))
     end = axis_end([points])
@@ -111,7 +113,7 @@ def timeline_figure(
 
 def _title(step: StepRecord | Timeline, pool: str) -> tuple[str, list[str], Timeline | None]:
     """Returns the figure's title, the lines below it, and the timeline if there is one to draw."""
-    what = f"memory {_POOL_TITLES[pool]}"
+    what = f"memory {POOL_TITLES[pool]}"
     if isinstance(step, Timeline):
         return what.capitalize(), [f"a timeline of {len(step):,} events"], step if len(step) else None
     settings = html.escape(_short(f"{step.settings}"), quote=False)
@@ -138,35 +140,43 @@ def _parts(num_bytes: IntArray, unit_bytes: int, most: int = 3) -> str:
     return ", ".join([*named, *([f"{len(largest) - most} more"] if len(largest) > most else [])])
 
 
-def _stack(points: DrawnPoints, held: IntArray, unit_bytes: int, unit: str) -> list[go.Scatter]:
-    """The filled areas, over a clear one for what lies below the axis."""
+def stack_of(points: DrawnPoints, held: IntArray, unit_bytes: int, unit: str) -> list[dict[str, Any]]:
+    """Returns the filled areas by category, over a clear one for what is held throughout if the axis leaves that out.
+
+    Args:
+        points: What is drawn.
+        held: Bytes by category that are left out, of shape [categories].
+        unit_bytes: Of the axis.
+        unit: Its name.
+
+    Returns:
+        Arguments of a `plotly.graph_objects.Scatter` each, the lowest area first.
+    """
     # All traces share one x array: plotly then stacks them point by point, also where times are equal.
     on_axis = slice(points.num_on_axis)
     common: dict[str, Any] = {"x": drawn_values(points.position[on_axis]), "stackgroup": "pool", "mode": "lines"}
     traces = []
     if held.any():
-        base: dict[str, Any] = {"name": "held throughout", "fillcolor": TRANSPARENT, "showlegend": False}
+        base: dict[str, Any] = {"name": HELD, "fillcolor": TRANSPARENT, "showlegend": False}
         base |= {"line": {"width": 0, "color": INK, "shape": "hv"}}
         base |= {"y": drawn_values(np.full(points.num_on_axis, held.sum() / unit_bytes))}
-        traces.append(go.Scatter(**common, **base, hovertemplate=f"%{{y:.3f}} {unit}"))
+        traces.append(common | base | {"hovertemplate": f"%{{y:.3f}} {unit}"})
     for category, look in CATEGORY_LOOKS.items():
         code = CATEGORIES.index(category)
         above = points.category_bytes[code, on_axis] - held[code]
         if not above.any():
             continue
         also = f" above the {format_bytes(int(held[code]))} held" if held[code] else ""
-        traces.append(
-            go.Scatter(
-                **common,
-                y=drawn_values(above / unit_bytes),
-                name=category,
-                line={"width": 0.5, "color": look.colour, "shape": "hv"},
-                fillpattern={"shape": look.pattern, "bgcolor": look.colour, "fgcolor": PATTERN_INK}
-                | {"size": 7, "solidity": 0.25},
-                fillcolor=look.colour,
-                hovertemplate=f"%{{y:.3f}} {unit}{also}",
-            )
-        )
+        area = {
+            "y": drawn_values(above / unit_bytes),
+            "name": category,
+            "line": {"width": 0.5, "color": look.colour, "shape": "hv"},
+            "fillpattern": {"shape": look.pattern, "bgcolor": look.colour, "fgcolor": PATTERN_INK}
+            | {"size": 7, "solidity": 0.25},
+            "fillcolor": look.colour,
+            "hovertemplate": f"%{{y:.3f}} {unit}{also}",
+        }
+        traces.append(common | area)
     return traces
 
 

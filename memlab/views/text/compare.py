@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from memlab.config.training_state import TrainingState, option_words
+from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
 from memlab.units import binary_unit, format_bytes
 from memlab.views.text.columns import SETTING_WIDTH, Block, Table, as_text, in_unit
@@ -48,8 +50,12 @@ def common_scenario(records: Sequence[StepRecord]) -> str:
 
 
 def _words(record: StepRecord) -> list[str]:
-    """Returns the words of a record's scenario, without those of its training state."""
-    return without_state(record.scenario).split(", ")
+    """Returns the words of a record's scenario, without those of its training state, and which rank it is of."""
+    layout = record.scenario.layout
+    words = without_state(replace(record.scenario, layout=replace(layout, rank=0))).split(", ")
+    if layout.world_size == 1:
+        return words
+    return [*words, f"worst rank {layout.rank}" if isinstance(record, JobRecord) else f"rank {layout.rank}"]
 
 
 def _differing_states(records: Sequence[StepRecord]) -> list[list[str]]:
