@@ -158,7 +158,7 @@ class RankGroup:
         errors = [member for member in members if member.error is not None or member.text]
         if not errors:
             return [member.answer for member in members]
-        first = min(errors, key=lambda member: member.error is None)
+        first = min(errors, key=_is_consequence)
         if first.error is not None and len({repr(member.error) for member in members}) == 1:
             raise first.error
         raise self._failure(first.rank, _words(first), members)
@@ -253,6 +253,15 @@ class RankGroup:
     def _failure(self, rank: int, words: str, members: Sequence[_Member] = ()) -> RankFailed:
         self.end()
         return RankFailed(rank, words, {member.rank: member.error for member in members if member.error is not None})
+
+
+def _is_consequence(member: _Member) -> bool:
+    """Whether a rank failed because another one had left: the words are gloo's and NCCL's (torch 2.11 and 2.13)."""
+    words = str(member.error)
+    return member.error is not None and any(part in words for part in _CONNECTION_WORDS)
+
+
+_CONNECTION_WORDS = ("onnection closed", "onnection reset", "onnection refused", "roken pipe", "NCCL", "remote process")
 
 
 def _words(member: _Member) -> str:

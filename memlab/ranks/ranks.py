@@ -34,7 +34,7 @@ NO_ENGINE = (IndexError, ipyparallel.error.NoEnginesRegistered)
 """What ipyparallel raises for an engine that has left."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Engine:
     """One engine: where it runs, and with which packages."""
 

@@ -1,0 +1,112 @@
+"""One job twice, on engines and under torchrun: do all ranks allocate the same bytes, and what does a change cost?
+
+    python -m benchmarks.ranks FOLDER qwen3-30b-a3b:EP2 phi-4:PP2 ...       two GPUs
+    python -m benchmarks.ranks FOLDER --layers 4 qwen3-moe-tiny:EP2 ...      two processes on a CPU
+
+Each job takes a step under each of some settings, each after another, so that every step changes the setting. The
+records are in FOLDER, one file for each way, to be compared with predictions (`python benchmarks/accuracy.py predict`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.accuracy import JOBS, USUAL, full
+from memlab import JobRecord, Lab, MemorySettings, Ranks, StepRecord
+
+SETTINGS = (MemorySettings(), full(1), MemorySettings(offload_modules=("core_attn",)), MemorySettings(), full(1))
+ROUNDS = 2
+
+
+def take_steps(lab: Lab) -> tuple[list[StepRecord], list[float]]:
+    """Takes a step under each setting, several times over; returns the records and the seconds of each change."""
+    records, seconds = [], []
+    lab.step()
+    for settings in SETTINGS * ROUNDS:
+        started = time.perf_counter()
+        records.append(lab.step(settings))
+        seconds.append(time.perf_counter() - started)
+    return records, seconds
+
+
+def arguments_of(job: str, num_layers: int | None) -> dict[str, Any]:
+    """Returns the arguments of a job's lab."""
+    architecture, _, name = job.partition(":")
+    layout, num_microbatches = JOBS[name]
+    workload = (USUAL if "tiny" not in architecture else {}) | {"num_microbatches": num_microbatches}
+    return {"architecture": architecture, "num_layers": num_layers, "layout": layout, **workload}
+
+
+def on_engines(ranks: Ranks, job: str, num_layers: int | None) -> tuple[list[StepRecord], list[float]]:
+    """Steps a job on engines; returns every rank's records."""
+    with Lab(**arguments_of(job, num_layers), ranks=ranks) as lab:
+        steps, seconds = take_steps(lab)
+    return [record for step in steps if isinstance(step, JobRecord) for record in step.ranks], seconds
+
+
+def as_one_rank(job: str, num_layers: int | None, folder: Path) -> None:
+    """Steps this rank of a job under torchrun, and writes its records and seconds."""
+    rank = int(os.environ["RANK"])
+    arguments = arguments_of(job, num_layers)
+    with Lab(**arguments | {"layout": replace(arguments["layout"], rank=rank)}) as lab:
+        records, seconds = take_steps(lab)
+    values = {"records": [record.to_dict() for record in records], "seconds": seconds}
+    (folder / f"torchrun-{job}-{rank}.json").write_text(json.dumps(values))
+
+
+def under_torchrun(job: str, num_layers: int | None, folder: Path) -> tuple[list[StepRecord], list[float]]:
+    """Steps a job under torchrun; returns every rank's records."""
+    own = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "benchmarks.ranks"]
+    layers = ["--layers", str(num_layers)] if num_layers else []
+    subprocess.run([*own, str(folder), *layers, "--as-one-rank", job], check=True, timeout=300)
+    values = [json.loads((folder / f"torchrun-{job}-{rank}.json").read_text()) for rank in range(2)]
+    by_step = zip(*(one["records"] for one in values), strict=True)
+    records = [StepRecord.from_dict(record) for step in by_step for record in step]
+    return records, [max(both) for both in zip(*(one["seconds"] for one in values), strict=True)]
+
+
+def main() -> None:
+    """Runs the jobs both ways."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("jobs", nargs="+", metavar="ARCHITECTURE:JOB", help=f"with JOB of {', '.join(JOBS)}")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--as-one-rank", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.as_one_rank:
+        as_one_rank(arguments.jobs[0], arguments.layers, arguments.folder)
+        return
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    started = time.perf_counter()
+    with Ranks.start(2) as ranks:
+        print(f"two engines: {time.perf_counter() - started:.1f} s")
+        of_engines = {job: on_engines(ranks, job, arguments.layers) for job in arguments.jobs}
+    for job, (records, seconds) in of_engines.items():
+        lines = [json.dumps(record.to_dict() | {"peak_by_module": {}}) for record in records]
+        (arguments.folder / f"engines-{job}.jsonl").write_text("\n".join(lines) + "\n")
+        others, other_seconds = under_torchrun(job, arguments.layers, arguments.folder)
+        equal = sum(
+            (one.peak_allocated_bytes, one.static_bytes, one.peak_by_category)
+            == (other.peak_allocated_bytes, other.static_bytes, other.peak_by_category)
+            for one, other in zip(records, others, strict=True)
+        )
+        ratio = statistics.median(seconds) / statistics.median(other_seconds)
+        print(
+            f"{job}: {equal} of {len(records)} records equal to the byte; a changed setting takes "
+            f"{statistics.median(seconds):.2f} s on engines, {statistics.median(other_seconds):.2f} s under torchrun, "
+            f"{ratio:.2f} times",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
