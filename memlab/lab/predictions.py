@@ -58,6 +58,9 @@ def predict_ranks(
 def predict_measured(measured: Sequence[StepRecord]) -> list[StepRecord]:
     """Predicts steps that were measured, in the order in which they were taken.
 
+    The router of a lab's model has just been initialized, so it spreads tokens over the experts about as chance does.
+    That is predicted too, with ``random`` routing: which rank gets how many rows, and how many rows FP8 pads.
+
     Args:
         measured: Steps that finished; the steps of one lab follow each other.
 
@@ -75,11 +78,14 @@ def predict_measured(measured: Sequence[StepRecord]) -> list[StepRecord]:
 
 def _predictions(measured: Sequence[StepRecord]) -> Iterator[StepRecord]:
     lab: Lab | None = None
+    former_step = -1
     try:
         for record in measured:
-            scenario = record.scenario
+            scenario = _routed_by_chance(record.scenario)
             model, workload = _split(scenario)
-            if lab is None or _split(lab.scenario)[0] != model:
+            is_other_lab = record.step_index <= former_step  # steps of one lab are numbered in their order
+            former_step = record.step_index
+            if lab is None or is_other_lab or _split(lab.scenario)[0] != model:
                 if lab is not None:
                     lab.close()
                 lab = Lab(**model, **workload, backend="simulated")
@@ -91,6 +97,13 @@ def _predictions(measured: Sequence[StepRecord]) -> Iterator[StepRecord]:
     finally:
         if lab is not None:
             lab.close()
+
+
+def _routed_by_chance(scenario: Scenario) -> Scenario:
+    """Returns the scenario of a measured step with the routing that its router is likely to have had."""
+    if not scenario.architecture.is_moe or scenario.routing != Routing():
+        return scenario
+    return replace(scenario, routing=Routing(kind="random", seed=scenario.seed))
 
 
 def _split(scenario: Scenario) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from memlab.analysis.accuracy import FIGURES, Errors, pairs_of
+from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.lab.predictions import predict_measured
@@ -42,12 +43,26 @@ def test_a_predicted_step_is_near_the_measured_one(name: str) -> None:
     # The last rank of each kind of job: the first has no logits.
     measured = sample(GROUPS[name])
     for pair in pairs_of(measured, predict_measured(measured)):
-        routed = pair.measured.scenario.layout.expert_model_parallel_size > 1  # by a router that the prediction lacks
-        assert abs(pair.peak_error) < (0.005 if routed else 0.001), pair.measured
-        assert abs(pair.activation_peak_error) < 0.02, pair.measured
+        scenario = pair.measured.scenario
+        routed = scenario.layout.expert_model_parallel_size > 1  # by a router that the prediction lacks
+        # What the gathers of the step leave, until torch's watchdog and the next collective free it (labs/LOG.md).
+        gathers = scenario.state.fp8_recipe == "blockwise" and scenario.layout.tensor_model_parallel_size > 1
+        assert abs(pair.peak_error) < (0.005 if routed or gathers else 0.001), pair.measured
+        assert abs(pair.activation_peak_error) < (0.03 if gathers else 0.02), pair.measured
         for category in transfer.GROUPS[:2]:
             assert pair.state_error(category) in (0.0, None), pair.measured
         assert abs(pair.state_error("optimizer state") or 0) < 0.001, pair.measured
+
+
+def test_padding_under_fp8_is_predicted_for_a_router_that_has_learned_nothing() -> None:
+    # With tokens spread evenly, no row is padded, and 0.038 % too little is predicted: 15 MiB of a change of 2.3 GiB.
+    plain = {record.scenario: record for record in MEASURED if record.settings == MemorySettings()}
+    usual = Scenario.of("qwen3-30b-a3b", num_layers=2, seq_length=4096)
+    fp8 = replace(usual, state=TrainingState(fp8_format="e4m3", fp8_recipe="blockwise"))
+    measured = [plain[usual], plain[fp8]]
+    pair = pairs_of(measured, predict_measured(measured))[1]
+    assert abs(pair.peak_error) < 0.0001
+    assert abs(pair.option_error or 1) < 0.002
 
 
 def test_errors_are_shares_of_what_was_measured() -> None:
