@@ -11,6 +11,7 @@ import pytest
 
 from memlab.cli import main
 from memlab.config.layout import Layout
+from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.candidates import candidates
@@ -185,6 +186,14 @@ def test_a_pass_without_backward_is_predicted_as_one() -> None:
     again = predict_measured(measured)
     assert [record.forward_only for record in again] == [True, False]
     assert again[0].peak_allocated_bytes < again[1].peak_allocated_bytes
+
+
+def test_steps_of_two_labs_are_predicted_in_two_with_experts_drawn_at_random() -> None:
+    with Lab("qwen3-moe-tiny", num_layers=2, seq_length=64, backend="cpu") as lab:
+        record = lab.step()
+    again = predict_measured([record, record, replace(record, step_index=2)])
+    assert [prediction.step_index for prediction in again] == [1, 1, 2]
+    assert {prediction.scenario.routing for prediction in again} == {Routing(kind="random", seed=record.scenario.seed)}
 
 
 def test_every_rank_is_of_its_own_kind_where_each_draws_its_experts() -> None:
