@@ -1,4 +1,4 @@
-"""Makes the pictures of the README: the panel after a step, a run laid over another, and a step out of memory.
+"""Makes the pictures of the README: a timeline, a search, the panel, two runs in one chart, and a step out of memory.
 
 python -m tests.browser.screenshots
 """
@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from playwright.sync_api import FloatRect, Page, expect, sync_playwright
 
+from memlab import Lab, MemorySettings, show
+from memlab.cli import main as memlab
 from tests.browser.chromium import ARGS, find_chromium
 from tests.browser.notebook_page import NotebookPage, write_notebook
 from tests.browser.panel_page import PanelPage
@@ -26,6 +28,8 @@ CELLS = (
     'lab = Lab("qwen3-moe-tiny", num_layers=4, seq_length=1024)',
     "panel(lab)",
 )
+FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+FIGURE = ".plotly-graph-div .main-svg >> nth=0"
 # A page decodes its own picture: no image library is needed for that.
 _PIXELS = """async png => {
     const bitmap = await createImageBitmap(await (await fetch(`data:image/png;base64,${png}`)).blob());
@@ -41,21 +45,32 @@ _PIXELS = """async png => {
 def draw(panel: PanelPage) -> None:
     """Works the panel, and takes a picture at three places."""
     panel.run()
-    take(panel, "panel", ".memlab-panel")
+    take(panel.notebook.page, "panel", ".memlab-panel")
     panel.press("pin")
     panel.choose("recompute-granularity", "full")
     peak = panel.run()
-    take(panel, "overlay", ".memlab-chart", ".memlab-runs table")
+    take(panel.notebook.page, "overlay", ".memlab-chart", ".memlab-runs table")
     panel.notebook.ask(f"setattr(lab, 'device_memory_bytes', {peak})")
     panel.choose("recompute-granularity", "none")
     panel.press("run")
     expect(panel.root.locator("tr.memlab-message")).to_be_visible()
-    take(panel, "error", ".memlab-chart", ".memlab-runs table")
+    take(panel.notebook.page, "error", ".memlab-chart", ".memlab-runs table")
 
 
-def take(panel: PanelPage, name: str, *parts: str) -> None:
+def draw_pages(page: Page, folder: Path) -> None:
+    """Takes a picture of the figure in each page that `View.save` and ``memlab search --out`` write."""
+    with Lab("qwen3-moe-tiny", num_layers=4, seq_length=1024, backend="cpu") as lab:
+        show(lab.step(FULL), axis="event").save(folder / "timeline.html")  # no axis depends on the machine
+    words = "phi-4 --tensor-model-parallel-size 2 --world-size 8 --gpu-memory 79GiB --out"
+    assert memlab(["search", *words.split(), str(folder / "front.html")]) == 0
+    for name in ("timeline", "front"):
+        page.goto((folder / f"{name}.html").as_uri())
+        page.locator(FIGURE).wait_for()
+        take(page, name, FIGURE)
+
+
+def take(page: Page, name: str, *parts: str) -> None:
     """Writes the part of the page from one element to another as a PNG with a palette."""
-    page = panel.notebook.page
     page.mouse.move(0, 0)  # plotly shows its buttons under the mouse
     page.evaluate("() => document.activeElement.blur()")
     boxes = [page.locator(part).bounding_box() for part in parts]
@@ -92,7 +107,7 @@ def _chunk(kind: bytes, content: bytes) -> bytes:
 
 
 def main() -> None:
-    """Opens a notebook with a panel in JupyterLab, and draws."""
+    """Opens two pages, and a notebook with a panel in JupyterLab, and draws."""
     PICTURES.mkdir(exist_ok=True)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -106,6 +121,7 @@ def main() -> None:
         notebook.open("panel.ipynb")
         notebook.run_all()
         draw(PanelPage(notebook))
+        draw_pages(browser.new_page(viewport={"width": 1120, "height": 900}), Path(folder))
 
 
 if __name__ == "__main__":

@@ -49,13 +49,19 @@ def test_the_live_model_has_the_published_number_of_parameters(name: str, megatr
     from memlab.model.layers.torch_layers import TorchProvider
     from memlab.model.megatron_config import transformer_config
 
-    scenario = Scenario.of(name)
-    with megatron(), FakeTensorMode():  # type: ignore[operator]
-        config = transformer_config(scenario, MemorySettings())
-        config.perform_initialization = False
-        model = gpt_model(scenario, config, TorchProvider)
-    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED_PARAMETERS[name]
-    assert scenario.architecture.num_parameters == PUBLISHED_PARAMETERS[name]
+    def num_parameters(num_layers: int) -> int:
+        scenario = Scenario.of(name, num_layers=num_layers)
+        with megatron(), FakeTensorMode():  # type: ignore[operator]
+            config = transformer_config(scenario, MemorySettings())
+            config.perform_initialization = False
+            model = gpt_model(scenario, config, TorchProvider)
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    architecture = find_architecture(name)
+    # Each layer adds as many parameters as the second one.
+    one, two = num_parameters(1), num_parameters(2)
+    assert one + (architecture.num_layers - 1) * (two - one) == PUBLISHED_PARAMETERS[name]
+    assert architecture.num_parameters == PUBLISHED_PARAMETERS[name]
 
 
 def qwen_config() -> dict[str, object]:

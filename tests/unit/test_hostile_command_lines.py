@@ -404,6 +404,16 @@ def test_a_refusal_imports_no_torch(line: str, files: dict[str, Path]) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["compare none none", "predict phi-4-tiny", "run none.ipynb", "nightly none.yaml"])
+def test_an_empty_out_is_refused_and_is_not_the_current_folder(
+    command: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*command.split(), "--out", ""]) == 2
+    assert "argument --out: the path is empty, must name a file or folder" in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_table_is_long_and_names_every_command() -> None:
     assert len(LINES) > 200
     first = {line.split(" ")[0] for line in LINES}

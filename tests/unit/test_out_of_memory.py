@@ -366,7 +366,8 @@ PIPELINES = [
 
 @pytest.mark.parametrize("layout", PIPELINES, ids=lambda layout: f"{layout} {layout.rank}")
 def test_what_is_proposed_to_a_rank_of_a_job_can_be_set_and_frees_no_more_than_that(layout: Layout) -> None:
-    passes = 4 if layout.pipeline_model_parallel_size > 1 else 1
+    # As many micro-batches as fill the pipeline.
+    passes = layout.pipeline_model_parallel_size * layout.virtual_pipeline_model_parallel_size
     with Lab(
         "qwen3-moe-tiny", num_layers=4, seq_length=2048, num_microbatches=passes, layout=layout, backend="simulated"
     ) as lab:

@@ -25,27 +25,25 @@ from tests.unit.live import FULL, offload, random_settings, recompute
 SMALL = {"num_layers": 3, "seq_length": 64, "micro_batch_size": 2, "num_microbatches": 2}
 
 
-@pytest.fixture(params=["qwen3-moe-tiny", "phi-4-tiny"])
-def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Takes the same steps on both backends, the simulated one without an allocator's rounding and workspaces."""
+@pytest.fixture(scope="module", params=["qwen3-moe-tiny", "phi-4-tiny"])
+def both(request: pytest.FixtureRequest) -> list[tuple[StepRecord, StepRecord, int]]:
+    """The same steps on both backends, the simulated one without an allocator's rounding and workspaces."""
     exact = replace(find_backend("simulated"), meter=StorageMeter, fill_workspaces=lambda is_moe: None)
-
-    def step(*settings: MemorySettings) -> Iterator[tuple[StepRecord, StepRecord, int]]:
-        with Lab(request.param, backend="cpu", **SMALL) as lab:
-            drawn = settings or tuple(random_settings(lab, random.Random(3)) for _ in range(8))
-            real = [lab.step(each) for each in drawn]
-            num_weights = sum(1 for _ in lab._stepper.live.chunk.parameters())
-        monkeypatch.setattr(memlab.lab.lab, "find_backend", lambda name: exact)
+    drawn = [MemorySettings(), FULL, recompute("layernorm", "core_attn"), offload("qkv_linear", "core_attn")]
+    with Lab(request.param, backend="cpu", **SMALL) as lab:
+        drawn.append(random_settings(lab, random.Random(3)))
+        real = [lab.step(each) for each in drawn]
+        num_weights = sum(1 for _ in lab._stepper.live.chunk.parameters())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memlab.lab.lab, "find_backend", lambda name: exact)
         with Lab(request.param, **SMALL) as lab:
             fake = [lab.step(each) for each in drawn]
-        # torch's AdamW counts its steps in a tensor of 4 bytes a weight, Transformer Engine's in a number.
-        return zip(real, fake, [4 * num_weights] * len(drawn), strict=True)
-
-    return step
+    # torch's AdamW counts its steps in a tensor of 4 bytes a weight, Transformer Engine's in a number.
+    return list(zip(real, fake, [4 * num_weights] * len(drawn), strict=True))
 
 
-def test_a_step_is_the_cpu_s_to_the_byte(both: Any) -> None:
-    for real, fake, step_counts in both():
+def test_a_step_is_the_cpu_s_to_the_byte(both: list[tuple[StepRecord, StepRecord, int]]) -> None:
+    for real, fake, step_counts in both:
         assert _without_steps(real.peak_by_category, step_counts) == fake.peak_by_category, real.settings
         for name in ("residual_bytes", "recomputed_bytes", "offloaded_bytes_by_module", "without_effect", "loss"):
             expected = None if name == "loss" else getattr(real, name)
@@ -61,9 +59,8 @@ def _without_steps(sizes: dict[str, int], step_counts: int) -> dict[str, int]:
     return {name: size - (step_counts if name == "optimizer state" else 0) for name, size in sizes.items()}
 
 
-def test_every_module_makes_what_it_makes_on_the_cpu(both: Any) -> None:
-    settings = (MemorySettings(), FULL, recompute("layernorm", "core_attn"), offload("qkv_linear", "core_attn"))
-    for real, fake, step_counts in both(*settings):
+def test_every_module_makes_what_it_makes_on_the_cpu(both: list[tuple[StepRecord, StepRecord, int]]) -> None:
+    for real, fake, step_counts in both:
         before = {"": real.peak_by_module[""] - step_counts}
         assert real.peak_by_module | before == fake.peak_by_module
 
