@@ -1,4 +1,4 @@
-"""Runs one steady training step on a live model and prints the memory that it needed."""
+"""Runs one steady training step on a live model, on one rank or many, and prints the memory that it needed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from memlab.backends import BACKEND_VARIABLE, BACKENDS
@@ -19,13 +20,23 @@ from memlab.commands.shared.ranks import (
     gathered,
     rank,
     rank_folder,
-    ranks_json,
     world_size,
 )
-from memlab.commands.shared.step_flags import add_pass_arguments, add_step_arguments, checked_step, layout_of_the_job
+from memlab.commands.shared.step_flags import (
+    add_pass_arguments,
+    add_step_arguments,
+    checked_step,
+    layout_of_the_job,
+    whole_number,
+)
+from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.validation import check_whole_number
+from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
+
+_MOST_RANKS = 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"one of {', '.join(BACKENDS)} (default: auto, which takes a GPU if there is one, otherwise the CPU)",
     )
+    parser.add_argument(
+        "--ranks",
+        type=whole_number,
+        metavar="N",
+        help="start N ranks on this machine, each in a process of its own, and measure all of them (default: 1 rank in "
+        "this process; under torchrun, the ranks that it has started)",
+    )
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
@@ -47,11 +65,14 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     Raises:
         ValueError: If a value breaks its rule, the output folder is not empty, or the backend cannot be used here.
     """
-    layout = layout_of_the_job(arguments, world_size(), rank())
+    num_ranks = world_size() if arguments.ranks is None else _started_here(arguments.ranks)
+    layout = layout_of_the_job(arguments, num_ranks, rank())
     workload, settings = checked_step(arguments, layout)
-    _check_backend_name(arguments.backend)
+    backend_name = _backend_name(arguments.backend)
     if arguments.snapshot and arguments.out is None:
         raise ValueError("--snapshot has no folder to write to: give --out FOLDER")
+    if world_size() == 1 < num_ranks:
+        return _prepare_ranks(workload, settings, arguments, backend_name)
     with ExitStack() as claims:
         claims.enter_context(claimed_folder(arguments.out and rank_folder(arguments.out)))
         workload["allocator"] = start_with(workload["allocator"])
@@ -64,13 +85,69 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     return lambda: _measure(workload, settings, arguments, claimed)
 
 
-def _check_backend_name(name: str) -> None:
-    """Refuses an unknown name before torch is imported."""
+def _started_here(num_ranks: int) -> int:
+    check_whole_number("ranks", num_ranks, at_most=_MOST_RANKS)
+    if world_size() > 1:
+        raise ValueError(
+            f"--ranks is {num_ranks}, and torchrun has started {world_size()} ranks (WORLD_SIZE): leave --ranks out, "
+            "or start memlab without torchrun"
+        )
+    return num_ranks
+
+
+def _backend_name(name: str) -> str:
+    """Returns the name of the backend, which `auto` may be, and refuses an unknown one before torch is imported."""
     flag = "--backend"
     if name == "auto" and BACKEND_VARIABLE in os.environ:
         flag, name = f"the environment variable {BACKEND_VARIABLE}", os.environ[BACKEND_VARIABLE]
     if name not in BACKENDS:
         raise ValueError(f"{flag} is {name!r}, must be one of {', '.join(BACKENDS)}: choose one of them")
+    return name
+
+
+def _prepare_ranks(
+    workload: dict[str, Any], settings: MemorySettings, arguments: argparse.Namespace, backend_name: str
+) -> Callable[[], int]:
+    """Checks a step on ranks that this command starts."""
+    if backend_name == "simulated":
+        raise ValueError(
+            f"--ranks is {arguments.ranks}, and the backend simulated starts no ranks: memlab predict --world-size "
+            f"{arguments.ranks} predicts them, or choose another backend"
+        )
+    scenario = Scenario.of(**workload)
+    for number in scenario.ranks_of_every_kind:
+        check_on_model(settings, replace(scenario, layout=replace(scenario.layout, rank=number)))
+    workload["allocator"] = start_with(workload["allocator"])
+    with ExitStack() as claims:
+        claims.enter_context(claimed_folder(arguments.out))
+        claimed = claims.pop_all()
+    return lambda: _measure_ranks(workload, settings, arguments, claimed)
+
+
+def _measure_ranks(
+    workload: dict[str, Any], settings: MemorySettings, arguments: argparse.Namespace, claimed: ExitStack
+) -> int:
+    with claimed, stdout_reserved_for_result():
+        from memlab.lab.lab import Lab
+        from memlab.ranks.group import RankFailed
+        from memlab.ranks.ranks import Ranks
+
+        try:
+            with (
+                Ranks.start(arguments.ranks) as ranks,
+                Lab(**workload, backend=arguments.backend, ranks=ranks) as lab,
+            ):
+                if arguments.device_memory is not None:
+                    lab.device_memory_bytes = arguments.device_memory
+                job = lab.forward_only(settings, warm_up=True) if arguments.forward_only else lab.step(settings)
+        except (ValueError, RankFailed) as error:
+            print(error, file=sys.stderr)
+            return 2 if isinstance(error, ValueError) else 1
+        assert isinstance(job, JobRecord)
+        for record in job.ranks if arguments.out is not None else ():
+            save_record(record, arguments.out / f"rank-{record.scenario.layout.rank}", snapshot=arguments.snapshot)
+    print(_result(list(job.ranks), as_json=arguments.json))
+    return 0 if job.status == "ok" else 1
 
 
 def _measure(
@@ -90,16 +167,14 @@ def _measure(
                 exit_now(1)
             records = gathered(record) if world_size() > 1 else [record]
     if rank() == 0:
-        print(_result(record, records, as_json=arguments.json))
+        print(_result(records, as_json=arguments.json))
     return 0 if record.status == "ok" else 1
 
 
-def _result(record: StepRecord, records: list[StepRecord], *, as_json: bool) -> str:
+def _result(records: list[StepRecord], *, as_json: bool) -> str:
     from memlab.views.text.ranks import ranks_table
     from memlab.views.text.record import record_table
 
-    if len(records) > 1:
-        return json.dumps(ranks_json(records), indent=2) if as_json else ranks_table(records)
-    if as_json:
-        return json.dumps(record.to_dict(), indent=2)
-    return record_table(record)
+    if records[0].scenario.layout.world_size > 1:
+        return json.dumps(JobRecord.of(records).to_dict(), indent=2) if as_json else ranks_table(records)
+    return json.dumps(records[0].to_dict(), indent=2) if as_json else record_table(records[0])

@@ -13,7 +13,6 @@ from typing import Any
 from memlab.analysis.diagnosis import worst
 from memlab.commands.shared.output import add_record_arguments, claimed_folder, save_record
 from memlab.commands.shared.process import stdout_reserved_for_result
-from memlab.commands.shared.ranks import ranks_json
 from memlab.commands.shared.step_flags import (
     add_job_arguments,
     add_pass_arguments,
@@ -30,6 +29,7 @@ from memlab.config.settings import MemorySettings
 from memlab.fitting.does_it_fit import Fit, fits, judge_fit
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.lab.search_process import stepping
+from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes
 
@@ -141,7 +141,7 @@ def _save_page(records: list[StepRecord], folder: Path) -> None:
 def _result(records: list[StepRecord], judged: StepRecord, fit: Fit | None, *, as_json: bool) -> str:
     layout = judged.scenario.layout
     if as_json:
-        values = records[0].to_dict() if len(records) == 1 else ranks_json(records)
+        values = records[0].to_dict() if len(records) == 1 else JobRecord.of(records).to_dict()
         verdict = {} if fit is None else {"fit": fit.to_dict() | {"rank": layout.rank}}
         return json.dumps(values | verdict, indent=2)
     from memlab.views.text.ranks import ranks_table

@@ -8,11 +8,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from memlab.config.layout import Layout
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.rebuilds import what_rebuilds
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.record.job_record import JobRecord
 from memlab.record.state_change import StateChange
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
@@ -115,12 +117,16 @@ class FakeLab:
                 return
             changes = (self.outcome if isinstance(self.outcome, dict) else {}) | outcome
             values: dict[str, Any] = {"scenario": self.scenario, "backend": "cpu", "step_index": len(self.records)}
-            self.records.append(record_of(self.timeline, self.settings, **(values | changes)))
+            self.records.append(self.record(**(values | changes)))
             running.set_result(self.records[-1])
 
         worker = threading.Thread(target=finish)
         worker.start()
         worker.join()
+
+    def record(self, **values: Any) -> StepRecord:
+        """Makes the record of a step."""
+        return record_of(self.timeline, self.settings, **values)
 
     def stop(self) -> bool:
         was_busy = self.busy
@@ -131,6 +137,25 @@ class FakeLab:
     def _refuse_if_busy(self) -> None:
         if self.busy:
             raise ValueError(f"this lab is busy with a step ({self.settings}): wait for it, or stop it")
+
+
+class FakeJobLab(FakeLab):
+    """A lab of four pipeline stages, each of which has half the bytes of the one before it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(layout=Layout(pipeline_model_parallel_size=4), num_microbatches=4, **options)
+        self.lost: tuple[int, ...] = ()
+        """Ranks that have no record of the next step."""
+
+    def record(self, **values: Any) -> StepRecord:
+        """Makes the records of all ranks that are not lost."""
+        layout = self.scenario.layout
+        ranks = []
+        for rank in range(layout.world_size):
+            scenario = replace(values["scenario"], layout=replace(layout, rank=rank))
+            timeline = training_step(scale=1024 * 2**rank)
+            ranks.append(record_of(timeline, self.settings, **(values | {"scenario": scenario})))
+        return JobRecord.of([record for rank, record in enumerate(ranks) if rank not in self.lost])
 
 
 if TYPE_CHECKING:

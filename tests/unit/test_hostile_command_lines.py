@@ -194,6 +194,17 @@ def _lines() -> Iterator[str]:  # noqa: PLR0915  # a table
         "measure phi-4-tiny --snapshot",
         "measure phi-4-tiny --backend tpu",
     )
+    # Ranks that are started here.
+    yield from (f"measure phi-4-tiny --ranks {value}" for value in ("0", "-1", "x", "1.5", "1025", "''", NINES))
+    yield from (
+        "measure phi-4-tiny --ranks 2 --tensor-model-parallel-size 4",
+        "measure phi-4-tiny --ranks 3 --pipeline-model-parallel-size 2",
+        "measure phi-4-tiny --ranks 2 --expert-model-parallel-size 2",
+        "measure phi-4-tiny --ranks 2 --backend simulated",
+        "measure phi-4-tiny --ranks 2 --snapshot",
+        "measure phi-4-tiny --ranks 2 --out {is_full}",
+        "predict phi-4-tiny --ranks 2",
+    )
     # Layouts and sizes.
     for flag in LAYOUTS:
         yield from (f"{tiny} --{flag}-parallel-size {value}" for value in ("0", "-2", "3", "x", NINES))
@@ -361,6 +372,8 @@ def test_a_bad_command_line_ends_in_one_line_and_exit_code_2(
         ({"WORLD_SIZE": "2", "RANK": "2"}, "measure phi-4-tiny", "the environment variable RANK is 2, must be below"),
         ({"WORLD_SIZE": "2", "RANK": "-1"}, "measure phi-4-tiny", "the environment variable RANK is '-1'"),
         ({"RANK": "first"}, "measure phi-4-tiny", "the environment variable RANK is 'first'"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "measure phi-4-tiny --ranks 2", "torchrun has started 2 ranks"),
+        ({"MEMLAB_BACKEND": "simulated"}, "measure phi-4-tiny --ranks 2", "memlab predict --world-size 2"),
         ({"MEMLAB_BACKEND": "x"}, "measure phi-4-tiny", "the environment variable MEMLAB_BACKEND is 'x'"),
         ({"MEMLAB_BACKEND": "\n"}, "measure phi-4-tiny", "the environment variable MEMLAB_BACKEND is '\\n'"),
     ],
@@ -384,6 +397,7 @@ def test_a_bad_environment_variable_is_named(
     [
         "predict phi-4-tiny --seq-length 1000000000",
         "measure phi-4-tiny --backend tpu",
+        "measure phi-4-tiny --ranks 3 --tensor-model-parallel-size 2",
         "measure phi-4-tiny --out {is_full}",
         "search phi-4-tiny --gpu-memory 80GiB --out {page.html}",
         "compare {list_record} {list_record}",

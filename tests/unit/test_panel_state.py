@@ -567,7 +567,7 @@ def test_the_command_of_a_forward_only_pass_and_of_a_step_out_of_memory_repeats_
     ("backend", "words"),
     [
         ("simulated", "memlab predict qwen3-moe-tiny --num-microbatches 2"),
-        ("cuda", "torchrun --nproc-per-node 4 -m memlab measure qwen3-moe-tiny --num-microbatches 2"),
+        ("cuda", "memlab measure qwen3-moe-tiny --num-microbatches 2"),
     ],
 )
 def test_the_command_of_a_rank_of_a_job_repeats_its_layout(backend: str, words: str) -> None:

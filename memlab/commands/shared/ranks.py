@@ -10,9 +10,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from memlab.analysis.diagnosis import worst
 from memlab.commands.shared.process import exit_now
 from memlab.record.step_record import StepRecord
 
@@ -74,11 +72,6 @@ def gathered(record: StepRecord) -> list[StepRecord]:
     everyone: list[str] = [""] * world_size()
     torch.distributed.all_gather_object(everyone, json.dumps(record.to_dict()))
     return [StepRecord.from_dict(json.loads(text)) for text in everyone]
-
-
-def ranks_json(records: list[StepRecord]) -> dict[str, Any]:
-    """Returns all ranks' records as JSON-ready values, and which is the worst."""
-    return {"worst_rank": worst(records).scenario.layout.rank, "ranks": [record.to_dict() for record in records]}
 
 
 def rank_folder(folder: Path) -> Path:

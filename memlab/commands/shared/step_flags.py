@@ -316,8 +316,8 @@ def layout_of_the_job(arguments: argparse.Namespace, num_ranks: int, rank: int) 
     if per_copy > 0 and num_ranks % per_copy:
         raise ValueError(
             f"the job has {num_ranks} ranks, must be a multiple of {per_copy} (tensor {tensor} x context {context} x "
-            f"pipeline {pipeline}): take {per_copy} (torchrun --nproc-per-node, or --world-size of a prediction), or "
-            "change a size"
+            f"pipeline {pipeline}): take {per_copy} (measure --ranks, torchrun --nproc-per-node, or predict "
+            "--world-size), or change a size"
         )
     return Layout(**sizes, data_parallel_size=num_ranks // max(1, per_copy), rank=rank)
 

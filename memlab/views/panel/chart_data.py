@@ -1,6 +1,7 @@
 """The panel's chart as data: the shown run stacked by category, the pinned run as a line, the selected moment.
 
-Its traces are always the same, in the same order; those with nothing to show are empty.
+Its traces are always the same, in the same order; those with nothing to show are empty. A run on several ranks is drawn
+as one small timeline per rank instead, until one of them is chosen.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from memlab.record.timeline import Timeline
 from memlab.units import binary_unit, format_bytes
 from memlab.views.figures.frame import LABEL_ON_THE_RIGHT
 from memlab.views.figures.palette import CATEGORY_LOOKS, INK, TRANSPARENT, series_look
+from memlab.views.figures.ranks import ranks_figure
 from memlab.views.figures.resample import Axis, resample
 from memlab.views.figures.timeline import timeline_figure
 from memlab.views.panel.run import Run
@@ -28,7 +30,14 @@ TRACES = (BASE, *CATEGORY_LOOKS, TOTAL, PEAK, PINNED, MOMENT)
 _NOTHING: dict[str, Any] = {"x": np.zeros(0), "y": np.zeros(0), "visible": False}
 
 
-def chart_figure(shown: Run | None, pinned: Run | None, pool: str = "device", axis: Axis = "time") -> go.Figure:
+def chart_figure(
+    shown: Run | None,
+    pinned: Run | None,
+    pool: str = "device",
+    axis: Axis = "time",
+    rank: int | None = None,
+    pinned_rank: int | None = None,
+) -> go.Figure:
     """Draws the panel's chart, without the mark of a moment.
 
     Args:
@@ -36,13 +45,24 @@ def chart_figure(shown: Run | None, pinned: Run | None, pool: str = "device", ax
         pinned: A run whose total is drawn over it as a line, or None.
         pool: ``"device"`` or ``"host"``.
         axis: ``"time"`` or ``"event"``.
+        rank: The rank to draw of a run on several ranks; None draws a small timeline of each.
+        pinned_rank: The rank of the pinned run; None is the same as `rank`.
 
     Returns:
-        A figure with exactly the traces of `TRACES`; those with nothing to show are invisible and empty.
+        Of one rank, a figure with exactly the traces of `TRACES`; those with nothing to show are invisible and empty.
+        Of all ranks, what `memlab.views.figures.ranks.ranks_figure` draws.
     """
-    figure = _picture(shown, pinned if pinned is not shown else None, pool, axis)
+    if shown is not None and shown.job is not None and not shown.has_rank(rank):
+        over = pinned.job if pinned is not None and pinned is not shown else None
+        figure, rank = ranks_figure(shown.job, pool, axis, above_start=True, pinned=over), None
+    else:
+        other = pinned_rank if pinned_rank is not None else rank
+        is_same = pinned is shown and other == rank
+        has_other = pinned is not None and not is_same and (pinned.job is None or pinned.has_rank(other))
+        of_rank = shown.of_rank(rank) if shown is not None else None
+        figure = _picture(of_rank, pinned.of_rank(other) if pinned is not None and has_other else None, pool, axis)
     # As long as this stays the same, the chart keeps what a reader zoomed to, or hid by its legend.
-    figure.layout.uirevision = f"{shown.number} {pool} {axis}" if shown is not None else "no run"
+    figure.layout.uirevision = f"{shown.number} {rank} {pool} {axis}" if shown is not None else "no run"
     return figure
 
 
@@ -69,8 +89,8 @@ def mark_moment(figure: go.Figure, shown: Run | None, moment: int | None, pool: 
     """Draws a line across the chart at a moment, with a mark on the total; None removes them.
 
     Args:
-        figure: The result of `chart_figure` for the same run; it is changed.
-        shown: The run.
+        figure: The result of `chart_figure` for the same run and one rank; it is changed.
+        shown: The run, as that of the rank.
         moment: Number of the event, counted from the step's start.
         pool: The figure's pool.
         axis: The figure's axis.
@@ -135,14 +155,15 @@ def _overlay(figure: go.Figure, run: Run, pool: str, axis: Axis, unit_bytes: int
         label.update(LABEL_ON_THE_RIGHT)
     look = series_look(4)
     peak = format_bytes(int(points.total_bytes[points.peak]))
-    name = f"pinned: run {run.number}, {textwrap.shorten(str(run.settings), 40)}, peak {peak}"
+    who = f"run {run.number}" if run.rank is None else f"run {run.number}, rank {run.rank}"
+    name = f"pinned: {who}, {textwrap.shorten(str(run.settings), 40)}, peak {peak}"
     return {
         "x": points.position[: points.num_on_axis],
         "y": totals[: points.num_on_axis],
         "text": name,
         "mode": "lines",
         "line": {"color": look.colour, "dash": look.dash, "width": 2, "shape": "hv"},
-        "hovertemplate": f"%{{y:.3f}} {unit}<extra>pinned: run {run.number}</extra>",
+        "hovertemplate": f"%{{y:.3f}} {unit}<extra>pinned: {who}</extra>",
     }
 
 

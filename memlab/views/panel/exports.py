@@ -57,8 +57,7 @@ def measure_command(run: Run) -> str:
         job = [] if layout == Layout() else ["--world-size", str(layout.world_size), "--rank", str(layout.rank)]
         return shlex.join(["memlab", "predict", *words, *job])
     if layout.world_size > 1:
-        job = ["torchrun", "--nproc-per-node", str(layout.world_size), "-m"]
-        return shlex.join([*job, "memlab", "measure", *words, "--backend", run.backend])
+        words += ["--ranks", str(layout.world_size)]
     return shlex.join(["memlab", "measure", *words, "--backend", run.backend])
 
 
@@ -163,7 +162,8 @@ def _flag(name: str) -> str:
 
 
 def _stem(run: Run) -> str:
-    return f"{run.scenario.architecture.name.replace('.', '_')}-run-{run.number}"
+    rank = "" if run.rank is None else f"-rank-{run.rank}"
+    return f"{run.scenario.architecture.name.replace('.', '_')}-run-{run.number}{rank}"
 
 
 def _numbers(run: Run, pinned: Run | None) -> list[Any]:

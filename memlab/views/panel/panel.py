@@ -40,9 +40,10 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
         self.table_toggle.add_class("memlab-text-toggle")
         self.table = ipywidgets.HTML()
         self.table.add_class("memlab-text")
-        title = html.escape(
-            f"{lab.scenario.architecture.name}, {lab.scenario.num_layers} layers, on {lab.backend.name}"
-        )
+        scenario = lab.scenario
+        ranks = scenario.layout.world_size
+        where = f"{ranks} ranks ({scenario.layout}), {lab.backend.name}" if ranks > 1 else lab.backend.name
+        title = html.escape(f"{scenario.architecture.name}, {scenario.num_layers} layers, on {where}")
         super().__init__(
             [
                 ipywidgets.HTML(f"<style>{page_code('panel.css')}</style><h3>{title}</h3>"),
@@ -59,7 +60,7 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
         self.add_class("memlab-panel")
         state = self.state
         self.table_toggle.observe(lambda change: state.set_trait("table_open", change["new"]), names=["value"])
-        state.observe(lambda _: self._show_table(), names=["table_open", "shown", "pinned"])
+        state.observe(lambda _: self._show_table(), names=["table_open", "shown", "pinned", "rank", "pinned_rank"])
         self._show_table()
         _share_looks(self)
 
@@ -88,7 +89,8 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
         state = self.state
         self.table_toggle.value = state.table_open
         self.table.layout.display = None if state.table_open else "none"
-        text = html.escape(text_twin(state.shown, state.pinned), quote=False)
+        twin = text_twin(state.shown, state.pinned, state.one_rank, state.pinned_rank)
+        text = html.escape(twin, quote=False)
         self.table.value = f'<pre tabindex="0">{text}</pre>'
 
 

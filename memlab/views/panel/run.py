@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes
 
@@ -16,6 +17,7 @@ COLUMNS = {
     "settings": "settings",
     "workload": "workload",
     "peak": "peak",
+    "worst_rank": "worst rank (spread)",
     "saved": "saved",
     "step_time": "step time",
     "tokens_per_second": "tokens/s",
@@ -23,6 +25,8 @@ COLUMNS = {
     "status": "status",
 }
 """Of the table, in their order: a row's key to the column's heading."""
+OF_JOBS = "worst_rank"
+"""The column that only runs on several ranks fill."""
 
 GRADIENTS = "gradients"
 """The group that offload drops instead of transferring."""
@@ -42,8 +46,28 @@ class Run:
     """None if the step ended in an unexpected error."""
     error: str = ""
     """Type and text of that error."""
-    failed_before_step: bool = False
-    """Whether the error came from a rebuild for the run's training state, so that no step began."""
+    lab_is_in_order: bool = False
+    """Whether the error left the lab in order: it came from a rebuild for the run's training state, before the step
+    began, or from a rank, and then the next step starts all ranks anew."""
+    rank: int | None = None
+    """Of a run on several ranks: the rank that this is about, as `of_rank` returns it; None is about all."""
+
+    @property
+    def job(self) -> JobRecord | None:
+        """The record, if it is one of several ranks."""
+        return self.record if isinstance(self.record, JobRecord) else None
+
+    def has_rank(self, rank: int | None) -> bool:
+        """Whether this is a run on several ranks with a record of this one."""
+        ranks = () if self.job is None else self.job.ranks
+        return any(record.scenario.layout.rank == rank for record in ranks)
+
+    def of_rank(self, rank: int | None) -> Run:
+        """Returns the run as that of one of its ranks; itself if it has no record of that rank."""
+        if self.job is None or rank is None or not self.has_rank(rank):
+            return self
+        record = self.job.rank(rank)
+        return replace(self, record=record, scenario=record.scenario, rank=rank)
 
     @property
     def conditions(self) -> str:
@@ -64,7 +88,7 @@ class Run:
     @property
     def message(self) -> str:
         """Why a run that is not ok ended, and what to do."""
-        if self.record is None and self.failed_before_step:
+        if self.record is None and self.lab_is_in_order:
             return self.error
         if self.record is None:
             return f"{self.error}: the model may be in the middle of a step: run the step again, or open a new lab"
@@ -102,7 +126,8 @@ class Run:
         return "; ".join(parts)
 
     def __str__(self) -> str:
-        return f"run {self.number} ({self.conditions})"
+        rank = "" if self.rank is None else f", rank {self.rank}"
+        return f"run {self.number}{rank} ({self.conditions})"
 
 
 def rows(runs: Sequence[Run], pinned: Run | None) -> list[dict[str, str]]:
@@ -117,10 +142,17 @@ def rows(runs: Sequence[Run], pinned: Run | None) -> list[dict[str, str]]:
     ]
 
 
+def columns(runs: Sequence[Run]) -> dict[str, str]:
+    """Returns those of `COLUMNS` that the runs fill."""
+    return {name: title for name, title in COLUMNS.items() if name != OF_JOBS or any(run.job for run in runs)}
+
+
 def _row(run: Run, base: StepRecord | None) -> dict[str, str]:
     record, workload = run.record, f"{run.scenario.micro_batch_size} x {run.scenario.seq_length}"
     cells = dict.fromkeys(COLUMNS, "")
     cells |= {"number": str(run.number), "settings": run.conditions, "workload": workload, "status": run.status}
+    if run.job is not None:
+        cells[OF_JOBS] = f"{run.job.worst_rank} ({format_bytes(run.job.spread_bytes)})"
     if record is None or record.status != "ok":
         return cells | {
             "message": run.message,

@@ -22,10 +22,12 @@ from memlab.views.panel.exports import (
     settings_line,
     table_csv,
 )
-from memlab.views.panel.run import COLUMNS, Run, rows
+from memlab.views.panel.run import Run, columns, rows
 from memlab.views.panel.runs_table import RunsTable
 from memlab.views.panel.state import LabState
-from memlab.views.text.compare import compare_table
+from memlab.views.text.columns import as_text
+from memlab.views.text.compare import compare_blocks
+from memlab.views.text.ranks import rank_by_rank_blocks, ranks_table
 from memlab.views.text.record import record_table
 
 _logger = logging.getLogger(__name__)
@@ -36,7 +38,7 @@ class RunsView:
 
     def __init__(self, state: LabState) -> None:
         self._state = state
-        self.table = RunsTable(columns=[list(column) for column in COLUMNS.items()])
+        self.table = RunsTable()
         self.table.add_class("memlab-runs")
         self.table.observe(lambda change: state.show(change["new"]), names=["shown"])
         self.pin = _button(
@@ -67,7 +69,7 @@ class RunsView:
         actions.add_class("memlab-actions")
         self.box = ipywidgets.VBox([self.table, actions, self.repeat])
         self._show()
-        state.observe(lambda _: self._show(), names=["runs", "shown", "pinned", "export_folder"])
+        state.observe(lambda _: self._show(), names=["runs", "shown", "pinned", "rank", "pinned_rank", "export_folder"])
 
     def export(self, kind: str) -> Path | None:
         """Writes a file of the shown run, and says in the state's notice where the file is, or what went wrong.
@@ -81,7 +83,8 @@ class RunsView:
         state = self._state
         with state.lock:
             run, pinned, runs = state.shown, state.pinned, state.runs
-            pool, axis, moment = state.pool, state.axis, state.moment
+            rank, pinned_rank, one = state.one_rank, state.pinned_rank, state.one_run
+            pool, axis, moment, shows_all = state.pool, state.axis, state.moment, state.shows_all_ranks
         if run is None:
             state.notice = "No run is shown: choose one in the table first."
             return None
@@ -90,19 +93,20 @@ class RunsView:
             if kind == "run":
                 path = save_run(run, folder)
             elif kind == "snapshot":
-                path = save_snapshot(run, folder)
+                path = save_snapshot(run.of_rank(run.job.worst_rank if shows_all and run.job else rank), folder)
             elif kind == "csv":
                 path = free_path(folder / "runs.csv")
                 folder.mkdir(parents=True, exist_ok=True)
                 with written_aside(path) as aside:
                     aside.write_text(table_csv(runs, pinned), encoding="utf-8")
-            elif kind == "html":
-                figure = mark_moment(chart_figure(run, pinned, pool, axis), run, moment, pool, axis)
-                path = save_page(figure, text_twin(run, pinned), run, folder)
             else:
-                path = save_picture(
-                    mark_moment(chart_figure(run, pinned, pool, axis), run, moment, pool, axis), run, folder, kind
-                )
+                figure = chart_figure(run, pinned, pool, axis, rank, pinned_rank)
+                figure = figure if shows_all else mark_moment(figure, one, moment, pool, axis)
+                if kind == "html":
+                    twin = text_twin(run, pinned, rank, pinned_rank)
+                    path = save_page(figure, twin, one or run, folder)
+                else:
+                    path = save_picture(figure, one or run, folder, kind)
         except (ValueError, OSError) as error:
             state.notice = f"Not exported: {error}"
             return None
@@ -116,10 +120,11 @@ class RunsView:
     def _show(self) -> None:
         state = self._state
         shown, pinned = state.shown, state.pinned
+        self.table.columns = [list(column) for column in columns(state.runs).items()]
         self.table.rows = rows(state.runs, pinned)
         self.table.pinned = pinned.number if pinned else 0
         self.table.shown = shown.number if shown else 0
-        self.pin.description = "Unpin" if shown is not None and shown is pinned else "Pin"
+        self.pin.description = "Unpin" if state.is_pinned else "Pin"
         self.folder.value = state.export_folder
         if shown is None:
             self.repeat.value = ""
@@ -133,16 +138,32 @@ class RunsView:
             self.repeat.value = f'To repeat run {shown.number}:<pre tabindex="0">{lines}</pre>'
 
 
-def text_twin(shown: Run | None, pinned: Run | None) -> str:
-    """Returns what the chart and the table of runs show, as text."""
+def text_twin(shown: Run | None, pinned: Run | None, rank: int | None = None, pinned_rank: int | None = None) -> str:
+    """Returns what the chart and the table of runs show, as text.
+
+    Args:
+        shown: The run.
+        pinned: The run that it is compared with.
+        rank: The rank that is shown of a run on several; None shows all.
+        pinned_rank: The rank of the pinned run; None is the same as `rank`.
+    """
     if shown is None:
         return "No run is shown."
     if shown.record is None:
         return f"{shown}: {shown.message}"
-    text = record_table(shown.record)
-    if pinned is not None and pinned.record is not None and pinned is not shown:
-        text += f"\n\ncompared with the pinned run {pinned.number}\n\n{compare_table(pinned.record, shown.record)}"
-    return text
+    one = shown.of_rank(rank)
+    assert one.record is not None
+    text = ranks_table(one.job.ranks) if one.job is not None else record_table(one.record)
+    if pinned is None or pinned.record is None:
+        return text
+    other = pinned.of_rank(pinned_rank if pinned_rank is not None else rank)
+    assert other.record is not None
+    if other.record is one.record:
+        return text
+    blocks = compare_blocks(other.record, one.record)
+    blocks += rank_by_rank_blocks([other.job, one.job]) if other.job is not None and one.job is not None else []
+    who = f"run {pinned.number}" if other.rank is None else f"run {pinned.number}, rank {other.rank}"
+    return f"{text}\n\ncompared with the pinned {who}\n\n{as_text(blocks)}"
 
 
 def _button(label: str, name: str, tooltip: str, press: Callable[[], Any]) -> Any:

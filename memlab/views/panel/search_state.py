@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import traitlets
 
+from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.pareto_front import SearchResult, default_resolution_bytes
 from memlab.lab.search_process import SearchProcess
@@ -62,7 +64,7 @@ class SearchState(traitlets.HasTraits):
             form = self._state.form
             try:
                 limit_bytes = parse_bytes(self.limit)
-                scenario = form.scenario(self._state.scenario)
+                scenario = self._of_worst_rank(form.scenario(self._state.scenario))
                 base = MemorySettings(
                     offload_parameters=form.offload_parameters,
                     offload_gradients=form.offload_gradients,
@@ -81,7 +83,14 @@ class SearchState(traitlets.HasTraits):
             except (ValueError, OSError) as error:
                 self.notice = f"Not searched: {error}"
                 return
-            self.busy, self.notice = True, f"Searching: {scenario}"
+            only = f" (only rank {scenario.layout.rank})" if scenario.layout.world_size > 1 else ""
+            self.busy, self.notice = True, f"Searching: {scenario}{only}"
+
+    def _of_worst_rank(self, scenario: Scenario) -> Scenario:
+        """Returns a job's scenario for the rank that has the highest peak in the shown run; a search steps one rank."""
+        job = self._state.shown.job if self._state.shown is not None else None
+        rank = scenario.layout.rank if job is None else job.worst_rank
+        return replace(scenario, layout=replace(scenario.layout, rank=rank))
 
     def stop(self) -> None:
         """Ends the running search."""

@@ -22,7 +22,9 @@ from memlab.config.rebuilds import Rebuilt, what_rebuilds
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.ranks.group import RankFailed
 from memlab.record.step_record import StepRecord
+from memlab.record.timeline import Timeline
 from memlab.views.figures.resample import AXES
 from memlab.views.panel.lab_protocol import LabLike, ProgressLike
 from memlab.views.panel.run import Run
@@ -59,6 +61,10 @@ class LabState(traitlets.HasTraits):
     shown = traitlets.Instance(Run, allow_none=True)
     pinned = traitlets.Instance(Run, allow_none=True)
     """The run that the others are compared with."""
+    rank = traitlets.Int(allow_none=True, default_value=None)
+    """Of a run on several ranks: the one that is shown alone; None shows all next to each other."""
+    pinned_rank = traitlets.Int(allow_none=True, default_value=None)
+    """The rank of the pinned run that others are compared with; None is the same rank as the one that is shown."""
     pool = traitlets.Enum(POOLS_SHOWN, default_value="device")
     axis: traitlets.Enum[Any] = traitlets.Enum(AXES, default_value="time")
     moment = traitlets.Int(allow_none=True, default_value=None)
@@ -168,7 +174,9 @@ class LabState(traitlets.HasTraits):
                 return None
             try:
                 scenario = form.scenario(self.lab.scenario)
-                self.lab.set_workload(seq_length=scenario.seq_length, micro_batch_size=scenario.micro_batch_size)
+                workload = {"seq_length": scenario.seq_length, "micro_batch_size": scenario.micro_batch_size}
+                if any(getattr(self.lab.scenario, name) != value for name, value in workload.items()):
+                    self.lab.set_workload(**workload)
                 self.refresh()
                 rebuilds, num_changes = self.rebuilds, len(self.lab.state_changes)
                 running = self.lab.submit(settings, state=scenario.state, on_progress=self._note_progress)
@@ -202,14 +210,47 @@ class LabState(traitlets.HasTraits):
                 self.shown = run
                 self.notice = f"{run}: {run.outcome}"
 
+    @property
+    def one_rank(self) -> int | None:
+        """The rank that is shown alone; None if all are shown, or the run has one rank only."""
+        return self.rank if self.shown is not None and self.shown.has_rank(self.rank) else None
+
+    @property
+    def one_run(self) -> Run | None:
+        """The shown run, as that of the rank that is shown alone if there is one."""
+        return None if self.shown is None else self.shown.of_rank(self.rank)
+
+    @property
+    def shows_all_ranks(self) -> bool:
+        """Whether the shown run has several ranks, and none of them is shown alone."""
+        return self.shown is not None and self.shown.job is not None and self.one_rank is None
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether what is shown is pinned."""
+        return self.pinned is not None and self.pinned is self.shown and self.pinned_rank == self.one_rank
+
+    def show_rank(self, rank: int | None) -> None:
+        """Shows one rank of the shown run alone; None shows all ranks next to each other.
+
+        Raises:
+            ValueError: If the shown run has no record of the rank.
+        """
+        with self.lock:
+            if rank is not None and (self.shown is None or not self.shown.has_rank(rank)):
+                raise ValueError(f"rank is {rank}, and the shown run has no record of it: choose another rank, or all")
+            self.moment = None
+            self.rank = rank
+
     def pin(self) -> None:
-        """Pins the shown run, to compare the others with it; unpins it if it is pinned."""
+        """Pins the shown run, or the rank of it that is shown, to compare others with it; unpins it if it is pinned."""
         with self.lock:
             if self.shown is None:
                 self.notice = "No run is shown: choose one in the table first."
                 return
-            self.pinned = None if self.pinned is self.shown else self.shown
-            self.notice = f"Pinned {self.pinned}." if self.pinned else "No run is pinned."
+            pinned, rank = (None, None) if self.is_pinned else (self.shown, self.one_rank)
+            self.pinned_rank, self.pinned = rank, pinned
+            self.notice = f"Pinned {pinned.of_rank(rank)}." if pinned is not None else "No run is pinned."
 
     def delete(self) -> None:
         """Removes the shown run here and from the lab's records, and shows the next run, or the previous one."""
@@ -222,11 +263,18 @@ class LabState(traitlets.HasTraits):
             _remove(self.lab.records, run.record)
             left = (*self.runs[:at], *self.runs[at + 1 :])
             if self.pinned is run:
-                self.pinned = None
+                self.pinned_rank = self.pinned = None
             self.moment = None
             self.shown = left[min(at, len(left) - 1)] if left else None
             self.runs = left
             self.notice = f"Deleted {run}."
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """What the chart shows, if it shows one timeline with events."""
+        run = None if self.shows_all_ranks else self.one_run
+        timeline = run.record.timeline if run is not None and run.record is not None else None
+        return timeline if timeline is not None and len(timeline) else None
 
     def look_at(self, moment: int | None) -> None:
         """Selects an event, counted from the step's start, to show what is allocated after it; None selects the peak.
@@ -235,8 +283,7 @@ class LabState(traitlets.HasTraits):
             ValueError: If the shown run has no such event.
         """
         with self.lock:
-            record = self.shown.record if self.shown is not None else None
-            timeline = record.timeline if record is not None else None
+            timeline = self.timeline
             num_moments = len(timeline) - timeline.first_step_event if timeline is not None else 0
             if moment is not None and not 0 <= moment < num_moments:
                 raise ValueError(f"moment is {moment}, but the shown run has {num_moments} events: count them from 0")
@@ -306,13 +353,14 @@ class LabState(traitlets.HasTraits):
         _logger.error("the step under %s ended in an error", settings, exc_info=error)
         # The error's frames hold tensors, and the lab keeps the error until the next step.
         traceback.clear_frames(error.__traceback__)
-        failed_before_step = scenario.state != self.lab.scenario.state  # the lab has its former state
+        # After a rebuild that failed, the lab has its former state; after a rank failed, the next step starts others.
+        lab_is_in_order = isinstance(error, RankFailed) or scenario.state != self.lab.scenario.state
         with self.lock:
             self._add(
                 scenario=scenario,
                 settings=settings,
-                error=f"{type(error).__name__}: {error}",
-                failed_before_step=failed_before_step,
+                error=f"{error}" if isinstance(error, RankFailed) else f"{type(error).__name__}: {error}",
+                lab_is_in_order=lab_is_in_order,
             )
             self.notice = f"{self.shown}: {self.shown.outcome}" if self.shown is not None else ""
 

@@ -15,10 +15,13 @@ from memlab.views.panel.chart_data import chart_figure, event_at, mark_moment
 from memlab.views.panel.chart_widget import ChartWidget
 from memlab.views.panel.slider import Slider
 from memlab.views.panel.state import POOLS_SHOWN, LabState
+from memlab.views.text.columns import as_html
+from memlab.views.text.ranks import ranks_blocks
 from memlab.views.text.record import grouped_modules
 from memlab.vocabulary import PHASES
 
 _NUM_MODULES = 8
+_ALL_RANKS = -1
 
 
 class TimelineView:
@@ -27,6 +30,7 @@ class TimelineView:
     def __init__(self, state: LabState) -> None:
         self._state = state
         self._drawn: tuple[Any, Any] | None = None
+        self._is_listing_ranks = False
         self.pool = self._switch("pool", POOLS_SHOWN, "Memory of")
         self.axis = self._switch("axis", AXES, "Along")
         self.chart = ChartWidget(self._figure(), self._look_at_point)
@@ -38,19 +42,28 @@ class TimelineView:
         self.to_peak = ipywidgets.Button(description="Peak", tooltip="Selects the step's peak")
         self.to_peak.on_click(lambda _: state.look_at(None))
         self.breakdown = ipywidgets.HTML()
+        self.rank = ipywidgets.Dropdown(description="Rank", options=[("all", _ALL_RANKS)])
+        self.rank.observe(self._rank_given, names=["value"])
+        self.all_ranks = ipywidgets.Button(description="All ranks", tooltip="Shows all ranks next to each other again")
+        self.all_ranks.on_click(lambda _: state.show_rank(None))
+        for name, widget in (("rank", self.rank), ("all-ranks", self.all_ranks)):
+            widget.add_class(f"memlab-{name}")
         for name, widget in (("moment-slider", self.slider), ("moment", self.number), ("to-peak", self.to_peak)):
             widget.add_class(f"memlab-{name}")
         for widget in (self.slider, self.number):
             widget.observe(self._moment_given, names=["value"])
         self.breakdown.add_class("memlab-breakdown")
-        switches = ipywidgets.Box([self.pool, self.axis])
+        switches = ipywidgets.Box([self.pool, self.axis, self.rank, self.all_ranks])
         moment = ipywidgets.Box([ipywidgets.Label("Moment"), self.slider, self.number, self.to_peak])
         for box, name in ((switches, "switches"), (moment, "moment-bar")):
             box.add_class(f"memlab-{name}")
         self.box = ipywidgets.VBox([switches, self.chart, moment, self.breakdown])
+        self._show_ranks()
         self._show_moment()
-        state.observe(lambda _: self._show_chart(), names=["shown", "pinned", "pool", "axis", "moment"])
-        state.observe(lambda _: self._show_moment(), names=["shown", "pool", "moment"])
+        state.observe(lambda _: self._show_ranks(), names=["shown", "rank"])
+        drawn = ["shown", "pinned", "pool", "axis", "moment", "rank", "pinned_rank"]
+        state.observe(lambda _: self._show_chart(), names=drawn)
+        state.observe(lambda _: self._show_moment(), names=["shown", "pool", "moment", "rank"])
 
     def _switch(self, name: str, choices: tuple[str, ...], label: str) -> Any:
         switch = ipywidgets.ToggleButtons(options=choices, description=label, value=getattr(self._state, name))
@@ -63,26 +76,46 @@ class TimelineView:
 
     def _figure(self) -> Any:
         state = self._state
-        key = (state.shown, state.pinned, state.pool, state.axis)
+        key = (state.shown, state.pinned, state.pool, state.axis, state.one_rank, state.pinned_rank)
         # Only the mark of the moment changes: a million events are not drawn again for it.
         if self._drawn is None or self._drawn[0] != key:
             self._drawn = (key, chart_figure(*key))
-        return mark_moment(self._drawn[1], state.shown, state.moment, state.pool, state.axis)
-
-    def _timeline(self) -> Timeline | None:
-        shown = self._state.shown
-        timeline = shown.record.timeline if shown is not None and shown.record is not None else None
-        return timeline if timeline is not None and len(timeline) else None
+        if state.shows_all_ranks:
+            return self._drawn[1]
+        return mark_moment(self._drawn[1], state.one_run, state.moment, state.pool, state.axis)
 
     def _look_at_point(self, point: int | None) -> None:
-        timeline = self._timeline()
-        if point is None or timeline is None:
-            self._state.notice = "The chart changed before your click arrived: click again."
+        state = self._state
+        timeline = state.timeline
+        if point is not None and state.shows_all_ranks:
+            state.show_rank(point)
+        elif point is None or timeline is None:
+            state.notice = "The chart changed before your click arrived: click again."
         else:
-            self._state.look_at(event_at(timeline, point, self._state.pool, self._state.axis))
+            state.look_at(event_at(timeline, point, state.pool, state.axis))
+
+    def _rank_given(self, change: Any) -> None:
+        if not self._is_listing_ranks:
+            self._state.show_rank(None if change["new"] == _ALL_RANKS else change["new"])
+
+    def _show_ranks(self) -> None:
+        """Lists the ranks of the shown run, if it has several."""
+        state = self._state
+        job = state.shown.job if state.shown is not None else None
+        self.rank.layout.display = self.all_ranks.layout.display = None if job is not None else "none"
+        self.all_ranks.disabled = state.one_rank is None
+        numbers = [] if job is None else [record.scenario.layout.rank for record in job.ranks]
+        worst = None if job is None else job.worst_rank
+        names = [(f"{number}, worst" if number == worst else f"{number}", number) for number in numbers]
+        self._is_listing_ranks = True  # new options select the first one, which is not the user's choice
+        try:
+            self.rank.options = [("all", _ALL_RANKS), *names]
+            self.rank.value = _ALL_RANKS if state.one_rank is None else state.one_rank
+        finally:
+            self._is_listing_ranks = False
 
     def _moment_given(self, change: Any) -> None:
-        timeline = self._timeline()
+        timeline = self._state.timeline
         # Without a selected moment the controls show the peak, which is not the user's choice.
         if timeline is not None and change["new"] != self._moment(timeline):
             self._state.look_at(change["new"])
@@ -96,11 +129,13 @@ class TimelineView:
             self.chart.show(self._figure())
 
     def _show_moment(self) -> None:
-        timeline = self._timeline()
+        state = self._state
+        timeline = state.timeline
         for control in (self.slider, self.number, self.to_peak):
             control.disabled = timeline is None
         if timeline is None:
-            self.breakdown.value = ""
+            job = state.shown.job if state.shown is not None else None
+            self.breakdown.value = "" if job is None else as_html(ranks_blocks(job.ranks))
             return
         moment, last = self._moment(timeline), len(timeline) - 1 - timeline.first_step_event
         for control in (self.slider, self.number):

@@ -90,6 +90,7 @@ function smallest(distances) {
 }
 
 // The point that a click in a plot area chooses, or null: its customdata, or else its number in its trace.
+// Of a line whose uid begins with "area": the line's only customdata, wherever the click is.
 // Of the line "total": the point that plotly labels, or, where it labels none, the last point before the click, since
 // that is what was allocated then. Of markers, whose uid begins with "choice": the nearest, within reach.
 function pointAt(plot, area, clientX, clientY) {
@@ -105,6 +106,7 @@ function pointAt(plot, area, clientX, clientY) {
   let [point, distance] = [null, LABEL_PIXELS];
   for (const { uid, x, y, customdata } of shown) {
     const offsets = Array.from(x, across);
+    if (uid.startsWith("area")) return customdata[0];
     if (uid === "total") {
       const [number, pixels] = smallest(offsets.map((offset) => Math.abs(offset)));
       return pixels <= LABEL_PIXELS ? number : Math.max(offsets.findLastIndex((offset) => offset <= 0), 0);
