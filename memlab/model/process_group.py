@@ -126,6 +126,10 @@ def initialize_megatron(layout: Layout) -> None:
 
 
 def seed_megatron(seed: int) -> None:
-    """Seeds torch's random states and Megatron's, so that a model that is built next has the weights of this seed."""
-    torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    """Seeds torch's random states and Megatron's, so that a model that is built next has the weights of this seed.
+
+    Each pipeline stage has its own (``_set_random_seed`` in megatron/training/initialize.py).
+    """
+    of_stage = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(of_stage)
+    model_parallel_cuda_manual_seed(of_stage, force_reset_rng=True)

@@ -30,7 +30,7 @@ def train_step(live: LiveModel, labels: Labels, load_for_update: Callable[[], No
         load_for_update: Called after backward, to load what only the optimizer needs.
 
     Returns:
-        The mean loss over the micro-batches; None on a pipeline stage that computes none.
+        The mean loss over the micro-batches and the copies of the model; None on a pipeline stage that computes none.
     """
     for chunk in live.chunks:
         chunk.zero_grad_buffer()
@@ -55,7 +55,7 @@ def forward_only_step(live: LiveModel, labels: Labels, *, suspend_offload: bool)
         suspend_offload: Whether Megatron's activation offload is suspended (`offload_manager.suspended`).
 
     Returns:
-        The mean loss over the micro-batches.
+        As `train_step`.
     """
     without_offload = offload_manager.suspended(live) if suspend_offload else nullcontext()
     _set_training(live, False)
@@ -84,7 +84,20 @@ def _run_schedule(live: LiveModel, *, forward_only: bool) -> float | None:
         micro_batch_size=scenario.micro_batch_size,
         forward_only=forward_only,
     )
-    return sum(losses) / len(losses) if losses else None
+    return _over_the_copies(sum(losses) / len(losses)) if losses else None
+
+
+def _over_the_copies(loss: float) -> float:
+    """Returns the mean over the ranks that have tokens of their own, as Megatron's training loop reports it.
+
+    They are the copies of the model and the parts of a sequence: the ranks that reduce gradients together.
+    """
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if group.size() == 1:
+        return loss
+    total = torch.tensor(loss, dtype=torch.float64, device="cuda")
+    torch.distributed.all_reduce(total, group=group)
+    return total.item() / group.size()
 
 
 def _forward_step(live: LiveModel, batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
@@ -105,20 +118,10 @@ def _forward_step(live: LiveModel, batches: Iterator[torch.Tensor], model: Any) 
 
 def _mean_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, float]:
     loss = per_token.float().mean()
+    # Megatron multiplies the whole sequence's loss by the ranks that share it, and divides by them where it reduces
+    # gradients (`forward_step_calc_loss` in schedules.py, `gradient_scaling_factor` in distributed_data_parallel.py).
     ranks = parallel_state.get_context_parallel_world_size()
-    if ranks > 1:
-        # Megatron multiplies the whole sequence's loss by the ranks, and divides by them where it reduces gradients
-        # (`forward_step_calc_loss` in schedules.py, `gradient_scaling_factor` in distributed_data_parallel.py).
-        loss = loss / ranks
-    return loss, _over_the_sequence(loss)
-
-
-def _over_the_sequence(loss: torch.Tensor) -> float:
-    total = loss.detach()
-    if parallel_state.get_context_parallel_world_size() > 1:
-        total = total.clone()
-        torch.distributed.all_reduce(total, group=parallel_state.get_context_parallel_group())
-    return total.item()
+    return loss / ranks if ranks > 1 else loss, loss.item()
 
 
 def _batches(scenario: Scenario) -> Iterator[torch.Tensor]:

@@ -76,6 +76,8 @@ class StepRecord:
     simulation, not a prediction."""
     tokens_per_second: float = 0.0
     loss: float | None = None
+    """Mean over all tokens of the step, those of the other copies of the model included: every rank that computes it
+    has the same. None on pipeline stages before the last, in a prediction, and if the step ended early."""
     forward_only: bool = False
     """Whether it was a pass without gradients, backward and optimizer (`Lab.forward_only`)."""
     status: Status = "ok"

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
 import torch
+from megatron.core import parallel_state
 
 import memlab.lab.lab
 from memlab.backends import find_backend, simulated_routing
 from memlab.config.layout import Layout
+from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.lab.lab import Lab
 from memlab.meter.storage_meter import StorageMeter
+from memlab.model import training_step
 from memlab.record.step_record import StepRecord
+from tests.unit.live import FULL, offload, recompute
 from tests.unit.processes import on_processes
 
 
@@ -29,11 +36,34 @@ class Job:
     sizes: dict[str, int]
     settings: tuple[MemorySettings, ...] = (MemorySettings(),)
     architecture: str = "qwen3-moe-tiny"
-    options: dict[str, Any] = field(default_factory=dict)
+    state: TrainingState = field(default_factory=TrainingState)
 
-    def lab(self, rank: int) -> Lab:
-        sizes = {"seq_length": 64, "num_microbatches": 4 if "pipeline_model_parallel_size" in self.sizes else 2}
-        return Lab(self.architecture, layout=Layout(**self.sizes, rank=rank), backend="cpu", **(sizes | self.options))
+    @property
+    def num_layers(self) -> int:
+        return 4 if len(self.sizes) > 1 and "pipeline_model_parallel_size" in self.sizes else 2
+
+    @property
+    def num_microbatches(self) -> int:
+        return 4 if "pipeline_model_parallel_size" in self.sizes else 2
+
+    def lab(self, rank: int, **others: Any) -> Lab:
+        workload = {"num_layers": self.num_layers, "seq_length": 64, "num_microbatches": self.num_microbatches}
+        return Lab(
+            self.architecture,
+            layout=Layout(**self.sizes, rank=rank),
+            backend="cpu",
+            state=self.state,
+            **workload,
+            **others,
+        )
+
+
+class Values(NamedTuple):
+    """What a step computed, in fp32, of weights that do not depend on the layout."""
+
+    loss: float | None
+    gradient_norm: float
+    """Megatron's, over the parameters of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +73,7 @@ class OfRank:
     records: list[StepRecord]
     tokens_per_expert: list[list[int]]
     """Of this rank's tokens, by call of the dispatcher."""
+    values: Values
     step_count_bytes: int
     """torch's AdamW counts its steps in a tensor of 4 bytes for each weight, Transformer Engine's in a number."""
 
@@ -53,11 +84,13 @@ def take_steps(jobs: list[Job]) -> list[OfRank]:
 
 
 def _take_steps(job: Job) -> OfRank:
+    with job.lab(int(os.environ["RANK"]), dtype="fp32") as lab:
+        values = compute(lab)
     counts: list[list[int]] = []
     with job.lab(int(os.environ["RANK"])) as lab, _noting_routes(lab, counts):
         records = [lab.step(settings) for settings in job.settings]
         states = [state for part in lab._stepper.live.optimizers for state in part.optimizer.state.values()]
-        return OfRank(records, counts, 4 * sum(isinstance(state.get("step"), torch.Tensor) for state in states))
+        return OfRank(records, counts, values, 4 * sum(isinstance(state.get("step"), torch.Tensor) for state in states))
 
 
 @contextmanager
@@ -96,30 +129,132 @@ def predict(job: Job, rank: int, live: list[OfRank]) -> list[StepRecord]:
         return [lab.step(settings) for settings in job.settings]
 
 
+def compute(lab: Lab) -> Values:
+    """Takes a step with weights that depend on their names in the whole model alone."""
+    norms: list[float] = []
+    optimizer = lab._stepper.live.optimizer
+    take_step = optimizer.step
+
+    def note_norm() -> Any:
+        result = take_step()
+        norms.append(float(result[1]))
+        return result
+
+    def fill() -> None:
+        with lab._stepper.meter.paused(), torch.no_grad():
+            for chunk in lab._stepper.live.chunks:
+                for name, parameter in chunk.module.named_parameters():
+                    parameter.copy_(own_part(name, parameter, chunk.module, lab.scenario))
+            optimizer.reload_model_params()
+
+    lab._worker.submit(fill).result()
+    with patch.object(optimizer, "step", note_norm):
+        record = lab.step(warm_up=False)
+    return Values(record.loss, norms[0])
+
+
+def own_part(name: str, parameter: torch.Tensor, model: Any, scenario: Scenario) -> torch.Tensor:
+    """Returns this rank's part of a weight of the whole model."""
+    architecture, layout, path = scenario.architecture, scenario.layout, name.split(".")
+    if "layernorm" in name or "layer_norm" in name:
+        return torch.ones_like(parameter)
+    if "layers" in path:
+        path[2] = str(model.decoder.layers[int(path[2])].layer_number)
+    ranks, rank = layout.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
+    if "experts" in path:
+        ranks, rank = layout.expert_tensor_size, parallel_state.get_expert_tensor_parallel_rank()
+        local = architecture.num_moe_experts // layout.expert_model_parallel_size
+        first = local * parallel_state.get_expert_model_parallel_rank()
+        path[-1] = f"weight{first + int(path[-1].removeprefix('weight'))}"
+    rows, columns = parameter.shape
+    is_row_parallel = path[-2] in ("linear_proj", "linear_fc2")
+    whole = (rows, columns * ranks) if is_row_parallel else (rows * ranks, columns)
+    if path[-2] == "router":
+        whole, ranks = (rows, columns), 1
+    generator = torch.Generator().manual_seed(zlib.crc32(".".join(path).encode()))
+    weight = 0.02 * torch.randn(whole, generator=generator)
+    if ranks == 1:
+        return weight
+    if path[-2] == "linear_fc1":  # a gate and what it multiplies, one above the other
+        return torch.cat([half.chunk(ranks)[rank] for half in weight.chunk(2)])
+    return weight.chunk(ranks, dim=1 if is_row_parallel else 0)[rank]
+
+
+def on_one_rank(job: Job) -> Values:
+    """Computes the step of a job on one rank: as many micro-batches as all copies of the model have together."""
+    copies = job.sizes.get("data_parallel_size", 1)
+
+    def batches(scenario: Scenario) -> Iterator[torch.Tensor]:
+        shape = (scenario.micro_batch_size, scenario.seq_length + 1)
+        for copy in range(copies):
+            generator = torch.Generator().manual_seed(scenario.seed + copy)
+            for _ in range(job.num_microbatches):
+                yield torch.randint(scenario.architecture.vocab_size, shape, generator=generator)
+
+    num_microbatches = copies * job.num_microbatches
+    workload = {"num_layers": job.num_layers, "seq_length": 64, "num_microbatches": num_microbatches}
+    alone = Lab(job.architecture, dtype="fp32", backend="cpu", **workload)
+    with patch.object(training_step, "_batches", batches), alone as lab:
+        return compute(lab)
+
+
+AWAY = MemorySettings(offload_parameters=True, offload_gradients=True, offload_optimizer=True)
+OF_MOE = (FULL, recompute("moe_act", "core_attn"), offload("expert_fc1", "core_attn"), AWAY)
+OF_DENSE = (FULL, recompute("mlp", "core_attn"), offload("qkv_linear", "core_attn"), AWAY)
+PLAIN = MemorySettings()
+
 TWO = [
-    Job({"tensor_model_parallel_size": 2}),
-    Job({"expert_model_parallel_size": 2, "data_parallel_size": 2}),
+    Job({"tensor_model_parallel_size": 2}, (PLAIN, *OF_MOE, PLAIN)),
+    Job({"expert_model_parallel_size": 2, "data_parallel_size": 2}, (PLAIN, *OF_MOE, PLAIN)),
     Job({"data_parallel_size": 2, "expert_tensor_parallel_size": 2}),
-    Job({"context_parallel_size": 2}),
-    Job({"data_parallel_size": 2}, architecture="phi-4-tiny"),
-    Job({"pipeline_model_parallel_size": 2}, architecture="phi-4-tiny"),
+    Job({"context_parallel_size": 2}, (PLAIN, *OF_MOE)),
+    Job({"data_parallel_size": 2}, (PLAIN, *OF_DENSE), architecture="phi-4-tiny"),
+    Job({"data_parallel_size": 2}, state=TrainingState(use_distributed_optimizer=False)),
+    Job({"pipeline_model_parallel_size": 2}, (PLAIN, *OF_DENSE), architecture="phi-4-tiny"),
     Job({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+    Job({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}),
+]
+FOUR = [
+    Job({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    Job(
+        {
+            "tensor_model_parallel_size": 2,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+            "data_parallel_size": 2,
+        }
+    ),
+    Job({"expert_model_parallel_size": 4, "data_parallel_size": 4}),
+    Job({"context_parallel_size": 2, "expert_model_parallel_size": 2, "data_parallel_size": 2}),
 ]
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[OfRank]]:
-    """What each rank did, by rank and job of `TWO`: two processes, started once."""
-    results: list[list[OfRank]] = on_processes(2, take_steps, TWO, folder=tmp_path_factory.mktemp("ranks"))
-    return results
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[list[OfRank]]]:
+    """What each rank did, by number of ranks, rank and job: as many processes, started once."""
+    return {
+        ranks: on_processes(ranks, take_steps, jobs, folder=tmp_path_factory.mktemp("ranks"))
+        for ranks, jobs in ((2, TWO), (4, FOUR))
+    }
 
 
-@pytest.mark.parametrize("number", range(len(TWO)), ids=[str(Layout(**job.sizes)) for job in TWO])
-def test_every_rank_s_bytes_are_those_predicted_for_it(two_ranks: list[list[OfRank]], number: int) -> None:
-    check_bytes(TWO[number], [of_jobs[number] for of_jobs in two_ranks])
+def name_of(job: Job) -> str:
+    return f"{job.architecture}-{Layout(**job.sizes)}"
 
 
-def check_bytes(job: Job, live: list[OfRank]) -> None:
+@pytest.fixture(params=[*TWO, *FOUR], ids=name_of)
+def job(request: pytest.FixtureRequest) -> Job:
+    found: Job = request.param
+    return found
+
+
+@pytest.fixture
+def live(results: dict[int, list[list[OfRank]]], job: Job) -> list[OfRank]:
+    jobs = TWO if job in TWO else FOUR
+    return [of_rank[jobs.index(job)] for of_rank in results[Layout(**job.sizes).world_size]]
+
+
+def test_every_rank_s_bytes_are_those_predicted_for_it(job: Job, live: list[OfRank]) -> None:
     for rank, of_rank in enumerate(live):
         steps = of_rank.step_count_bytes
         for real, fake in zip(of_rank.records, predict(job, rank, live), strict=True):
@@ -134,3 +269,25 @@ def check_bytes(job: Job, live: list[OfRank]) -> None:
 
 def without_steps(sizes: dict[str, int], step_count_bytes: int) -> dict[str, int]:
     return {name: size - (step_count_bytes if name == "optimizer state" else 0) for name, size in sizes.items()}
+
+
+def test_loss_and_gradients_are_those_of_one_rank(job: Job, live: list[OfRank]) -> None:
+    alone = on_one_rank(job)
+    losses = {of_rank.values.loss for of_rank in live} - {None}
+    assert len(losses) == 1, "every rank that computes it has the same"
+    assert losses.pop() == pytest.approx(alone.loss, rel=1e-6)
+    for of_rank in live:
+        # 2e-5 where Megatron averages experts' gradients over ranks with different parts of them (ETP2 without EP); on
+        # the other layouts 1e-7.
+        assert of_rank.values.gradient_norm == pytest.approx(alone.gradient_norm, rel=1e-4)
+
+
+def test_memory_settings_change_no_loss(job: Job, live: list[OfRank]) -> None:
+    for of_rank in live:
+        assert len({record.loss for record in of_rank.records}) == 1
+
+
+def test_when_a_rank_fails_the_others_are_ended(tmp_path: Path) -> None:
+    job = "import os, time; assert os.environ['RANK'] == '0', 'this rank fails'; time.sleep(200)"
+    with pytest.raises(AssertionError, match="this rank fails"):
+        on_processes(2, exec, job, folder=tmp_path)

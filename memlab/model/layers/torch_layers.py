@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.backends import BackendSpecProvider
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -85,7 +86,7 @@ class TorchLinear(torch.nn.Module):
         self.split = split_of(self.way, config)
         ranks = config.tensor_model_parallel_size
         rows, columns = _part(self.way, output_size, input_size, ranks)
-        self.weight = _weight(rows, columns, config=config, init_method=init_method)
+        self.weight = _weight(rows, columns, config=config, init_method=init_method, way=self.way)
 
     def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Maps [..., input_size] to [..., output_size]."""
@@ -116,7 +117,7 @@ class TorchNormLinear(torch.nn.Module):
         self.split = split_of("column", config)
         self.layer_norm_weight = _norm_weight(input_size, config=config)
         rows = output_size // config.tensor_model_parallel_size
-        self.weight = _weight(rows, input_size, config=config, init_method=init_method)
+        self.weight = _weight(rows, input_size, config=config, init_method=init_method, way="column")
 
     def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Maps [..., input_size] to [..., output_size]."""
@@ -147,8 +148,12 @@ class TorchGroupedLinear(torch.nn.Module):
         self.num_gemms = num_gemms
         self.save_original_input = False
         rows, columns = expert_part(self.way, output_size, input_size, config)
+        is_spread = config.expert_model_parallel_size > 1
+        random_state = get_expert_parallel_rng_tracker_name() if is_spread else _MODEL_PARALLEL
         for index in range(num_gemms):
-            weight = _weight(rows, columns, config=config, init_method=init_method)
+            weight = _weight(
+                rows, columns, config=config, init_method=init_method, way=self.way, random_state=random_state
+            )
             # Experts that are spread over ranks are reduced in their own group, from their own gradient buffers.
             weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
             self.register_parameter(f"weight{index}", weight)
@@ -208,10 +213,25 @@ def _norm_weight(size: int, *, config: TransformerConfig) -> torch.nn.Parameter:
     return weight
 
 
-def _weight(rows: int, columns: int, *, config: TransformerConfig, init_method: Any) -> torch.nn.Parameter:
+_MODEL_PARALLEL = "model-parallel-rng"
+"""Megatron's default random state of weights; ranks that have other experts draw them from another state."""
+
+
+def _weight(
+    rows: int,
+    columns: int,
+    *,
+    config: TransformerConfig,
+    init_method: Any,
+    way: str | None,
+    random_state: str = _MODEL_PARALLEL,
+) -> torch.nn.Parameter:
     weight = torch.nn.Parameter(device_empty(rows, columns, config=config))
+    if way is not None:
+        # Megatron leaves the gradients of all others but the first rank's out of the norm, as copies of them.
+        set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=1 if way == "row" else 0, stride=1)
     if config.perform_initialization:
-        with get_cuda_rng_tracker().fork():
+        with get_cuda_rng_tracker().fork(random_state):
             init_method(weight)
     return weight
 
