@@ -39,7 +39,7 @@ def on_processes(count: int, job: Callable[..., Any], *arguments: Any, folder: P
         "WORLD_SIZE": str(count),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": os.pathsep.join([str(_ROOT), *sys.path]),
+        "PYTHONPATH": str(_ROOT),
     }
     ranks = []
     try:
