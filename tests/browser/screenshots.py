@@ -1,4 +1,4 @@
-"""Makes the pictures of the README: a timeline, a search, the panel, two runs in one chart, and a step out of memory.
+"""Makes the pictures of the README: a timeline, many ranks, a search, the panel, two runs in one chart, out of memory.
 
 python -m tests.browser.screenshots
 """
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from playwright.sync_api import FloatRect, Page, expect, sync_playwright
 
-from memlab import Lab, MemorySettings, show
+from memlab import Lab, Layout, MemorySettings, Ranks, show
 from memlab.cli import main as memlab
 from tests.browser.chromium import ARGS, find_chromium
 from tests.browser.notebook_page import NotebookPage, write_notebook
@@ -61,9 +61,15 @@ def draw_pages(page: Page, folder: Path) -> None:
     """Takes a picture of the figure in each page that `View.save` and ``memlab search --out`` write."""
     with Lab("qwen3-moe-tiny", num_layers=4, seq_length=1024, backend="cpu") as lab:
         show(lab.step(FULL), axis="event").save(folder / "timeline.html")  # no axis depends on the machine
+    stages = Layout(pipeline_model_parallel_size=4)
+    with (
+        Ranks.start(4) as ranks,
+        Lab("qwen3-moe-tiny", layout=stages, num_microbatches=4, backend="cpu", ranks=ranks) as lab,
+    ):
+        show(lab.step(), axis="event").save(folder / "ranks.html")
     words = "phi-4 --tensor-model-parallel-size 2 --world-size 8 --gpu-memory 79GiB --out"
     assert memlab(["search", *words.split(), str(folder / "front.html")]) == 0
-    for name in ("timeline", "front"):
+    for name in ("timeline", "ranks", "front"):
         page.goto((folder / f"{name}.html").as_uri())
         page.locator(FIGURE).wait_for()
         take(page, name, FIGURE)

@@ -54,10 +54,10 @@ class TimelineView:
             widget.observe(self._moment_given, names=["value"])
         self.breakdown.add_class("memlab-breakdown")
         switches = ipywidgets.Box([self.pool, self.axis, self.rank, self.all_ranks])
-        moment = ipywidgets.Box([ipywidgets.Label("Moment"), self.slider, self.number, self.to_peak])
-        for box, name in ((switches, "switches"), (moment, "moment-bar")):
+        self.moment = ipywidgets.Box([ipywidgets.Label("Moment"), self.slider, self.number, self.to_peak])
+        for box, name in ((switches, "switches"), (self.moment, "moment-bar")):
             box.add_class(f"memlab-{name}")
-        self.box = ipywidgets.VBox([switches, self.chart, moment, self.breakdown])
+        self.box = ipywidgets.VBox([switches, self.chart, self.moment, self.breakdown])
         self._show_ranks()
         self._show_moment()
         state.observe(lambda _: self._show_ranks(), names=["shown", "rank"])
@@ -104,6 +104,7 @@ class TimelineView:
         job = state.shown.job if state.shown is not None else None
         self.rank.layout.display = self.all_ranks.layout.display = None if job is not None else "none"
         self.all_ranks.disabled = state.one_rank is None
+        self.moment.layout.display = "none" if state.shows_all_ranks else None
         numbers = [] if job is None else [record.scenario.layout.rank for record in job.ranks]
         worst = None if job is None else job.worst_rank
         names = [(f"{number}, worst" if number == worst else f"{number}", number) for number in numbers]

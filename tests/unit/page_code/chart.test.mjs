@@ -16,6 +16,9 @@ class Element extends EventTarget {
   append(...children) {
     this.children = children;
   }
+  closest() {
+    return null;
+  }
   setAttribute(name, value) {
     this.attributes[name] = value;
   }

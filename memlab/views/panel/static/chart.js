@@ -143,6 +143,11 @@ function listenForClicks(plot, choose, signal) {
   globalThis.addEventListener("pointercancel", () => { press = null; }, { capture: true, signal });
 }
 
+// In a list of choices the arrow keys choose. JupyterLab would go to another cell instead.
+function keepArrowKeys(event) {
+  if (event.target.tagName === "SELECT" && event.key.startsWith("Arrow")) event.stopPropagation();
+}
+
 function render({ model, el }) {
   const note = document.createElement("div");
   const plot = document.createElement("div");
@@ -171,6 +176,7 @@ function render({ model, el }) {
       drawnView = layout.uirevision;
     }
     say("");
+    el.closest(".memlab-panel")?.addEventListener("keydown", keepArrowKeys, { signal: closing.signal });
     plot.dispatchEvent(new CustomEvent("memlab-drawn", { bubbles: true }));
   }
 

@@ -1,0 +1,57 @@
+"""The panel of a live job of two ranks: both are on the page, a click enlarges one, and a button leads back."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser.notebook_page import STACKS_ON_SIGNAL, NotebookPage, write_notebook
+from tests.browser.panel_page import PanelPage
+
+pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+CELLS = (
+    STACKS_ON_SIGNAL + "from memlab import Lab, Layout, Ranks, panel",
+    "ranks = Ranks.start(2)",
+    "options = {'num_layers': 2, 'seq_length': 64, 'num_microbatches': 2, 'backend': 'cpu', 'ranks': ranks}",
+    "lab = Lab('qwen3-moe-tiny', layout=Layout(pipeline_model_parallel_size=2), **options)",
+    "panel(lab)",
+)
+
+
+def small_charts(panel: PanelPage) -> dict[int, float]:
+    """Returns the highest total of each rank that the chart shows next to others, in its unit."""
+    figures = [figure for figure in panel.notebook.figures() if figure["in_panel"]]
+    traces = [trace for figure in figures for trace in figure["traces"]]
+    return {int(trace["uid"][5:]): max(trace["y"]) for trace in traces if trace["uid"].startswith("area-")}
+
+
+def test_both_ranks_are_shown_and_a_click_enlarges_one(notebook_page: NotebookPage) -> None:
+    write_notebook(notebook_page.server.work / "job.ipynb", *CELLS)
+    notebook_page.open("job.ipynb")
+    notebook_page.run_all()
+    assert notebook_page.errors() == []
+    panel, ask = PanelPage(notebook_page), notebook_page.ask
+    panel.press("run")
+    expect(panel.rows).to_have_count(1)
+    second = panel.root.locator(".nsewdrag[data-subplot='x2y2']")
+    expect(second).to_be_visible()
+    peaks = ask("[record.peak_allocated_bytes for record in lab.records[-1].ranks]")
+    drawn = small_charts(panel)
+    assert drawn[0] / drawn[1] == pytest.approx(peaks[0] / peaks[1], rel=1e-3)
+    worst = ask("lab.records[-1].worst_rank")
+    expect(panel.rows.locator("[data-column=worst_rank]")).to_contain_text(re.compile(rf"^{worst} \("))
+    expect(panel.part("breakdown")).to_contain_text("<- worst")
+    second.click()
+    expect(second).to_have_count(0)
+    panel.wait_for_peak(peaks[1])
+    expect(panel.part("breakdown")).to_contain_text("by category")
+    panel.press("all-ranks")
+    expect(second).to_be_visible()
+    panel.part("rank", "select").press("ArrowDown")  # from all ranks to the first one
+    expect(second).to_have_count(0)
+    panel.wait_for_peak(peaks[0])
+    expect(panel.part("repeat")).to_contain_text("--ranks 2")
+    assert notebook_page.complaints == [], "what the page wrote on its console"
+    ask("(lab.close(), ranks.close())[0]")
