@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from memlab.config.scenario import Scenario
@@ -23,8 +24,16 @@ _OPTIMISM = 1.05
 """By how much more a module may save with others than it did by itself."""
 
 
+Likely = Callable[[], Iterator[MemorySettings]]
+"""Returns the settings that a search will probably predict next, the most probable first."""
+
+
+class PredictionLostError(RuntimeError):
+    """A setting that cannot be predicted, because the processes that should do so are lost."""
+
+
 class SearchInterrupted(KeyboardInterrupt):
-    """Ctrl-C in a search that has predicted at least one setting.
+    """The end of a search that has predicted at least one setting: by Ctrl-C, or by the error that is its cause.
 
     Args:
         found: What it has found so far.
@@ -45,6 +54,7 @@ def search(
     resolution_bytes: int = 1,
     max_steps: int | None = None,
     on_point: Callable[[Point, int], object] = lambda point, num_left: None,
+    look_ahead: Callable[[Likely], object] = lambda likely: None,
 ) -> SearchResult:
     """Predicts settings until no other setting can be on the front.
 
@@ -57,9 +67,12 @@ def search(
         resolution_bytes: As in `SearchResult`.
         max_steps: The most settings to predict; None is as many as are needed.
         on_point: Called with each point, and how many settings may still follow.
+        look_ahead: Called once, before the first step, with a function that says at any moment which settings will
+            probably follow. Steps that are taken ahead never change the result: the search asks for the same steps in
+            the same order.
 
     Raises:
-        SearchInterrupted: At Ctrl-C, with what was found until then.
+        SearchInterrupted: At Ctrl-C or `PredictionLostError`, with what was found until then.
     """
     frontier = _Frontier(base, scenario, limit_bytes, resolution_bytes)
 
@@ -76,6 +89,10 @@ def search(
             num_left=len(frontier.pending),
         )
 
+    def likely() -> Iterator[MemorySettings]:
+        return islice(frontier.likely(), None if max_steps is None else max_steps - len(frontier.points))
+
+    look_ahead(likely)
     try:
         for settings in frontier:
             if max_steps is not None and len(frontier.points) >= max_steps:
@@ -93,7 +110,7 @@ def search(
             )
             frontier.add(point)
             on_point(point, len(frontier.pending))
-    except KeyboardInterrupt as interrupt:
+    except (KeyboardInterrupt, PredictionLostError) as interrupt:
         if not frontier.points:
             raise
         raise SearchInterrupted(found()) from interrupt
@@ -112,15 +129,31 @@ class _Frontier:
         self._base, self._limit_bytes, self._resolution = base, limit_bytes, resolution
         self._num_layers = scenario.num_layers_of_chunk
         self._without_effect: set[str] | None = None
+        without_offload = [settings for settings in self.pending if not added_offload(settings, self._base)]
+        self._first = [*without_offload, *self._single_module_settings().values()]
 
     def __iter__(self) -> Iterator[MemorySettings]:
-        without_offload = [settings for settings in self.pending if not added_offload(settings, self._base)]
-        for settings in [*without_offload, *self._single_module_settings().values()]:
+        for settings in self._first:
             if settings in self.pending:
                 yield settings
         self._estimate_pending()
         while self.pending:
             yield min(self.pending, key=self._order)
+
+    def likely(self) -> Iterator[MemorySettings]:
+        """Yields pending settings in the order of their steps, as far as the estimates say which will have one."""
+        first = [settings for settings in self._first if settings in self.pending]
+        yield from first
+        if first:
+            return
+        before: list[Point] = []
+        for settings in sorted(self.pending, key=self._order):
+            estimate = self.pending[settings]
+            if estimate is None:
+                yield settings
+            elif not any(self._is_no_better(estimate, point) for point in before):
+                yield settings
+                before.append(estimate)
 
     def add(self, point: Point) -> None:
         """Keeps a point, and prunes what is estimated to be no better than it on any criterion."""

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +67,20 @@ def search_simulated(scenario: Scenario, base: MemorySettings, limit_bytes: int,
         limit_bytes: What torch may hold.
         **options: As `memlab.fitting.search.search` takes them.
     """
-    num_tried = 0
+    with stepping(scenario) as step:
+        return search(base, scenario, step, limit_bytes, on_point=progress_on_stderr(), **options)
+
+
+def progress_on_stderr() -> Callable[[Point, int], None]:
+    """Returns a function that reports each point of a search in a line on stderr."""
+    numbers = count(1)
 
     def report(point: Point, num_left: int) -> None:
-        nonlocal num_tried
-        num_tried += 1
         peak = format_bytes(point.peak_allocated_bytes)
-        print(f"{num_tried} predicted, at most {num_left} to go: {point.settings}: {peak}", file=sys.stderr, flush=True)  # noqa: T201
+        line = f"{next(numbers)} predicted, at most {num_left} to go: {point.settings}: {peak}"
+        print(line, file=sys.stderr, flush=True)  # noqa: T201
 
-    with stepping(scenario) as step:
-        return search(base, scenario, step, limit_bytes, on_point=report, **options)
+    return report
 
 
 class SearchProcess:

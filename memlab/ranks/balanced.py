@@ -1,0 +1,279 @@
+"""Independent calls, spread over engines: each runs on the next free one, and on another if that one is lost.
+
+ipyparallel's own load balancing notices an engine that ends, but waits for one that hangs, and cannot end what runs in
+an engine. Here each engine serves the calls in a process (`memlab.ranks.engine`) that says every second that it lives.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import ipyparallel
+
+from memlab.ranks import engine
+from memlab.ranks.ranks import ANSWER_SECONDS, Engine, Ranks
+
+MOST_TRIES = 3
+"""How often a call is begun at most, if it is lost each time."""
+_SILENT_SECONDS = 20.0
+"""A process that has not said for so long that it lives is lost."""
+_POLL_SECONDS = 1.0
+"""How long an engine waits for a message before it answers that there is none."""
+_END_SECONDS = 3.0
+"""How long an engine has to end its process."""
+_KEEP_SECONDS = 5.0
+"""How often an idle engine hears of this process (`memlab.ranks.engine.LEASE_SECONDS`)."""
+
+
+class CallLostError(RuntimeError):
+    """A call that was lost each time it was begun, or that no engine is left for. The text names the engines."""
+
+
+class _ProcessLostError(Exception):
+    """The process in which an engine serves the calls has ended, or does not answer."""
+
+
+class _EngineLostError(Exception):
+    """An engine has ended, does not answer, or serves another owner."""
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    method: str
+    args: tuple[Any, ...]
+    on_start: Callable[[Engine], object]
+    on_report: Callable[[Any], object]
+    future: Future[Any] = field(default_factory=Future)
+    losses: dict[int, str] = field(default_factory=dict)
+    """By the number of the engine that lost it: how."""
+    num_losses: int = 0
+
+    def fail(self, error: BaseException) -> None:
+        with suppress(InvalidStateError):  # it was failed because the engines were given back
+            self.future.set_exception(error)
+
+
+class Balanced:
+    """Calls methods of an object that each engine makes in a process of its own, and keeps from call to call.
+
+    Args:
+        ranks: The engines. Who started or connected them closes them, after this.
+        served: ``module:class`` of the object (`memlab.ranks.rank_process`).
+    """
+
+    def __init__(self, ranks: Ranks, served: str) -> None:
+        self._ranks = ranks
+        self._served = served
+        self._waiting: deque[_Call] = deque()
+        self._running: dict[int, _Call] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+        self._sending = threading.Lock()
+        self._serving = {one.number for one in ranks.engines}
+        for one in ranks.engines:
+            threading.Thread(target=self._serve, args=(one,), name=f"memlab-{one.number}", daemon=True).start()
+
+    def __len__(self) -> int:
+        """Returns how many engines are left."""
+        return len(self._serving)
+
+    def submit(
+        self,
+        method: str,
+        *args: Any,
+        on_start: Callable[[Engine], object] = lambda _: None,
+        on_report: Callable[[Any], object] = lambda _: None,
+    ) -> Future[Any]:
+        """Calls a method on the next free engine.
+
+        Args:
+            method: Of the served object.
+            *args: Its arguments, which have to be picklable, as its answer.
+            on_start: Called with each engine that begins the call, on a thread of its own.
+            on_report: Called there with what the object reports.
+
+        Returns:
+            The future answer. It raises what the method raised, or `CallLostError`.
+        """
+        call = _Call(method, args, on_start, on_report)
+        with self._changed:
+            self._waiting.append(call)
+            self._changed.notify_all()
+            self._fail_if_none_is_left("all engines are lost")
+        return call.future
+
+    def close(self) -> None:
+        """Ends the processes, whatever they do. Calls without an answer fail."""
+        with self._changed:
+            self._closed = True
+            self._waiting.extend(self._running.values())
+            self._fail_waiting("the engines were given back")
+            serving = [one for one in self._ranks.engines if one.number in self._serving]
+            self._changed.notify_all()
+        asked = {}
+        for one in serving:
+            with suppress(*_NO_ENGINE):
+                asked[one.number] = self._send(one.number, engine.end)
+        wait(asked.values(), timeout=_END_SECONDS)
+        for one in serving:
+            if one.number not in asked or not asked[one.number].done():
+                self._ranks.kill(one)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _serve(self, one: Engine) -> None:
+        process = _Process(one, self._served, self._ask)
+        while (call := self._next(process)) is not None:
+            try:
+                call.on_start(one)
+                process.call(call)
+            except (_ProcessLostError, _EngineLostError) as lost:
+                if self._closed:
+                    return
+                engine_is_lost = isinstance(lost, _EngineLostError) or not process.end()
+                self._lose(call, one, str(lost), engine_is_lost=engine_is_lost)
+                if engine_is_lost:
+                    return
+            except Exception as error:  # noqa: BLE001  # of the callbacks, or of an argument that cannot be pickled
+                call.fail(error)
+
+    def _next(self, process: _Process) -> _Call | None:
+        """Returns the next call that this engine has not lost, or that all have; None if the engine is not needed."""
+        number = process.engine.number
+        while True:
+            with self._changed:
+                self._running.pop(number, None)
+                if self._closed:
+                    return None
+                for call in self._waiting:
+                    if number not in call.losses or self._serving <= call.losses.keys():
+                        self._waiting.remove(call)
+                        self._running[number] = call
+                        return call
+                self._changed.wait(_KEEP_SECONDS)
+                has_work = bool(self._waiting) or self._closed
+            if not has_work:
+                try:
+                    process.keep()
+                except _EngineLostError as lost:
+                    self._drop(process.engine, str(lost))
+                    return None
+
+    def _lose(self, call: _Call, one: Engine, why: str, *, engine_is_lost: bool) -> None:
+        call.losses[one.number] = f"{one} {why}"
+        call.num_losses += 1
+        with self._changed:
+            del self._running[one.number]
+            if call.num_losses < MOST_TRIES:
+                self._waiting.appendleft(call)
+            else:
+                ways = "; ".join(call.losses.values())
+                call.fail(CallLostError(f"lost {call.num_losses} times: {ways}"))
+            self._changed.notify_all()
+        if engine_is_lost:
+            self._drop(one, why)
+
+    def _drop(self, one: Engine, why: str) -> None:
+        with self._changed:
+            self._serving.discard(one.number)
+            self._fail_if_none_is_left(f"the last engine is lost: {one} {why}")
+            self._changed.notify_all()
+        self._ranks.kill(one)
+
+    def _fail_if_none_is_left(self, why: str) -> None:
+        if not self._serving:
+            self._fail_waiting(why)
+
+    def _fail_waiting(self, why: str) -> None:
+        while self._waiting:
+            self._waiting.popleft().fail(CallLostError(why))
+
+    def _ask(self, number: int, function: Any, *args: Any) -> Any:
+        """Calls a function of `memlab.ranks.engine`, and waits for its answer.
+
+        Raises:
+            _EngineLostError: If there is none.
+        """
+        try:
+            return self._send(number, function, *args).get(ANSWER_SECONDS)
+        except ipyparallel.error.RemoteError as error:
+            has_ended = error.ename == "EngineError"
+            raise _EngineLostError("has ended" if has_ended else f"answers: {error.evalue}") from None
+        except TimeoutError:
+            raise _EngineLostError(f"has not answered for {ANSWER_SECONDS:.0f} s") from None
+        except (*_NO_ENGINE, OSError):
+            raise _EngineLostError("has ended") from None
+
+    def _send(self, number: int, function: Any, *args: Any) -> ipyparallel.AsyncResult:
+        with self._sending:  # a client is not made for several threads
+            return self._ranks.call(number, function, self._ranks.owner, *args)
+
+
+_NO_ENGINE = (IndexError, ipyparallel.error.NoEnginesRegistered)
+"""What ipyparallel raises for an engine that has left."""
+
+
+class _Process:
+    """The process in which an engine serves calls, one after another; the first call starts it."""
+
+    def __init__(self, one: Engine, served: str, ask: Callable[..., Any]) -> None:
+        self.engine = one
+        self._served = served
+        self._ask = ask
+        self._number = 0
+        self._is_started = False
+
+    def call(self, call: _Call) -> None:
+        if not self._is_started:
+            self._ask(self.engine.number, engine.start, self._served, {})
+            self._is_started = True
+        self._number += 1
+        self._ask(self.engine.number, engine.send, pickle.dumps((self._number, call.method, call.args, {})))
+        heard = time.monotonic()
+        while True:
+            messages, ended = self._ask(self.engine.number, engine.receive, _POLL_SECONDS)
+            if messages:
+                heard = time.monotonic()
+            for packed in messages:
+                kind, *values = pickle.loads(packed)  # noqa: S301  # from an engine of this user's
+                if kind == "progress":
+                    call.on_report(values[0])
+                elif kind == "answer" and values[0] == self._number:
+                    with suppress(InvalidStateError):
+                        call.future.set_result(values[1])
+                    return
+                elif kind == "error" and values[0] == self._number:
+                    values[1].add_note(f"on {self.engine}:\n{values[2]}")
+                    call.fail(values[1])
+                    return
+            if ended:
+                raise _ProcessLostError(f"lost its process, which {ended}")
+            if time.monotonic() - heard > _SILENT_SECONDS:
+                raise _ProcessLostError(f"lost its process, which has not answered for {_SILENT_SECONDS:.0f} s")
+
+    def keep(self) -> None:
+        """Tells the engine that this process is still there."""
+        if self._is_started:
+            _, ended = self._ask(self.engine.number, engine.receive, 0.0)
+            self._is_started = not ended
+
+    def end(self) -> bool:
+        """Ends the process, and returns whether the engine answers."""
+        self._is_started = False
+        try:
+            self._ask(self.engine.number, engine.end)
+        except _EngineLostError:
+            return False
+        return True
