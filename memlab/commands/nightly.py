@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memlab.commands.shared.engines import EnginesNotStartedError, number_or_profile, open_engines
 from memlab.commands.shared.output import check_writable_folder, out_path
 from memlab.commands.shared.process import terminate_on_signal
 
 if TYPE_CHECKING:
+    from memlab.ranks.balanced import Balanced
     from memlab.regression.nightly import Options
     from memlab.regression.suite.suite import Case, Suite
 
@@ -28,7 +31,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--jobs",
         type=int,
         metavar="N",
-        help=f"run at most N cases at the same time (default: one per core, at most {_MAX_JOBS}; 1 on a GPU)",
+        help="run at most N cases at the same time on this machine, each in a process of its own (default: one per "
+        f"core, at most {_MAX_JOBS}; 1 on a GPU)",
+    )
+    parser.add_argument(
+        "--engines",
+        type=number_or_profile,
+        metavar="N|PROFILE",
+        help="in place of --jobs, for several machines: run one case at a time on each engine of a running cluster of "
+        "ipyparallel (ipcluster start --profile=PROFILE), or of N engines that are started on this machine (0 and 1: "
+        "as --jobs 1); all engines must see the suite, the labs and the folder of runs under the same paths",
     )
     parser.add_argument(
         "--only",
@@ -58,6 +70,11 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
     if arguments.out is not None:
         check_writable_folder(arguments.out)
+    if arguments.engines is not None and arguments.jobs is not None:
+        raise ValueError("--engines cannot be combined with --jobs, which is for this machine alone: leave one out")
+    engines = arguments.engines
+    if engines in {0, 1}:
+        engines, arguments.jobs = None, 1
     suite = read_suite(arguments.suite)
     own_jobs = min(os.cpu_count() or 1, _MAX_JOBS) if suite.backend != "cuda" else 1
     options = Options(
@@ -67,21 +84,32 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         runs_folder=arguments.out,
     )
     cases = suite.select(arguments.only)
-    return lambda: _run(suite, cases, options)
+    return lambda: _run(suite, cases, options, engines)
 
 
-def _run(suite: Suite, cases: tuple[Case, ...], options: Options) -> int:
+@contextmanager
+def _serving_cases(engines: int | str | None) -> Iterator[Balanced | None]:
+    """Opens engines for the block, if the cases are to run on some."""
+    if engines is None:
+        yield None
+        return
+    from memlab.ranks.balanced import Balanced
+    from memlab.regression.run.case_on_engine import SERVED
+
+    with open_engines(engines) as ranks, Balanced(ranks, SERVED) as balanced:
+        yield balanced
+
+
+def _run(suite: Suite, cases: tuple[Case, ...], options: Options, engines: int | str | None) -> int:
     from memlab.regression.nightly import NothingKeptError, ReportNotWrittenError, run_suite
     from memlab.regression.report.summary_text import summary_table
 
-    print(
-        f"running {len(cases)} of {len(suite.cases)} cases of {suite.name} on {suite.backend}, "
-        f"{options.jobs} at the same time",
-        flush=True,
-    )
+    what = f"running {len(cases)} of {len(suite.cases)} cases of {suite.name} on {suite.backend}"
     try:
-        with terminate_on_signal() as signals:
-            summary, run_folder = run_suite(suite, cases, options, lambda line: print(line, flush=True))
+        with terminate_on_signal() as signals, _serving_cases(engines) as serving:
+            how = f"{options.jobs} at the same time" if serving is None else f"on {len(serving)} engines"
+            print(f"{what}, {how}", flush=True)
+            summary, run_folder = run_suite(suite, cases, options, lambda line: print(line, flush=True), serving)
     except OSError as error:
         print(
             f"the folder of runs, {options.runs_folder or suite.runs_folder}, cannot be written "
@@ -90,7 +118,7 @@ def _run(suite: Suite, cases: tuple[Case, ...], options: Options) -> int:
             file=sys.stderr,
         )
         return 1
-    except ReportNotWrittenError as error:
+    except (EnginesNotStartedError, ReportNotWrittenError) as error:
         print(error, file=sys.stderr)
         return 1
     except NothingKeptError as error:

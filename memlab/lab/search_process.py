@@ -17,11 +17,11 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -32,30 +32,55 @@ from memlab.lab.environment import variables_that_import_memlab
 from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes
 
+if TYPE_CHECKING:
+    from memlab.lab.lab import Lab
+
 _logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def stepping(scenario: Scenario, *, forward_only: bool = False) -> Iterator[Step]:
-    """Opens a simulated lab for the block, and yields a function that takes a step and keeps no record."""
-    from memlab.lab.lab import Lab
+    """Opens a simulated lab for the block, and yields a function that takes a step and keeps no record.
 
-    with Lab(**{field.name: getattr(scenario, field.name) for field in fields(Scenario)}, backend="simulated") as lab:
+    The record of a step does not depend on the steps before it. Offload between steps reallocates parameters, gradients
+    or optimizer state, which may leave unsplit remainders at their ends. So other settings then get a new lab.
+    """
+    with ExitStack() as opened:
+        lab = opened.enter_context(_simulated_lab(scenario))
+        before: MemorySettings | None = None
 
         def step(settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
+            nonlocal lab, before
+            if before is not None and before != settings and _reallocates(before):
+                opened.close()
+                lab = opened.enter_context(_simulated_lab(scenario))
+            before = settings
             lab.device_memory_bytes = limit_bytes
             record = lab.forward_only(settings, warm_up=True) if forward_only else lab.step(settings)
             lab.records.clear()  # the timelines of a hundred steps of a large model exceed a laptop's memory
             return record
 
+        yield step
+
+
+@contextmanager
+def _simulated_lab(scenario: Scenario) -> Iterator[Lab]:
+    from memlab.lab.lab import Lab
+
+    with Lab(**{field.name: getattr(scenario, field.name) for field in fields(Scenario)}, backend="simulated") as lab:
         # The lab collects garbage after every change of settings. A collection that visits all objects of torch and
         # Megatron takes longer than a small step, so they are excluded.
         gc.collect()
         gc.freeze()
         try:
-            yield step
+            yield lab
         finally:
             gc.unfreeze()
+
+
+def _reallocates(settings: MemorySettings) -> bool:
+    names = ("offload_parameters", "offload_gradients", "offload_optimizer", "offload_optimizer_except_update")
+    return any(getattr(settings, name) for name in names)
 
 
 def search_simulated(scenario: Scenario, base: MemorySettings, limit_bytes: int, **options: Any) -> SearchResult:

@@ -19,7 +19,7 @@ from typing import Any, Self
 import ipyparallel
 
 from memlab.ranks import engine
-from memlab.ranks.ranks import ANSWER_SECONDS, Engine, Ranks
+from memlab.ranks.ranks import ANSWER_SECONDS, NO_ENGINE, Engine, Ranks
 
 MOST_TRIES = 3
 """How often a call is begun at most, if it is lost each time."""
@@ -29,8 +29,6 @@ _POLL_SECONDS = 1.0
 """How long an engine waits for a message before it answers that there is none."""
 _END_SECONDS = 3.0
 """How long an engine has to end its process."""
-_KEEP_SECONDS = 5.0
-"""How often an idle engine hears of this process (`memlab.ranks.engine.LEASE_SECONDS`)."""
 
 
 class CallLostError(RuntimeError):
@@ -55,6 +53,7 @@ class _Call:
     losses: dict[int, str] = field(default_factory=dict)
     """By the number of the engine that lost it: how."""
     num_losses: int = 0
+    """How often it was lost after it had begun."""
 
     def fail(self, error: BaseException) -> None:
         with suppress(InvalidStateError):  # it was failed because the engines were given back
@@ -76,7 +75,6 @@ class Balanced:
         self._running: dict[int, _Call] = {}
         self._changed = threading.Condition()
         self._closed = False
-        self._sending = threading.Lock()
         self._serving = {one.number for one in ranks.engines}
         for one in ranks.engines:
             threading.Thread(target=self._serve, args=(one,), name=f"memlab-{one.number}", daemon=True).start()
@@ -120,8 +118,8 @@ class Balanced:
             self._changed.notify_all()
         asked = {}
         for one in serving:
-            with suppress(*_NO_ENGINE):
-                asked[one.number] = self._send(one.number, engine.end)
+            with suppress(*NO_ENGINE):
+                asked[one.number] = self._ranks.call(one.number, engine.end, self._ranks.owner)
         wait(asked.values(), timeout=_END_SECONDS)
         for one in serving:
             if one.number not in asked or not asked[one.number].done():
@@ -135,7 +133,7 @@ class Balanced:
 
     def _serve(self, one: Engine) -> None:
         process = _Process(one, self._served, self._ask)
-        while (call := self._next(process)) is not None:
+        while (call := self._next(one.number)) is not None:
             try:
                 call.on_start(one)
                 process.call(call)
@@ -143,37 +141,29 @@ class Balanced:
                 if self._closed:
                     return
                 engine_is_lost = isinstance(lost, _EngineLostError) or not process.end()
+                if process.has_begun:
+                    call.num_losses += 1
                 self._lose(call, one, str(lost), engine_is_lost=engine_is_lost)
                 if engine_is_lost:
                     return
             except Exception as error:  # noqa: BLE001  # of the callbacks, or of an argument that cannot be pickled
                 call.fail(error)
 
-    def _next(self, process: _Process) -> _Call | None:
-        """Returns the next call that this engine has not lost, or that all have; None if the engine is not needed."""
-        number = process.engine.number
-        while True:
-            with self._changed:
-                self._running.pop(number, None)
-                if self._closed:
-                    return None
+    def _next(self, number: int) -> _Call | None:
+        """Waits for a call that this engine has not lost, or that all have; None if no more will come."""
+        with self._changed:
+            self._running.pop(number, None)
+            while not self._closed:
                 for call in self._waiting:
                     if number not in call.losses or self._serving <= call.losses.keys():
                         self._waiting.remove(call)
                         self._running[number] = call
                         return call
-                self._changed.wait(_KEEP_SECONDS)
-                has_work = bool(self._waiting) or self._closed
-            if not has_work:
-                try:
-                    process.keep()
-                except _EngineLostError as lost:
-                    self._drop(process.engine, str(lost))
-                    return None
+                self._changed.wait()
+            return None
 
     def _lose(self, call: _Call, one: Engine, why: str, *, engine_is_lost: bool) -> None:
         call.losses[one.number] = f"{one} {why}"
-        call.num_losses += 1
         with self._changed:
             del self._running[one.number]
             if call.num_losses < MOST_TRIES:
@@ -181,16 +171,10 @@ class Balanced:
             else:
                 ways = "; ".join(call.losses.values())
                 call.fail(CallLostError(f"lost {call.num_losses} times: {ways}"))
+            if engine_is_lost:
+                self._serving.discard(one.number)
+                self._fail_if_none_is_left(f"the last engine is lost: {one} {why}")
             self._changed.notify_all()
-        if engine_is_lost:
-            self._drop(one, why)
-
-    def _drop(self, one: Engine, why: str) -> None:
-        with self._changed:
-            self._serving.discard(one.number)
-            self._fail_if_none_is_left(f"the last engine is lost: {one} {why}")
-            self._changed.notify_all()
-        self._ranks.kill(one)
 
     def _fail_if_none_is_left(self, why: str) -> None:
         if not self._serving:
@@ -200,29 +184,22 @@ class Balanced:
         while self._waiting:
             self._waiting.popleft().fail(CallLostError(why))
 
-    def _ask(self, number: int, function: Any, *args: Any) -> Any:
+    def _ask(self, one: Engine, function: Any, *args: Any) -> Any:
         """Calls a function of `memlab.ranks.engine`, and waits for its answer.
 
         Raises:
-            _EngineLostError: If there is none.
+            _EngineLostError: If there is none. An engine that hangs is ended, if it runs on this machine.
         """
         try:
-            return self._send(number, function, *args).get(ANSWER_SECONDS)
+            return self._ranks.call(one.number, function, self._ranks.owner, *args).get(ANSWER_SECONDS)
         except ipyparallel.error.RemoteError as error:
             has_ended = error.ename == "EngineError"
             raise _EngineLostError("has ended" if has_ended else f"answers: {error.evalue}") from None
         except TimeoutError:
+            self._ranks.kill(one)
             raise _EngineLostError(f"has not answered for {ANSWER_SECONDS:.0f} s") from None
-        except (*_NO_ENGINE, OSError):
+        except (*NO_ENGINE, OSError):
             raise _EngineLostError("has ended") from None
-
-    def _send(self, number: int, function: Any, *args: Any) -> ipyparallel.AsyncResult:
-        with self._sending:  # a client is not made for several threads
-            return self._ranks.call(number, function, self._ranks.owner, *args)
-
-
-_NO_ENGINE = (IndexError, ipyparallel.error.NoEnginesRegistered)
-"""What ipyparallel raises for an engine that has left."""
 
 
 class _Process:
@@ -234,16 +211,20 @@ class _Process:
         self._ask = ask
         self._number = 0
         self._is_started = False
+        self.has_begun = False
+        """Whether the latest call reached the process."""
 
     def call(self, call: _Call) -> None:
+        self.has_begun = False
         if not self._is_started:
-            self._ask(self.engine.number, engine.start, self._served, {})
+            self._ask(self.engine, engine.start, self._served, {})
             self._is_started = True
         self._number += 1
-        self._ask(self.engine.number, engine.send, pickle.dumps((self._number, call.method, call.args, {})))
+        self._ask(self.engine, engine.send, pickle.dumps((self._number, call.method, call.args, {})))
+        self.has_begun = True
         heard = time.monotonic()
         while True:
-            messages, ended = self._ask(self.engine.number, engine.receive, _POLL_SECONDS)
+            messages, ended = self._ask(self.engine, engine.receive, _POLL_SECONDS)
             if messages:
                 heard = time.monotonic()
             for packed in messages:
@@ -263,17 +244,11 @@ class _Process:
             if time.monotonic() - heard > _SILENT_SECONDS:
                 raise _ProcessLostError(f"lost its process, which has not answered for {_SILENT_SECONDS:.0f} s")
 
-    def keep(self) -> None:
-        """Tells the engine that this process is still there."""
-        if self._is_started:
-            _, ended = self._ask(self.engine.number, engine.receive, 0.0)
-            self._is_started = not ended
-
     def end(self) -> bool:
         """Ends the process, and returns whether the engine answers."""
         self._is_started = False
         try:
-            self._ask(self.engine.number, engine.end)
+            self._ask(self.engine, engine.end)
         except _EngineLostError:
             return False
         return True

@@ -62,6 +62,7 @@ class Ranks:
         """Names this connection to the engines, which serve one at a time."""
         self.engines: list[Engine] = []
         self._closed = threading.Event()
+        self._sending = threading.Lock()  # two threads could give two messages one number
         self.refresh()
         threading.Thread(target=self._keep, name="memlab-keep-engines", daemon=True).start()
 
@@ -130,7 +131,8 @@ class Ranks:
 
     def call(self, number: int, function: Any, *args: Any) -> ipyparallel.AsyncResult:
         """Calls a function of `memlab.ranks.engine` in an engine, and returns the future answer."""
-        return self.client[number].apply_async(function, *args)
+        with self._sending:
+            return self.client[number].apply_async(function, *args)
 
     def kill(self, lost: Engine) -> None:
         """Ends an engine that does not answer, if it runs on this machine."""

@@ -15,6 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from memlab.backends import BACKEND_VARIABLE
 from memlab.regression.baseline import baseline_path, read_baseline
@@ -22,6 +23,7 @@ from memlab.regression.case_measurements import read_measured
 from memlab.regression.checked_json import one_line
 from memlab.regression.compare import compare_with_baseline, has_same_rounding
 from memlab.regression.report.report import write_reports
+from memlab.regression.run.case_on_engine import run_on_engine
 from memlab.regression.run.kept_runs import (
     current_commit,
     free_name,
@@ -36,6 +38,10 @@ from memlab.regression.run.process import end_processes
 from memlab.regression.run.runner import LabFailedError, prepare_lab
 from memlab.regression.suite.suite import PLOTLY_FILE, SUMMARY_FILE, Case, Suite
 from memlab.regression.summary import CaseResult, Summary, failed
+
+if TYPE_CHECKING:
+    from memlab.ranks.balanced import Balanced
+    from memlab.ranks.ranks import Engine
 
 KEPT_RUNS = 14
 
@@ -74,7 +80,11 @@ class Options:
 
 
 def run_suite(
-    suite: Suite, cases: Sequence[Case], options: Options, on_progress: Callable[[str], object] = print
+    suite: Suite,
+    cases: Sequence[Case],
+    options: Options,
+    on_progress: Callable[[str], object] = print,
+    engines: Balanced | None = None,
 ) -> Outcome:
     """Runs cases of a suite, compares each with its baseline, and keeps the run.
 
@@ -86,6 +96,8 @@ def run_suite(
         cases: The cases of the suite that run.
         options: How they run.
         on_progress: Called with one line, from one thread at a time. A broken pipe does not end the nightly.
+        engines: The cases run on these, which serve `CaseOnEngine`; None runs them on this machine, `Options.jobs` at
+            the same time.
 
     Returns:
         The summary, and the folder of the run.
@@ -95,7 +107,7 @@ def run_suite(
         ReportNotWrittenError: If the report cannot be written. The results are kept without it.
         OSError: If the folder of runs cannot be written. Earlier runs and baselines are as they were.
     """
-    night = _Night(suite, cases, options, on_progress)
+    night = _Night(suite, cases, options, on_progress, engines)
     future: Future[Outcome] | None = None
     pool = ThreadPoolExecutor(1)
     try:
@@ -115,7 +127,12 @@ class _Night:
     """One run of a suite."""
 
     def __init__(
-        self, suite: Suite, cases: Sequence[Case], options: Options, on_progress: Callable[[str], object]
+        self,
+        suite: Suite,
+        cases: Sequence[Case],
+        options: Options,
+        on_progress: Callable[[str], object],
+        engines: Balanced | None = None,
     ) -> None:
         self.ending = threading.Event()
         """Set by a signal: cases that run are killed, and no other begins."""
@@ -123,6 +140,7 @@ class _Night:
         self._cases = cases
         self._options = options
         self._on_progress = on_progress
+        self._engines = engines
         self._reporting = threading.Lock()
 
     def run(self) -> Outcome:
@@ -168,7 +186,7 @@ class _Night:
         return summary, target
 
     def _run_cases(self, staging: Path) -> list[CaseResult]:
-        with ThreadPoolExecutor(self._options.jobs) as pool:
+        with ThreadPoolExecutor(self._options.jobs if self._engines is None else len(self._engines)) as pool:
             futures = [pool.submit(self._run, case, staging) for case in self._cases]
             running = set(futures)
             while running and not self.ending.is_set():
@@ -176,6 +194,8 @@ class _Night:
                 for future in sorted(ended, key=futures.index):
                     self._report_end(future.result(), len(futures) - len(running))
             pool.shutdown(wait=False, cancel_futures=True)
+            if self._engines is not None and running:
+                self._engines.close()
             # A thread that was about to start its process still starts it, so this repeats until all have ended.
             while not all(future.done() for future in running):
                 with contextlib.suppress(RuntimeError):  # a process that does not end is the failure of its case
@@ -187,9 +207,8 @@ class _Night:
         ]
 
     def _run(self, case: Case, staging: Path) -> CaseResult:
-        self._report(f"{case.name}: started")
-        clock = time.monotonic()
-        last_reported = clock
+        clock = last_reported = time.monotonic()
+        engine = ""
 
         def on_cell(line: str) -> None:
             nonlocal last_reported
@@ -197,18 +216,30 @@ class _Night:
                 last_reported = time.monotonic()
                 self._report(f"{case.name}: {line}")
 
+        def on_start(one: Engine | None) -> None:
+            nonlocal clock, last_reported, engine
+            engine = "" if one is None else f"engine {one.number} on {one.host}"
+            self._report(f"{case.name}: started{engine and f' on {engine}'}")
+            clock = last_reported = time.monotonic()
+
         result = CaseResult(name=case.name, lab=case.notebook.stem, status="failed", seconds=0.0, folder=case.name)
         try:
             lab = prepare_lab(case.notebook, case.parameters, staging / case.name, case.timeout_seconds)
             variables = {BACKEND_VARIABLE: self._suite.backend}
-            run = replace(lab, plotly_js=f"../{PLOTLY_FILE}", variables=variables).run(on_cell)
-            measured = read_measured(run.folder, case.notebook.stem, case.parameters, self._suite.backend)
-            result = _judge(replace(result, measured=measured), self._suite, self._options)
+            lab = replace(lab, plotly_js=f"../{PLOTLY_FILE}", variables=variables)
+            if self._engines is None:
+                on_start(None)
+                folder = lab.run(on_cell).folder
+            else:
+                folder = run_on_engine(self._engines, lab, on_cell, on_start)
+            measured = read_measured(folder, case.notebook.stem, case.parameters, self._suite.backend)
+            result = replace(result, folder=folder.name, measured=measured)
+            result = _judge(result, self._suite, self._options)
         except LabFailedError as failure:
             result = replace(result, folder=failure.folder.name, message=one_line(failure, 1000))
         except Exception as error:  # noqa: BLE001 - any error is the failure of this case, and the others go on
             result = failed(result, staging, error)
-        return replace(result, seconds=round(time.monotonic() - clock, 1))
+        return replace(result, seconds=round(time.monotonic() - clock, 1), engine=engine)
 
     def _report_end(self, result: CaseResult, num_ended: int) -> None:
         outcome = result.status if result.is_green else f"{result.status.upper()}: {result.message}"

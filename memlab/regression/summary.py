@@ -32,6 +32,8 @@ class CaseResult:
     """Name of the case's folder in the folder of the run."""
     message: str = ""
     """Why it is red, or what the reader should know although it is green."""
+    engine: str = ""
+    """The engine that ran it, and its host; empty if the nightly ran it on its own machine."""
     differences: tuple[MetricChange, ...] = ()
     measured: Measured | None = None
     """None if the lab did not come to its end."""

@@ -112,7 +112,7 @@ LAYOUTS = ("tensor-model", "context", "pipeline-model", "virtual-pipeline-model"
 NUMBERS = ("num-layers", "seq-length", "micro-batch-size", "num-microbatches")
 
 
-def _lines() -> Iterator[str]:  # noqa: PLR0915  # a table
+def _lines() -> Iterator[str]:  # noqa: C901, PLR0915  # a table
     tiny, moe, room = "predict phi-4-tiny", "predict qwen3-moe-tiny", "search phi-4-tiny --gpu-memory 80GiB"
     # The command itself.
     yield from (
@@ -321,6 +321,12 @@ def _lines() -> Iterator[str]:  # noqa: PLR0915  # a table
     yield from (f"nightly {name}" for name in ("none.yaml", "{suite.yaml}", "labs", LONG))
     yield from (f"baseline update {name}" for name in ("none.yaml", "{suite.yaml}", LONG))
 
+    for command in (room, "nightly papermill_runs/suites/cpu.yaml"):
+        yield from (
+            f"{command} --engines={value}" for value in ("-1", "1025", "''", "a/b", "..", "'a b'", "-", NINES, LONG)
+        )
+    yield "nightly papermill_runs/suites/cpu.yaml --engines 2 --jobs 2"
+
 
 LINES = list(dict.fromkeys(_lines()))
 
@@ -404,17 +410,19 @@ def test_a_bad_environment_variable_is_named(
         "results {results.jsonl}",
         "run none.ipynb",
         "nightly {suite.yaml}",
+        "search phi-4-tiny --gpu-memory 80GiB --engines a/b",
+        "nightly papermill_runs/suites/cpu.yaml --engines 2 --jobs 2",
     ],
 )
 def test_a_refusal_imports_no_torch(line: str, files: dict[str, Path]) -> None:
     code = (
         "import sys; from memlab.cli import main; code = main(sys.argv[1:]); "
-        "print('torch' in sys.modules, 'megatron' in sys.modules); sys.exit(code)"
+        "print(*(name in sys.modules for name in ('torch', 'megatron', 'ipyparallel'))); sys.exit(code)"
     )
     command = [sys.executable, "-c", code, *_words(line, files)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
-    assert (done.returncode, done.stdout.split()) == (2, ["False", "False"]), done.stderr
+    assert (done.returncode, done.stdout.split()) == (2, ["False"] * 3), done.stderr
     assert done.stderr.count("\n") == 1
 
 

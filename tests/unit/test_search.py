@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from memlab.cli import main
@@ -377,16 +378,28 @@ def test_the_end_of_a_search_is_reported_once_even_if_its_progress_could_not_be(
 
 def test_ctrl_c_shows_what_was_found_until_then() -> None:
     command = [sys.executable, "-m", "memlab", "search", "qwen3-moe-tiny", "--num-layers", "4", "--seq-length", "64"]
-    command += ["--gpu-memory", "8GiB", "--resolution", "1B"]
+    command += ["--gpu-memory", "8GiB", "--resolution", "1B", "--engines", "2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         while not process.stderr.readline().startswith("3 predicted"):
             assert process.poll() is None
+        started = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
         table, complaint = process.communicate(timeout=60)
     assert process.returncode == 130
+    assert started and not psutil.wait_procs(started, timeout=10)[1], "engines end with the search"
     assert "these settings fit with the least extra work" in table.splitlines()[0] and "CUT SHORT" in table
     assert "Traceback" not in complaint
+
+
+def test_a_step_does_not_depend_on_the_steps_before_it() -> None:
+    # Gradients and optimizer state that return from the host may get blocks with other unsplit remainders.
+    moving = MemorySettings(offload_optimizer=True, offload_gradients=True)
+    with stepping(Scenario.of(architecture="qwen3-moe-tiny", num_layers=1, seq_length=32)) as step:
+        before = step(PLAIN, None)
+        step(moving, None)
+        after = step(PLAIN, None)
+    assert after.peak_allocated_bytes == before.peak_allocated_bytes
 
 
 def test_ctrl_c_before_anything_was_found_is_no_search() -> None:

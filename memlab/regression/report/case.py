@@ -158,8 +158,9 @@ def anchor(result: CaseResult) -> str:
 
 
 def aside(result: CaseResult) -> str:
-    """Returns status and duration, for the right of the case's name."""
-    return f'<span class="soft">{escape(result.status)} · {result.seconds:.0f} s</span>'
+    """Returns status, duration and engine, for the right of the case's name."""
+    facts = [result.status, f"{result.seconds:.0f} s", *filter(None, [result.engine])]
+    return f'<span class="soft">{escape(" · ".join(facts))}</span>'
 
 
 def what_changed(result: CaseResult) -> str:

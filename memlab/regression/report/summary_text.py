@@ -12,8 +12,10 @@ _SHOWN_DIFFERENCES = 12
 
 def summary_table(summary: Summary) -> str:
     """Writes one row per case, then each red case with what changed and why."""
-    rows = [["case", "status", "time"]]
-    rows += [[result.name, result.status, f"{result.seconds:.0f} s"] for result in summary.results]
+    on_engines = any(result.engine for result in summary.results)
+    rows = [["case", "status", "time", "engine"]]
+    rows += [[result.name, result.status, f"{result.seconds:.0f} s", result.engine] for result in summary.results]
+    rows = rows if on_engines else [row[:-1] for row in rows]
     lines = _aligned(rows)
     if summary.hardware:
         lines += ["", "hardware: " + ", ".join(f"{name} {value}" for name, value in summary.hardware.items())]
