@@ -24,6 +24,8 @@ from memlab._version import __version__
 LEASE_SECONDS = 25.0
 """An engine ends its process if the notebook that started it has not asked for messages for so long."""
 _LOG_LINES = 5
+# Not as the main module, whose classes the notebook could not unpickle.
+_RANK_PROCESS = "from memlab.ranks.rank_process import main; main()"
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "ipyparallel")
 
 
@@ -38,7 +40,7 @@ class _RankProcess:
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         try:
             self._process = subprocess.Popen(  # noqa: S603  # this interpreter
-                [sys.executable, "-m", "memlab.ranks.rank_process", str(other_end.fileno()), served],
+                [sys.executable, "-c", _RANK_PROCESS, str(other_end.fileno()), served],
                 pass_fds=[other_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,

@@ -17,6 +17,7 @@ from typing import Any
 import ipyparallel
 
 from memlab.ranks import engine
+from memlab.ranks.rank_process import Whereabouts
 from memlab.ranks.ranks import ANSWER_SECONDS, NO_ENGINE, Engine, Ranks
 
 _POLL_SECONDS = 0.5
@@ -26,11 +27,11 @@ _GRACE_SECONDS = 3.0
 SILENT_SECONDS = 15.0
 """A process that has not said for so long that it lives has stopped, or its host is out of memory."""
 STALL_SECONDS = 20.0
-"""Ranks that have not moved for so long, and compute nothing, wait for each other."""
+"""Ranks of which none has moved for so long, and none computes, wait for each other."""
 _IDLE_CPU_SECONDS = 0.1
 """A process that computes less than this in a second waits."""
-_BUSY_STALL_SECONDS = 60.0
-"""A process that waits for its GPU looks busy. No operation of a layer takes so long."""
+_MOST_CPU_SECONDS = 25.0
+"""A process that computes for longer within one call waits for its GPU, or does not end: no operation takes so long."""
 
 
 class RankFailed(RuntimeError):  # noqa: N818  # what happened, not a kind of error
@@ -58,11 +59,11 @@ class _Member:
     alive: float = field(default_factory=time.monotonic)
     """When its process last said that it lives."""
     moved: float = field(default_factory=time.monotonic)
-    """When it last was in another place of its code."""
-    computed: float = field(default_factory=time.monotonic)
-    """When it last was in another place, or computed."""
-    place: str = "starting"
-    waits: bool = False
+    """When it last was in other calls than before."""
+    cpu_seconds: float = 0.0
+    """What it has computed since."""
+    computes: bool = True
+    whereabouts: Whereabouts | None = None
     answer: Any = None
     error: BaseException | None = None
     text: str = ""
@@ -72,20 +73,35 @@ class _Member:
         """Notes a message of its process; answers to earlier calls than `number` are dropped."""
         self.alive = now = time.monotonic()
         if kind == "alive":
-            (where,) = values
-            if where["at"] != self.place:
-                self.moved = self.computed = now
-            elif where["cpu_seconds"] > _IDLE_CPU_SECONDS and not where["waits"]:
-                self.computed = now
-            self.place, self.waits = where["at"], where["waits"]
+            before, (self.whereabouts,) = self.whereabouts, values
+            if before is None or before.calls != self.whereabouts.calls:
+                self._move(now)
+            self.cpu_seconds += self.whereabouts.cpu_seconds
+            self.computes = self.whereabouts.cpu_seconds > _IDLE_CPU_SECONDS
         elif kind == "progress":
-            self.moved = self.computed = now
+            self._move(now)
         elif values[0] == number:
             self.done = True
             if kind == "answer":
                 self.answer = values[1]
             else:
                 self.error = values[1]
+
+    def _move(self, now: float) -> None:
+        self.moved, self.cpu_seconds = now, 0.0
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other ranks."""
+        return self.whereabouts is not None and self.whereabouts.waits
+
+    def has_stalled(self, now: float) -> bool:
+        """Whether it has not moved for long, and waits, is idle, or computes without an end."""
+        is_still = now - self.moved > STALL_SECONDS
+        return is_still and (self.waits or not self.computes or self.cpu_seconds > _MOST_CPU_SECONDS)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} is in {self.whereabouts.at if self.whereabouts is not None else 'no place yet'}"
 
 
 class RankGroup:
@@ -146,15 +162,11 @@ class RankGroup:
         for member in members:
             request = pickle.dumps((self._number, method, arguments[member.rank], {}))
             self._ask(member.rank, engine.send, request)
-        failed: float | None = None
-        while not all(member.done for member in members):
-            self._receive(members, on_progress)
-            if failed is None and any(member.error is not None or member.text for member in members):
-                failed = time.monotonic()
-            if failed is not None and time.monotonic() - failed > _GRACE_SECONDS:
-                break
-            if failed is None:
-                self._watch(members)
+        try:
+            self._wait(members, on_progress)
+        except BaseException:  # of `on_progress`, or an interrupt: the ranks are in the middle of something
+            self.end()
+            raise
         errors = [member for member in members if member.error is not None or member.text]
         if not errors:
             return [member.answer for member in members]
@@ -162,6 +174,18 @@ class RankGroup:
         if first.error is not None and len({repr(member.error) for member in members}) == 1:
             raise first.error
         raise self._failure(first.rank, _words(first), members)
+
+    def _wait(self, members: list[_Member], on_progress: Callable[[Any], None] | None) -> None:
+        """Waits until all ranks have answered, or for a while after the first one has failed."""
+        failed: float | None = None
+        while not all(member.done for member in members):
+            self._receive(members, on_progress)
+            if any(member.error is not None or member.text for member in members):
+                failed = failed or time.monotonic()
+                if time.monotonic() - failed > _GRACE_SECONDS:
+                    return
+            else:
+                self._watch(members)
 
     def notify(self, method: str, *args: Any) -> None:
         """Calls a method on every rank at once, next to what it does now, without an answer."""
@@ -244,11 +268,11 @@ class RankGroup:
             if now - member.alive > SILENT_SECONDS:
                 member.text = f"is lost: its process on {member.engine} has not answered for {SILENT_SECONDS:.0f} s"
                 return
-        idle = all(now - member.computed > STALL_SECONDS for member in running)
-        if running and (idle or all(now - member.moved > _BUSY_STALL_SECONDS for member in running)):
-            stuck = [member for member in running if not member.waits] or running
-            places = "; ".join(f"rank {member.rank} is in {member.place}" for member in running)
-            stuck[0].text = f"has not moved for {now - stuck[0].moved:.0f} s ({places})"
+        if running and all(member.has_stalled(now) for member in running):
+            # The one that holds the others up does not wait for them, and a rank that waits for its GPU looks busy.
+            first = min(running, key=lambda member: (member.waits, member.computes))
+            places = "; ".join(map(str, running))
+            first.text = f"has not moved for {now - first.moved:.0f} s ({places})"
 
     def _failure(self, rank: int, words: str, members: Sequence[_Member] = ()) -> RankFailed:
         self.end()

@@ -1,10 +1,10 @@
 """The process of one rank: it makes one object, calls its methods on request, and says every second that it lives.
 
-An engine starts it as ``python -m memlab.ranks.rank_process FILE_DESCRIPTOR MODULE:CLASS`` (`memlab.ranks.engine`). A
+An engine starts it, with a file descriptor and ``module:class`` as its arguments (`memlab.ranks.engine`). A
 process of its own can be ended whatever it does, which frees its memory and its GPU, and the engine stays usable.
 
 Requests and messages are pickled tuples. A request is ``(number, method, args, kwargs)``; number 0 is called at once,
-on a thread of its own, and has no answer. Messages are ``("alive", place)``, ``("progress", value)``,
+on a thread of its own, and has no answer. Messages are ``("alive", Whereabouts)``, ``("progress", value)``,
 ``("answer", number, value)`` and ``("error", number, error, text)``.
 """
 
@@ -19,17 +19,25 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
+from types import FrameType
 from typing import Any
 
 ALIVE_SECONDS = 1.0
 """How often a process says that it lives."""
 
 _PR_SET_PDEATHSIG = 1
-_WAITING_FILES = ("torch/distributed/", "pipeline_parallel/p2p_communication", "tensor_parallel/mappings")
+_WAITING_FILES = (
+    "torch/distributed/",
+    "backends/gloo_collectives",
+    "pipeline_parallel/p2p_communication",
+    "tensor_parallel/mappings",
+)
 """Code in which a rank waits for other ranks."""
+_COMPILING_FILES = ("torch/_inductor/", "torch/_dynamo/")
+_STACK_DEPTH = 12
 
 
 def main() -> None:
@@ -38,7 +46,7 @@ def main() -> None:
     _end_with_parent()
     outbox = _Outbox(connection)
     requests: queue.Queue[tuple[int, str, tuple[Any, ...], dict[str, Any]]] = queue.Queue()
-    threading.Thread(target=_say_alive, args=(outbox, threading.main_thread()), daemon=True).start()
+    threading.Thread(target=_say_alive, args=(outbox,), daemon=True).start()
     module, _, name = path.partition(":")
     served = getattr(import_module(module), name)(lambda value: outbox.send(("progress", value)))
     threading.Thread(target=_receive, args=(connection, requests, served), daemon=True).start()
@@ -79,16 +87,30 @@ def _receive(connection: Connection, requests: queue.Queue[Any], served: Any) ->
             requests.put((number, method, args, kwargs))
 
 
-def _say_alive(outbox: _Outbox, main_thread: threading.Thread) -> None:
+def _say_alive(outbox: _Outbox) -> None:
     own = threading.get_ident()
     while True:
         cpu = time.process_time()
         time.sleep(ALIVE_SECONDS)
-        outbox.send(("alive", place_of_threads(own, time.process_time() - cpu)))
+        outbox.send(("alive", whereabouts(own, time.process_time() - cpu)))
 
 
-def place_of_threads(own: int, cpu_seconds: float) -> dict[str, Any]:
-    """Returns where this process is, for a message about ranks that do not move.
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """What a process does, as it says every second."""
+
+    at: str
+    """The innermost Python function, with its file and line."""
+    calls: int
+    """Differs if the process is in other calls than before, though perhaps on the same lines."""
+    waits: bool
+    """Whether it waits for other ranks."""
+    cpu_seconds: float
+    """What it computed since it last said so. A process that lets torch compile counts as one that computes."""
+
+
+def whereabouts(own: int, cpu_seconds: float) -> Whereabouts:
+    """Finds out what this process does.
 
     Args:
         own: The thread that asks, which is left out.
@@ -96,11 +118,20 @@ def place_of_threads(own: int, cpu_seconds: float) -> dict[str, Any]:
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = {names.get(ident, ""): frame for ident, frame in sys._current_frames().items() if ident != own}
-    busy = next((frames[name] for name in frames if name.startswith("memlab")), frames.get("MainThread"))
-    stack = traceback.extract_stack(busy)[-12:] if busy is not None else []
-    innermost = f"{stack[-1].name} ({stack[-1].filename}:{stack[-1].lineno})" if stack else "nowhere"
-    waits = any(part in frame.filename for frame in stack for part in _WAITING_FILES)
-    return {"at": innermost, "waits": waits, "cpu_seconds": cpu_seconds}
+    frame = next((frames[name] for name in frames if name.startswith("memlab")), frames.get("MainThread"))
+    stack: list[FrameType] = []
+    while frame is not None and len(stack) < _STACK_DEPTH:
+        stack.append(frame)
+        frame = frame.f_back
+    files = [one.f_code.co_filename for one in stack]
+    if any(part in file for file in files for part in _COMPILING_FILES):
+        cpu_seconds = max(cpu_seconds, ALIVE_SECONDS)  # torch compiles in processes of its own
+    return Whereabouts(
+        at=f"{stack[0].f_code.co_name} ({files[0]}:{stack[0].f_lineno})" if stack else "nowhere",
+        calls=hash(tuple(id(one) for one in stack)),
+        waits=any(part in file for file in files for part in _WAITING_FILES),
+        cpu_seconds=cpu_seconds,
+    )
 
 
 def _portable(error: BaseException) -> BaseException:
@@ -116,9 +147,3 @@ def _end_with_parent() -> None:
     """Asks Linux to kill this process when the engine dies, even while Python's threads cannot run."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-Report = Callable[[Any], None]
-
-if __name__ == "__main__":
-    main()
