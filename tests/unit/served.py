@@ -1,0 +1,44 @@
+"""An object without a model, for the processes of ranks: it answers, fails or does not end on request."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+class Served:
+    """Does what it is told."""
+
+    def __init__(self, report: Callable[[Any], None]) -> None:
+        self._report = report
+        self._noted = ""
+
+    def answer(self, value: Any) -> tuple[int, Any]:
+        self._report(value)
+        return os.getpid(), value
+
+    def fail(self, words: str) -> None:
+        if words:
+            raise ValueError(words)
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def compute(self, forever: bool) -> None:
+        while forever:
+            pass
+
+    def leave(self, code: int | None) -> None:
+        if code is not None:
+            sys.stdout.write("the last words\n")
+            sys.stdout.flush()
+            os._exit(code)
+
+    def note(self, words: str) -> None:
+        self._noted = words
+
+    def noted(self) -> str:
+        return self._noted

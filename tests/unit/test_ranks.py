@@ -1,0 +1,234 @@
+"""Engines, the processes of ranks, and labs on them: what they answer, and what happens when one fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import ipyparallel
+import psutil
+import pytest
+
+from memlab import JobRecord, Lab, Layout, MemorySettings, Ranks
+from memlab.ranks import engine, group
+from memlab.ranks.group import RankFailed, RankGroup
+from memlab.ranks.ranks import Engine, _require_equal_versions
+
+SERVED = "tests.unit.served:Served"
+TINY = {"architecture": "qwen3-moe-tiny", "num_layers": 2, "seq_length": 64, "backend": "cpu"}
+FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks.start(2) as started:
+        yield started
+
+
+@pytest.fixture
+def pair(ranks: Ranks) -> Iterator[RankGroup]:
+    ranks.refresh()
+    pair = RankGroup(ranks, 2, SERVED)
+    yield pair
+    pair.end()
+
+
+def process_of(ranks: Ranks, rank: int) -> psutil.Process:
+    children = psutil.Process(ranks.engines[rank].pid).children()
+    return next(child for child in children if "rank_process" in " ".join(child.cmdline()))
+
+
+def test_every_rank_answers_in_order_and_rank_0_reports_progress(pair: RankGroup) -> None:
+    reported: list[str] = []
+    answers = pair.call("answer", [("a",), ("b",)], reported.append)
+    assert [value for _, value in answers] == ["a", "b"]
+    assert len({pid for pid, _ in answers}) == 2
+    assert reported == ["a"]
+    assert pair.call("answer", [("only rank 0",)])[0][1] == "only rank 0"
+
+
+def test_a_notice_reaches_a_rank_that_is_busy(pair: RankGroup) -> None:
+    threading.Timer(0.3, pair.notify, ("note", "heard")).start()
+    pair.call("sleep", [(1.5,), (1.5,)])
+    assert pair.call("noted", [(), ()]) == ["heard", "heard"]
+
+
+def test_an_error_of_all_ranks_is_raised_and_the_ranks_live_on(pair: RankGroup) -> None:
+    with pytest.raises(ValueError, match=r"^refused by all$"):
+        pair.call("fail", [("refused by all",), ("refused by all",)])
+    assert pair.call("answer", [(1,), (2,)])[1][1] == 2
+
+
+def test_an_error_of_one_rank_names_it_and_ends_all(ranks: Ranks, pair: RankGroup) -> None:
+    processes = [process_of(ranks, rank) for rank in range(2)]
+    with pytest.raises(RankFailed, match=r"rank 1 failed \(ValueError: only here\); the processes of all ranks were"):
+        pair.call("fail", [("",), ("only here",)])
+    assert psutil.wait_procs(processes, timeout=10)[1] == []
+    assert RankGroup(ranks, 2, SERVED).call("answer", [(1,), (2,)])[0][1] == 1, "the same engines serve the next group"
+
+
+@pytest.mark.parametrize(
+    ("provoke", "words"),
+    [
+        (lambda process: process.kill(), r"rank 1 is lost: its process on engine .* was ended by signal 9 \(by hand"),
+        (lambda process: process.suspend(), r"rank 1 is lost: its process on engine .* has not answered for 3 s"),
+    ],
+)
+def test_a_process_that_is_gone_or_stopped_is_named(
+    ranks: Ranks,
+    pair: RankGroup,
+    monkeypatch: pytest.MonkeyPatch,
+    provoke: Callable[[psutil.Process], None],
+    words: str,
+) -> None:
+    monkeypatch.setattr(group, "SILENT_SECONDS", 3.0)
+    process = process_of(ranks, 1)
+    threading.Timer(0.5, provoke, (process,)).start()
+    with pytest.raises(RankFailed, match=words):
+        pair.call("sleep", [(60,), (60,)])
+    assert psutil.wait_procs([process], timeout=10)[1] == []
+
+
+def test_a_process_that_ends_says_what_it_printed_last(pair: RankGroup) -> None:
+    with pytest.raises(RankFailed, match=r"rank 0 is lost: .* ended with code 3; it printed last: the last words"):
+        pair.call("leave", [(3,), (None,)])
+
+
+@pytest.mark.parametrize("method", ["sleep", "compute"])
+def test_a_rank_that_does_not_end_is_named(pair: RankGroup, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    monkeypatch.setattr(group, "STALL_SECONDS", 2.0)
+    monkeypatch.setattr(group, "_MOST_CPU_SECONDS", 1.0)
+    forever = {"sleep": 60, "compute": True}[method]
+    with pytest.raises(RankFailed, match=rf"rank 1 has not moved for \d+ s \(rank 1 is in {method} \("):
+        pair.call(method, [(0,), (forever,)])
+
+
+def test_a_lost_engine_is_named_and_replaced(ranks: Ranks, pair: RankGroup) -> None:
+    lost = ranks.engines[1]
+    threading.Timer(0.5, os.kill, (lost.pid, signal.SIGKILL)).start()
+    with pytest.raises(RankFailed, match=rf"rank 1 is lost: engine \d+ \(process {lost.pid} on .*\) has ended"):
+        pair.call("sleep", [(60,), (60,)])
+    ranks.refresh()
+    assert len(ranks) == 2
+    assert lost.pid not in {one.pid for one in ranks.engines}
+
+
+def test_engines_serve_one_notebook_at_a_time(ranks: Ranks, pair: RankGroup) -> None:
+    assert ranks._local is not None
+    other = Ranks(ranks._local.cluster.connect_client_sync(), None)
+    with pytest.raises(ValueError, match=r"rank 0 cannot run on engine .*: the engine runs a rank of another notebook"):
+        RankGroup(other, 2, SERVED)
+    other.close()
+    assert pair.call("answer", [(1,), (2,)])[0][1] == 1
+
+
+def test_an_engine_ends_the_process_of_a_notebook_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "LEASE_SECONDS", 0.5)
+    engine.start("a notebook", SERVED, {})
+    time.sleep(3)  # nobody asks for messages meanwhile
+    messages, ended = engine.receive("a notebook", 0.0)
+    while messages:
+        messages, ended = engine.receive("a notebook", 0.0)
+    assert "signal 9" in ended
+    engine.end("a notebook")
+
+
+def test_ranks_with_different_versions_are_refused() -> None:
+    engines = [Engine(0, "a", 1, {"torch": "2.13.0"}), Engine(1, "b", 2, {"torch": "2.11.0"})]
+    with pytest.raises(
+        ValueError, match=r"torch is 2\.13\.0 on engine 0 .* and 2\.11\.0 on engine 1 \(process 2 on b\)"
+    ):
+        _require_equal_versions(engines)
+
+
+def test_no_cluster_is_one_line() -> None:
+    with pytest.raises(ValueError, match=r"no cluster of profile 'none-such' answers .*ipcluster start --profile"):
+        Ranks.connect("none-such")
+
+
+def test_nothing_is_left_of_a_notebook_that_is_killed() -> None:
+    code = (
+        "from memlab import Ranks; import time; r = Ranks.start(1); print(r._local.folder, flush=True); time.sleep(99)"
+    )
+    notebook = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert notebook.stdout is not None
+    folder = notebook.stdout.readline().strip()
+    started = psutil.Process(notebook.pid).children(recursive=True)
+    assert len(started) > 3
+    notebook.kill()
+    notebook.wait()
+    assert psutil.wait_procs(started, timeout=20)[1] == []
+    deadline = time.monotonic() + 10
+    while os.path.exists(folder) and time.monotonic() < deadline:  # noqa: PTH110
+        time.sleep(0.1)
+    assert not os.path.exists(folder), "the connection keys are removed"  # noqa: PTH110
+
+
+def test_a_lab_on_two_ranks_does_what_a_lab_on_one_does(ranks: Ranks) -> None:
+    ranks.refresh()
+    with Lab(**TINY, layout=Layout(pipeline_model_parallel_size=2), num_microbatches=2, ranks=ranks) as lab:
+        assert lab.backend.name == "cpu"
+        plain = lab.step()
+        assert isinstance(plain, JobRecord)
+        full = lab.step(FULL)
+        assert [record.scenario.layout.rank for record in full.ranks] == [0, 1]
+        assert full.peak_allocated_bytes == max(record.peak_allocated_bytes for record in full.ranks)
+        assert full.peak_allocated_bytes < plain.peak_allocated_bytes
+        assert full.loss == plain.loss
+        assert lab.step(MemorySettings()).ranks[1].peak_by_category == plain.ranks[1].peak_by_category
+        moved = lab.offload("optimizer state")
+        assert moved.transferred_bytes["optimizer state"] == sum(
+            record.peak_by_category["optimizer state"] for record in plain.ranks
+        )
+        assert len(lab.each("audit_residency")) == 2
+        with pytest.raises(ValueError, match=r"audit_residency looks into one process, and this lab has 2: call lab"):
+            lab.audit_residency()
+        with pytest.raises(ValueError, match="micro_batch_size is 0, must be"):
+            lab.set_workload(micro_batch_size=0)
+    assert lab.closed
+    processes = [process_of(ranks, rank).pid for rank in range(2)]
+    with Lab(**TINY, layout=Layout(data_parallel_size=2), ranks=ranks) as lab:
+        assert lab.step(FULL).status == "ok"
+        assert processes == [process_of(ranks, rank).pid for rank in range(2)], "the next lab finds the processes"
+
+
+def test_a_step_that_one_rank_cannot_finish_ends_on_all_and_the_job_is_built_again(ranks: Ranks) -> None:
+    ranks.refresh()
+    layout = Layout(pipeline_model_parallel_size=2)
+    with Lab(**TINY, layout=layout, num_microbatches=2, ranks=ranks) as lab:
+        plain = lab.step()
+        lower, higher = sorted(record.peak_allocated_bytes for record in plain.ranks)
+        lab.device_memory_bytes = (lower + higher) // 2
+        failed = lab.step(MemorySettings())
+        assert failed.status == "out_of_memory"
+        assert failed.message.startswith(f"rank {plain.worst_rank}: ")
+        lab.device_memory_bytes = None
+        again = lab.step()
+        assert again.peak_allocated_bytes == plain.peak_allocated_bytes
+        assert again.loss == plain.loss
+        # Stop ends a step on both ranks together, and the model stays.
+        processes = [process_of(ranks, rank).pid for rank in range(2)]
+        lab.set_workload(num_microbatches=8)
+        running = lab.submit(on_progress=lambda _: lab.stop() and None)
+        assert running.result(timeout=60).status == "interrupted"
+        assert lab.step(warm_up=False).status == "ok"
+        assert processes == [process_of(ranks, rank).pid for rank in range(2)]
+
+
+def test_what_a_job_cannot_be_is_refused_before_anything_starts(ranks: Ranks) -> None:
+    with pytest.raises(ValueError, match=r"has 4 ranks, and there are 2 engines: choose a smaller layout, or Ranks"):
+        Lab(**TINY, layout=Layout(data_parallel_size=4), ranks=ranks)
+    with pytest.raises(ValueError, match="backend is 'simulated', which predicts any rank in this process"):
+        Lab(**TINY | {"backend": "simulated"}, layout=Layout(data_parallel_size=2), ranks=ranks)
+    with pytest.raises(ValueError, match="ranks is 0, must be"):
+        Ranks.start(0)
+
+
+def test_ipyparallel_raises_what_is_caught_for_an_engine_that_has_left(ranks: Ranks) -> None:
+    with pytest.raises((IndexError, ipyparallel.error.NoEnginesRegistered)):
+        ranks.call(999, engine.describe)
