@@ -12,16 +12,20 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from memlab.config.architectures import ARCHITECTURES
+from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
 from memlab.views.display import View
+from memlab.views.figures.ranks import ranks_figure
 from memlab.views.figures.resample import resample
 from memlab.views.figures.timeline import timeline_figure
 from memlab.views.text.record import record_table
@@ -29,6 +33,7 @@ from memlab.vocabulary import CATEGORIES, PHASES
 
 EVENT_COUNTS = (1_000, 10_000, 100_000, 1_000_000)
 MODULE_COUNTS = (500, 20_000)
+NUM_RANKS, EVENTS_PER_RANK = 8, 100_000
 
 
 def synthetic_record(num_events: int, num_modules: int) -> StepRecord:
@@ -71,6 +76,13 @@ def synthetic_record(num_events: int, num_modules: int) -> StepRecord:
     )
 
 
+def synthetic_job() -> JobRecord:
+    """The same step on every stage of a pipeline."""
+    record = synthetic_record(EVENTS_PER_RANK, 500)
+    layouts = [Layout(pipeline_model_parallel_size=NUM_RANKS, rank=rank) for rank in range(NUM_RANKS)]
+    return JobRecord.of([replace(record, scenario=replace(record.scenario, layout=layout)) for layout in layouts])
+
+
 def best_seconds(work: Callable[[], Any], repeats: int = 3) -> float:
     """The shortest of some runs: what the work costs when nothing else runs."""
     seconds = []
@@ -102,6 +114,9 @@ def main() -> None:
                 f"{drawing * 1e3:9.1f}  {sending * 1e3:14.1f}  {(drawing + sending) * 1e3:6.1f}  "
                 f"{(drawing + sending) / running_sum:12.0f}  {size / 1e3:4.0f}"
             )
+    job = synthetic_job()
+    seconds = best_seconds(lambda: ranks_figure(job, above_start=True))
+    print(f"\n{NUM_RANKS} ranks of {EVENTS_PER_RANK:,} events each in one figure: {seconds * 1e3:.0f} ms")
 
 
 if __name__ == "__main__":

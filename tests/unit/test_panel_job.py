@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def test_a_run_shows_all_ranks_and_a_click_enlarges_one(panel: Panel) -> None:
     assert panel.timeline.slider.disabled
     assert "worst" in panel.timeline.breakdown.value
     panel.timeline._look_at_point(2)
+    assert "PP4 rank 2" in panel.timeline.chart.picture["layout"]["title"]["text"]
     assert total_bytes(panel) == pytest.approx(state.shown.job.rank(2).peak_allocated_bytes)
     assert not panel.timeline.slider.disabled
     state.look_at(5)
@@ -57,6 +59,8 @@ def test_a_run_shows_all_ranks_and_a_click_enlarges_one(panel: Panel) -> None:
     panel.timeline.all_ranks.click()
     assert state.shows_all_ranks and state.moment is None
     assert f"{CHOICE}-3" in drawn(panel)
+    state.show_rank(0)
+    assert "PP4, on cpu, rank 0" in panel.timeline.chart.picture["layout"]["title"]["text"]
 
 
 def test_the_list_of_ranks_does_what_a_click_does_and_follows_it(panel: Panel) -> None:
@@ -167,6 +171,8 @@ def test_the_workload_is_sent_only_if_it_changes() -> None:
 def test_a_search_is_of_the_worst_rank() -> None:
     state = LabState(FakeJobLab())
     state.run()
+    layout = replace(state.lab.scenario.layout, rank=2)
+    state.lab.scenario = replace(state.lab.scenario, layout=layout)  # type: ignore[misc]
     asked: list[Any] = []
 
     def start(scenario: Any, *_: Any, **__: Any) -> None:

@@ -37,7 +37,7 @@ from memlab.views.figures.frame import (
 from memlab.views.figures.palette import CATEGORY_LOOKS, INK, PATTERN_INK, TRANSPARENT
 from memlab.views.figures.resample import AXES, Axis, DrawnPoints, largest_modules, module_growth, phase_spans, resample
 from memlab.views.text.columns import in_unit
-from memlab.views.text.record import grouped_modules, module_name
+from memlab.views.text.record import grouped_modules, module_name, rank_words
 from memlab.vocabulary import CATEGORIES, POOLS
 
 POOL_TITLES = {
@@ -120,7 +120,7 @@ def _title(step: StepRecord | Timeline, pool: str) -> tuple[str, list[str], Time
     name = "No recompute, no offload" if step.settings == MemorySettings() else settings
     passes = ", forward only" if step.forward_only else ""
     title = f"{name}{passes}{_STATUS_TITLES[step.status]}: {what}"
-    lines = [f"{step.scenario}, on {step.backend}", *messages([step])]
+    lines = [f"{step.scenario}, on {step.backend}{rank_words(step.scenario.layout)}", *messages([step])]
     if settings != f"{step.settings}":
         lines.insert(0, f"settings: {step.settings}")
     return title, lines, timeline_of(step)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
 from memlab.record.out_of_memory import OutOfMemory
@@ -72,6 +73,11 @@ def without_state(scenario: Scenario) -> str:
     return str(replace(scenario, state=TrainingState()))
 
 
+def rank_words(layout: Layout) -> str:
+    """Returns ``, rank 0`` for that rank of a job: the words of a scenario name every other rank."""
+    return ", rank 0" if layout.world_size > 1 and layout.rank == 0 else ""
+
+
 def state_lines(scenario: Scenario) -> list[str]:
     """Returns a line with the training state, or none where it is the default."""
     return [] if scenario.state == TrainingState() else [f"training state: {scenario.state}"]
@@ -97,7 +103,8 @@ def record_table(record: StepRecord) -> str:
         *((f"  offloaded in the step: {name}", size) for name, size in record.offloaded_bytes_by_module.items()),
         *((f"  off the device after it: {name}", size) for name, size in record.offloaded_bytes_by_group.items()),
     ]
-    head = [f"{without_state(record.scenario)}, on {record.backend}, step {record.step_index}"]
+    place = f"on {record.backend}{rank_words(record.scenario.layout)}, step {record.step_index}"
+    head = [f"{without_state(record.scenario)}, {place}"]
     head += [*state_lines(record.scenario), f"settings: {record.settings}"]
     head += [f"peak phase: {record.peak_phase}"] if record.peak_phase else []
     head += [] if record.status == "ok" else [f"{record.status.replace('_', ' ')}: {record.message}"]
