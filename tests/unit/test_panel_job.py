@@ -48,12 +48,13 @@ def test_a_run_shows_all_ranks_and_a_click_enlarges_one(panel: Panel) -> None:
     state = panel.state
     state.run()
     assert [uid for uid in drawn(panel) if uid.startswith(CHOICE)] == [f"{CHOICE}-{rank}" for rank in range(4)]
-    assert panel.timeline.slider.disabled
+    assert panel.timeline.moment.layout.display == "none"
+    assert panel.timeline.moment.layout not in [part.layout for part in (panel, panel.timeline.box, panel.runs.box)]
     assert "worst" in panel.timeline.breakdown.value
     panel.timeline._look_at_point(2)
     assert "PP4 rank 2" in panel.timeline.chart.picture["layout"]["title"]["text"]
     assert total_bytes(panel) == pytest.approx(state.shown.job.rank(2).peak_allocated_bytes)
-    assert not panel.timeline.slider.disabled
+    assert panel.timeline.moment.layout.display == "flex"
     state.look_at(5)
     assert "event 5" in panel.timeline.breakdown.value
     panel.timeline.all_ranks.click()
@@ -132,6 +133,7 @@ def test_a_rank_that_runs_out_of_memory_is_named_and_the_panel_lives(panel: Pane
     lab.outcome, lab.lost = {"status": "out_of_memory", "message": "the device is full", "loss": None}, (0, 2)
     state.run()
     assert rows(state.runs, None)[0]["message"].startswith("rank 1: the device is full")
+    assert rows(state.runs, None)[0]["worst_rank"] == "1", "what the other ranks held then is no spread of peaks"
     assert [uid for uid in drawn(panel) if uid.startswith(CHOICE)] == [f"{CHOICE}-1", f"{CHOICE}-3"]
     lab.outcome, lab.lost = {}, ()
     state.run()

@@ -152,7 +152,8 @@ def _row(run: Run, base: StepRecord | None) -> dict[str, str]:
     cells = dict.fromkeys(COLUMNS, "")
     cells |= {"number": str(run.number), "settings": run.conditions, "workload": workload, "status": run.status}
     if run.job is not None:
-        cells[OF_JOBS] = f"{run.job.worst_rank} ({format_bytes(run.job.spread_bytes)})"
+        spread = f" ({format_bytes(run.job.spread_bytes)})" if run.is_ok else ""
+        cells[OF_JOBS] = f"{run.job.worst_rank}{spread}"
     if record is None or record.status != "ok":
         return cells | {
             "message": run.message,

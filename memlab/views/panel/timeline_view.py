@@ -104,7 +104,8 @@ class TimelineView:
         job = state.shown.job if state.shown is not None else None
         self.rank.layout.display = self.all_ranks.layout.display = None if job is not None else "none"
         self.all_ranks.disabled = state.one_rank is None
-        self.moment.layout.display = "none" if state.shows_all_ranks else None
+        # Never None: widgets whose layouts set nothing share one.
+        self.moment.layout.display = "none" if state.shows_all_ranks else "flex"
         numbers = [] if job is None else [record.scenario.layout.rank for record in job.ranks]
         worst = None if job is None else job.worst_rank
         names = [(f"{number}, worst" if number == worst else f"{number}", number) for number in numbers]
