@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Self, overload
 
 from memlab.analysis.loss_tolerance import loss_tolerance
+from memlab.record.job_record import JobRecord
 from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.step_record import StepRecord
 from memlab.record.transfer import GROUPS
@@ -113,6 +114,14 @@ class Check(_Goals):
                 reason = self._record.without_effect.get(f"offload_modules:{module}", "it is not among offload_modules")
                 return self._goal(False, f"{module} transferred nothing to the host: {reason}")
         return self._goal(True, f"the saved inputs of {', '.join(modules)} were transferred to the host")
+
+    def ranks_differ_by_less_than(self, num_bytes: int) -> Self:
+        """Requires that the peaks of the worst and the best rank of a job are closer than a number of bytes."""
+        if not isinstance(self._record, JobRecord):
+            return self._goal(False, "the record is that of one rank, must be that of a job", "pass what lab.step gave")
+        hint = "find what only the worst rank holds, and spread it or take it away"
+        what = "the distance from the lowest to the highest peak of a rank"
+        return self._below(what, self._record.spread_bytes, num_bytes, hint)
 
     def same_loss_as(self, other: StepRecord) -> Self:
         """Requires the loss of another step, to the last bit (or within `loss_tolerance`).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, fields
 
 from memlab.config.architectures import Architecture
@@ -10,6 +11,16 @@ from memlab.config.validation import check_whole_number, is_whole_number
 
 MOST_RANKS = 2**17
 """The largest job: 131,072 ranks, more than any that was run as one. Megatron makes its groups rank by rank."""
+_SHORT = {
+    "TP": "tensor_model_parallel_size",
+    "CP": "context_parallel_size",
+    "PP": "pipeline_model_parallel_size",
+    "VP": "virtual_pipeline_model_parallel_size",
+    "EP": "expert_model_parallel_size",
+    "ETP": "expert_tensor_parallel_size",
+    "DP": "data_parallel_size",
+}
+_ONE_RANK = "one rank"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,9 +218,25 @@ class Layout:
         what = "layers" if rest == num_layers else "layers between first and last stage"
         return [("pipeline_model_parallel_size", stages, what, rest)] if stages else []
 
+    @classmethod
+    def from_text(cls, text: str) -> Layout:
+        """Returns the layout that `str` names so, such as ``"TP2 DP4"``; ``"one rank"`` is a single one.
+
+        Raises:
+            ValueError: If a word is not a size of a layout, or the sizes make no job.
+        """
+        sizes: dict[str, int] = {}
+        for word in text.split() if text != _ONE_RANK else ():
+            match = re.fullmatch(r"([A-Z]+)(\d{1,6})", word, re.ASCII)
+            if match is None or match[1] not in _SHORT or _SHORT[match[1]] in sizes:
+                raise ValueError(
+                    f"layout {text!r} has the word {word!r}, must have {', '.join(_SHORT)}, each with a number and at "
+                    "most once: write for example 'TP2 DP4'"
+                )
+            sizes[_SHORT[match[1]]] = int(match[2])
+        return cls(**sizes)
+
     def __str__(self) -> str:
-        short = {"TP": self.tensor_model_parallel_size, "CP": self.context_parallel_size}
-        short |= {"PP": self.pipeline_model_parallel_size, "VP": self.virtual_pipeline_model_parallel_size}
-        short |= {"EP": self.expert_model_parallel_size, "ETP": self.expert_tensor_size, "DP": self.data_parallel_size}
+        short = {name: getattr(self, field) for name, field in _SHORT.items()} | {"ETP": self.expert_tensor_size}
         usual = {"ETP": self.tensor_model_parallel_size}
-        return " ".join(f"{name}{size}" for name, size in short.items() if size != usual.get(name, 1)) or "one rank"
+        return " ".join(f"{name}{size}" for name, size in short.items() if size != usual.get(name, 1)) or _ONE_RANK

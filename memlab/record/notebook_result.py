@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from memlab._version import __version__
+from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes
 
@@ -51,7 +52,8 @@ def finish(records: Mapping[str, StepRecord], **extra: float) -> Metrics:
     """Ends a lab: keeps the figures of its records. Call it once, as the last line of the cell tagged ``record``.
 
     Args:
-        records: What was measured, by a short name that is also used as the name of a folder.
+        records: What was measured, by a short name that is also used as the name of a folder. A `JobRecord` is kept as
+            the records of all its ranks: ``a-name`` becomes ``a-name-rank-0``, ``a-name-rank-1`` and so on.
         **extra: Further metrics: finite numbers below 2**63.
 
     Returns:
@@ -63,6 +65,7 @@ def finish(records: Mapping[str, StepRecord], **extra: float) -> Metrics:
     """
     if not records:
         raise ValueError("finish got no records, must be at least one: pass {'a-name': lab.step()}")
+    records = _rank_by_rank(records)
     for name in records:
         if not RECORD_NAME.fullmatch(name):
             raise ValueError(
@@ -83,6 +86,23 @@ def finish(records: Mapping[str, StepRecord], **extra: float) -> Metrics:
     if folder is not None:
         _write(Path(folder), records, metrics.values)
     return metrics
+
+
+def _rank_by_rank(records: Mapping[str, StepRecord]) -> dict[str, StepRecord]:
+    """Returns the records with those of all ranks in the place of a job's.
+
+    Raises:
+        ValueError: If another record has the name of a rank.
+    """
+    found: dict[str, StepRecord] = {}
+    for name, record in records.items():
+        ranks = record.ranks if isinstance(record, JobRecord) else ()
+        each = {f"{name}-rank-{rank.scenario.layout.rank}": rank for rank in ranks} or {name: record}
+        twice = sorted(found.keys() & each.keys())
+        if twice:
+            raise ValueError(f"record name {twice[0]!r} is also that of a rank of a job: give one of the two another")
+        found |= each
+    return found
 
 
 def _scalars(record: StepRecord) -> dict[str, int | float | str | None]:

@@ -144,8 +144,18 @@ class Timeline:
         by: Literal["category", "module"] = "category",
         pool: str = "device",
         categories: Sequence[str] = CATEGORIES,
+        *,
+        with_rounding: bool = True,
     ) -> dict[str, int]:
         """Splits the bytes in use after event `index`.
+
+        Args:
+            index: Of an event.
+            by: What names the parts.
+            pool: One of `POOLS`.
+            categories: Some of `CATEGORIES`; others are left out.
+            with_rounding: False leaves out what the allocator gave beyond the requests, as far as it is known. A
+                prediction then has the bytes of the tensors themselves, as a step on the CPU does.
 
         Returns:
             Name to bytes, the largest first, without empty ones. With all categories the values add up to `bytes_at`.
@@ -156,7 +166,10 @@ class Timeline:
         names = CATEGORIES if by == "category" else self.modules
         codes = (self.category if by == "category" else self.module)[head][mask]
         sums = np.zeros(len(names), dtype=np.int64)
-        np.add.at(sums, codes, self.delta_bytes[head][mask])
+        requested = self.delta_bytes
+        if not with_rounding and self.rounding_bytes is not None:
+            requested = requested - self.rounding_bytes
+        np.add.at(sums, codes, requested[head][mask])
         order = np.argsort(-sums, kind="stable")
         return {names[code]: int(sums[code]) for code in order if sums[code] != 0}
 

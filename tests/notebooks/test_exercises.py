@@ -50,6 +50,11 @@ def layout(**sizes: int) -> str:
     return f"mine = Layout({', '.join(f'{names.get(name, name)}={size}' for name, size in sizes.items())})"
 
 
+def stages(first: int, last: int) -> str:
+    names = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+    return f"mine = {dict(zip(names, (first, last), strict=True))}"
+
+
 def state(options: str) -> str:
     return f"mine = lab.step(state=TrainingState({options}))"
 
@@ -180,6 +185,27 @@ EXERCISES = {
             ),
         ),
     ],
+    "09_ranks": [
+        Exercise(solution=stages(1, 3), wrong=(stages(3, 1), stages(1, 5), stages(1, 1))),
+        Exercise(
+            solution=offload(*ALL_MODULES),
+            wrong=(
+                step("full_recompute"),
+                selective("moe"),
+                offload("core_attn"),
+                step(f"MemorySettings(offload_modules={list(ALL_MODULES)})"),
+            ),
+        ),
+        Exercise(
+            solution=layout(tp=2, dp=2),
+            wrong=(
+                layout(dp=4),
+                layout(context_parallel_size=2, dp=2),
+                layout(expert_model_parallel_size=2, dp=4),
+                layout(pp=4),
+            ),
+        ),
+    ],
 }
 SMALLER: dict[str, dict[str, Any]] = {
     "01_recompute": {"seq_length": 256},
@@ -190,6 +216,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     "06_weight_sync": {"num_layers": 2, "seq_length": 128},
     "07_full_size": {"num_layers": 8, "gpu_memory": "18GiB"},
     "08_training_state": {"num_layers": 1},
+    "09_ranks": {"layouts": []},
 }
 """Parameters with which a lab is quick and its exercises are what they are."""
 
@@ -268,3 +295,5 @@ def test_a_solution_reaches_the_goal_and_no_wrong_answer_does(
             assert value_of(solution, names), f"this is the solution, and the check refuses it:\n{solution}"
     finally:
         names["lab"].close()
+        if "ranks" in names:
+            names["ranks"].close()

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from memlab.config.layout import Layout
 from memlab.config.settings import MemorySettings
 from memlab.exercises import check, failure
 from memlab.record.step_record import StepRecord
 from memlab.units import MIB
-from tests.unit.builders import record_of, scenario, training_step
+from tests.unit.builders import job_of, record_of, scenario, training_step
 from tests.unit.live import FULL, offload, recompute
 
 PLAIN = record_of(training_step())
@@ -106,3 +107,15 @@ def test_a_failure_of_megatron_s_is_a_text_without_addresses() -> None:
     assert failure(lambda: None) == ""
     with pytest.raises(ValueError, match="is a user's mistake"):
         failure(lambda: (_ for _ in ()).throw(ValueError("is a user's mistake")))
+
+
+def test_the_distance_between_the_ranks_of_a_job_is_a_goal(capsys: pytest.CaptureFixture[str]) -> None:
+    job = job_of(Layout(pipeline_model_parallel_size=2))
+    assert job.spread_bytes > 0
+    assert check(job).ranks_differ_by_less_than(job.spread_bytes + 1)
+    assert not check(job).ranks_differ_by_less_than(job.spread_bytes)
+    assert not check(PLAIN).ranks_differ_by_less_than(1)
+    reached, missed, none = capsys.readouterr().out.splitlines()
+    assert reached.startswith("reached: the distance from the lowest to the highest peak of a rank is ")
+    assert missed.startswith("not yet: the distance from the lowest to the highest peak of a rank is ")
+    assert none.startswith("not yet: the record is that of one rank, must be that of a job")

@@ -174,3 +174,15 @@ sys.exit(main("measure qwen3-moe-tiny --seq-length 64 --tensor-model-parallel-si
     assert done.returncode == 1
     assert "rank 1 failed:" in done.stderr
     assert "planted on this rank" in done.stderr
+
+
+@pytest.mark.parametrize("text", ["one rank", "TP2 DP4", "CP2 PP4 VP2", "TP2 EP4 ETP1 DP4"])
+def test_a_layout_is_read_as_it_is_written(text: str) -> None:
+    assert str(Layout.from_text(text)) == text
+
+
+@pytest.mark.parametrize("text", ["TP", "2", "XP2", "TP2 TP4", "TP-2", "tp2", "TP2,DP2", "TP٢"])
+def test_words_that_are_no_sizes_are_refused_with_the_choices(text: str) -> None:
+    with pytest.raises(ValueError, match=r"must have TP, CP, PP, VP, EP, ETP, DP, each with a number") as refusal:
+        Layout.from_text(text)
+    assert "\n" not in str(refusal.value)

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from memlab.config.layout import Layout
 from memlab.config.settings import MemorySettings
 from memlab.record.notebook_result import METRICS_MIMETYPE, RUN_FOLDER_VARIABLE, finish
 from memlab.record.step_record import StepRecord
 from memlab.regression.case_measurements import read_measured
-from tests.unit.builders import record_of, training_step
+from memlab.regression.compare import compare_with_baseline
+from tests.unit.builders import job_of, record_of, training_step
 
 
 @pytest.fixture
@@ -82,3 +84,24 @@ def test_a_report_names_the_settings_that_a_record_had(
     measured = read_measured(tmp_path, "lab", {}, "simulated").records["a"]
     assert MemorySettings.from_dict(measured.settings) == settings
     assert measured.settings_name == str(settings)
+
+
+def test_every_rank_of_a_job_is_a_record_of_its_own_and_is_gated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUN_FOLDER_VARIABLE, str(tmp_path))
+    job = job_of(Layout(pipeline_model_parallel_size=2))
+    finish({"job": job})
+    before = read_measured(tmp_path, "lab", {}, "simulated")
+    assert list(before.records) == ["job-rank-0", "job-rank-1"]
+    best = before.records[f"job-rank-{1 - job.worst_rank}"]
+    best.metrics["peak_allocated_bytes"] = int(best.metrics["peak_allocated_bytes"]) + 1  # not of the worst rank
+    changes = compare_with_baseline(before, read_measured(tmp_path, "lab", {}, "simulated"), "simulated")
+    assert [(change.record, change.metric) for change in changes] == [
+        (f"job-rank-{1 - job.worst_rank}", "peak_allocated_bytes")
+    ]
+
+
+def test_a_record_with_the_name_of_a_rank_is_refused(record: StepRecord) -> None:
+    with pytest.raises(ValueError, match="'job-rank-0' is also that of a rank of a job: give one of the two another"):
+        finish({"job-rank-0": record, "job": job_of(Layout(pipeline_model_parallel_size=2))})

@@ -34,6 +34,8 @@ from memlab.regression.suite.written_yaml import Written, read_written_yaml
 
 BACKEND_PARAMETER = "backend"
 """A lab that has a parameter of this name gets the suite's backend."""
+RANKS_PARAMETER = "num_ranks"
+"""A lab that has a parameter of this name starts so many processes."""
 PAGE_FILE, JUNIT_FILE, SUMMARY_FILE, PLOTLY_FILE = "index.html", "junit.xml", "summary.json", "plotly.min.js"
 """The files of a run's folder, next to which each case has a folder named after it."""
 
@@ -42,6 +44,8 @@ _BLOCK_KEYS = ("lab", "name", "timeout_seconds", "parameters", "matrix")
 CASE_NAME = re.compile(r"(?!.*\.failed$)[A-Za-z0-9][A-Za-z0-9_.+=,-]{0,119}")
 _RESERVED_NAMES = (PAGE_FILE, JUNIT_FILE, SUMMARY_FILE, PLOTLY_FILE)
 _MAX_CASES = 1000
+_MAX_RANKS = 16
+"""Of a case, whose processes all start on one machine: on a CPU each takes nearly a GB before it builds a model."""
 _MAX_SHOWN_LETTERS = 150
 _WEEK_SECONDS = 7 * 24 * 3600
 
@@ -210,6 +214,7 @@ def _cases(defaults: dict[str, Written], block: Written, where: str, labs: _Labs
         except ValueError as error:
             raise ValueError(f"{where} ({stem}): {error}") from error
         checked.pop(INTERACTIVE, None)
+        _check_ranks(checked, f"{where} ({stem})")
         named = varied if "name" in values else fixed | varied
         name = "-".join([str(stem), *(f"{key}={_word(checked[key])}" for key in named)])
         if not CASE_NAME.fullmatch(name):
@@ -219,6 +224,15 @@ def _cases(defaults: dict[str, Written], block: Written, where: str, labs: _Labs
             raise ValueError(f"{where}: case name {name} is that of a file of the run: give the block another name")
         yield Case(
             name=name, notebook=notebook, parameters=checked, timeout_seconds=_seconds(values["timeout_seconds"], where)
+        )
+
+
+def _check_ranks(parameters: Mapping[str, ParameterValue], where: str) -> None:
+    num_ranks = parameters.get(RANKS_PARAMETER, 1)
+    if isinstance(num_ranks, int) and not 1 <= num_ranks <= _MAX_RANKS:
+        raise ValueError(
+            f"{where}: {RANKS_PARAMETER} is {num_ranks}, must be from 1 to {_MAX_RANKS}, which all start on one "
+            "machine: give fewer, and predict larger jobs"
         )
 
 
