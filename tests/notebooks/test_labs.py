@@ -45,7 +45,7 @@ def test_a_lab_has_its_parts_in_order(path: Path) -> None:
     title, *_ = notebook.cells
     assert title.cell_type == "markdown"
     assert title.source.startswith("# ")
-    assert "costs" in title.source, "what it takes in time and memory"
+    assert "**It takes**" in title.source, "in time and memory"
     assert INTERACTIVE in read_parameters(notebook)
     cells = code_cells(notebook)
     assert has_tag(cells[0], PARAMETERS_TAG)
