@@ -216,7 +216,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     "06_weight_sync": {"num_layers": 2, "seq_length": 128},
     "07_full_size": {"num_layers": 8, "gpu_memory": "18GiB"},
     "08_training_state": {"num_layers": 1},
-    "09_ranks": {"layouts": []},
+    "09_ranks": {"layouts": ["TP2"], "full_num_layers": 4},
 }
 """Parameters with which a lab is quick and its exercises are what they are."""
 
