@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError, wait
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -27,8 +27,7 @@ _SILENT_SECONDS = 20.0
 """A process that has not said for so long that it lives is lost."""
 _POLL_SECONDS = 1.0
 """How long an engine waits for a message before it answers that there is none."""
-_END_SECONDS = 3.0
-"""How long an engine has to end its process."""
+_GIVEN_BACK = "the engines were given back"
 
 
 class CallLostError(RuntimeError):
@@ -105,6 +104,8 @@ class Balanced:
         with self._changed:
             self._waiting.append(call)
             self._changed.notify_all()
+            if self._closed:
+                self._fail_waiting(_GIVEN_BACK)
             self._fail_if_none_is_left("all engines are lost")
         return call.future
 
@@ -113,17 +114,10 @@ class Balanced:
         with self._changed:
             self._closed = True
             self._waiting.extend(self._running.values())
-            self._fail_waiting("the engines were given back")
+            self._fail_waiting(_GIVEN_BACK)
             serving = [one for one in self._ranks.engines if one.number in self._serving]
             self._changed.notify_all()
-        asked = {}
-        for one in serving:
-            with suppress(*NO_ENGINE):
-                asked[one.number] = self._ranks.call(one.number, engine.end, self._ranks.owner)
-        wait(asked.values(), timeout=_END_SECONDS)
-        for one in serving:
-            if one.number not in asked or not asked[one.number].done():
-                self._ranks.kill(one)
+        self._ranks.end_processes(serving)
 
     def __enter__(self) -> Self:
         return self
@@ -148,6 +142,7 @@ class Balanced:
                     return
             except Exception as error:  # noqa: BLE001  # of the callbacks, or of an argument that cannot be pickled
                 call.fail(error)
+                process.end()  # it may be in the middle of the call
 
     def _next(self, number: int) -> _Call | None:
         """Waits for a call that this engine has not lost, or that all have; None if no more will come."""
@@ -191,14 +186,18 @@ class Balanced:
             _EngineLostError: If there is none. An engine that hangs is ended, if it runs on this machine.
         """
         try:
-            return self._ranks.call(one.number, function, self._ranks.owner, *args).get(ANSWER_SECONDS)
+            with self._changed:  # so that nothing is sent after `close` has ended the processes
+                if self._closed:
+                    raise _EngineLostError("was given back")
+                answer = self._ranks.call(one.number, function, self._ranks.owner, *args)
+            return answer.get(ANSWER_SECONDS)
         except ipyparallel.error.RemoteError as error:
             has_ended = error.ename == "EngineError"
             raise _EngineLostError("has ended" if has_ended else f"answers: {error.evalue}") from None
         except TimeoutError:
             self._ranks.kill(one)
             raise _EngineLostError(f"has not answered for {ANSWER_SECONDS:.0f} s") from None
-        except (*NO_ENGINE, OSError):
+        except NO_ENGINE:
             raise _EngineLostError("has ended") from None
 
 

@@ -19,6 +19,8 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from memlab._version import __version__
 
 LEASE_SECONDS = 25.0
@@ -34,6 +36,7 @@ class _RankProcess:
 
     def __init__(self, owner: str, served: str, variables: dict[str, str]) -> None:
         self.owner = owner
+        self.serves = served, variables
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
         self.connection, other_end = Pipe()
         root = str(Path(__file__).parents[2])
@@ -71,6 +74,7 @@ class _RankProcess:
         self._process.kill()
         self._process.wait()
         self.connection.close()
+        self._log.close()
 
     def last_words(self) -> str:
         """Returns how the process ended, and the last lines that it printed."""
@@ -98,11 +102,12 @@ def describe() -> dict[str, Any]:
     for package in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-    return {"host": socket.gethostname(), "pid": os.getpid(), "versions": versions}
+    started = psutil.Process().create_time()
+    return {"host": socket.gethostname(), "pid": os.getpid(), "versions": versions, "started": started}
 
 
 def start(owner: str, served: str, variables: dict[str, str]) -> int:
-    """Starts the process of a rank, or keeps the one that runs for this owner.
+    """Starts the process of a rank, or keeps that of this owner if it serves the same with the same variables.
 
     Args:
         owner: Who may talk to the process.
@@ -121,8 +126,10 @@ def start(owner: str, served: str, variables: dict[str, str]) -> int:
             raise ValueError(
                 f"the engine runs a rank of another notebook ({_own.owner}): close its lab there, or end its kernel"
             )
-        _own.heard = time.monotonic()
-        return _own.pid
+        if _own.serves == (served, variables):
+            _own.heard = time.monotonic()
+            return _own.pid
+        _own.end()  # it is another rank on this host, on another GPU, or it serves another object
     _own = _RankProcess(owner, served, variables)
     return _own.pid
 

@@ -199,16 +199,7 @@ class RankGroup:
     def end(self) -> None:
         """Ends the processes of all ranks, and engines that do not answer."""
         self.alive = False
-        running = set(self._ranks.client.ids)
-        asked = {
-            one: self._ranks.call(one.number, engine.end, self._ranks.owner)
-            for one in self._engines
-            if one.number in running
-        }
-        wait(asked.values(), timeout=_GRACE_SECONDS)
-        for one in self._engines:
-            if one not in asked or not asked[one].done():
-                self._ranks.kill(one)
+        self._ranks.end_processes(self._engines)
 
     def _ask(self, rank: int, function: Any, *args: Any) -> Any:
         one = self._engines[rank]

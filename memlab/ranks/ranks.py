@@ -14,6 +14,7 @@ import tempfile
 import threading
 import uuid
 import weakref
+from collections.abc import Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import ipyparallel
+import psutil
 
 from memlab.config.validation import check_whole_number
 from memlab.ranks import engine
@@ -30,8 +32,10 @@ _START_SECONDS = 60
 ANSWER_SECONDS = 15.0
 """An engine that does not answer for so long is lost."""
 _KEEP_SECONDS = 5.0
-NO_ENGINE = (IndexError, ipyparallel.error.NoEnginesRegistered)
-"""What ipyparallel raises for an engine that has left."""
+NO_ENGINE = (IndexError, ipyparallel.error.NoEnginesRegistered, OSError)
+"""What `Ranks.call` raises for an engine that has left, and once the ranks are closed."""
+_END_SECONDS = 3.0
+"""How long an engine has to end its process."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +47,8 @@ class Engine:
     host: str
     pid: int
     versions: dict[str, str]
+    started: float
+    """When its process started, in seconds since 1970. Another process may get the same number later."""
 
     def __str__(self) -> str:
         return f"engine {self.number} (process {self.pid} on {self.host})"
@@ -106,38 +112,82 @@ class Ranks:
         if not client.ids:
             client.close()
             raise ValueError(f"the cluster of profile {profile!r} has no engines: {start}")
-        return cls(client, None)
+        try:
+            return cls(client, None)
+        except BaseException:
+            client.close()
+            raise
 
     def refresh(self) -> None:
         """Asks which engines there are now; a local cluster first replaces the ones that have ended.
 
         Raises:
-            ValueError: If an engine does not answer, or the engines have different versions.
+            ValueError: If these ranks are closed, an engine does not answer, or the engines have different versions.
         """
+        if self.closed:
+            raise ValueError("these engines were given back: start others, with Ranks.start, and open a lab on them")
         if self._local is not None:
             self._local.replace_lost(self.client, {known.number: known for known in self.engines})
-        numbers = list(self.client.ids)
-        asked = [self.call(number, engine.describe) for number in numbers]
-        wait(asked, timeout=ANSWER_SECONDS)
-        silent = [number for number, answer in zip(numbers, asked, strict=True) if not answer.done()]
+        asked = {}
+        for number in self.client.ids:
+            with suppress(*NO_ENGINE):  # it has just left
+                asked[number] = self.call(number, engine.describe)
+        wait(asked.values(), timeout=ANSWER_SECONDS)
+        silent = [number for number, answer in asked.items() if not answer.done()]
         if silent:
             raise ValueError(
                 f"engines {', '.join(map(str, silent))} do not answer: end them, and start the cluster again"
             )
-        found = [Engine(number, **answer.result()) for number, answer in zip(numbers, asked, strict=True)]
+        found = []
+        for number, answer in asked.items():
+            try:
+                found.append(Engine(number, **answer.get()))
+            except ipyparallel.error.RemoteError as error:
+                if error.ename != "EngineError":  # which says that it has just left
+                    raise ValueError(
+                        f"engine {number} answers {error.ename}: {error.evalue}: install memlab where it runs, and "
+                        "start it again"
+                    ) from None
         # Neighbouring ranks, which share tensors, on one host.
         self.engines = sorted(found, key=lambda one: (one.host, one.number))
         _require_equal_versions(self.engines)
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed.is_set()
+
     def call(self, number: int, function: Any, *args: Any) -> ipyparallel.AsyncResult:
-        """Calls a function of `memlab.ranks.engine` in an engine, and returns the future answer."""
+        """Calls a function of `memlab.ranks.engine` in an engine, and returns the future answer.
+
+        Raises:
+            IndexError: If the engine has left; one of `NO_ENGINE`, as all of these.
+            NoEnginesRegistered: If all engines have left.
+            ConnectionError: If these ranks are closed.
+        """
         with self._sending:
+            if self.closed:
+                raise ConnectionError("these engines were given back")
+            # The client keeps the name of every message that it ever sent, which only its `%px` magics look up.
+            self.client.history.clear()
             return self.client[number].apply_async(function, *args)
+
+    def end_processes(self, engines: Sequence[Engine]) -> None:
+        """Ends the processes of these engines, whatever they do, and engines that do not answer."""
+        asked = {}
+        for one in engines:
+            with suppress(*NO_ENGINE):
+                asked[one] = self.call(one.number, engine.end, self.owner)
+        wait(asked.values(), timeout=_END_SECONDS)
+        for one in engines:
+            if one not in asked or not asked[one].done():
+                self.kill(one)
 
     def kill(self, lost: Engine) -> None:
         """Ends an engine that does not answer, if it runs on this machine."""
-        if lost.host == socket.gethostname():
-            end_trees([lost.pid])
+        with suppress(psutil.NoSuchProcess):
+            if lost.host == socket.gethostname() and psutil.Process(lost.pid).create_time() == lost.started:
+                end_trees([lost.pid])
 
     @property
     def is_on_this_machine(self) -> bool:
@@ -148,16 +198,16 @@ class Ranks:
         """Tells the engines that this process is there: they end the processes of one that is gone."""
         while not self._closed.wait(_KEEP_SECONDS):
             for one in self.engines:
-                with suppress(*NO_ENGINE, OSError):
+                with suppress(*NO_ENGINE):
                     self.call(one.number, engine.keep, self.owner)
 
     def close(self) -> None:
         """Ends the processes of this connection's ranks, and the engines if `start` started them."""
-        self._closed.set()
-        if self._local is None:
-            with suppress(OSError):
-                wait([self.call(one.number, engine.end, self.owner) for one in self.engines], timeout=ANSWER_SECONDS)
-        self.client.close()
+        if self._local is None and not self.closed:
+            self.end_processes(self.engines)
+        with self._sending:
+            self._closed.set()
+            self.client.close()
         if self._local is not None:
             self._local.end()
 
@@ -196,6 +246,7 @@ class _LocalCluster:
         self.cluster = ipyparallel.Cluster(
             profile_dir=self.folder, controller_ip="127.0.0.1", log_level=40, shutdown_atexit=False
         )
+        self.cluster.controller_args = ["--nodb"]  # by default the controller keeps up to 1 GiB of answers
         self.cluster.config.LocalEngineSetLauncher.environment = variables
         self.cluster.config.LocalEngineSetLauncher.delay = 0
         self._guard = subprocess.Popen(  # noqa: S603  # this interpreter

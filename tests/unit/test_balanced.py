@@ -86,6 +86,19 @@ def test_closing_ends_what_runs(ranks: Ranks, tmp_path: Path) -> None:
     assert not psutil.pid_exists(pid)
 
 
+def test_a_call_after_the_end_is_refused_and_one_whose_callback_fails_is_ended(ranks: Ranks, tmp_path: Path) -> None:
+    with Balanced(ranks, CALLS) as engines:
+
+        def fail(line: str) -> None:
+            raise OSError(f"cannot write {line}")
+
+        with pytest.raises(OSError, match="cannot write squaring 3"):
+            engines.submit("square", 3, on_report=fail).result(60)
+        assert engines.submit("square", 4).result(60) == 16
+    with pytest.raises(CallLostError, match="given back"):
+        engines.submit("square", 5).result(0)
+
+
 @pytest.mark.notebook
 def test_a_nightly_on_engines_says_which_engine_ran_each_case(ranks: Ranks, tmp_path: Path) -> None:
     suite = read_suite(write_suite(tmp_path, "backend: cpu\ncases:\n  - {lab: small, matrix: {name: [good, exits]}}\n"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -138,8 +139,43 @@ def test_an_engine_ends_the_process_of_a_notebook_that_is_gone(monkeypatch: pyte
     engine.end("a notebook")
 
 
+def test_a_process_is_kept_only_for_the_same_object_and_the_same_variables() -> None:
+    first = engine.start("a notebook", SERVED, {"LOCAL_RANK": "1"})
+    assert engine.start("a notebook", SERVED, {"LOCAL_RANK": "1"}) == first
+    assert engine.start("a notebook", SERVED, {"LOCAL_RANK": "0"}) != first, "the rank has another GPU"
+    assert not psutil.pid_exists(first)
+    engine.end("a notebook")
+
+
+def test_another_process_with_the_number_of_a_lost_engine_is_not_ended(ranks: Ranks) -> None:
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    ranks.kill(Engine(99, socket.gethostname(), other.pid, {}, started=1.0))
+    assert other.poll() is None
+    other.kill()
+    other.wait()
+
+
+def test_calls_leave_nothing_in_the_client(ranks: Ranks) -> None:
+    number = ranks.engines[0].number
+    for _ in range(50):
+        ranks.call(number, engine.keep, "nobody").get(10)
+    client = ranks.client
+    assert max(map(len, (client.history, client.results, client.metadata, client.outstanding))) < 10
+
+
+def test_ranks_that_were_closed_say_so_and_close_twice() -> None:
+    closed = Ranks.start(1)
+    group = RankGroup(closed, 1, SERVED)
+    closed.close()
+    closed.close()
+    with pytest.raises(RankFailed, match="rank 0 is lost"):
+        group.call("answer", [(1,)])
+    with pytest.raises(ValueError, match=r"^these engines were given back: start others"):
+        closed.refresh()
+
+
 def test_ranks_with_different_versions_are_refused() -> None:
-    engines = [Engine(0, "a", 1, {"torch": "2.13.0"}), Engine(1, "b", 2, {"torch": "2.11.0"})]
+    engines = [Engine(0, "a", 1, {"torch": "2.13.0"}, 0.0), Engine(1, "b", 2, {"torch": "2.11.0"}, 0.0)]
     with pytest.raises(
         ValueError, match=r"torch is 2\.13\.0 on engine 0 .* and 2\.11\.0 on engine 1 \(process 2 on b\)"
     ):
