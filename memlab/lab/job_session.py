@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,22 +70,39 @@ class JobSession:
         self._wanted_backend = backend
         self.backend = JobBackend(backend, "requested")
         self._group: RankGroup | None = None
+        self._stop = threading.Event()
+        """Set from a request to stop until the ranks have been told while they were in a step."""
         self.worker = Worker(nullcontext, lambda: f"{self.scenario}, {self.settings}")
 
     def build(self) -> None:
         """Starts the ranks and opens their labs."""
-        self.worker.submit(self._build).result()
+        building = self.worker.submit(self._build)
+        try:
+            building.result()
+        except KeyboardInterrupt:
+            self._end_group()  # its models would stay until the next lab
+            wait([building])
+            self._end_group()
+            raise
 
     def _build(self) -> None:
         self._ranks.refresh()
-        size = self.scenario.layout.world_size
-        self._group = group = RankGroup(self._ranks, size, _SERVED)
+        self._group = group = RankGroup(self._ranks, self.scenario.layout.world_size, _SERVED)
+        try:
+            self._open_labs(group)
+        except BaseException:
+            self._group = None  # the processes stay for the next lab, and the next call opens all labs again
+            raise
+
+    def _open_labs(self, group: RankGroup) -> None:
+        size = len(group)
         on_this_machine = self._ranks.is_on_this_machine
         host = "127.0.0.1" if on_this_machine else self._ranks.engines[0].host
         (port,) = group.call("serve_store", [(host,)])
         meeting = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
         if on_this_machine:
-            meeting["GLOO_SOCKET_IFNAME"] = "lo"  # gloo would look the host's name up, which a laptop may not have
+            # gloo would look the host's name up, which a laptop may not have.
+            meeting["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
         arguments = [
             (meeting | {"RANK": str(rank)}, self._wanted_backend, self._scenario_of(rank), self._given)
             for rank in range(size)
@@ -93,9 +112,9 @@ class JobSession:
         self.scenario = replace(opened[0]["scenario"], layout=self.scenario.layout)
         self._given = self._given | {"allocator": self.scenario.allocator}
         if self.device_memory_bytes is not None:
-            self._on_all("set", "device_memory_bytes", self.device_memory_bytes)
+            group.call("set", [("device_memory_bytes", self.device_memory_bytes)] * size)
         if self.settings != MemorySettings():
-            self._on_all("call", "apply", (self.settings,), {})
+            group.call("call", [("apply", (self.settings,), {})] * size)
 
     def _scenario_of(self, rank: int) -> Scenario:
         return replace(self.scenario, layout=replace(self.scenario.layout, rank=rank))
@@ -155,6 +174,7 @@ class JobSession:
                 running.result(timeout=_STOP_SECONDS)
             except TimeoutError:
                 self._end_group()
+                wait([running])
             raise
 
     def submit(
@@ -174,7 +194,7 @@ class JobSession:
                 self._change_state(state)
             return self._take_step({"settings": requested, "warm_up": warm_up}, on_progress)
 
-        return self.worker.start(take_step, before=lambda: None)
+        return self.worker.start(take_step, before=self._stop.clear)
 
     def forward_only(
         self, settings: MemorySettings | None, scenario: Scenario, *, suspend_offload: bool, warm_up: bool
@@ -194,12 +214,23 @@ class JobSession:
         *,
         forward_only: bool = False,
     ) -> JobRecord:
-        self.settings = arguments["settings"]
+        former, self.settings = self.settings, arguments["settings"]
+
+        def report(progress: Progress) -> None:
+            # The labs of the ranks forget a request that reaches them before their step begins, as it now has.
+            if self._stop.is_set() and self._tell_to_stop():
+                self._stop.clear()
+            if on_progress is not None:
+                on_progress(progress)
+
         try:
-            records = self._on_all("step", forward_only, arguments, on_progress=on_progress)
-        except RankFailed as failure:
-            records = [error.record for error in failure.errors.values() if hasattr(error, "record")]
+            records = self._on_all("step", forward_only, arguments, on_progress=report)
+        except Exception as error:
+            errors = list(error.errors.values()) if isinstance(error, RankFailed) else [error]
+            records = [each.record for each in errors if hasattr(each, "record")]
             if not records:
+                if not isinstance(error, RankFailed):
+                    self.settings = former  # all ranks have refused them
                 raise
         self.num_steps += 1
         record = JobRecord.of(records)
@@ -246,10 +277,17 @@ class JobSession:
 
     def stop(self) -> bool:
         """Implements `Lab.stop`."""
-        group = self._group
-        if group is not None and group.alive:
-            group.notify("stop")
+        self._stop.set()
+        self._tell_to_stop()
         return self.worker.busy
+
+    def _tell_to_stop(self) -> bool:
+        """Passes a request to stop on, and returns whether there are ranks that hear it."""
+        group = self._group
+        if group is None or not group.alive:
+            return False
+        group.notify("stop")
+        return True
 
     def check(self, settings: MemorySettings, state: TrainingState | None = None) -> None:
         """Refuses what one of the ranks could not take, before anything is sent.
@@ -273,7 +311,7 @@ class JobSession:
 
     def _close_labs(self) -> None:
         group, self._group = self._group, None
-        if group is not None and group.alive:
+        if group is not None and group.alive and not self._ranks.closed:
             try:
                 group.call("close", [()] * len(group))
             except RankFailed as failure:
@@ -281,7 +319,7 @@ class JobSession:
 
     def _on_all(self, method: str, *args: Any, on_progress: Callable[[Any], None] | None = None) -> list[Any]:
         group = self._group
-        if group is None or not group.alive:
+        if group is None or not group.alive or self._ranks.closed:
             if on_progress is not None:
                 on_progress(Progress(phase="starting the ranks", module="", done=0, total=0))
             self._build()

@@ -16,6 +16,8 @@ import psutil
 import pytest
 
 from memlab import JobRecord, Lab, Layout, MemorySettings, Ranks
+from memlab.config.scenario import Scenario
+from memlab.lab.job_session import JobSession
 from memlab.ranks import engine, group
 from memlab.ranks.group import RankFailed, RankGroup
 from memlab.ranks.ranks import Engine, _require_equal_versions
@@ -166,12 +168,17 @@ def test_calls_leave_nothing_in_the_client(ranks: Ranks) -> None:
 def test_ranks_that_were_closed_say_so_and_close_twice() -> None:
     closed = Ranks.start(1)
     group = RankGroup(closed, 1, SERVED)
+    session = JobSession(Scenario.of("qwen3-moe-tiny"), closed, "cpu", {})
+    session._group = group
     closed.close()
     closed.close()
     with pytest.raises(RankFailed, match="rank 0 is lost"):
         group.call("answer", [(1,)])
     with pytest.raises(ValueError, match=r"^these engines were given back: start others"):
         closed.refresh()
+    with pytest.raises(ValueError, match=r"^these engines were given back: start others"):
+        session.apply(MemorySettings())
+    session.close()
 
 
 def test_ranks_with_different_versions_are_refused() -> None:
@@ -250,10 +257,33 @@ def test_a_step_that_one_rank_cannot_finish_ends_on_all_and_the_job_is_built_aga
         # Stop ends a step on both ranks together, and the model stays.
         processes = [process_of(ranks, rank).pid for rank in range(2)]
         lab.set_workload(num_microbatches=8)
+        running = lab.submit()
+        lab.stop()  # before the ranks have begun
+        assert running.result(timeout=60).status == "interrupted"
         running = lab.submit(on_progress=lambda _: lab.stop() and None)
         assert running.result(timeout=60).status == "interrupted"
         assert lab.step(warm_up=False).status == "ok"
         assert processes == [process_of(ranks, rank).pid for rank in range(2)]
+
+
+def test_a_job_of_one_rank_runs_out_of_memory_and_goes_on_after_a_build_that_failed(ranks: Ranks) -> None:
+    ranks.refresh()
+    with Lab(**TINY, ranks=ranks) as lab:
+        lab.device_memory_bytes = 1000
+        assert lab.step().status == "out_of_memory"
+        lab.device_memory_bytes = None
+        process_of(ranks, 0).kill()
+        with pytest.raises(RankFailed, match="rank 0 is lost"):
+            lab.step()
+        session = lab._session
+        assert isinstance(session, JobSession)
+        session._wanted_backend = "none such"
+        for _ in range(2):
+            with pytest.raises(ValueError, match="none such"):
+                lab.step(FULL)
+            assert lab.settings == MemorySettings(), "no rank has taken the settings that came with the step"
+        session._wanted_backend = "cpu"
+        assert lab.step().status == "ok"
 
 
 def test_what_a_job_cannot_be_is_refused_before_anything_starts(ranks: Ranks) -> None:
