@@ -86,6 +86,8 @@ class _Member:
                 self.answer = values[1]
             else:
                 self.error = values[1]
+                if not isinstance(self.error, ValueError):  # a refusal, whose words say all
+                    self.error.add_note(f"on rank {self.rank}:\n{values[2]}")
 
     def _move(self, now: float) -> None:
         self.moved, self.cpu_seconds = now, 0.0
@@ -173,7 +175,7 @@ class RankGroup:
         first = min(errors, key=_is_consequence)
         if first.error is not None and len({repr(member.error) for member in members}) == 1:
             raise first.error
-        raise self._failure(first.rank, _words(first), members)
+        raise self._failure(first.rank, _words(first), members) from first.error
 
     def _wait(self, members: list[_Member], on_progress: Callable[[Any], None] | None) -> None:
         """Waits until all ranks have answered, or for a while after the first one has failed."""

@@ -128,8 +128,8 @@ class Ranks:
             raise ValueError("these engines were given back: start others, with Ranks.start, and open a lab on them")
         if self._local is not None:
             self._local.replace_lost(self.client, {known.number: known for known in self.engines})
-        asked = {}
-        for number in self.client.ids:
+        asked, numbers = {}, self.client.ids
+        for number in numbers:
             with suppress(*NO_ENGINE):  # it has just left
                 asked[number] = self.call(number, engine.describe)
         wait(asked.values(), timeout=ANSWER_SECONDS)
@@ -148,6 +148,9 @@ class Ranks:
                         f"engine {number} answers {error.ename}: {error.evalue}: install memlab where it runs, and "
                         "start it again"
                     ) from None
+        if self._local is not None and len(found) < len(numbers):
+            self.refresh()  # replaces the one that has left meanwhile
+            return
         # Neighbouring ranks, which share tensors, on one host.
         self.engines = sorted(found, key=lambda one: (one.host, one.number))
         _require_equal_versions(self.engines)

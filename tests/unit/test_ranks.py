@@ -121,6 +121,22 @@ def test_a_lost_engine_is_named_and_replaced(ranks: Ranks, pair: RankGroup) -> N
     assert lost.pid not in {one.pid for one in ranks.engines}
 
 
+def test_an_engine_that_has_just_been_killed_is_replaced(ranks: Ranks) -> None:
+    lost = ranks.engines[0].pid
+    os.kill(lost, signal.SIGKILL)
+    ranks.refresh()
+    assert len(ranks) == 2
+    assert lost not in {one.pid for one in ranks.engines}
+
+
+def test_a_failure_says_where_it_was(pair: RankGroup) -> None:
+    with pytest.raises(RankFailed) as failure:
+        pair.call("leave", [("no code",), (None,)])
+    cause = failure.value.__cause__
+    assert isinstance(cause, TypeError)
+    assert "in leave" in cause.__notes__[0]
+
+
 def test_engines_serve_one_notebook_at_a_time(ranks: Ranks, pair: RankGroup) -> None:
     assert ranks._local is not None
     other = Ranks(ranks._local.cluster.connect_client_sync(), None)
