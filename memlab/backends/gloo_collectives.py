@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _FROM_RANK_TO_RANK = {"c10d::send", "c10d::recv_", "c10d::recv_any_source_"}
+_OF_LISTS = {"c10d::allgather_", "c10d::reduce_scatter_"}
+"""Collectives whose parts may have different numbers of rows, which NCCL takes and gloo refuses: experts with a tensor
+size gather the tokens that were routed to each rank. The copies are as long as the longest part."""
 
 
 class CollectivesOnCopies(TorchDispatchMode):
@@ -27,16 +30,27 @@ class CollectivesOnCopies(TorchDispatchMode):
         if func.namespace != "c10d" or func._schema.name in _FROM_RANK_TO_RANK:
             return func(*args, **(kwargs or {}))
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        num_rows = _most_rows(args) if func._schema.name in _OF_LISTS else 0
 
         def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-            pairs.append((tensor, tensor.detach().clone()))
-            return pairs[-1][1]
+            copy = tensor.detach().clone()
+            if num_rows and num_rows > len(tensor):
+                copy = torch.cat((copy, copy.new_zeros(num_rows - len(tensor), *tensor.shape[1:])))
+            pairs.append((tensor, copy))
+            return copy
 
         outputs = tree_map_only(torch.Tensor, copy_of, args[0])  # the first argument of each is what it writes
         written = list(pairs)
         result = func(outputs, *tree_map_only(torch.Tensor, copy_of, args[1:]), **(kwargs or {}))
         (result[-1] if isinstance(result, tuple) else result).wait()
         for tensor, copy in written:
-            tensor.data.copy_(copy)  # through .data, so that autograd sees no change
+            tensor.data.copy_(
+                copy[: len(tensor)] if num_rows else copy
+            )  # through .data, so that autograd sees no change
         done = FakeWork().boxed()
         return (args[0], done) if isinstance(result, tuple) else done
+
+
+def _most_rows(args: Any) -> int:
+    rows = [len(tensor) for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor) and tensor.dim()]
+    return max(rows) if len(set(rows)) > 1 else 0

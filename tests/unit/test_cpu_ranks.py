@@ -206,26 +206,19 @@ PLAIN = MemorySettings()
 TWO = [
     Job({"tensor_model_parallel_size": 2}, (PLAIN, *OF_MOE, PLAIN)),
     Job({"expert_model_parallel_size": 2, "data_parallel_size": 2}, (PLAIN, *OF_MOE, PLAIN)),
-    Job({"data_parallel_size": 2, "expert_tensor_parallel_size": 2}),
     Job({"context_parallel_size": 2}, (PLAIN, *OF_MOE)),
     Job({"data_parallel_size": 2}, (PLAIN, *OF_DENSE), architecture="phi-4-tiny"),
-    Job({"data_parallel_size": 2}, state=TrainingState(use_distributed_optimizer=False)),
-    Job({"pipeline_model_parallel_size": 2}, (PLAIN, *OF_DENSE), architecture="phi-4-tiny"),
-    Job({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
     Job({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}),
 ]
 FOUR = [
-    Job({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
     Job(
         {
             "tensor_model_parallel_size": 2,
-            "expert_model_parallel_size": 2,
-            "expert_tensor_parallel_size": 1,
-            "data_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
         }
     ),
-    Job({"expert_model_parallel_size": 4, "data_parallel_size": 4}),
-    Job({"context_parallel_size": 2, "expert_model_parallel_size": 2, "data_parallel_size": 2}),
+    Job({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "data_parallel_size": 2}),
 ]
 
 
