@@ -36,7 +36,10 @@ from memlab.record.state_change import StateChange
 from memlab.record.step_record import StepRecord
 from memlab.record.transfer import Action, Transfer, check_groups
 
-__all__ = ["Lab", "Progress"]
+__all__ = ["OF_ONE_PROCESS", "Lab", "Progress"]
+
+OF_ONE_PROCESS = ("audit_offload", "audit_residency", "groups_used", "retained", "unmetered_step_seconds")
+"""Methods whose answer is about the model of one process: `Lab.each` calls them on every rank."""
 
 
 class Lab:
@@ -466,10 +469,8 @@ class Lab:
     def each(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a method of the lab on every rank at the same time.
 
-        For methods whose answer is about one process, such as `audit_residency`, `groups_used` and `retained`.
-
         Args:
-            method: Its name.
+            method: One of `OF_ONE_PROCESS`.
             *args: Its arguments.
             **kwargs: Its named arguments.
 
@@ -477,10 +478,10 @@ class Lab:
             The answers, in the order of the ranks; of a lab without `ranks`, one answer.
 
         Raises:
-            ValueError: If there is no such method, or a rank refuses the arguments.
+            ValueError: If it is another method, or a rank refuses the arguments.
         """
-        if method.startswith("_") or not callable(getattr(type(self), method, None)):
-            raise ValueError(f"method is {method!r}, must be a method of Lab, such as 'audit_residency': give one")
+        if method not in OF_ONE_PROCESS:
+            raise ValueError(f"method is {method!r}, must be one of {', '.join(OF_ONE_PROCESS)}: call others directly")
         if isinstance(self._session, JobSession):
             return self._session.each(method, *args, **kwargs)
         return [getattr(self, method)(*args, **kwargs)]
@@ -492,9 +493,9 @@ class Lab:
             ValueError: If the lab has its ranks in other processes.
         """
         if isinstance(self._session, JobSession):
-            instead = f"lab.each({method!r}, ...), which answers for every rank"
-            if method in ("residency_fault", "tap", "drop"):
-                instead = "it on a lab without ranks"
+            instead = "it on a lab without ranks"
+            if method in OF_ONE_PROCESS:
+                instead = f"lab.each({method!r}, ...), which answers for every rank"
             raise ValueError(
                 f"{method} looks into one process, and this lab has {self.scenario.layout.world_size}: call {instead}"
             )

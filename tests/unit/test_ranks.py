@@ -247,6 +247,8 @@ def test_a_lab_on_two_ranks_does_what_a_lab_on_one_does(ranks: Ranks) -> None:
         assert len(lab.each("audit_residency")) == 2
         with pytest.raises(ValueError, match=r"audit_residency looks into one process, and this lab has 2: call lab"):
             lab.audit_residency()
+        with pytest.raises(ValueError, match=r"method is 'close', must be one of audit_offload, audit_residency, "):
+            lab.each("close")
         with pytest.raises(ValueError, match="micro_batch_size is 0, must be"):
             lab.set_workload(micro_batch_size=0)
     assert lab.closed
