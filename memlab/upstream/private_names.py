@@ -151,6 +151,13 @@ _TORCH = (
         on_instances=True,
     ),
     Internal(
+        owner="sys",
+        names=("_current_frames",),
+        use="used",
+        where="ranks/rank_process.py",
+        why="Where a rank is that does not move, for the message that names it.",
+    ),
+    Internal(
         owner="torch.utils._pytree",
         names=("tree_leaves",),
         use="used",
