@@ -211,13 +211,6 @@ TWO = [
     Job({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}),
 ]
 FOUR = [
-    Job(
-        {
-            "tensor_model_parallel_size": 2,
-            "pipeline_model_parallel_size": 2,
-            "virtual_pipeline_model_parallel_size": 2,
-        }
-    ),
     Job({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "data_parallel_size": 2}),
 ]
 
