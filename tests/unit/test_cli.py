@@ -170,7 +170,9 @@ def test_measure_prints_the_table_without_json(fake_lab: type[FakeLab], capfd: p
     assert "from" not in printed.splitlines()[0]
 
 
-def test_flags_reach_scenario_and_settings(fake_lab: type[FakeLab]) -> None:
+def test_flags_reach_scenario_and_settings(fake_lab: type[FakeLab], monkeypatch: pytest.MonkeyPatch) -> None:
+    # The flag sets this variable for the whole process, and this process has other tests to run.
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     flags = (
         "measure qwen3-moe-tiny --num-layers 3 --seq-length 64 --micro-batch-size 2 --num-microbatches 4 --seed 7 "
         "--dtype fp32 --recompute-granularity selective --recompute-modules core_attn,layernorm --checkpoint-input-remedy detach "
