@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from collections.abc import Callable
@@ -39,6 +40,10 @@ class Rank:
         self._report = report
         self._lab: Lab | None = None
         self._store: Any = None
+        # This process is the rank's own, and the lab collects garbage after every change of settings: the collections
+        # need not visit all objects of torch and Megatron.
+        gc.collect()
+        gc.freeze()
 
     def serve_store(self, host: str) -> int:
         """Starts the store at which the ranks meet, as ``torchrun``'s agent does; rank 0 is asked for it.

@@ -69,13 +69,16 @@ def _simulated_lab(scenario: Scenario) -> Iterator[Lab]:
 
     with Lab(**{field.name: getattr(scenario, field.name) for field in fields(Scenario)}, backend="simulated") as lab:
         # The lab collects garbage after every change of settings. A collection that visits all objects of torch and
-        # Megatron takes longer than a small step, so they are excluded.
+        # Megatron takes longer than a small step, so they are excluded, unless the process has done so for good.
+        is_frozen = gc.get_freeze_count() > 0
         gc.collect()
-        gc.freeze()
+        if not is_frozen:
+            gc.freeze()
         try:
             yield lab
         finally:
-            gc.unfreeze()
+            if not is_frozen:
+                gc.unfreeze()
 
 
 def _reallocates(settings: MemorySettings) -> bool:
