@@ -14,7 +14,7 @@ from tests.browser.panel_page import PanelPage
 from tests.browser.server import JupyterServer
 
 expect.set_options(timeout=ANSWER_SECONDS * 1000)
-SCREEN: ViewportSize = {"width": 1280, "height": 900}
+SCREEN: ViewportSize = {"width": 1280, "height": 800}
 CELLS = (
     STACKS_ON_SIGNAL + "from memlab import Lab, MemorySettings, panel",
     'lab = Lab("qwen3-moe-tiny", num_layers=2, seq_length=1024)',

@@ -52,7 +52,7 @@ FAINT = """panel => {
 def test_every_control_has_a_name(panel: PanelPage) -> None:
     panel.run()
     assert panel.root.evaluate(NAMELESS) == []
-    expect(panel.root.get_by_role("slider")).to_have_count(2)
+    expect(panel.root.get_by_role("slider")).to_have_count(1)
     for slider in panel.root.get_by_role("slider").all():
         expect(slider).to_have_accessible_name(re.compile(r"\w"))
 
@@ -72,6 +72,17 @@ def test_the_keyboard_reaches_run_and_walks_the_table(panel: PanelPage) -> None:
     keyboard.press("ArrowUp")
     expect(panel.rows.first).to_have_attribute("aria-selected", "true")
     expect(panel.rows.first).to_be_focused()
+
+
+def test_a_change_run_and_what_it_did_are_on_one_screen(panel: PanelPage) -> None:
+    panel.run()
+    panel.choose("recompute-granularity", "full")
+    panel.run()
+    panel.root.evaluate("panel => panel.scrollIntoView()")
+    for hook in ("recompute-granularity", "offload-parameters", "micro-batch-size", "run", "drawing", "moment", "runs"):
+        expect(panel.part(hook)).to_be_in_viewport(ratio=1)
+    for words in ("by category", "by module that allocated it"):
+        expect(panel.part("breakdown").get_by_text(words)).to_be_in_viewport(ratio=1)
 
 
 @pytest.mark.parametrize("width", [SCREEN["width"], 720])
@@ -96,6 +107,7 @@ def test_text_is_readable(panel: PanelPage, theme: str) -> None:
 
 def test_exports_are_files_next_to_the_notebook(panel: PanelPage, tmp_path: Path) -> None:
     panel.run()
+    panel.press("export-toggle")
     panel.write("export-folder", tmp_path.name)  # a name that no other test or round has
     folder = panel.notebook.server.work / tmp_path.name
     for hook, told, pattern in (
@@ -110,6 +122,7 @@ def test_exports_are_files_next_to_the_notebook(panel: PanelPage, tmp_path: Path
 
 def test_pictures_are_saved_or_what_they_need_is_said(panel: PanelPage, tmp_path: Path) -> None:
     panel.run()
+    panel.press("export-toggle")
     panel.write("export-folder", tmp_path.name)
     for kind, beginning in (("png", b"\x89PNG"), ("svg", b"<svg")):
         panel.press(f"export-{kind}")

@@ -52,7 +52,7 @@ def test_a_run_shows_all_ranks_and_a_click_enlarges_one(panel: Panel) -> None:
     assert panel.timeline.moment.layout not in [part.layout for part in (panel, panel.timeline.box, panel.runs.box)]
     assert "worst" in panel.timeline.breakdown.value
     panel.timeline._look_at_point(2)
-    assert "PP4 rank 2" in panel.timeline.chart.picture["layout"]["title"]["text"]
+    assert "run 1, rank 2" in panel.timeline.title.value
     assert total_bytes(panel) == pytest.approx(state.shown.job.rank(2).peak_allocated_bytes)
     assert panel.timeline.moment.layout.display == "flex"
     state.look_at(5)
@@ -61,7 +61,7 @@ def test_a_run_shows_all_ranks_and_a_click_enlarges_one(panel: Panel) -> None:
     assert state.shows_all_ranks and state.moment is None
     assert f"{CHOICE}-3" in drawn(panel)
     state.show_rank(0)
-    assert "PP4, on cpu, rank 0" in panel.timeline.chart.picture["layout"]["title"]["text"]
+    assert "run 1, rank 0" in panel.timeline.title.value
 
 
 def test_the_list_of_ranks_does_what_a_click_does_and_follows_it(panel: Panel) -> None:

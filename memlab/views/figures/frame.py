@@ -29,6 +29,7 @@ AXIS_TITLES = {
 PLOT_HEIGHT = 320
 LINE_HEIGHT = 17
 BAND_HEIGHT = 18
+FLOOR_HEIGHT = 18
 LETTER_SHARE = 6.5 / 510
 """Of the plot's width, for a letter of 6.5 pixels: the narrowest figure that must stay readable is 600 wide, its plot
 510."""
@@ -67,11 +68,12 @@ def figure_frame(
     *,
     plot_height: int = PLOT_HEIGHT,
     band_height: int = 0,
+    floor_height: int = 0,
     num_legend_lines: int = 2,
 ) -> go.Figure:
-    """Returns an empty figure with its text and axes, with space for a band above the plot and the legend below."""
+    """Returns an empty figure with its text and axes, with space for bands above and below the plot, and the legend."""
     rows = [row for line in lines for row in folded(line)]
-    top, bottom = 48 + 19 * len(rows) + band_height, 55 + 19 * num_legend_lines
+    top, bottom = 48 + 19 * len(rows) + band_height, 55 + 19 * num_legend_lines + floor_height
     height = top + plot_height + bottom
     text = "".join([f"<b>{title}</b>", *(f'<br><span style="font-size:13px">{row}</span>' for row in rows)])
     axis: dict[str, Any] = {"gridcolor": GRID, "linecolor": INK, "zeroline": False, "ticks": "outside", "range": [0, 1]}
@@ -85,10 +87,12 @@ def figure_frame(
             "plot_bgcolor": TRANSPARENT,
             "height": height,
             "margin": {"l": 70, "r": 20, "t": top, "b": bottom},
-            "xaxis": axis | {"title": {"text": x_title, "standoff": 6}, "showgrid": False, "hoverformat": ".2~f"},
+            "xaxis": axis
+            | {"title": {"text": x_title, "standoff": 6}, "showgrid": False, "hoverformat": ".2~f"}
+            | ({"ticks": "", "ticklabelstandoff": floor_height} if floor_height else {}),
             "yaxis": axis | {"title": {"text": y_title, "standoff": 8}, "showline": True, "tickformat": "~f"},
-            "legend": {"orientation": "h", "x": 0.0, "y": -50 / plot_height, "yanchor": "top", "itemwidth": 40}
-            | {"traceorder": "normal"},
+            "legend": {"orientation": "h", "x": 0.0, "y": -(50 + floor_height) / plot_height, "yanchor": "top"}
+            | {"itemwidth": 40, "traceorder": "normal"},
             "hovermode": "x unified",
             "modebar": {"bgcolor": TRANSPARENT, "color": INK, "activecolor": INK},
             "hoverlabel": {"bgcolor": "white", "bordercolor": INK, "font": {"color": "#333333"}},
@@ -113,14 +117,16 @@ def axis_end(drawn: Sequence[DrawnPoints]) -> float:
     return max(points.end for points in drawn) or 1.0
 
 
-def set_ranges(figure: go.Figure, end: float, floor: float, highest: float, num_lines: int) -> float:
+def set_ranges(
+    figure: go.Figure, end: float, floor: float, highest: float, num_lines: int, plot_height: int = PLOT_HEIGHT
+) -> float:
     """Gives the axes their ranges, with space for a label of some lines above the highest point.
 
     Returns:
         Pixels for one unit of the bytes axis.
     """
-    space = PLOT_HEIGHT - 16 - num_lines * LINE_HEIGHT
-    headroom = PLOT_HEIGHT / space
+    space = plot_height - 16 - num_lines * LINE_HEIGHT
+    headroom = plot_height / space
     figure.update_xaxes(range=[0.0, end])
     figure.update_yaxes(range=[floor, floor + ((highest - floor) * headroom or 1.0)])
     return space / ((highest - floor) or 1.0)
@@ -155,6 +161,14 @@ def mark_peak(
     side = LABEL_ON_THE_RIGHT if x < end / 2 else _LABEL_ON_THE_LEFT
     place = side | {"yanchor": "bottom", "yshift": shift}
     figure.add_annotation(x=x, y=y, text=text, showarrow=False, font={"color": colour}, **place)
+
+
+def mark_floor(figure: go.Figure, text: str) -> None:
+    """Draws a band below the plot that says what is below the start of the bytes axis."""
+    band = {"type": "rect", "xref": "paper", "x0": 0, "x1": 1, "yref": "paper", "ysizemode": "pixel", "yanchor": 0.0}
+    figure.add_shape(**band, y0=0, y1=-FLOOR_HEIGHT, fillcolor=INK, opacity=0.14, line={"width": 0})
+    place = {"xref": "paper", "x": 0.0, "xanchor": "left", "yref": "paper", "y": 0.0, "yanchor": "middle"}
+    figure.add_annotation(text=text, showarrow=False, font={"size": 11}, xshift=4, yshift=-FLOOR_HEIGHT / 2, **place)
 
 
 def mark_phases(figure: go.Figure, spans: Sequence[PhaseSpan], end: float) -> None:

@@ -21,12 +21,15 @@ from memlab.units import binary_unit, format_bytes
 from memlab.views.figures.frame import (
     AXIS_TITLES,
     BAND_HEIGHT,
+    FLOOR_HEIGHT,
+    PLOT_HEIGHT,
     axis_end,
     blank_figure,
     check_choice,
     drawn_values,
     figure_frame,
     folded,
+    mark_floor,
     mark_peak,
     mark_phases,
     messages,
@@ -54,12 +57,19 @@ _LETTERS_OF_SETTINGS = 48
 """In a title; longer settings are also on a line of their own."""
 _SHARE_TO_NAME = 0.01
 """What grew by less than this share of the peak is not named."""
+_BARE_PLOT_HEIGHT = 170
+"""Pixels: at least this is left of a bare figure for its plot."""
 _LETTERS_AT_PEAK = 42
 """On a line of the label of a peak in the figure's middle."""
 
 
 def timeline_figure(
-    step: StepRecord | Timeline, pool: str = "device", axis: Axis = "time", *, above_start: bool = True
+    step: StepRecord | Timeline,
+    pool: str = "device",
+    axis: Axis = "time",
+    *,
+    above_start: bool = True,
+    is_bare: bool = False,
 ) -> go.Figure:
     """Draws the bytes of one step by category, the phases along the axis, and the peak with what made it up.
 
@@ -68,11 +78,12 @@ def timeline_figure(
         pool: One of ``"device"``, ``"host"``, ``"on_chip"``.
         axis: ``"time"`` in milliseconds, or ``"event"``, which gives every event the same width.
         above_start: Starts the bytes axis at what the pool held from the step's start to its end, category by category,
-            where that is more than a quarter of the peak: parameters and optimizer state would press all else flat. The
-            subtitle says how much is below the axis. False starts the axis at 0.
+            where that is more than a quarter of the peak: parameters and optimizer state would press all else flat. A
+            band below the plot says how much is below the axis. False starts the axis at 0.
+        is_bare: Leaves out the title, the legend and the parts of the peak, for a page that has them beside it.
 
     Returns:
-        A figure without a fixed width.
+        A figure without a fixed width; a bare one has no fixed height either.
 
     Raises:
         ValueError: If the record has no timeline, or pool or axis is none of the choices.
@@ -82,7 +93,8 @@ def timeline_figure(
     title, lines, timeline = _title(step, pool)
     points = resample(timeline, pool, axis) if timeline else None
     if timeline is None or points is None or not points.total_bytes.any():
-        return blank_figure(title, [*lines, f"nothing {POOL_TITLES[pool]} was seen"])
+        blank = blank_figure(title, [*lines, f"nothing {POOL_TITLES[pool]} was seen"])
+        return blank.update_layout(height=None) if is_bare else blank
     peak_bytes = int(points.total_bytes[points.peak])
     unit_bytes, unit = binary_unit(peak_bytes)
     outlines = _allocator_outlines(timeline, points) if pool == "device" else {}
@@ -90,22 +102,30 @@ def timeline_figure(
     if not above_start or held.sum() * 4 <= peak_bytes:
         held = np.zeros_like(held)
     held_bytes = int(held.sum())
-    if held_bytes:
-        parts = _parts(held, unit_bytes)
-        lines.append(f"the axis starts at {in_unit(held_bytes, unit_bytes)} {unit} held throughout: {parts}")
+    x_title = AXIS_TITLES[axis]
     if outlines and axis == "time":
-        lines.append("times are the program's: the GPU runs behind it")
+        x_title += ", by the program's clock: the GPU runs behind it"
     if axis == "time" and len(points) > 1 and points.position[-1] == 0:
-        lines.append("all events have the same time: axis='event' gives each its own place")
-    figure = figure_frame(title, lines, AXIS_TITLES[axis], f"{POOL_TITLES[pool]} ({unit})", band_height=BAND_HEIGHT)
+        x_title = "all events have the same time: axis='event' gives each its own place"
+    floor_height = FLOOR_HEIGHT if held_bytes else 0
+    figure = figure_frame(
+        title, lines, x_title, f"{POOL_TITLES[pool]} ({unit})", band_height=BAND_HEIGHT, floor_height=floor_height
+    )
+    if is_bare:
+        margin = {"l": 58, "r": 12, "t": BAND_HEIGHT + 8, "b": 44 + floor_height}
+        figure.update_layout(title_text="", height=None, margin=margin, showlegend=False)
     figure.add_traces([go.Scatter(**area) for area in stack_of(points, held, unit_bytes, unit)])
     figure.add_trace(_total_line(timeline, points, pool, unit_bytes, unit))
     figure.add_traces(list(_outline_traces(outlines, points, unit_bytes, unit)))
     end = axis_end([points])
     mark_phases(figure, phase_spans(timeline, axis), end)
-    label = _peak_label(timeline, points, held, pool)
+    if held_bytes:
+        mark_floor(figure, f"{in_unit(held_bytes, unit_bytes)} {unit} held throughout: {_parts(held, unit_bytes)}")
+    label = _peak_label(timeline, points, held, pool)[: 1 if is_bare else None]
     highest_bytes = max([peak_bytes, *(int(num_bytes.max()) for num_bytes in outlines.values())])
-    pixels = set_ranges(figure, end, held_bytes / unit_bytes, highest_bytes / unit_bytes, num_lines=len(label))
+    height = _BARE_PLOT_HEIGHT if is_bare else PLOT_HEIGHT
+    lowest, highest = held_bytes / unit_bytes, highest_bytes / unit_bytes
+    pixels = set_ranges(figure, end, lowest, highest, num_lines=len(label), plot_height=height)
     above = pixels * (highest_bytes - peak_bytes) / unit_bytes
     mark_peak(figure, points, unit_bytes, "<br>".join(label), end, shift=above)
     return figure

@@ -37,6 +37,9 @@ def chart_figure(
     axis: Axis = "time",
     rank: int | None = None,
     pinned_rank: int | None = None,
+    *,
+    above_start: bool = True,
+    is_bare: bool = False,
 ) -> go.Figure:
     """Draws the panel's chart, without the mark of a moment.
 
@@ -47,6 +50,8 @@ def chart_figure(
         axis: ``"time"`` or ``"event"``.
         rank: The rank to draw of a run on several ranks; None draws a small timeline of each.
         pinned_rank: The rank of the pinned run; None is the same as `rank`.
+        above_start: Starts the bytes axis at what is held throughout the step, as `timeline_figure` does.
+        is_bare: Leaves out what the panel shows next to the chart: title, legend and parts of the peak.
 
     Returns:
         Of one rank, a figure with exactly the traces of `TRACES`; those with nothing to show are invisible and empty.
@@ -54,31 +59,35 @@ def chart_figure(
     """
     if shown is not None and shown.job is not None and not shown.has_rank(rank):
         over = pinned.job if pinned is not None and pinned is not shown else None
-        figure, rank = ranks_figure(shown.job, pool, axis, above_start=True, pinned=over), None
+        figure, rank = ranks_figure(shown.job, pool, axis, above_start=above_start, pinned=over), None
     else:
         other = pinned_rank if pinned_rank is not None else rank
         is_same = pinned is shown and other == rank
         has_other = pinned is not None and not is_same and (pinned.job is None or pinned.has_rank(other))
         of_rank = shown.of_rank(rank) if shown is not None else None
-        figure = _picture(of_rank, pinned.of_rank(other) if pinned is not None and has_other else None, pool, axis)
+        over_it = pinned.of_rank(other) if pinned is not None and has_other else None
+        figure = _picture(of_rank, over_it, pool, axis, above_start=above_start, is_bare=is_bare)
     # As long as this stays the same, the chart keeps what a reader zoomed to, or hid by its legend.
-    figure.layout.uirevision = f"{shown.number} {rank} {pool} {axis}" if shown is not None else "no run"
+    view = f"{rank} {pool} {axis} {above_start}"
+    figure.layout.uirevision = f"{shown.number} {view}" if shown is not None else "no run"
     return figure
 
 
-def _picture(shown: Run | None, pinned: Run | None, pool: str, axis: Axis) -> go.Figure:
+def _picture(
+    shown: Run | None, pinned: Run | None, pool: str, axis: Axis, *, above_start: bool, is_bare: bool
+) -> go.Figure:
     other = pinned if _timeline_of(pinned) is not None else None
     if shown is None or (shown.record is not None and shown.is_ok and shown.record.timeline is None):
         return _with_all_traces(_words("No run is shown", "press Run, or choose a run in the table"), {})
     if shown.record is None:
         return _with_all_traces(_words(f"Run {shown.number} ended in an error", shown.message), {})
-    figure = timeline_figure(shown.record, pool, axis)
+    figure = timeline_figure(shown.record, pool, axis, above_start=above_start, is_bare=is_bare)
     timeline = _timeline_of(shown)
     if timeline is None or not figure.data:
         return _with_all_traces(figure, {})
     unit_bytes, unit = binary_unit(timeline.peak_bytes(pool))
     if other is not None and _is_far_below(other, figure.layout.yaxis.range, unit_bytes, pool):
-        figure = timeline_figure(shown.record, pool, axis, above_start=False)
+        figure = timeline_figure(shown.record, pool, axis, above_start=False, is_bare=is_bare)
     traces = {trace.name or PEAK: trace.to_plotly_json() for trace in figure.data}
     if other is not None:
         traces[PINNED] = _overlay(figure, other, pool, axis, unit_bytes, unit)
@@ -147,7 +156,11 @@ def _overlay(figure: go.Figure, run: Run, pool: str, axis: Axis, unit_bytes: int
     low, high = figure.layout.yaxis.range
     label = figure.layout.annotations[-1]  # of the shown run's peak: it moves above the line
     growth = max(1.0, (float(totals.max()) - low) / (label.y - low or 1.0))
-    label.y = low + (label.y - low) * growth
+    if growth > 1:  # a thin line leads from the label to its mark
+        label.update(
+            showarrow=True, arrowhead=0, arrowwidth=1, arrowcolor=INK, axref="x", ayref="y", ax=label.x, xshift=0
+        )
+        label.ay = low + (label.y - low) * growth
     figure.layout.yaxis.range = [low, low + (high - low) * growth]
     end = max(figure.layout.xaxis.range[1], points.end)
     figure.layout.xaxis.range = [0.0, end]
@@ -172,7 +185,7 @@ def _words(title: str, text: str) -> go.Figure:
     lines = "".join(f"<br>{html.escape(line, quote=False)}" for line in textwrap.wrap(text, 80))
     words = {"text": f"<b>{title}</b>{lines}", "x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper"}
     hidden = {"showticklabels": False, "ticks": "", "showgrid": False, "showline": False, "range": [0, 1]}
-    figure = go.Figure(layout={"template": go.layout.Template(), "height": 300, "xaxis": hidden, "yaxis": hidden})
+    figure = go.Figure(layout={"template": go.layout.Template(), "xaxis": hidden, "yaxis": hidden})
     figure.update_layout(annotations=[words | {"showarrow": False, "font": {"size": 14}}], title_text="")
     return figure.update_layout(font_color=INK, paper_bgcolor=TRANSPARENT, plot_bgcolor=TRANSPARENT)
 

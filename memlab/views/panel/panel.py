@@ -32,36 +32,31 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
         self.state = LabState(lab)
         self.controls = SettingsControls(self.state)
         self.training_state = StateControls(self.state)
-        self.run_bar = RunBar(self.state)
         self.search = SearchView(SearchState(self.state))
+        self.run_bar = RunBar(self.state, self.search.toggle)
         self.timeline = TimelineView(self.state)
-        self.runs = RunsView(self.state)
         self.table_toggle = ipywidgets.ToggleButton(description="Text table", tooltip="The chart's numbers as text")
         self.table_toggle.add_class("memlab-text-toggle")
+        self.runs = RunsView(self.state, self.table_toggle)
         self.table = ipywidgets.HTML()
         self.table.add_class("memlab-text")
         scenario = lab.scenario
         ranks = scenario.layout.world_size
         where = f"{ranks} ranks ({scenario.layout}), {lab.backend.name}" if ranks > 1 else lab.backend.name
         title = html.escape(f"{scenario.architecture.name}, {scenario.num_layers} layers, on {where}")
-        super().__init__(
-            [
-                ipywidgets.HTML(f"<style>{page_code('panel.css')}</style><h3>{title}</h3>"),
-                self.controls.box,
-                self.training_state.box,
-                self.run_bar.box,
-                self.search.box,
-                self.timeline.box,
-                self.table_toggle,
-                self.table,
-                self.runs.box,
-            ]
-        )
-        self.add_class("memlab-panel")
+        heading = ipywidgets.HTML(f"<style>{page_code('panel.css')}</style><h3>{title}</h3>")
+        controls = ipywidgets.VBox([heading, self.controls.box, self.training_state.box])
+        results = ipywidgets.VBox([self.run_bar.box, self.search.box, self.timeline.box, self.runs.box, self.table])
+        body = ipywidgets.Box([controls, results])
+        super().__init__([body])
+        for name, part in (("controls", controls), ("results", results), ("body", body), ("panel", self)):
+            part.add_class(f"memlab-{name}")
         state = self.state
         self.table_toggle.observe(lambda change: state.set_trait("table_open", change["new"]), names=["value"])
         state.observe(lambda _: self._show_table(), names=["table_open", "shown", "pinned", "rank", "pinned_rank"])
         self._show_table()
+        self.search.state.observe(lambda _: self._make_room_for_search(), names=["is_open"])
+        self._make_room_for_search()
         _share_looks(self)
 
     def close(self) -> None:
@@ -84,6 +79,10 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
         view = {"version_major": 2, "version_minor": 0, "model_id": self.model_id}
         text = f"{self!r}\n\n{text_twin(self.state.shown, self.state.pinned)}"
         return {"text/plain": text, "application/vnd.jupyter.widget-view+json": view}
+
+    def _make_room_for_search(self) -> None:
+        """The search is in the place of the timeline while it is open."""
+        self.timeline.box.layout.display = "none" if self.search.state.is_open else "grid"
 
     def _show_table(self) -> None:
         state = self.state

@@ -76,6 +76,11 @@ class Run:
         return str(self.settings) if state == TrainingState() else f"{self.settings}; {state}"
 
     @property
+    def workload(self) -> str:
+        """Sequences in a micro-batch, and their tokens."""
+        return f"{self.scenario.micro_batch_size} x {self.scenario.seq_length}"
+
+    @property
     def status(self) -> str:
         """``ok``, ``out of memory``, ``interrupted`` or ``error``."""
         return "error" if self.record is None else self.record.status.replace("_", " ")
@@ -143,14 +148,19 @@ def rows(runs: Sequence[Run], pinned: Run | None) -> list[dict[str, str]]:
 
 
 def columns(runs: Sequence[Run]) -> dict[str, str]:
-    """Returns those of `COLUMNS` that the runs fill."""
-    return {name: title for name, title in COLUMNS.items() if name != OF_JOBS or any(run.job for run in runs)}
+    """Returns those of `COLUMNS` that tell the runs apart: not a workload or a status that all of them have."""
+    left_out = set() if any(run.job for run in runs) else {OF_JOBS}
+    if len({run.workload for run in runs}) <= 1:
+        left_out.add("workload")
+    if all(run.is_ok for run in runs):
+        left_out.add("status")
+    return {name: title for name, title in COLUMNS.items() if name not in left_out}
 
 
 def _row(run: Run, base: StepRecord | None) -> dict[str, str]:
-    record, workload = run.record, f"{run.scenario.micro_batch_size} x {run.scenario.seq_length}"
+    record = run.record
     cells = dict.fromkeys(COLUMNS, "")
-    cells |= {"number": str(run.number), "settings": run.conditions, "workload": workload, "status": run.status}
+    cells |= {"number": str(run.number), "settings": run.conditions, "workload": run.workload, "status": run.status}
     if run.job is not None:
         spread = f" ({format_bytes(run.job.spread_bytes)})" if run.is_ok else ""
         cells[OF_JOBS] = f"{run.job.worst_rank}{spread}"

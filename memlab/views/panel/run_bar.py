@@ -11,9 +11,14 @@ from memlab.views.panel.state import LabState
 
 
 class RunBar:
-    """The row that starts and ends steps. `box` is the widget."""
+    """The row that starts and ends steps. `box` is the widget.
 
-    def __init__(self, state: LabState) -> None:
+    Args:
+        state: What it shows and changes.
+        *others: Further buttons of the row.
+    """
+
+    def __init__(self, state: LabState, *others: Any) -> None:
         self._state = state
         self.run = ipywidgets.Button(description="Run", button_style="primary", icon="play")
         self.stop = ipywidgets.Button(description="Stop", icon="stop")
@@ -27,7 +32,7 @@ class RunBar:
         # Run stays enabled while a step runs: a second press says in words why it starts nothing.
         self.run.on_click(lambda _: state.run())
         self.stop.on_click(lambda _: state.stop())
-        self.box = ipywidgets.Box([self.run, self.stop, self.progress, self.place, self.status])
+        self.box = ipywidgets.Box([self.run, self.stop, *others, self.progress, self.place, self.status])
         self.box.add_class("memlab-run-bar")
         self._show_progress()
         self._show_notice()

@@ -31,12 +31,18 @@ from memlab.views.text.ranks import rank_by_rank_blocks, ranks_table
 from memlab.views.text.record import record_table
 
 _logger = logging.getLogger(__name__)
+_SHOWN_IN_TABLE = ["runs", "shown", "pinned", "rank", "pinned_rank", "export_folder", "export_open"]
 
 
 class RunsView:
-    """The table and its buttons. `box` is the widget; each button calls a method that works without widgets."""
+    """The table and its buttons. `box` is the widget; each button calls a method that works without widgets.
 
-    def __init__(self, state: LabState) -> None:
+    Args:
+        state: What it shows and changes.
+        *others: Further buttons below the table.
+    """
+
+    def __init__(self, state: LabState, *others: Any) -> None:
         self._state = state
         self.table = RunsTable()
         self.table.add_class("memlab-runs")
@@ -54,7 +60,7 @@ class RunsView:
         self.folder.add_class("memlab-export-folder")
         self.folder.observe(lambda change: state.set_trait("export_folder", change["new"]), names=["value"])
         exports = [
-            _button("Run folder", "export-run", "record.json and timeline.npz", lambda: self.export("run")),
+            _button("Folder", "export-run", "record.json and timeline.npz", lambda: self.export("run")),
             _button("PNG", "export-png", "The chart as a picture", lambda: self.export("png")),
             _button("SVG", "export-svg", "The chart as a picture that scales", lambda: self.export("svg")),
             _button("HTML", "export-html", "The chart and its table as one page", lambda: self.export("html")),
@@ -65,11 +71,19 @@ class RunsView:
         ]
         self.repeat = ipywidgets.HTML()
         self.repeat.add_class("memlab-repeat")
-        actions = ipywidgets.Box([self.pin, reuse, delete, self.folder, *exports])
-        actions.add_class("memlab-actions")
-        self.box = ipywidgets.VBox([self.table, actions, self.repeat])
+        self.export_toggle = ipywidgets.ToggleButton(description="Export, repeat")
+        self.export_toggle.tooltip = "Files of the shown run, and the command that repeats it"
+        self.export_toggle.add_class("memlab-export-toggle")
+        self.export_toggle.observe(lambda change: state.set_trait("export_open", change["new"]), names=["value"])
+        actions = ipywidgets.Box([self.pin, reuse, delete, *others, self.export_toggle])
+        export_bar = ipywidgets.Box([self.folder, *exports])
+        self._exports = ipywidgets.VBox([export_bar, self.repeat])
+        for bar in (actions, export_bar):
+            bar.add_class("memlab-actions")
+        self.box = ipywidgets.VBox([self.table, actions, self._exports])
+        self.box.add_class("memlab-runs-part")
         self._show()
-        state.observe(lambda _: self._show(), names=["runs", "shown", "pinned", "rank", "pinned_rank", "export_folder"])
+        state.observe(lambda _: self._show(), names=_SHOWN_IN_TABLE)
 
     def export(self, kind: str) -> Path | None:
         """Writes a file of the shown run, and says in the state's notice where the file is, or what went wrong.
@@ -100,7 +114,8 @@ class RunsView:
                 with written_aside(path) as aside:
                     aside.write_text(table_csv(runs, pinned), encoding="utf-8")
             else:
-                figure = chart_figure(run, pinned, pool, axis, rank, pinned_rank)
+                above_start = state.floor == "held"
+                figure = chart_figure(run, pinned, pool, axis, rank, pinned_rank, above_start=above_start)
                 figure = figure if shows_all else mark_moment(figure, one, moment, pool, axis)
                 if kind == "html":
                     twin = text_twin(run, pinned, rank, pinned_rank)
@@ -126,6 +141,8 @@ class RunsView:
         self.table.shown = shown.number if shown else 0
         self.pin.description = "Unpin" if state.is_pinned else "Pin"
         self.folder.value = state.export_folder
+        self.export_toggle.value = state.export_open
+        self._exports.layout.display = "flex" if state.export_open else "none"
         if shown is None:
             self.repeat.value = ""
         else:

@@ -35,10 +35,14 @@ class SearchView:
         self.chart: ChartWidget | None = None
         self._num_found = 0
         self._bar = ipywidgets.Box([self.limit, self.search, self.stop, self.status])
-        self._section = ipywidgets.VBox([self._bar, self.choice, self.table])
-        self.box = ipywidgets.VBox([self.toggle, self._section])
+        self.box = self._section = ipywidgets.VBox([self._bar, self.choice, self.table])
         names = {"search-toggle": self.toggle, "search-limit": self.limit, "search-start": self.search}
-        names |= {"search-stop": self.stop, "search-status": self.status, "search-choice": self.choice}
+        names |= {
+            "search-stop": self.stop,
+            "search": self.box,
+            "search-status": self.status,
+            "search-choice": self.choice,
+        }
         for name, widget in (names | {"search-bar": self._bar, "search-text": self.table}).items():
             widget.add_class(f"memlab-{name}")
         self.toggle.observe(lambda change: state.set_trait("is_open", change["new"]), names=["value"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import ipywidgets
@@ -13,7 +13,6 @@ from memlab.config.settings import CHECKPOINT_INPUT_REMEDIES, OFFLOAD_MODULES, R
 from memlab.units import format_bytes
 from memlab.views.panel.run import GRADIENTS
 from memlab.views.panel.settings_form import SettingsForm
-from memlab.views.panel.slider import Slider
 from memlab.views.panel.state import LabState
 
 # Values by the words that a control shows. A Dropdown reads the value None as "nothing chosen", so it holds the words.
@@ -34,7 +33,7 @@ _EXCEPT_UPDATE = "offload_optimizer_except_update"
 class SettingsControls:
     """Four groups of controls on one state. `box` is the widget; `by_name` holds each control.
 
-    Names are those of the fields, ``field:module`` for the ticks, and ``recompute_num_layers:slider``.
+    Names are those of the fields, and ``field:module`` for the ticks.
     """
 
     def __init__(self, state: LabState) -> None:
@@ -43,9 +42,7 @@ class SettingsControls:
         self.error_boxes: dict[str, Any] = {}
         self.notes: dict[str, Any] = {}
         self._reads: dict[str, Callable[[SettingsForm], Any]] = {}
-        last_column = ipywidgets.VBox([self._between_steps(), self._workload()])
-        last_column.add_class("memlab-column")
-        self.box = ipywidgets.Box([self._recompute(), self._offload(), last_column])
+        self.box = ipywidgets.VBox([self._recompute(), self._offload(), self._between_steps(), self._workload()])
         self.box.add_class("memlab-settings")
         self._show_form()
         state.observe(lambda _: self._show_form(), names=["form"])
@@ -53,41 +50,42 @@ class SettingsControls:
         state.observe(lambda _: self._show_notes(), names=["shown"])
 
     def _recompute(self) -> Any:
-        num_layers = max(self._state.scenario.layers_of_chunks)
-        slider = Slider(name="recompute_num_layers", min=1, max=num_layers, value=1)
         return self._group(
             "Recompute",
             [
                 self._choice("recompute_granularity", "granularity", _GRANULARITIES),
-                self._choice("recompute_method", "method", _METHODS),
-                self._number("recompute_num_layers", _typed("layers")),
-                self._number("recompute_num_layers:slider", slider),
+                _side_by_side(
+                    [
+                        self._choice("recompute_method", "method", _METHODS),
+                        self._number("recompute_num_layers", _typed("layers")),
+                    ]
+                ),
                 ipywidgets.HTML("modules, under selective:"),
-                *(self._tick("recompute_modules", module) for module in RECOMPUTE_MODULES),
+                _side_by_side(self._tick("recompute_modules", module) for module in RECOMPUTE_MODULES),
                 self._choice("checkpoint_input_remedy", "MoE checkpoint's input", _REMEDIES),
             ],
             ("recompute_", "checkpoint_input_remedy"),
         )
 
     def _offload(self) -> Any:
-        ticks = [self._tick("offload_modules", module) for module in OFFLOAD_MODULES]
+        ticks = _side_by_side(self._tick("offload_modules", module) for module in OFFLOAD_MODULES)
         size = _typed("at least, elements")
         return self._group(
             "Offload during the step",
-            [*ticks, self._number("min_offloaded_tensor_size", size)],
+            [ticks, self._number("min_offloaded_tensor_size", size)],
             ("offload_modules", "min_offloaded_tensor_size"),
         )
 
     def _between_steps(self) -> Any:
         places = {name: _GRADIENTS if name == "offload_gradients" else _DEVICE_OR_HOST for name in _GROUPS}
         boxes = [self._choice(name, _GROUPS[name], choices) for name, choices in places.items()]
-        boxes.append(self._choice(_EXCEPT_UPDATE, "optimizer state, outside its update", _DEVICE_OR_HOST))
+        boxes.append(self._choice(_EXCEPT_UPDATE, "outside its update", _DEVICE_OR_HOST))
         return self._group("Between steps", boxes, (*_GROUPS, _EXCEPT_UPDATE))
 
     def _workload(self) -> Any:
-        fields = {"seq_length": "sequence length", "micro_batch_size": "micro-batch size"}
+        fields = {"seq_length": "tokens", "micro_batch_size": "micro-batch"}
         numbers = [self._number(name, _typed(label)) for name, label in fields.items()]
-        return self._group("Workload", numbers, tuple(fields))
+        return self._group("Workload", [_side_by_side(numbers)], tuple(fields))
 
     def _group(self, title: str, children: list[Any], prefixes: tuple[str, ...]) -> Any:
         """A titled group with a place for the text of a rule, which begins with the field that breaks it."""
@@ -106,11 +104,10 @@ class SettingsControls:
         words = {value: word for word, value in choices.items()}
         return self._register(field, control, lambda form: words.get(getattr(form, field)))
 
-    def _number(self, name: str, control: Any) -> Any:
-        """A number that is a field of the form: the name up to its colon."""
-        field = name.partition(":")[0]
+    def _number(self, field: str, control: Any) -> Any:
+        """A number that is a field of the form."""
         control.observe(lambda change: self._state.edit(**{field: change["new"]}), names=["value"])
-        return self._register(name, control, lambda form: getattr(form, field))
+        return self._register(field, control, lambda form: getattr(form, field))
 
     def _tick(self, field: str, module: str) -> Any:
         control = ipywidgets.Checkbox(description=module, indent=False)
@@ -132,8 +129,7 @@ class SettingsControls:
         form = self._state.form
         for name, control in self.by_name.items():
             value = self._reads[name](form)
-            # A slider cannot show a value beyond its limits; the typed number next to it does.
-            if value is not None and not (hasattr(control, "max") and not control.min <= value <= control.max):
+            if value is not None:
                 control.value = value
         self._show_notes()
         self._show_validation_error()
@@ -143,7 +139,7 @@ class SettingsControls:
         settings = self._state.settings
         idle = without_effect(settings, self._state.scenario.architecture) if settings is not None else {}
         for name, control in self.by_name.items():
-            reason = reasons.get(name.removesuffix(":slider"))
+            reason = reasons.get(name)
             control.disabled = reason is not None
             if reason:
                 # The note covers the control: JupyterLab shows the tooltip of a disabled control nowhere.
@@ -173,6 +169,12 @@ class SettingsControls:
         for box in self.error_boxes.values():
             is_about = bool(text) and box is (about[0] if about else self.error_boxes["seq_length"])
             box.value = f'<div role="alert">{html.escape(text, quote=False)}</div>' if is_about else ""
+
+
+def _side_by_side(widgets: Iterable[Any]) -> Any:
+    box = ipywidgets.Box([*widgets])
+    box.add_class("memlab-side-by-side")
+    return box
 
 
 def _typed(label: str) -> Any:

@@ -36,6 +36,7 @@ _logger.addHandler(logging.NullHandler())
 
 _SECONDS_BETWEEN_PROGRESS = 0.1
 POOLS_SHOWN = ("device", "host")
+FLOORS = ("held", "zero")
 
 
 class LabState(traitlets.HasTraits):
@@ -67,11 +68,15 @@ class LabState(traitlets.HasTraits):
     """The rank of the pinned run that others are compared with; None is the same rank as the one that is shown."""
     pool = traitlets.Enum(POOLS_SHOWN, default_value="device")
     axis: traitlets.Enum[Any] = traitlets.Enum(AXES, default_value="time")
+    floor = traitlets.Enum(FLOORS, default_value="held")
+    """Where the chart's bytes axis starts: at 0, or at what is held throughout the step."""
     moment = traitlets.Int(allow_none=True, default_value=None)
     """Number of the selected event, from the step's start; None selects the peak."""
     table_open = traitlets.Bool()
     state_open = traitlets.Bool()
     """Whether the controls of the training state are shown."""
+    export_open = traitlets.Bool()
+    """Whether the exports of the shown run, and the lines that repeat it, are shown."""
     export_folder = traitlets.Unicode("memlab_exports")
 
     def __init__(self, lab: LabLike) -> None:

@@ -14,7 +14,7 @@ from memlab.views.figures.resample import AXES
 from memlab.views.panel.chart_data import chart_figure, event_at, mark_moment
 from memlab.views.panel.chart_widget import ChartWidget
 from memlab.views.panel.slider import Slider
-from memlab.views.panel.state import POOLS_SHOWN, LabState
+from memlab.views.panel.state import FLOORS, POOLS_SHOWN, LabState
 from memlab.views.text.columns import as_html
 from memlab.views.text.ranks import ranks_blocks
 from memlab.views.text.record import grouped_modules
@@ -31,8 +31,9 @@ class TimelineView:
         self._state = state
         self._drawn: tuple[Any, Any] | None = None
         self._is_listing_ranks = False
-        self.pool = self._switch("pool", POOLS_SHOWN, "Memory of")
+        self.pool = self._switch("pool", POOLS_SHOWN, "Of")
         self.axis = self._switch("axis", AXES, "Along")
+        self.floor = self._switch("floor", FLOORS, "Bytes from")
         self.chart = ChartWidget(self._figure(), self._look_at_point)
         self.chart.add_class("memlab-chart")
         self.slider = Slider(name="moment, as the number of its event")
@@ -53,22 +54,26 @@ class TimelineView:
         for widget in (self.slider, self.number):
             widget.observe(self._moment_given, names=["value"])
         self.breakdown.add_class("memlab-breakdown")
-        switches = ipywidgets.Box([self.pool, self.axis, self.rank, self.all_ranks])
+        self.title = ipywidgets.HTML()
+        switches = ipywidgets.Box([self.pool, self.axis, self.floor, self.rank, self.all_ranks])
         self.moment = ipywidgets.Box([ipywidgets.Label("Moment"), self.slider, self.number, self.to_peak])
-        for box, name in ((switches, "switches"), (self.moment, "moment-bar")):
+        drawing = ipywidgets.Box([self.chart])
+        self.box = ipywidgets.Box([self.title, switches, drawing, self.moment, self.breakdown])
+        named = {"title": self.title, "switches": switches, "drawing": drawing, "moment-bar": self.moment}
+        for name, box in (named | {"timeline": self.box}).items():
             box.add_class(f"memlab-{name}")
-        self.box = ipywidgets.VBox([switches, self.chart, self.moment, self.breakdown])
         self._show_ranks()
         self._show_moment()
+        self.title.value = chart_title(state)
         state.observe(lambda _: self._show_ranks(), names=["shown", "rank"])
-        drawn = ["shown", "pinned", "pool", "axis", "moment", "rank", "pinned_rank"]
+        drawn = ["shown", "pinned", "pool", "axis", "floor", "moment", "rank", "pinned_rank"]
         state.observe(lambda _: self._show_chart(), names=drawn)
         state.observe(lambda _: self._show_moment(), names=["shown", "pool", "moment", "rank"])
 
     def _switch(self, name: str, choices: tuple[str, ...], label: str) -> Any:
         switch = ipywidgets.ToggleButtons(options=choices, description=label, value=getattr(self._state, name))
         switch.style.description_width = "initial"
-        switch.style.button_width = "5rem"
+        switch.style.button_width = "3.6rem"
         switch.add_class(f"memlab-{name}")
         switch.observe(lambda change: self._state.set_trait(name, change["new"]), names=["value"])
         self._state.observe(lambda change: switch.set_trait("value", change["new"]), names=[name])
@@ -76,10 +81,11 @@ class TimelineView:
 
     def _figure(self) -> Any:
         state = self._state
-        key = (state.shown, state.pinned, state.pool, state.axis, state.one_rank, state.pinned_rank)
+        key = (state.shown, state.pinned, state.pool, state.axis, state.one_rank, state.pinned_rank, state.floor)
         # Only the mark of the moment changes: a million events are not drawn again for it.
         if self._drawn is None or self._drawn[0] != key:
-            self._drawn = (key, chart_figure(*key))
+            *runs, floor = key
+            self._drawn = (key, chart_figure(*runs, above_start=floor == "held", is_bare=True))
         if state.shows_all_ranks:
             return self._drawn[1]
         return mark_moment(self._drawn[1], state.one_run, state.moment, state.pool, state.axis)
@@ -104,6 +110,7 @@ class TimelineView:
         job = state.shown.job if state.shown is not None else None
         self.rank.layout.display = self.all_ranks.layout.display = None if job is not None else "none"
         self.all_ranks.disabled = state.one_rank is None
+        (self.box.add_class if state.shows_all_ranks else self.box.remove_class)("memlab-every-rank")
         # Never None: widgets whose layouts set nothing share one.
         self.moment.layout.display = "none" if state.shows_all_ranks else "flex"
         numbers = [] if job is None else [record.scenario.layout.rank for record in job.ranks]
@@ -129,6 +136,7 @@ class TimelineView:
     def _show_chart(self) -> None:
         with self._state.lock:
             self.chart.show(self._figure())
+            self.title.value = chart_title(self._state)
 
     def _show_moment(self) -> None:
         state = self._state
@@ -149,12 +157,24 @@ class TimelineView:
         self.breakdown.value = breakdown_html(timeline, moment, self._state.pool, is_peak=self._state.moment is None)
 
 
+def chart_title(state: LabState) -> str:
+    """Writes what the chart shows: the run, and how the pinned one is drawn over it."""
+    run, pinned = state.one_run, state.pinned
+    if run is None or state.shows_all_ranks:
+        return ""
+    title = f"<b>{html.escape(f'{run}', quote=False)}</b>: allocated on the {state.pool}"
+    if pinned is None or state.is_pinned:
+        return title
+    other = pinned.of_rank(state.one_rank if state.pinned_rank is None else state.pinned_rank)
+    return f'{title} <span class="memlab-pinned-line">{html.escape(f"pinned: {other}", quote=False)}</span>'
+
+
 def breakdown_html(timeline: Timeline, moment: int, pool: str, *, is_peak: bool) -> str:
     """Writes what is allocated after an event: by category and by module, the largest first."""
     index = timeline.first_step_event + moment
     total = timeline.bytes_at(index, pool)
     where = f"event {moment:,}, {timeline.nanoseconds[index] / 1e6:,.3f} ms, {PHASES[timeline.phase[index]]}"
-    head = f"Allocated on the {pool} at {'the peak, ' if is_peak else ''}{where}: {format_bytes(total)}"
+    head = f"Allocated on the {pool} {'at the peak' if is_peak else 'then'}: {format_bytes(total)}"
     categories = timeline.breakdown(index, "category", pool)
     modules = grouped_modules(timeline.breakdown(index, "module", pool), categories)
     others = sum(list(modules.values())[_NUM_MODULES:])
@@ -162,7 +182,10 @@ def breakdown_html(timeline: Timeline, moment: int, pool: str, *, is_peak: bool)
     if others:
         largest[f"{len(modules) - _NUM_MODULES} other rows"] = others
     tables = _table("by category", categories, total) + _table("by module that allocated it", largest, total)
-    return f'<div class="memlab-allocated" aria-live="polite">{head}</div><div class="memlab-tables">{tables}</div>'
+    return (
+        f'<div class="memlab-allocated" aria-live="polite"><b>{head}</b><br>{where}</div>'
+        f'<div class="memlab-tables">{tables}</div>'
+    )
 
 
 def _table(title: str, sizes: dict[str, int], total: int) -> str:
@@ -171,5 +194,6 @@ def _table(title: str, sizes: dict[str, int], total: int) -> str:
         look = CATEGORY_LOOKS.get(name)
         swatch = f'<i style="background:{look.colour}"></i>' if look else ""
         share = f"{size / total:.1%}" if total else ""
-        rows += f"<tr><td>{swatch}{html.escape(name)}</td><td>{format_bytes(size)}</td><td>{share}</td></tr>"
+        words = html.escape(name).replace(".", ".<wbr>").replace("_", "_<wbr>")
+        rows += f"<tr><td>{swatch}{words}</td><td>{format_bytes(size)}</td><td>{share}</td></tr>"
     return f"<table><caption>{title}</caption>{rows}</table>"

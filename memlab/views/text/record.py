@@ -32,11 +32,10 @@ def without_layer_numbers(name: str) -> str:
 
 
 def grouped_modules(sizes: Mapping[str, int], by_category: Mapping[str, int]) -> dict[str, int]:
-    """Names what allocated the bytes of one moment, the largest first; equal modules of several layers are one entry.
+    """Names what allocated the bytes of one moment, the largest first; one module of all layers is one entry.
 
-    Four layers whose ``mlp.linear_fc1`` made 2.5 MiB each are ``decoder.layers.*.mlp.linear_fc1 x 4`` with 10 MiB. If
-    another two made 3 MiB each, they are a second entry. What no module made is mostly the training state, so it is
-    named by that where it is.
+    Four layers whose ``mlp.linear_fc1`` made 10 MiB together are ``mlp.linear_fc1 x 4``. What no module made is mostly
+    the training state, so it is named by that where it is.
 
     Args:
         sizes: Bytes by module.
@@ -45,19 +44,23 @@ def grouped_modules(sizes: Mapping[str, int], by_category: Mapping[str, int]) ->
     Returns:
         Entries that add up to `sizes`.
     """
-    grouped: dict[tuple[str, int], list[str]] = {}
-    for name, num_bytes in sizes.items():
-        grouped.setdefault((without_layer_numbers(name), num_bytes), []).append(name)
+    kinds: dict[str, list[str]] = {}
+    for name in sizes:
+        kinds.setdefault(without_layer_numbers(name), []).append(name)
     named = {}
-    for (kind, num_bytes), names in grouped.items():
-        if names == [""]:
+    for kind, names in kinds.items():
+        num_bytes = sum(sizes[name] for name in names)
+        if kind == "":
             label = _outside_modules(num_bytes, by_category)
         else:
-            label = f"{kind} x\N{NO-BREAK SPACE}{len(names)}" if len(names) > 1 else names[0]
-            if label in named:  # as many layers with other bytes
-                label += f", {names[0]} the first"
-        named[label] = num_bytes * len(names)
+            label = f"{_of_layers(kind)} x\N{NO-BREAK SPACE}{len(names)}" if len(names) > 1 else names[0]
+        named[label] = num_bytes
     return dict(sorted(named.items(), key=lambda item: -item[1]))
+
+
+def _of_layers(kind: str) -> str:
+    """Returns a kind of module without what all modules of the decoder's layers begin with."""
+    return kind.removeprefix("decoder.layers.*.") if kind != "decoder.layers.*" else "decoder.layers"
 
 
 def _outside_modules(num_bytes: int, by_category: Mapping[str, int]) -> str:

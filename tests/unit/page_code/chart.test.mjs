@@ -13,6 +13,8 @@ let resize = null;
 class Element extends EventTarget {
   attributes = {};
   clientWidth = 600;
+  clientHeight = 300;
+  style = {};
   append(...children) {
     this.children = children;
   }
@@ -123,7 +125,7 @@ test("a picture that arrives during a drawing that fails is drawn", async () => 
   assert.deepEqual(began, ["first 600", "second 600"]);
 });
 
-test("a chart is drawn again when its width changes, and only then", async () => {
+test("a chart is drawn again when its size changes, and only then", async () => {
   const { el } = await open(new Model("only"));
   await endDrawing();
   resize();
@@ -133,6 +135,11 @@ test("a chart is drawn again when its width changes, and only then", async () =>
   resize();
   await otherWork();
   assert.deepEqual(began, ["only 600", "only 500"]);
+  await endDrawing();
+  el.clientHeight = 200;
+  resize();
+  await otherWork();
+  assert.equal(began.length, 3, "a picture without a height fills its place");
 });
 
 test("a chart that is closed draws nothing more", async () => {

@@ -52,7 +52,7 @@ function pictureOf(model) {
     ({ buffer, byteOffset, byteLength }) => new Float64Array(buffer.slice(byteOffset, byteOffset + byteLength)),
   );
   // Axes that plotly fits to the data would not start where the picture's title says.
-  const config = { displaylogo: false, doubleClick: "reset", modeBarButtonsToRemove: ["autoScale2d"] };
+  const config = { displaylogo: false, doubleClick: "reset", modeBarButtons: [["toImage", "resetScale2d"]] };
   return { data: unpack(traces, numbers), layout, config };
 }
 
@@ -148,6 +148,10 @@ function keepArrowKeys(event) {
   if (event.target.tagName === "SELECT" && event.key.startsWith("Arrow")) event.stopPropagation();
 }
 
+function sizeOf(element) {
+  return `${element.clientWidth} ${element.clientHeight}`;
+}
+
 function render({ model, el }) {
   const note = document.createElement("div");
   const plot = document.createElement("div");
@@ -155,7 +159,7 @@ function render({ model, el }) {
   const closing = new AbortController();
   let Plotly = null;
   let drawnView = null;
-  let drawnWidth = 0;
+  let drawnSize = "";
 
   function say(text, role = "status") {
     note.setAttribute("role", role);
@@ -166,8 +170,11 @@ function render({ model, el }) {
     Plotly = await loadPlotly(model);
     if (closing.signal.aborted) return;
     const { data, layout, config } = pictureOf(model);
-    drawnWidth = el.clientWidth;
-    const sized = drawnWidth ? { ...layout, width: drawnWidth } : layout;
+    // A picture without a height of its own fills the place that the page gives to the chart.
+    el.style.height = layout.height ? `${layout.height}px` : "";
+    drawnSize = sizeOf(el);
+    const { clientWidth: width, clientHeight: height } = el;
+    const sized = width ? { height, ...layout, width } : layout;
     if (layout.uirevision === drawnView) {
       await Plotly.react(plot, data, sized, config);
     } else {
@@ -194,7 +201,7 @@ function render({ model, el }) {
   listenForClicks(plot, (point, view) => model.send({ point, view }), closing.signal);
   // plotly's own resizing would also forget the height, which the picture sets.
   const resized = new ResizeObserver(() => {
-    if (el.clientWidth && el.clientWidth !== drawnWidth) redraw();
+    if (el.clientWidth && sizeOf(el) !== drawnSize) redraw();
   });
   redraw();
   resized.observe(el);
