@@ -6,6 +6,8 @@ Names are loaded when they are first used, so that `import memlab` is quick and 
 from __future__ import annotations
 
 import ast
+import gc
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +59,13 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'memlab' has no attribute {name!r}: choose from {', '.join(__all__)}")
+    is_first = "torch" not in sys.modules
     value = getattr(import_module(home), name)
+    if is_first and "torch" in sys.modules:
+        # A lab collects garbage after each change of settings. A collection that visits all objects of torch and
+        # Megatron takes 0.2 s and more, so they are excluded. No model of the user's is among them yet.
+        gc.collect()
+        gc.freeze()
     globals()[name] = value
     return value
 

@@ -17,6 +17,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.lab.progress import Progress
+from memlab.lab.stepper import ModelLost
 from memlab.lab.worker import Worker
 from memlab.ranks.group import RankFailed, RankGroup
 from memlab.ranks.ranks import Ranks
@@ -131,8 +132,7 @@ class JobSession:
 
     def set_workload(self, scenario: Scenario) -> None:
         """Implements `Lab.set_workload`."""
-        names = ("seq_length", "micro_batch_size", "num_microbatches")
-        workload = {name: getattr(scenario, name) for name in names}
+        workload = _workload_of(scenario)
 
         def set_workload() -> None:
             self._on_all("call", "set_workload", (), workload)
@@ -146,7 +146,12 @@ class JobSession:
         return self.worker.run_exclusive(lambda: self._change_state(state))
 
     def _change_state(self, state: TrainingState) -> StateChange:
-        changes: list[StateChange] = self._on_all("call", "set_state", (state,), {})
+        try:
+            changes: list[StateChange] = self._on_all("call", "set_state", (state,), {})
+        except ModelLost:
+            self._end_group()
+            self.worker.end()
+            raise
         change = replace(
             changes[0],
             seconds=max(one.seconds for one in changes),
@@ -202,9 +207,8 @@ class JobSession:
         """Implements `Lab.forward_only`."""
         requested = self.settings if settings is None else settings
         self.check(requested)
-        names = ("seq_length", "micro_batch_size", "num_microbatches")
-        workload = {name: getattr(scenario, name) for name in names}
-        arguments = {"settings": requested, "suspend_offload": suspend_offload, "warm_up": warm_up, **workload}
+        arguments = {"settings": requested, "suspend_offload": suspend_offload, "warm_up": warm_up}
+        arguments |= _workload_of(scenario)
         return self.worker.run_exclusive(lambda: self._take_step(arguments, None, forward_only=True))
 
     def _take_step(
@@ -331,3 +335,7 @@ class JobSession:
         group = self._group
         if group is not None:
             group.end()
+
+
+def _workload_of(scenario: Scenario) -> dict[str, Any]:
+    return {name: getattr(scenario, name) for name in ("seq_length", "micro_batch_size", "num_microbatches")}

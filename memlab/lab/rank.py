@@ -40,8 +40,7 @@ class Rank:
         self._report = report
         self._lab: Lab | None = None
         self._store: Any = None
-        # This process is the rank's own, and the lab collects garbage after every change of settings: the collections
-        # need not visit all objects of torch and Megatron.
+        # As in memlab/__init__.py: this process is the rank's own.
         gc.collect()
         gc.freeze()
 
@@ -49,14 +48,15 @@ class Rank:
         """Starts the store at which the ranks meet, as ``torchrun``'s agent does; rank 0 is asked for it.
 
         Args:
-            host: The address at which it listens.
+            host: Where the ranks look for it. It listens there if that is this machine's own address, and else, as
+                torchrun's does, on every network: a host may know its own name as another address than the others do.
 
         Returns:
             Its port.
         """
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing from torch's stubs
 
-        listening = socket.create_server((host, 0))
+        listening = socket.create_server((host if host.startswith("127.") else "", 0))
         port = int(listening.getsockname()[1])
         self._store = TCPStore(
             host,

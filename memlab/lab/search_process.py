@@ -68,17 +68,18 @@ def _simulated_lab(scenario: Scenario) -> Iterator[Lab]:
     from memlab.lab.lab import Lab
 
     with Lab(**{field.name: getattr(scenario, field.name) for field in fields(Scenario)}, backend="simulated") as lab:
-        # The lab collects garbage after every change of settings. A collection that visits all objects of torch and
-        # Megatron takes longer than a small step, so they are excluded, unless the process has done so for good.
-        is_frozen = gc.get_freeze_count() > 0
+        # The lab collects garbage after every change of settings. A collection that visits all objects of torch,
+        # Megatron and this model takes longer than a small step, so they are excluded.
+        was_frozen = gc.get_freeze_count() > 0
         gc.collect()
-        if not is_frozen:
-            gc.freeze()
+        gc.freeze()
         try:
             yield lab
         finally:
-            if not is_frozen:
-                gc.unfreeze()
+            gc.unfreeze()
+    if was_frozen:
+        gc.collect()
+        gc.freeze()
 
 
 def _reallocates(settings: MemorySettings) -> bool:

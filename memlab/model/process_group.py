@@ -72,17 +72,22 @@ def agreed_with_rank_0(decision: bool) -> bool:
 
 
 def require_started_ranks(layout: Layout) -> None:
-    """Checks that as many ranks were started as the layout has.
+    """Checks that as many ranks were started as the layout has, and that this process is the rank that it names.
 
     Raises:
         ValueError: If not.
     """
-    started = started_ranks()
+    started, own = started_ranks(), os.environ.get("RANK", "0")
     if started != layout.world_size:
         raise ValueError(
             f"the layout ({layout}) has {layout.world_size} ranks, and {started} were started: start them with "
             f"torchrun --nproc-per-node {layout.world_size} -m memlab measure ..., or choose backend 'simulated', "
             "which predicts one rank of any layout"
+        )
+    if started > 1 and own != str(layout.rank):
+        raise ValueError(
+            f"rank of the layout is {layout.rank}, and torchrun started this process as rank {own}, which must be the "
+            f"same: give Layout(..., rank=int(os.environ['RANK']))"
         )
 
 

@@ -236,7 +236,11 @@ class StepRecord:
             read["settings"] = MemorySettings.from_dict(values["settings"])
         if values.get("out_of_memory") is not None:
             read["out_of_memory"] = OutOfMemory.from_dict(values["out_of_memory"])
-        return build(cls, values, "the record", **read)
+        record = build(cls, values, "the record", **read)
+        for name in ("static_bytes", "peak_allocated_bytes", "host_bytes"):
+            if getattr(record, name) < 0:
+                raise ValueError(f"{name} is {getattr(record, name)}, must be 0 or more")
+        return record
 
     def __str__(self) -> str:
         if self.status != "ok":

@@ -66,6 +66,7 @@ def edited(saved: Path, edit: Callable[[dict[str, Any]], object]) -> None:
         (lambda values: values.update(out_of_memory=[]), "out_of_memory is [], must be an object"),
         (lambda values: values.update(peak_allocated_bytes="many"), "peak_allocated_bytes is 'many', must be a whole"),
         (lambda values: values.update(peak_allocated_bytes=10**400), "a number of more than 100 digits, must be below"),
+        (lambda values: values.update(peak_allocated_bytes=-1), "peak_allocated_bytes is -1, must be 0 or more"),
         (lambda values: values.update(peak_by_module=[1]), "peak_by_module is [1], must be an object"),
         (lambda values: values.update(peak_by_module={"a": None}), "peak_by_module of a is None, must be a whole"),
         (lambda values: values.update(status="fine"), "status is 'fine', must be one of ok, out_of_memory, inter"),

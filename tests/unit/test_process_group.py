@@ -7,6 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from memlab.config.layout import Layout
+from memlab.model.process_group import require_started_ranks
+
 JOB = """
 import torch
 
@@ -38,3 +43,11 @@ def test_ranks_of_one_job_join_again_under_keys_of_their_own(tmp_path: Path) -> 
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_process_is_the_rank_that_its_layout_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    require_started_ranks(Layout(data_parallel_size=2, rank=1))
+    with pytest.raises(ValueError, match=r"rank of the layout is 0, and torchrun started this process as rank 1"):
+        require_started_ranks(Layout(data_parallel_size=2))

@@ -15,9 +15,10 @@ import ipyparallel
 import psutil
 import pytest
 
-from memlab import JobRecord, Lab, Layout, MemorySettings, Ranks
+from memlab import JobRecord, Lab, Layout, MemorySettings, Ranks, TrainingState
 from memlab.config.scenario import Scenario
 from memlab.lab.job_session import JobSession
+from memlab.lab.stepper import ModelLost
 from memlab.ranks import engine, group
 from memlab.ranks.group import RankFailed, RankGroup
 from memlab.ranks.ranks import Engine, _require_equal_versions
@@ -311,6 +312,24 @@ def test_what_a_job_cannot_be_is_refused_before_anything_starts(ranks: Ranks) ->
         Lab(**TINY | {"backend": "simulated"}, layout=Layout(data_parallel_size=2), ranks=ranks)
     with pytest.raises(ValueError, match="ranks is 0, must be"):
         Ranks.start(0)
+
+
+def test_a_job_whose_models_are_lost_is_closed_as_a_lab_is(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Lab(**TINY, layout=Layout(data_parallel_size=2), ranks=ranks) as lab:
+        session = lab._session
+        assert isinstance(session, JobSession)
+        group = session._group
+        assert group is not None
+
+        def lose(*_: object) -> None:
+            raise ModelLost("lost on every rank: open another with Lab(...)")
+
+        monkeypatch.setattr(session, "_on_all", lose)
+        with pytest.raises(ModelLost):
+            lab.set_state(TrainingState(grad_reduce_in_bf16=True))
+        assert not group.alive
+        with pytest.raises(ValueError, match="is closed: open another"):
+            lab.step()
 
 
 def test_ipyparallel_raises_what_is_caught_for_an_engine_that_has_left(ranks: Ranks) -> None:
