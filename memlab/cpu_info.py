@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 from pathlib import Path
@@ -27,3 +28,8 @@ def _first(facts: Path, field: str) -> str:
     text = facts.read_text(errors="replace") if facts.is_file() else ""
     found = re.search(rf"^{field}[ \t]*:[ \t]*(.+)$", text, re.MULTILINE)
     return found[1].strip() if found else ""
+
+
+def num_cores() -> int:
+    """Returns how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -21,14 +21,15 @@ from memlab.commands.shared.step_flags import (
     layout_of_the_job,
     limit_for_torch,
     memory_size,
-    whole_number,
+    rank_or_all,
+    ranks_of,
 )
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.does_it_fit import Fit, fits, judge_fit
 from memlab.fitting.outside_torch import estimate_outside_torch
-from memlab.lab.search_process import stepping
+from memlab.lab.search_steps import stepping
 from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_record_arguments(parser)
     parser.add_argument(
         "--rank",
-        type=_rank,
+        type=rank_or_all,
         default=0,
         metavar="N|all",
         help="predict rank N (default 0); with all, predict one rank of each kind (ranks of one kind need the same "
@@ -75,9 +76,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
             )
     if arguments.snapshot and arguments.out is None:
         raise ValueError("--snapshot has no folder to write to: give --out FOLDER")
-    layouts = [layout]
-    if arguments.rank is None:
-        layouts = [replace(layout, rank=number) for number in Scenario.of(**workload).ranks_of_every_kind]
+    layouts = [scenario.layout for scenario in ranks_of(Scenario.of(**workload), arguments.rank)]
     claimed = ExitStack()
     claimed.enter_context(claimed_folder(arguments.out))
     return lambda: _predict(workload, layouts, settings, arguments, claimed)
@@ -181,7 +180,3 @@ def _alternatives(fit: Fit) -> list[str]:
         combined = "no single setting makes it fit: let memlab search combine them"
         return [f"{combined}, or take another training state, a smaller batch, or more GPUs"]
     return ["these settings would make it fit, the cheapest first:", *(f"  {choice}" for choice in fit.alternatives)]
-
-
-def _rank(text: str) -> int | None:
-    return None if text == "all" else whole_number(text)

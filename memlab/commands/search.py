@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from memlab.atomic_files import written_aside
 from memlab.commands.predict import other_ranks_line
@@ -21,17 +21,23 @@ from memlab.commands.shared.step_flags import (
     layout_of_the_job,
     limit_for_torch,
     memory_size,
+    rank_or_all,
+    ranks_of,
     whole_number,
 )
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.cpu_info import num_cores
 from memlab.fitting.candidates import candidates
 from memlab.fitting.pareto_front import SearchResult, default_resolution_bytes
-from memlab.fitting.search import PredictionLostError, SearchInterrupted
-from memlab.lab.search_process import search_simulated
+from memlab.fitting.prediction import PredictionLostError
+from memlab.fitting.search import SearchInterrupted
+
+if TYPE_CHECKING:
+    from memlab.lab.search_workers import Workers
 
 _FEW_LAYERS = 500
-"""Of all steps of a search together. One process takes so many in about the time in which engines start."""
+"""Of all steps of a search together: for fewer, a second process costs more time than it saves."""
 _STEPS_PER_ENGINE = 4
 """An engine that takes fewer costs more time than it saves."""
 
@@ -43,10 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Every combination of settings that the search tries includes the memory settings that you give."
     parser.add_argument(
         "--rank",
-        type=whole_number,
-        default=0,
-        metavar="N",
-        help="find settings for this rank of the job (default 0)",
+        type=rank_or_all,
+        metavar="N|all",
+        help="judge only rank N of the job (default all: one rank of each kind, of which the worst counts)",
     )
     parser.add_argument(
         "--gpu-memory", type=memory_size, required=True, metavar="SIZE", help="memory of the GPU, such as 80GiB"
@@ -67,9 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engines",
         type=number_or_profile,
         metavar="N|PROFILE",
-        help="predict on N engines of ipyparallel that are started on this machine, or on those of a running cluster "
+        help="predict in N processes of this machine, or on the ipyparallel engines of a running cluster "
         "(ipcluster start --profile=PROFILE); the result is the same on any number; 0 and 1 use this process alone "
-        "(default: one engine per core, or this process alone if the search is short)",
+        "(default: one process per core, or this process alone if the search is short)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object; bytes are integers")
     parser.add_argument(
@@ -83,9 +88,9 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     Raises:
         ValueError: If a value breaks its rule, or the page exists or cannot be written.
     """
-    layout = layout_of_the_job(arguments, arguments.world_size, arguments.rank)
+    layout = layout_of_the_job(arguments, arguments.world_size, arguments.rank or 0)
     workload, base = checked_step(arguments, layout)
-    scenario = Scenario.of(**workload)
+    scenarios = ranks_of(Scenario.of(**workload), arguments.rank)
     limit_bytes = limit_for_torch(arguments.gpu_memory, layout)
     if arguments.max_steps is not None and arguments.max_steps < 1:
         raise ValueError(f"--max-steps is {arguments.max_steps}, must be at least 1: give a larger number")
@@ -94,15 +99,17 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     check_new_file(arguments.out)
     resolution_bytes = arguments.resolution or default_resolution_bytes(arguments.gpu_memory)
 
-    engines = _own_engines(scenario, base, arguments.max_steps) if arguments.engines is None else arguments.engines
+    engines = _own_engines(scenarios, base, arguments.max_steps) if arguments.engines is None else arguments.engines
 
     def job() -> int:
+        from memlab.lab.search_workers import front_of
+
         try:
-            with stdout_reserved_for_result():
-                found = _search(
-                    engines,
-                    scenario,
+            with stdout_reserved_for_result(), _workers(engines) as workers:
+                found = front_of(
                     base,
+                    scenarios,
+                    workers,
                     limit_bytes,
                     outside_torch_bytes=arguments.gpu_memory - limit_bytes,
                     resolution_bytes=resolution_bytes,
@@ -123,25 +130,27 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     return job
 
 
-def _own_engines(scenario: Scenario, base: MemorySettings, max_steps: int | None) -> int:
-    """Returns how many engines a search gets by itself; 1 is this process alone."""
-    num_steps = min(len(candidates(base, scenario)), max_steps or sys.maxsize)
+def _own_engines(scenarios: list[Scenario], base: MemorySettings, max_steps: int | None) -> int:
+    """Returns in how many processes a search predicts by itself; 1 is this process alone."""
+    scenario = scenarios[0]
+    num_steps = min(len(candidates(base, scenario)), max_steps or sys.maxsize) * len(scenarios)
     if num_steps * scenario.num_layers_of_stage * scenario.num_microbatches < _FEW_LAYERS:
         return 1
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(num_cores, num_steps // _STEPS_PER_ENGINE))
+    return max(1, min(num_cores(), num_steps // _STEPS_PER_ENGINE))
 
 
-def _search(
-    engines: int | str, scenario: Scenario, base: MemorySettings, limit_bytes: int, **options: Any
-) -> SearchResult:
-    if engines in {0, 1}:
-        return search_simulated(scenario, base, limit_bytes, **options)
-    from memlab.lab.search_on_engines import search_on_engines
+@contextmanager
+def _workers(engines: int | str) -> Iterator[Workers]:
+    """Opens processes of this machine, or connects to the engines of a profile."""
+    from memlab.lab.search_workers import open_workers
 
-    with open_engines(engines) as ranks:
+    if isinstance(engines, int):
+        with open_workers(engines) as workers:
+            yield workers
+        return
+    with open_engines(engines) as ranks, open_workers(ranks) as workers:
         print(f"predicting on {len(ranks)} engines", file=sys.stderr, flush=True)
-        return search_on_engines(ranks, scenario, base, limit_bytes, **options)
+        yield workers
 
 
 def _show(found: SearchResult, arguments: argparse.Namespace) -> None:
@@ -157,5 +166,5 @@ def _show(found: SearchResult, arguments: argparse.Namespace) -> None:
         print(json.dumps(found.to_dict(), indent=2))
         return
     print(search_table(found))
-    if len(found.scenario.ranks_of_every_kind) > 1:
+    if arguments.rank is not None and len(found.scenario.ranks_of_every_kind) > 1:
         print(f"\n{other_ranks_line(found.scenario.layout)}")

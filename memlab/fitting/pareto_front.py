@@ -18,7 +18,10 @@ class Point:
     """One setting, and what a step under it was predicted to need."""
 
     settings: MemorySettings
+    rank: int = 0
+    """The worst of the ranks that were judged: one that does not fit, or the one with the highest peak."""
     peak_allocated_bytes: int
+    """Of that rank. So are the other figures the largest over the ranks."""
     recomputed_operations: float
     """FLOPs that backward recomputes for one token, over the layers of the rank."""
     transferred_bytes: int
@@ -39,6 +42,9 @@ class SearchResult:
     """The settings that were predicted, and how many were left out."""
 
     scenario: Scenario
+    """On the first of the ranks."""
+    ranks: tuple[int, ...] = (0,)
+    """Those that were judged."""
     base: MemorySettings
     limit_bytes: int
     """The most that torch may hold."""
@@ -89,7 +95,8 @@ class SearchResult:
             Point(**{name: point[name] for name in Point.__slots__} | _settings(point)) for point in values["points"]
         )
         scenario, base = Scenario.from_dict(values["scenario"]), MemorySettings.from_dict(values["base"])
-        return cls(**values | {"scenario": scenario, "base": base, "points": points})
+        ranks = tuple(values["ranks"])
+        return cls(**values | {"scenario": scenario, "ranks": ranks, "base": base, "points": points})
 
     def _beats(self, other: Point, point: Point) -> bool:
         ours, theirs = self._criteria(point), self._criteria(other)

@@ -7,7 +7,7 @@ good on all criteria, the setting is not on the front, and is not predicted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -15,21 +15,16 @@ from typing import Any
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.candidates import added_offload, candidates, without_added_offload
-from memlab.fitting.does_it_fit import Step, fits, transferred_bytes
 from memlab.fitting.pareto_front import Point, SearchResult, criteria, is_dominated
+from memlab.fitting.prediction import Predict, Prediction, PredictionLostError
 from memlab.fitting.recompute_cost import recomputed_operations
-from memlab.record.step_record import StepRecord
 
 _OPTIMISM = 1.05
 """By how much more a module may save with others than it did by itself."""
 
 
-Likely = Callable[[], Iterator[MemorySettings]]
-"""Returns the settings that a search will probably predict next, the most probable first."""
-
-
-class PredictionLostError(RuntimeError):
-    """A setting that cannot be predicted, because the processes that should do so are lost."""
+Likely = Callable[[], Iterator[tuple[Scenario, MemorySettings]]]
+"""Returns the steps that a search will probably ask for next, the most probable first."""
 
 
 class SearchInterrupted(KeyboardInterrupt):
@@ -46,39 +41,41 @@ class SearchInterrupted(KeyboardInterrupt):
 
 def search(
     base: MemorySettings,
-    scenario: Scenario,
-    step: Step,
+    scenarios: Sequence[Scenario],
+    predict: Predict,
     limit_bytes: int,
     *,
     outside_torch_bytes: int = 0,
     resolution_bytes: int = 1,
     max_steps: int | None = None,
-    on_point: Callable[[Point, int], object] = lambda point, num_left: None,
+    on_point: Callable[[Point, int, Callable[[], int]], object] = lambda point, num_left, count_likely: None,
     look_ahead: Callable[[Likely], object] = lambda likely: None,
 ) -> SearchResult:
     """Predicts settings until no other setting can be on the front.
 
     Args:
         base: What each setting does at least.
-        scenario: The model and its workload.
-        step: Takes a steady step of it.
+        scenarios: The model and its workload, on each rank that is judged: the worst of them counts.
+        predict: Predicts a step on one of them.
         limit_bytes: The most that torch may hold.
         outside_torch_bytes: What else is on the GPU; only copied to the result.
         resolution_bytes: As in `SearchResult`.
         max_steps: The most settings to predict; None is as many as are needed.
-        on_point: Called with each point, and how many settings may still follow.
-        look_ahead: Called once, before the first step, with a function that says at any moment which settings will
-            probably follow. Steps that are taken ahead never change the result: the search asks for the same steps in
-            the same order.
+        on_point: Called with each point, how many settings may still follow, and a function that counts how many
+            probably will.
+        look_ahead: Called once, before the first step, with a function that says at any moment which steps will
+            probably follow. Steps that are predicted ahead never change the result: the search asks for the same steps
+            in the same order.
 
     Raises:
         SearchInterrupted: At Ctrl-C or `PredictionLostError`, with what was found until then.
     """
-    frontier = _Frontier(base, scenario, limit_bytes, resolution_bytes)
+    frontier = _Frontier(base, scenarios, limit_bytes, resolution_bytes)
 
     def found() -> SearchResult:
         return SearchResult(
-            scenario=scenario,
+            scenario=scenarios[0],
+            ranks=tuple(scenario.layout.rank for scenario in scenarios),
             base=base,
             limit_bytes=limit_bytes,
             outside_torch_bytes=outside_torch_bytes,
@@ -89,27 +86,19 @@ def search(
             num_left=len(frontier.pending),
         )
 
-    def likely() -> Iterator[MemorySettings]:
+    def likely_settings() -> Iterator[MemorySettings]:
         return islice(frontier.likely(), None if max_steps is None else max_steps - len(frontier.points))
 
-    look_ahead(likely)
+    look_ahead(lambda: ((scenario, settings) for settings in likely_settings() for scenario in scenarios))
     try:
         for settings in frontier:
             if max_steps is not None and len(frontier.points) >= max_steps:
                 break
-            record = step(settings, None)
-            if frontier.had_no_effect(record):
+            ranks = [predict(scenario, settings) for scenario in scenarios]
+            if frontier.had_no_effect(settings, ranks):
                 continue
-            point = Point(
-                settings=settings,
-                peak_allocated_bytes=record.peak_allocated_bytes,
-                recomputed_operations=recomputed_operations(settings, scenario),
-                transferred_bytes=transferred_bytes(record),
-                host_bytes=record.host_bytes,
-                fits=fits(record, step, limit_bytes),
-            )
-            frontier.add(point)
-            on_point(point, len(frontier.pending))
+            point = frontier.add(settings, ranks)
+            on_point(point, len(frontier.pending), lambda: sum(1 for _ in likely_settings()))
     except (KeyboardInterrupt, PredictionLostError) as interrupt:
         if not frontier.points:
             raise
@@ -120,15 +109,20 @@ def search(
 class _Frontier:
     """Which setting is predicted next: first those that others are estimated from, then what is cheap and would fit."""
 
-    def __init__(self, base: MemorySettings, scenario: Scenario, limit_bytes: int, resolution: int) -> None:
-        every = candidates(base, scenario)
+    def __init__(self, base: MemorySettings, scenarios: Sequence[Scenario], limit_bytes: int, resolution: int) -> None:
+        every = candidates(base, scenarios[0])
+        for scenario in scenarios[1:]:
+            of_rank = set(candidates(base, scenario))
+            every = [settings for settings in every if settings in of_rank]
         self.points: dict[MemorySettings, Point] = {}
         self.pending: dict[MemorySettings, Point | None] = dict.fromkeys(every)
         """With their estimates; None before there is one."""
         self.num_candidates = len(every)
         self._base, self._limit_bytes, self._resolution = base, limit_bytes, resolution
-        self._num_layers = scenario.num_layers_of_chunk
-        self._without_effect: set[str] | None = None
+        self._scenarios = scenarios
+        self._num_layers = min(scenario.num_layers_of_chunk for scenario in scenarios)
+        self._of_ranks: dict[MemorySettings, list[Prediction]] = {}
+        self._without_effect: frozenset[str] | None = None
         without_offload = [settings for settings in self.pending if not added_offload(settings, self._base)]
         self._first = [*without_offload, *self._single_module_settings().values()]
 
@@ -155,25 +149,37 @@ class _Frontier:
                 yield settings
                 before.append(estimate)
 
-    def add(self, point: Point) -> None:
+    def add(self, settings: MemorySettings, ranks: list[Prediction]) -> Point:
         """Keeps a point, and prunes what is estimated to be no better than it on any criterion."""
-        self.pending.pop(point.settings)
-        self.points[point.settings] = point
+        self.pending.pop(settings)
+        self._of_ranks[settings] = ranks
+        worst = max(ranks, key=lambda rank: (not rank.fits, rank.peak_allocated_bytes))
+        point = self.points[settings] = Point(
+            settings=settings,
+            rank=worst.rank,
+            peak_allocated_bytes=max(rank.peak_allocated_bytes for rank in ranks),
+            recomputed_operations=max(recomputed_operations(settings, scenario) for scenario in self._scenarios),
+            transferred_bytes=max(rank.transferred_bytes for rank in ranks),
+            host_bytes=max(rank.host_bytes for rank in ranks),
+            fits=worst.fits,
+        )
         self._prune([point])
+        return point
 
-    def had_no_effect(self, record: StepRecord) -> bool:
-        """Whether something that the base does not set was seen to do nothing; candidates that set it are dropped."""
+    def had_no_effect(self, seen: MemorySettings, ranks: list[Prediction]) -> bool:
+        """Whether something that the base does not set did nothing on any rank; candidates that set it are dropped."""
+        without_effect = frozenset.intersection(*(rank.without_effect for rank in ranks))
         if self._without_effect is None:
-            self._without_effect = set(record.without_effect)
-        idle = set(record.without_effect) - self._without_effect
+            self._without_effect = without_effect
+        idle = without_effect - self._without_effect
         if not idle:
             return False
-        seen_with = self._without_added_offload(record.settings)
+        seen_with = self._without_added_offload(seen)
         for settings in list(self.pending):
             names = {f"offload_modules:{name}" for name in added_offload(settings, self._base)}
             # What does nothing next to the base's recompute does nothing next to any other.
             same_recompute = seen_with in (self._base, self._without_added_offload(settings))
-            if settings == record.settings or (same_recompute and names & idle):
+            if settings == seen or (same_recompute and names & idle):
                 del self.pending[settings]
                 self.num_candidates -= 1
         return True
@@ -194,7 +200,7 @@ class _Frontier:
         return without_added_offload(settings, self._base)
 
     def _estimate_pending(self) -> None:
-        """Estimates settings from points with the same recompute and from what each offload module saves.
+        """Estimates settings on each rank, from points with the same recompute and from what each offload module saves.
 
         peak(recompute, modules) = peak(recompute) - share of layers x sum of 1.05 x saved(module)
         transferred(recompute, modules) = transferred(recompute) + sum of transferred(module)
@@ -202,42 +208,51 @@ class _Frontier:
         Example in MiB: the base peaks at 100, with ``core_attn`` at 90, with ``moe_act`` at 80; with full recompute of
         2 of 4 layers at 70. So ``core_attn`` saves up to 10.5 and ``moe_act`` up to 21, and under that recompute both
         together 31.5 x 3/3: a peak of 38.5 at least. Where a point needs no more FLOPs and bytes and peaks at 38 or
-        less, the setting is pruned.
+        less, the setting is pruned. The worst rank counts, which may be another one after modules are offloaded.
         """
-        saved, transferred = self._savings_by_module()
+        parts = [self._savings_by_module(place) for place in range(len(self._scenarios))]
         for settings in list(self.pending):
-            with_same_recompute = self.points.get(self._without_added_offload(settings))
+            alike = self._without_added_offload(settings)
             names = added_offload(settings, self._base)
-            if with_same_recompute is None or not set(names) <= set(saved) or self._changes_base_offload(settings):
+            if (
+                alike not in self.points
+                or self._changes_base_offload(settings)
+                or not all(set(names) <= set(saved) for saved, _ in parts)
+            ):
                 continue  # cannot be estimated, so it is predicted
-            frees = sum(saved[name] for name in names) * self._share_of_layers(settings)
-            peak = with_same_recompute.peak_allocated_bytes - round(frees)
+            share, peaks, transfers = self._share_of_layers(settings), [], []
+            for rank, (saved, transferred) in zip(self._of_ranks[alike], parts, strict=True):
+                peaks.append(rank.peak_allocated_bytes - round(share * sum(saved[name] for name in names)))
+                transfers.append(rank.transferred_bytes + sum(transferred[name] for name in names))
             self.pending[settings] = replace(
-                with_same_recompute,
+                self.points[alike],
                 settings=settings,
-                peak_allocated_bytes=peak,
-                transferred_bytes=with_same_recompute.transferred_bytes + sum(transferred[name] for name in names),
-                fits=peak <= self._limit_bytes,
+                peak_allocated_bytes=max(peaks),
+                transferred_bytes=max(transfers),
+                fits=max(peaks) <= self._limit_bytes,
             )
         self._prune(list(self.points.values()))
 
-    def _savings_by_module(self) -> tuple[dict[str, float], dict[str, int]]:
-        """Returns for each offload module what it saves at most, and what it transfers.
+    def _savings_by_module(self, place: int) -> tuple[dict[str, float], dict[str, int]]:
+        """Returns for each offload module what it saves at most on a rank, and what it transfers.
 
         A module that was only tried together with others gets what they do not account for: the base peaks at 100 MiB,
         ``core_attn`` saves 10, and with ``attn_proj`` the peak is 85, so ``attn_proj`` saves 15 - 10 = 5.
+
+        Args:
+            place: Of the rank, among the scenarios.
         """
         saved: dict[str, float] = {}
         transferred: dict[str, int] = {}
-        base = self.points[self._base]
-        tried = [point for point in self.points.values() if self._without_added_offload(point.settings) == self._base]
-        for point in sorted(tried, key=lambda each: len(added_offload(each.settings, self._base))):
-            names = added_offload(point.settings, self._base)
+        base = self._of_ranks[self._base][place]
+        tried = [settings for settings in self.points if self._without_added_offload(settings) == self._base]
+        for settings in sorted(tried, key=lambda each: len(added_offload(each, self._base))):
+            names, rank = added_offload(settings, self._base), self._of_ranks[settings][place]
             for name in names:
                 others = [other for other in names if other != name]
                 if name not in saved and all(other in saved for other in others):
-                    less = base.peak_allocated_bytes - point.peak_allocated_bytes
-                    more = point.transferred_bytes - base.transferred_bytes
+                    less = base.peak_allocated_bytes - rank.peak_allocated_bytes
+                    more = rank.transferred_bytes - base.transferred_bytes
                     saved[name] = max(0.0, less * _OPTIMISM - sum(saved[other] for other in others))
                     transferred[name] = more - sum(transferred[other] for other in others)
         return saved, transferred

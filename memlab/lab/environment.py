@@ -11,7 +11,7 @@ from typing import Any
 
 from memlab._version import __version__
 from memlab.backends.host_system import host_memory_bytes
-from memlab.cpu_info import processor_name
+from memlab.cpu_info import num_cores, processor_name
 from memlab.units import format_bytes
 
 _DRIVER_VERSION = Path("/sys/module/nvidia/version")
@@ -44,9 +44,8 @@ def hardware(gpu: int | None) -> dict[str, str]:
         gpu: The device's number; None for a lab that uses none, which then reads nothing of CUDA.
     """
     # A lab's own thread may be pinned to some cores: what counts is what the process has when it opens a lab.
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found = {} if gpu is None else _gpu_facts(gpu)
-    found["CPU"] = f"{processor_name()}, {num_cores} cores"
+    found["CPU"] = f"{processor_name()}, {num_cores()} cores"
     found["host memory"] = format_bytes(host_memory_bytes())
     return found
 

@@ -1,4 +1,4 @@
-"""A search on a simulated lab: in this process, or in a process of its own next to a lab that is open in this one.
+"""A search next to a lab that is open in this process.
 
 The simulated backend replaces torch's CUDA calls and Megatron's process groups for the whole process, so a panel
 searches in another one: `SearchProcess` starts ``python -m memlab.lab.search_process`` and sends it the scenario as
@@ -8,7 +8,6 @@ JSON.
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import logging
 import os
@@ -16,100 +15,16 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import fields
-from itertools import count
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.fitting.does_it_fit import Step
-from memlab.fitting.pareto_front import Point, SearchResult
-from memlab.fitting.search import search
+from memlab.fitting.pareto_front import SearchResult
 from memlab.lab.environment import variables_that_import_memlab
-from memlab.record.step_record import StepRecord
-from memlab.units import format_bytes
-
-if TYPE_CHECKING:
-    from memlab.lab.lab import Lab
+from memlab.lab.search_workers import front_of, open_workers
 
 _logger = logging.getLogger(__name__)
-
-
-@contextmanager
-def stepping(scenario: Scenario, *, forward_only: bool = False) -> Iterator[Step]:
-    """Opens a simulated lab for the block, and yields a function that takes a step and keeps no record.
-
-    The record of a step does not depend on the steps before it. Offload between steps reallocates parameters, gradients
-    or optimizer state, which may leave unsplit remainders at their ends. So other settings then get a new lab.
-    """
-    with ExitStack() as opened:
-        lab = opened.enter_context(_simulated_lab(scenario))
-        before: MemorySettings | None = None
-
-        def step(settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
-            nonlocal lab, before
-            if before is not None and before != settings and _reallocates(before):
-                opened.close()
-                lab = opened.enter_context(_simulated_lab(scenario))
-            before = settings
-            lab.device_memory_bytes = limit_bytes
-            record = lab.forward_only(settings, warm_up=True) if forward_only else lab.step(settings)
-            lab.records.clear()  # the timelines of a hundred steps of a large model exceed a laptop's memory
-            return record
-
-        yield step
-
-
-@contextmanager
-def _simulated_lab(scenario: Scenario) -> Iterator[Lab]:
-    from memlab.lab.lab import Lab
-
-    with Lab(**{field.name: getattr(scenario, field.name) for field in fields(Scenario)}, backend="simulated") as lab:
-        # The lab collects garbage after every change of settings. A collection that visits all objects of torch,
-        # Megatron and this model takes longer than a small step, so they are excluded.
-        was_frozen = gc.get_freeze_count() > 0
-        gc.collect()
-        gc.freeze()
-        try:
-            yield lab
-        finally:
-            gc.unfreeze()
-    if was_frozen:
-        gc.collect()
-        gc.freeze()
-
-
-def _reallocates(settings: MemorySettings) -> bool:
-    names = ("offload_parameters", "offload_gradients", "offload_optimizer", "offload_optimizer_except_update")
-    return any(getattr(settings, name) for name in names)
-
-
-def search_simulated(scenario: Scenario, base: MemorySettings, limit_bytes: int, **options: Any) -> SearchResult:
-    """Searches in this process, and reports its progress on stderr.
-
-    Args:
-        scenario: What is run.
-        base: What each setting does at least.
-        limit_bytes: What torch may hold.
-        **options: As `memlab.fitting.search.search` takes them.
-    """
-    with stepping(scenario) as step:
-        return search(base, scenario, step, limit_bytes, on_point=progress_on_stderr(), **options)
-
-
-def progress_on_stderr() -> Callable[[Point, int], None]:
-    """Returns a function that reports each point of a search in a line on stderr."""
-    numbers = count(1)
-
-    def report(point: Point, num_left: int) -> None:
-        peak = format_bytes(point.peak_allocated_bytes)
-        line = f"{next(numbers)} predicted, at most {num_left} to go: {point.settings}: {peak}"
-        print(line, file=sys.stderr, flush=True)  # noqa: T201
-
-    return report
 
 
 class SearchProcess:
@@ -198,7 +113,8 @@ def main() -> None:
     request = json.load(sys.stdin)
     answer = Path(request.pop("answer"))
     scenario, base = Scenario.from_dict(request.pop("scenario")), MemorySettings.from_dict(request.pop("base"))
-    found = search_simulated(scenario, base, **request)
+    with open_workers() as workers:
+        found = front_of(base, [scenario], workers, **request)
     answer.write_text(json.dumps(found.to_dict()))
 
 

@@ -1,7 +1,8 @@
 """Independent calls, spread over engines: each runs on the next free one, and on another if that one is lost.
 
-ipyparallel's own load balancing notices an engine that ends, but waits for one that hangs, and cannot end what runs in
-an engine. Here each engine serves the calls in a process (`memlab.ranks.engine`) that says every second that it lives.
+An engine is ipyparallel's, or a process of this machine (`LocalProcesses`). ipyparallel's own load balancing notices an
+engine that ends, but waits for one that hangs, and cannot end what runs in an engine. Here each engine serves the calls
+in a process (`memlab.ranks.engine`) that says every second that it lives.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import ipyparallel
 
 from memlab.ranks import engine
+from memlab.ranks.group import SILENT_SECONDS
+from memlab.ranks.local_processes import LocalProcess, LocalProcesses
 from memlab.ranks.ranks import ANSWER_SECONDS, NO_ENGINE, Engine, Ranks
 
 MOST_TRIES = 3
 """How often a call is begun at most, if it is lost each time."""
-_SILENT_SECONDS = 20.0
-"""A process that has not said for so long that it lives is lost."""
 _POLL_SECONDS = 1.0
 """How long an engine waits for a message before it answers that there is none."""
 _GIVEN_BACK = "the engines were given back"
@@ -42,11 +43,25 @@ class _EngineLostError(Exception):
     """An engine has ended, does not answer, or serves another owner."""
 
 
+class _Place(Protocol):
+    """Where a process serves calls. Each method raises `_EngineLostError` if the place does not answer."""
+
+    def start(self, served: str, variables: dict[str, str]) -> object: ...
+
+    def send(self, request: bytes) -> object: ...
+
+    def receive(self, seconds: float) -> tuple[list[bytes], str]: ...
+
+    def end(self) -> object: ...
+
+
 @dataclass(eq=False, slots=True)
 class _Call:
     method: str
     args: tuple[Any, ...]
-    on_start: Callable[[Engine], object]
+    after: object
+    """What an engine that served the same before does faster."""
+    on_start: Callable[[Any], object]
     on_report: Callable[[Any], object]
     future: Future[Any] = field(default_factory=Future)
     losses: dict[int, str] = field(default_factory=dict)
@@ -65,11 +80,14 @@ class Balanced:
     Args:
         ranks: The engines. Who started or connected them closes them, after this.
         served: ``module:class`` of the object (`memlab.ranks.rank_process`).
+        variables: Environment variables of its processes.
     """
 
-    def __init__(self, ranks: Ranks, served: str) -> None:
+    def __init__(self, ranks: Ranks | LocalProcesses, served: str, variables: dict[str, str] | None = None) -> None:
         self._ranks = ranks
         self._served = served
+        self._variables = variables or {}
+        self._served_last: dict[int, object] = {}
         self._waiting: deque[_Call] = deque()
         self._running: dict[int, _Call] = {}
         self._changed = threading.Condition()
@@ -86,7 +104,8 @@ class Balanced:
         self,
         method: str,
         *args: Any,
-        on_start: Callable[[Engine], object] = lambda _: None,
+        after: object = None,
+        on_start: Callable[[Any], object] = lambda _: None,
         on_report: Callable[[Any], object] = lambda _: None,
     ) -> Future[Any]:
         """Calls a method on the next free engine.
@@ -94,13 +113,14 @@ class Balanced:
         Args:
             method: Of the served object.
             *args: Its arguments, which have to be picklable, as its answer.
+            after: An engine takes a waiting call whose value is that of its last call before others.
             on_start: Called with each engine that begins the call, on a thread of its own.
             on_report: Called there with what the object reports.
 
         Returns:
             The future answer. It raises what the method raised, or `CallLostError`.
         """
-        call = _Call(method, args, on_start, on_report)
+        call = _Call(method, args, after, on_start, on_report)
         with self._changed:
             self._waiting.append(call)
             self._changed.notify_all()
@@ -117,7 +137,7 @@ class Balanced:
             self._fail_waiting(_GIVEN_BACK)
             serving = [one for one in self._ranks.engines if one.number in self._serving]
             self._changed.notify_all()
-        self._ranks.end_processes(serving)
+        self._ranks.end_processes(serving)  # type: ignore[arg-type]  # of the one class or of the other
 
     def __enter__(self) -> Self:
         return self
@@ -125,8 +145,9 @@ class Balanced:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _serve(self, one: Engine) -> None:
-        process = _Process(one, self._served, self._ask)
+    def _serve(self, one: Engine | LocalProcess) -> None:
+        place: _Place = one if isinstance(one, LocalProcess) else _OnEngine(one, self._ask)
+        process = _Process(str(one), place, self._served, self._variables)
         while (call := self._next(one.number)) is not None:
             try:
                 call.on_start(one)
@@ -149,15 +170,20 @@ class Balanced:
         with self._changed:
             self._running.pop(number, None)
             while not self._closed:
-                for call in self._waiting:
-                    if number not in call.losses or self._serving <= call.losses.keys():
-                        self._waiting.remove(call)
-                        self._running[number] = call
-                        return call
+                last = self._served_last.get(number)
+                own = [
+                    call for call in self._waiting if number not in call.losses or self._serving <= call.losses.keys()
+                ]
+                if own:
+                    call = next((each for each in own if each.after == last), own[0])
+                    self._waiting.remove(call)
+                    self._running[number] = call
+                    self._served_last[number] = call.after
+                    return call
                 self._changed.wait()
             return None
 
-    def _lose(self, call: _Call, one: Engine, why: str, *, engine_is_lost: bool) -> None:
+    def _lose(self, call: _Call, one: Engine | LocalProcess, why: str, *, engine_is_lost: bool) -> None:
         call.losses[one.number] = f"{one} {why}"
         with self._changed:
             del self._running[one.number]
@@ -185,6 +211,7 @@ class Balanced:
         Raises:
             _EngineLostError: If there is none. An engine that hangs is ended, if it runs on this machine.
         """
+        assert isinstance(self._ranks, Ranks)
         try:
             with self._changed:  # so that nothing is sent after `close` has ended the processes
                 if self._closed:
@@ -201,13 +228,35 @@ class Balanced:
             raise _EngineLostError("has ended") from None
 
 
+class _OnEngine:
+    """The process of an engine of ipyparallel."""
+
+    def __init__(self, one: Engine, ask: Callable[..., Any]) -> None:
+        self._engine = one
+        self._ask = ask
+
+    def start(self, served: str, variables: dict[str, str]) -> None:
+        self._ask(self._engine, engine.start, served, variables)
+
+    def send(self, request: bytes) -> None:
+        self._ask(self._engine, engine.send, request)
+
+    def receive(self, seconds: float) -> tuple[list[bytes], str]:
+        received: tuple[list[bytes], str] = self._ask(self._engine, engine.receive, seconds)
+        return received
+
+    def end(self) -> None:
+        self._ask(self._engine, engine.end)
+
+
 class _Process:
     """The process in which an engine serves calls, one after another; the first call starts it."""
 
-    def __init__(self, one: Engine, served: str, ask: Callable[..., Any]) -> None:
-        self.engine = one
+    def __init__(self, name: str, place: _Place, served: str, variables: dict[str, str]) -> None:
+        self._name = name
+        self._place = place
         self._served = served
-        self._ask = ask
+        self._variables = variables
         self._number = 0
         self._is_started = False
         self.has_begun = False
@@ -216,14 +265,14 @@ class _Process:
     def call(self, call: _Call) -> None:
         self.has_begun = False
         if not self._is_started:
-            self._ask(self.engine, engine.start, self._served, {})
+            self._place.start(self._served, self._variables)
             self._is_started = True
         self._number += 1
-        self._ask(self.engine, engine.send, pickle.dumps((self._number, call.method, call.args, {})))
+        self._place.send(pickle.dumps((self._number, call.method, call.args, {})))
         self.has_begun = True
         heard = time.monotonic()
         while True:
-            messages, ended = self._ask(self.engine, engine.receive, _POLL_SECONDS)
+            messages, ended = self._place.receive(_POLL_SECONDS)
             if messages:
                 heard = time.monotonic()
             for packed in messages:
@@ -235,19 +284,19 @@ class _Process:
                         call.future.set_result(values[1])
                     return
                 elif kind == "error" and values[0] == self._number:
-                    values[1].add_note(f"on {self.engine}:\n{values[2]}")
+                    values[1].add_note(f"on {self._name}:\n{values[2]}")
                     call.fail(values[1])
                     return
             if ended:
                 raise _ProcessLostError(f"lost its process, which {ended}")
-            if time.monotonic() - heard > _SILENT_SECONDS:
-                raise _ProcessLostError(f"lost its process, which has not answered for {_SILENT_SECONDS:.0f} s")
+            if time.monotonic() - heard > SILENT_SECONDS:
+                raise _ProcessLostError(f"lost its process, which has not answered for {SILENT_SECONDS:.0f} s")
 
     def end(self) -> bool:
         """Ends the process, and returns whether the engine answers."""
         self._is_started = False
         try:
-            self._ask(self.engine, engine.end)
+            self._place.end()
         except _EngineLostError:
             return False
         return True

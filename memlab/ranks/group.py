@@ -24,7 +24,7 @@ _POLL_SECONDS = 0.5
 """How long an engine waits for a message before it answers that there is none."""
 _GRACE_SECONDS = 3.0
 """After the first error, how long the other ranks have to end by themselves."""
-SILENT_SECONDS = 15.0
+SILENT_SECONDS = 20.0
 """A process that has not said for so long that it lives has stopped, or its host is out of memory."""
 STALL_SECONDS = 20.0
 """Ranks of which none has moved for so long, and none computes, wait for each other."""

@@ -42,7 +42,16 @@ _STACK_DEPTH = 12
 
 def main() -> None:
     """Serves requests until the engine's end of the connection is closed."""
-    connection, path = Connection(int(sys.argv[1])), sys.argv[2]
+    serve(Connection(int(sys.argv[1])), sys.argv[2])
+
+
+def serve(connection: Connection, path: str) -> None:
+    """Makes an object, and calls its methods on request until the other end of the connection is closed.
+
+    Args:
+        connection: Carries requests and messages.
+        path: ``module:class`` of the object.
+    """
     _end_with_parent()
     outbox = _Outbox(connection)
     requests: queue.Queue[tuple[int, str, tuple[Any, ...], dict[str, Any]]] = queue.Queue()

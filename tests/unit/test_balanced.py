@@ -14,8 +14,7 @@ import pytest
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.lab.search_on_engines import search_on_engines
-from memlab.lab.search_process import search_simulated
+from memlab.lab.search_workers import front_of, open_workers
 from memlab.ranks.balanced import Balanced, CallLostError
 from memlab.ranks.ranks import Engine, Ranks
 from memlab.regression.nightly import Options, run_suite
@@ -120,7 +119,8 @@ def test_a_search_on_engines_finds_what_one_process_finds_even_if_an_engine_is_k
 ) -> None:
     scenario = Scenario.of(architecture="qwen3-moe-tiny", num_layers=2, seq_length=32)
     options = {"limit_bytes": 235 * MIB, "resolution_bytes": 1, "max_steps": 20}
-    alone = search_simulated(scenario, MemorySettings(), **options)
+    with open_workers(1) as workers:
+        alone = front_of(MemorySettings(), [scenario], workers, **options)
     lines: list[str] = []
 
     class Progress:
@@ -134,7 +134,8 @@ def test_a_search_on_engines_finds_what_one_process_finds_even_if_an_engine_is_k
 
     with capsys.disabled(), monkeypatch.context() as patches:
         patches.setattr(sys, "stderr", Progress())
-        together = search_on_engines(ranks, scenario, MemorySettings(), **options)
+        with open_workers(ranks) as workers:
+            together = front_of(MemorySettings(), [scenario], workers, **options)
     assert together == alone
     assert len(together.points) == 20 and together.num_left > 0
     assert any(point.fits for point in together.points)

@@ -20,7 +20,7 @@ from memlab.views.panel.search_view import SearchView
 from memlab.views.panel.state import LabState
 from memlab.views.text.columns import LINE_WIDTH
 from memlab.views.text.search import search_table
-from tests.unit.test_search import PLAIN, machine
+from tests.unit.test_search import PLAIN, machine, predicting
 
 from .fake_lab import FakeLab
 
@@ -39,7 +39,7 @@ class FakeProcess:
 @pytest.fixture(scope="module")
 def found() -> SearchResult:
     scenario = Scenario.of(architecture="qwen3-moe-tiny")
-    return search(PLAIN, scenario, machine(1, scenario), 59 * GIB, resolution_bytes=GIB // 4)
+    return search(PLAIN, [scenario], predicting(machine(1, scenario), 59 * GIB), 59 * GIB, resolution_bytes=GIB // 4)
 
 
 @pytest.fixture

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -24,13 +26,16 @@ from memlab.config.model_restrictions import check_on_model, checkpoints_moe_lay
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.candidates import added_offload, candidates
-from memlab.fitting.does_it_fit import transferred_bytes
+from memlab.fitting.does_it_fit import Step, transferred_bytes
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.fitting.pareto_front import Point, SearchResult
+from memlab.fitting.prediction import Predict, Prediction
 from memlab.fitting.recompute_cost import recomputed_operations
 from memlab.fitting.search import SearchInterrupted, search
 from memlab.lab.lab import Lab
-from memlab.lab.search_process import SearchProcess, stepping
+from memlab.lab.search_process import SearchProcess
+from memlab.lab.search_steps import stepping
+from memlab.lab.search_workers import front_of, open_workers, remaining
 from memlab.record.step_record import StepRecord
 from memlab.units import GIB, MIB
 from tests.unit.live import FULL, offload, recompute
@@ -41,6 +46,11 @@ OUTSIDE_BYTES = estimate_outside_torch(Layout()).total_bytes
 PLAIN = MemorySettings()
 TINY = ["phi-4-tiny", "--num-layers", "2", "--seq-length", "64"]
 Figures = tuple[int, float, int]
+
+
+def predicting(step: Step, limit_bytes: int) -> Predict:
+    """On whatever rank a search asks for."""
+    return lambda scenario, settings: Prediction.of(step(settings, None), step, limit_bytes)
 
 
 def pareto(rows: list[Figures]) -> set[Figures]:
@@ -75,7 +85,7 @@ def figures(found: SearchResult) -> set[Figures]:
 def test_the_front_is_that_of_every_candidate_s_own_step(scenario: Scenario, base: MemorySettings) -> None:
     with stepping(scenario) as take_step:
         step = cache(take_step)
-        found = search(base, scenario, step, GIB)
+        found = search(base, [scenario], predicting(step, GIB), GIB)
         records = [step(settings, None) for settings in candidates(base, scenario)]
     before = records[0].without_effect.keys()
     records = [record for record in records if not record.without_effect.keys() - before]
@@ -130,10 +140,33 @@ def offload_names() -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("seed", range(3))
+def test_what_is_pruned_is_not_on_the_front_of_a_job_whose_ranks_save_by_different_modules(seed: int) -> None:
+    scenarios = [
+        Scenario.of("qwen3-30b-a3b", layout=Layout(pipeline_model_parallel_size=2, rank=rank)) for rank in (0, 1)
+    ]
+    steps = [machine(10 * seed + rank, scenario) for rank, scenario in enumerate(scenarios)]
+
+    def predict(scenario: Scenario, settings: MemorySettings) -> Prediction:
+        step = steps[scenario.layout.rank]
+        return Prediction.of(step(settings, None), step, 59 * GIB)
+
+    found = search(PLAIN, scenarios, predict, 59 * GIB)
+    every = []
+    for settings in candidates(PLAIN, scenarios[0]):
+        ranks = [predict(scenario, settings) for scenario in scenarios]
+        peak, moved = (
+            max(values) for values in zip(*((r.peak_allocated_bytes, r.transferred_bytes) for r in ranks), strict=True)
+        )
+        every.append((peak, recomputed_operations(settings, scenarios[0]), moved))
+    assert figures(found) == pareto(every)
+    assert len(found.points) < found.num_candidates and {point.rank for point in found.points} == {0, 1}
+
+
+@pytest.mark.parametrize("seed", range(3))
 def test_what_is_pruned_is_not_on_the_front(seed: int) -> None:
     scenario = Scenario.of(architecture="qwen3-30b-a3b")
     step = machine(seed, scenario)
-    found = search(PLAIN, scenario, step, 59 * GIB)
+    found = search(PLAIN, [scenario], predicting(step, 59 * GIB), 59 * GIB)
     wanted = candidates(PLAIN, scenario)
     records = [step(settings, None) for settings in wanted]
     every = [
@@ -141,7 +174,7 @@ def test_what_is_pruned_is_not_on_the_front(seed: int) -> None:
     ]
     assert figures(found) == pareto(every)
     assert len(found.points) < len(wanted) == found.num_candidates
-    coarse = search(PLAIN, scenario, step, 59 * GIB, resolution_bytes=GIB // 4)
+    coarse = search(PLAIN, [scenario], predicting(step, 59 * GIB), 59 * GIB, resolution_bytes=GIB // 4)
     assert len(coarse.front) < len(found.front) and len(coarse.points) < len(found.points)
     # Whatever a fine front offers, the coarse one has no heavier in work, and less than a quarter GiB above.
     for point in found.front:
@@ -221,7 +254,7 @@ def test_a_base_that_offloads_too_little_is_searched_without_estimates_of_its_ow
     every = candidates(base, small)
     records = [replace(step(settings, None), settings=settings) for settings in every]
     rows = [(r.peak_allocated_bytes, recomputed_operations(r.settings, small), transferred_bytes(r)) for r in records]
-    found = search(base, small, lambda settings, _: replace(step(settings, None), settings=settings), 59 * GIB)
+    found = search(base, [small], predicting(step, 59 * GIB), 59 * GIB)
     assert figures(found) == pareto(rows)
 
 
@@ -315,7 +348,7 @@ def test_where_nothing_fits_it_says_what_is_missing_and_exits_with_1(capfd: pyte
             "--gpu-memory is 2.000 GiB, must be more than the 2.449 GiB that CUDA and its libraries take",
         ),
         ("--gpu-memory 80GiB --max-steps 0", "--max-steps is 0, must be at least 1"),
-        ("--gpu-memory 80GiB --rank all", "'all' is not a whole number"),
+        ("--gpu-memory 80GiB --rank every", "'every' is not a whole number"),
         ("--gpu-memory 80GiB --out front.png", "--out is front.png, must be a file that ends in .html"),
         ("--gpu-memory 80GiB --offload-modules attn_proj", "offload_modules has 'attn_proj' without 'core_attn'"),
     ],
@@ -376,6 +409,45 @@ def test_the_end_of_a_search_is_reported_once_even_if_its_progress_could_not_be(
     assert ended == ["The search was lost (RuntimeError: no widget for 1): search again."]
 
 
+def test_processes_find_what_one_process_finds_and_judge_every_kind_of_rank_even_if_one_is_killed() -> None:
+    layout = Layout(pipeline_model_parallel_size=2)
+    job = Scenario.of("qwen3-moe-tiny", num_layers=2, seq_length=32, num_microbatches=2, layout=layout)
+    scenarios = [replace(job, layout=replace(layout, rank=rank)) for rank in job.ranks_of_every_kind]
+    options: dict[str, Any] = {"resolution_bytes": 1, "max_steps": 6}
+    with open_workers(1) as workers:
+        alone = front_of(PLAIN, scenarios, workers, GIB, **options)
+    assert alone.ranks == (0, 1) and len(alone.points) == 6
+    with Lab("qwen3-moe-tiny", **workload_of(scenarios[alone.points[0].rank]), backend="simulated") as lab:
+        assert lab.step().peak_allocated_bytes == alone.points[0].peak_allocated_bytes
+    with open_workers(2) as workers:
+        waiting = threading.Timer(0.1, kill_a_process)
+        waiting.start()
+        together = front_of(PLAIN, scenarios, workers, GIB, **options)
+    assert together == alone
+
+
+def test_the_remaining_time_is_that_of_as_many_steps_as_are_left() -> None:
+    assert remaining(20.0, 10, 30) == ", about 60 s left"
+    assert remaining(100.0, 10, 30) == ", about 5 min left"
+    assert remaining(8.0, 1, 30) == remaining(20.0, 10, 0) == ""
+
+
+def kill_a_process() -> None:
+    """Kills one process of a search as soon as there is one."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for child in psutil.Process().children():
+            for process in child.children():
+                process.kill()
+                return
+        time.sleep(0.05)
+
+
+def workload_of(scenario: Scenario) -> dict[str, Any]:
+    names = ("num_layers", "seq_length", "num_microbatches", "layout")
+    return {name: getattr(scenario, name) for name in names}
+
+
 def test_ctrl_c_shows_what_was_found_until_then() -> None:
     command = [sys.executable, "-m", "memlab", "search", "qwen3-moe-tiny", "--num-layers", "4", "--seq-length", "64"]
     command += ["--gpu-memory", "8GiB", "--resolution", "1B", "--engines", "2"]
@@ -406,6 +478,7 @@ def test_ctrl_c_before_anything_was_found_is_no_search() -> None:
     def interrupted(settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
         raise KeyboardInterrupt
 
+    scenario = Scenario.of(architecture="phi-4-tiny", num_layers=2, seq_length=64)
     with pytest.raises(KeyboardInterrupt) as error:
-        search(PLAIN, Scenario.of(architecture="phi-4-tiny", num_layers=2, seq_length=64), interrupted, GIB)
+        search(PLAIN, [scenario], predicting(interrupted, GIB), GIB)
     assert not isinstance(error.value, SearchInterrupted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from memlab.config.allocator_settings import AllocatorSettings
@@ -336,6 +336,17 @@ def limit_for_torch(gpu_memory_bytes: int, layout: Layout) -> int:
             "libraries take (an estimate): give a larger GPU with its unit, such as 80GiB"
         )
     return gpu_memory_bytes - outside_torch_bytes
+
+
+def rank_or_all(text: str) -> int | None:
+    """Reads a flag's rank; None is one rank of each kind."""
+    return None if text == "all" else whole_number(text)
+
+
+def ranks_of(job: Scenario, rank: int | None) -> list[Scenario]:
+    """Returns a job on one of its ranks, or for None on one rank of each kind."""
+    numbers = job.ranks_of_every_kind if rank is None else (rank,)
+    return [replace(job, layout=replace(job.layout, rank=number)) for number in numbers]
 
 
 def whole_number(text: str) -> int:

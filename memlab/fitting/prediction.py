@@ -1,0 +1,60 @@
+"""What a predicted step of one rank says to a search: the few figures that a search compares, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.fitting.does_it_fit import Step, fits, transferred_bytes
+from memlab.record.step_record import StepRecord
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """A step of one rank, judged by a limit."""
+
+    rank: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    start_bytes: int
+    """Allocated when the step begins, without what an earlier step left: no recompute or activation offload changes
+    it."""
+    transferred_bytes: int
+    """To the host, and back again, in a step and between two."""
+    host_bytes: int
+    """The most that is on the host."""
+    fits: bool
+    """Whether torch's allocator completes the step within the limit."""
+    without_effect: frozenset[str]
+    """Settings that Megatron accepted and that had no effect."""
+
+    @classmethod
+    def of(cls, record: StepRecord, step: Step, limit_bytes: int) -> Self:
+        """Judges a step that was taken without a limit.
+
+        Args:
+            record: Of the step.
+            step: Takes the step again with the limit, if only that shows whether it fits.
+            limit_bytes: What torch may reserve.
+        """
+        return cls(
+            rank=record.scenario.layout.rank,
+            peak_allocated_bytes=record.peak_allocated_bytes,
+            peak_reserved_bytes=record.peak_reserved_bytes or record.peak_allocated_bytes,
+            start_bytes=record.static_bytes - record.residual_bytes,
+            transferred_bytes=transferred_bytes(record),
+            host_bytes=record.host_bytes,
+            fits=fits(record, step, limit_bytes),
+            without_effect=frozenset(record.without_effect),
+        )
+
+
+Predict = Callable[[Scenario, MemorySettings], Prediction]
+"""Predicts a step of the scenario's rank under settings."""
+
+
+class PredictionLostError(RuntimeError):
+    """A step that cannot be predicted, because the processes that should do so are lost."""

@@ -1,0 +1,102 @@
+"""The steps of a search: each is taken on a simulated lab, and only what the search compares is kept of it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.fitting.does_it_fit import Step
+from memlab.fitting.prediction import Prediction
+from memlab.record.step_record import StepRecord
+
+if TYPE_CHECKING:
+    from memlab.lab.lab import Lab
+
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+"""A prediction needs no GPU, so it takes none from the machine that it runs on."""
+
+
+@contextmanager
+def stepping(scenario: Scenario, *, forward_only: bool = False) -> Iterator[Step]:
+    """Opens a simulated lab for the block, and yields a function that takes a step and keeps no record.
+
+    The record of a step does not depend on the steps before it. Offload between steps reallocates parameters, gradients
+    or optimizer state, which may leave unsplit remainders at their ends. So other settings then get a new lab.
+    """
+    with ExitStack() as opened:
+        lab = opened.enter_context(_simulated_lab(scenario))
+        before: MemorySettings | None = None
+
+        def step(settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
+            nonlocal lab, before
+            if before is not None and before != settings and _reallocates(before):
+                opened.close()
+                lab = opened.enter_context(_simulated_lab(scenario))
+            before = settings
+            lab.device_memory_bytes = limit_bytes
+            record = lab.forward_only(settings, warm_up=True) if forward_only else lab.step(settings)
+            lab.records.clear()  # the timelines of a hundred steps of a large model exceed a laptop's memory
+            return record
+
+        yield step
+
+
+@contextmanager
+def _simulated_lab(scenario: Scenario) -> Iterator[Lab]:
+    from memlab.lab.lab import Lab
+
+    with Lab(**{field.name: getattr(scenario, field.name) for field in fields(Scenario)}, backend="simulated") as lab:
+        # The lab collects garbage after every change of settings. A collection that visits all objects of torch,
+        # Megatron and this model takes longer than a small step, so they are excluded.
+        was_frozen = gc.get_freeze_count() > 0
+        gc.collect()
+        gc.freeze()
+        try:
+            yield lab
+        finally:
+            gc.unfreeze()
+    if was_frozen:
+        gc.collect()
+        gc.freeze()
+
+
+def _reallocates(settings: MemorySettings) -> bool:
+    names = ("offload_parameters", "offload_gradients", "offload_optimizer", "offload_optimizer_except_update")
+    return any(getattr(settings, name) for name in names)
+
+
+class Predictor:
+    """Predicts steps on a simulated lab that stays open: the object that a process of a search serves.
+
+    Args:
+        report: Not used; steps of a search report no progress.
+    """
+
+    def __init__(self, report: Callable[[Any], None] = lambda _: None) -> None:
+        del report
+        self._lab = ExitStack()
+        self._scenario: Scenario | None = None
+        self._step: Step | None = None
+
+    def predict(self, scenario: Scenario, settings: MemorySettings, limit_bytes: int) -> Prediction:
+        """Takes one step, and a second one with the limit if only that shows whether the step fits.
+
+        Args:
+            scenario: What is run. Another one than in the last call needs another lab.
+            settings: Of the step.
+            limit_bytes: What torch may hold.
+        """
+        if self._step is None or scenario != self._scenario:
+            self.close()
+            self._step, self._scenario = self._lab.enter_context(stepping(scenario)), scenario
+        return Prediction.of(self._step(settings, None), self._step, limit_bytes)
+
+    def close(self) -> None:
+        """Closes the lab."""
+        self._step = None
+        self._lab.close()

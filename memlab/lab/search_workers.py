@@ -1,0 +1,191 @@
+"""The processes that predict the steps of a search: on the cores of this machine, or on the engines of a cluster.
+
+The search itself runs here, and asks for one step after the other as in one process. While it waits for a step, free
+processes also take the steps for which it will probably ask next. A step that it does not ask for changes nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import closing, contextmanager
+from functools import partial
+from itertools import count
+from typing import Any
+
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.cpu_info import num_cores
+from memlab.fitting.pareto_front import Point, SearchResult
+from memlab.fitting.prediction import Prediction, PredictionLostError
+from memlab.fitting.search import Likely, search
+from memlab.lab.search_steps import NO_GPU, Predictor
+from memlab.ranks.balanced import Balanced, CallLostError
+from memlab.ranks.local_processes import LocalProcesses
+from memlab.ranks.ranks import Ranks
+from memlab.units import format_bytes
+
+_SERVED = "memlab.lab.search_steps:Predictor"
+_STEPS_TO_CHOOSE_FROM = 4
+_NEW_ESTIMATE_SECONDS = 2.0
+_IMPORTS = ("memlab.lab.lab", "memlab.lab.search_steps", "memlab.backends.simulated")
+
+
+@contextmanager
+def open_workers(engines: Ranks | int | None = None) -> Iterator[Workers]:
+    """Opens processes that predict, for the block.
+
+    Args:
+        engines: How many processes of this machine; 0 and 1 are this process alone, and None is one per core. Or the
+            engines of a cluster.
+    """
+    number = num_cores() if engines is None else engines
+    if number in (0, 1):
+        with closing(_ThisProcess()) as alone:
+            yield Workers(alone)
+        return
+    places = number if isinstance(number, Ranks) else LocalProcesses(number, _IMPORTS)
+    with Balanced(places, _SERVED, NO_GPU) as balanced:
+        yield Workers(balanced)
+
+
+class _ThisProcess:
+    """Predicts in this process, one step whenever it is waited for."""
+
+    def __init__(self) -> None:
+        self._predictor = Predictor()
+        self._waiting: list[tuple[Future[Any], object, Callable[[], Prediction]]] = []
+        self._last: object = None
+
+    def __len__(self) -> int:
+        return 1
+
+    def submit(self, method: str, *args: Any, after: object) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._waiting.append((future, after, partial(getattr(self._predictor, method), *args)))
+        return future
+
+    def wait(self) -> None:
+        """Predicts the first step that was submitted, or rather the first one of the scenario whose lab is open."""
+        chosen = next((each for each in self._waiting if each[1] == self._last), self._waiting[0])
+        self._waiting.remove(chosen)
+        future, self._last, predict = chosen
+        future.set_result(predict())
+
+    def close(self) -> None:
+        self._predictor.close()
+
+
+class Workers:
+    """Predicts steps in several processes, each of which has a simulated lab of its own.
+
+    Args:
+        processes: They serve `Predictor`.
+    """
+
+    def __init__(self, processes: Balanced | _ThisProcess) -> None:
+        self._processes = processes
+        self._predictions: dict[tuple[Scenario, MemorySettings, int], Future[Prediction]] = {}
+
+    def predict(
+        self,
+        scenario: Scenario,
+        settings: MemorySettings,
+        limit_bytes: int,
+        likely: Likely = lambda: iter(()),
+        *,
+        num_scenarios: int = 1,
+    ) -> Prediction:
+        """Returns a prediction, which may have been made ahead.
+
+        Args:
+            scenario: What is run.
+            settings: Of the step.
+            limit_bytes: What torch may hold.
+            likely: Says which steps will probably be asked for next, with the same limit.
+            num_scenarios: Of how many scenarios these are. A process that goes from one to another opens another lab,
+                so it then gets several steps from which it takes those of one scenario first.
+
+        Raises:
+            PredictionLostError: If the processes that should take the step are lost.
+        """
+        future = self._begun(scenario, settings, limit_bytes)
+        most = len(self._processes) * (1 if num_scenarios == 1 else _STEPS_TO_CHOOSE_FROM)
+        while not future.done():
+            running = {each for each in self._predictions.values() if not each.done()}
+            for following in likely():
+                if len(running) >= most:
+                    break
+                if not (ahead := self._begun(*following, limit_bytes)).done():
+                    running.add(ahead)
+            if isinstance(self._processes, _ThisProcess):
+                self._processes.wait()
+            else:
+                wait(running, return_when=FIRST_COMPLETED)
+        try:
+            return future.result()
+        except CallLostError as error:
+            raise PredictionLostError(f"{settings} cannot be predicted: {error}") from error
+
+    def _begun(self, scenario: Scenario, settings: MemorySettings, limit_bytes: int) -> Future[Prediction]:
+        key = scenario, settings, limit_bytes
+        if key not in self._predictions:
+            self._predictions[key] = self._processes.submit("predict", *key, after=scenario)
+        return self._predictions[key]
+
+
+def front_of(
+    base: MemorySettings, scenarios: Sequence[Scenario], workers: Workers, limit_bytes: int, **options: Any
+) -> SearchResult:
+    """Searches the memory settings of a job, and reports its progress on stderr.
+
+    Args:
+        base: What each setting does at least.
+        scenarios: The ranks that are judged.
+        workers: They predict. The result is the same on any number of them.
+        limit_bytes: What torch may hold.
+        **options: As `memlab.fitting.search.search` takes them.
+    """
+    known: list[Likely] = [lambda: iter(())]
+    return search(
+        base,
+        scenarios,
+        lambda scenario, settings: workers.predict(
+            scenario, settings, limit_bytes, known[-1], num_scenarios=len(scenarios)
+        ),
+        limit_bytes,
+        on_point=progress_on_stderr(),
+        look_ahead=known.append,
+        **options,
+    )
+
+
+def progress_on_stderr() -> Callable[[Point, int, Callable[[], int]], None]:
+    """Returns a function that reports each point of a search in a line on stderr, with the remaining time."""
+    numbers, started = count(1), time.monotonic()
+    estimated, left = started, ""
+
+    def report(point: Point, num_left: int, count_likely: Callable[[], int]) -> None:
+        nonlocal estimated, left
+        number, now = next(numbers), time.monotonic()
+        if now - estimated > _NEW_ESTIMATE_SECONDS:  # counting takes time
+            estimated, left = now, remaining(now - started, number, count_likely())
+        peak = format_bytes(point.peak_allocated_bytes)
+        tell(f"{number} predicted, at most {num_left} to go{left}: {point.settings}: {peak}")
+
+    return report
+
+
+def remaining(seconds: float, num_done: int, num_left: int) -> str:
+    """Says how much longer so many more take if each takes as long as those before; nothing while that is unknown."""
+    if num_left == 0 or num_done < 2:  # the first includes the start
+        return ""
+    left = seconds / num_done * num_left
+    return f", about {left:.0f} s left" if left < 100 else f", about {left / 60:.0f} min left"
+
+
+def tell(line: str) -> None:
+    """Prints a line of progress."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201

@@ -1,0 +1,108 @@
+"""Processes of this machine that serve independent calls (`memlab.ranks.balanced`), without ipyparallel.
+
+They are forked from one small server (``multiprocessing``'s ``forkserver``), which imports what they need once. So the
+first call begins as soon as in a process that does all the work itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from memlab.ranks.rank_process import serve
+
+_LOG_BYTES = 2000
+
+
+class LocalProcess:
+    """One process, which `start` starts and `end` ends."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._log = tempfile.NamedTemporaryFile(prefix="memlab-process-")  # noqa: SIM115  # lives as long as this
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._connection: Connection | None = None
+
+    def start(self, served: str, variables: dict[str, str]) -> None:
+        """Starts the process.
+
+        Args:
+            served: ``module:class`` of the object that it makes.
+            variables: Environment variables of the process.
+        """
+        context = multiprocessing.get_context("forkserver")
+        self._connection, other_end = context.Pipe()
+        self._process = context.Process(target=_run, args=(other_end, served, variables, self._log.name), daemon=True)
+        self._process.start()
+        other_end.close()
+
+    def send(self, request: bytes) -> None:
+        """Passes a pickled request on to the process."""
+        assert self._connection is not None
+        with suppress(OSError):  # a process that has ended: `receive` says so
+            self._connection.send_bytes(request)
+
+    def receive(self, seconds: float) -> tuple[list[bytes], str]:
+        """Returns pickled messages, and how the process ended, empty while it runs; waits for either."""
+        assert self._connection is not None
+        assert self._process is not None
+        received: list[bytes] = []
+        wait([self._connection, self._process.sentinel], seconds)
+        with suppress(EOFError, OSError):
+            while self._connection.poll():
+                received.append(self._connection.recv_bytes())
+        return received, "" if received or self._process.exitcode is None else self._last_words()
+
+    def end(self) -> None:
+        """Ends the process, whatever it does."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+
+    def _last_words(self) -> str:
+        assert self._process is not None
+        code = self._process.exitcode or 0
+        how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+        printed = Path(self._log.name).read_text(errors="replace")[-_LOG_BYTES:].strip()
+        return f"{how}; it printed last: {' / '.join(printed.splitlines()[-3:])}" if printed else how
+
+    def __str__(self) -> str:
+        number = self._process.pid if self._process is not None else "not started"
+        return f"engine {self.number} (process {number} on this machine)"
+
+
+class LocalProcesses:
+    """Processes of this machine, for `memlab.ranks.balanced.Balanced`.
+
+    Args:
+        number: How many.
+        imports: Modules that the server imports before it forks the first process.
+    """
+
+    def __init__(self, number: int, imports: Sequence[str] = ()) -> None:
+        multiprocessing.get_context("forkserver").set_forkserver_preload(list(imports))
+        self.engines = [LocalProcess(each) for each in range(number)]
+
+    def __len__(self) -> int:
+        return len(self.engines)
+
+    def end_processes(self, engines: Sequence[LocalProcess]) -> None:
+        """Ends these processes, whatever they do."""
+        for one in engines:
+            one.end()
+
+
+def _run(connection: Connection, served: str, variables: dict[str, str], log: str) -> None:
+    """Serves in a forked process. Ctrl-C reaches it too, but the process that started it decides what then happens."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with Path(log).open("ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(variables)
+    serve(connection, served)
