@@ -18,6 +18,7 @@ _COMMANDS = {
     "measure": "Run a training step on this machine, on a GPU or a CPU, and print the memory that it needs.",
     "predict": "Predict the memory of a full-size training step without a GPU, and say whether it fits a given GPU.",
     "search": "Search for memory settings with which a step fits a GPU, at the least recompute and the least transfer.",
+    "job": "Read a job of another framework from its own file, and say what memlab understood of it.",
     "compare": "Compare saved steps, and show where a predicted and a measured peak differ.",
     "run": "Run one lab without a browser, with parameters that you give, and save the result in a new folder.",
     "nightly": "Run a suite of labs and compare every metric with its baseline.",

@@ -1,0 +1,44 @@
+"""Reads the configuration of a job of another framework, and says what memlab understood of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from memlab.commands.shared.job_flags import add_job_file_options, job_of
+from memlab.views.text.job import job_table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags."""
+    parser.add_argument(
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="a launch script, a log with a block of arguments, or a resolved configuration; memlab never executes it",
+    )
+    add_job_file_options(parser)
+    parser.add_argument(
+        "--architecture",
+        metavar="ARCH",
+        help="take this model in place of the job's own: a name that memlab knows, or the path of a config.json",
+    )
+    parser.add_argument("--world-size", type=int, metavar="N", help="number of ranks (default: what the file says)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
+    """Reads the job's file.
+
+    Raises:
+        ValueError: If it cannot be understood.
+    """
+    job = job_of(arguments.file, arguments, architecture=arguments.architecture, world_size=arguments.world_size)
+
+    def report() -> int:
+        print(json.dumps(job.to_dict(), indent=2) if arguments.json else job_table(job))
+        return 0 if job.scenario is not None else 1
+
+    return report

@@ -1,0 +1,76 @@
+"""What a job's file says: its keys in the framework's spelling, each with a value and the line that gives it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+UNKNOWN = "\0"
+"""Stands for what only a run of the file would show, such as ``$(nproc)``. A text that contains it is unknown."""
+_WHOLE = re.compile(r"[+-]?[0-9]{1,18}")
+_NUMBER = re.compile(r"[+-]?([0-9]{1,18}[.]?[0-9]{0,18}|[.][0-9]{1,18})([eE][+-]?[0-9]{1,3})?")
+_WORDS = {"true": True, "false": False, "null": None, "none": None, "~": None, "": None}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One key of a job's file."""
+
+    key: str
+    """In the framework's spelling."""
+    value: Any
+    """A number, a text, a truth value, None, or a list of them."""
+    line: int | None = None
+    """Where the file gives it; None for an override and for a value that memlab derived."""
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether only a run of the file would show the value."""
+        values = self.value if isinstance(self.value, list) else [self.value]
+        return any(isinstance(value, str) and UNKNOWN in value for value in values)
+
+    @property
+    def place(self) -> str:
+        """Where the value comes from, for tables and messages."""
+        return "--set" if self.line is None else f"line {self.line}"
+
+
+@dataclass(slots=True)
+class Entries:
+    """All keys of a job's file, the last value of each."""
+
+    by_key: dict[str, Entry] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    """What the reader of the file did not follow, in whole sentences."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables that a script sets, such as ``PYTORCH_CUDA_ALLOC_CONF``."""
+
+    def add(self, key: str, value: Any, line: int | None) -> None:
+        """Adds a key, or replaces its value."""
+        self.by_key[key] = Entry(key, value, line)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Returns the value of a key that the file gives, or the default."""
+        entry = self.by_key.get(key)
+        return default if entry is None or entry.is_unknown else entry.value
+
+
+def parse_scalar(text: str) -> Any:
+    """Reads a value as YAML, Hydra and argparse write it; what is no number, truth value or null stays a text."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    if _WHOLE.fullmatch(text):
+        return int(text)
+    return float(text) if _NUMBER.fullmatch(text) else text
+
+
+def parse_value(text: str) -> Any:
+    """Reads a value that may also be a list such as ``[core_attn, moe_act]``, as Hydra writes it."""
+    text = text.strip()
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        return text[1:-1]
+    if text.startswith("[") and text.endswith("]"):
+        parts = [part.strip().strip("'\"") for part in text[1:-1].split(",")]
+        return [parse_scalar(part) for part in parts if part]
+    return parse_scalar(text)

@@ -1,0 +1,206 @@
+"""Recognises whose a job's file is, and reads its keys, in bounded time and memory and without running anything."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+
+from memlab.config.from_json import parse_json
+from memlab.config.validation import shortened
+from memlab.jobs.arguments import has_argument_block, read_argument_block, read_flags, read_overrides
+from memlab.jobs.entries import UNKNOWN, Entries, parse_scalar
+from memlab.jobs.shell_script import Command, Script, read_script
+from memlab.jobs.yaml_tree import Node, flat, read_yaml, resolve
+
+_MOST_BYTES = 8 * 2**20
+_MOST_BYTES_OF_A_CONFIGURATION = 2 * 2**20
+_IN_A_FOLDER = (".hydra/config.yaml", "config.yaml", "run_config.yaml", "args.json")
+_ACTION = "give a script, a log with a block of arguments, or a resolved configuration"
+LOOKED_FOR = (
+    "megatron-lm: a block '--- arguments ---', the key MODEL_ARGS, or flags such as --tensor-model-parallel-size; "
+    "bridge: the key model with ddp or train; verl: actor_rollout_ref; nemo-rl: policy.megatron_cfg; skyrl: "
+    "trainer.policy; slime: --actor-num-nodes; ms-swift: args.json, or 'megatron sft'"
+)
+_FLAG_STYLE = ("megatron-lm", "slime", "ms-swift")
+_FIRST_KEYS = {"verl": "actor_rollout_ref.", "nemo-rl": "policy.megatron_cfg.", "skyrl": "trainer.policy."}
+_SWIFT_COMMANDS = {"sft", "pt", "rlhf"}
+
+
+def read_file(path: Path, variables: dict[str, str], format_name: str | None) -> tuple[str, Entries]:
+    """Reads a job's file.
+
+    Args:
+        path: A file, or a folder in which a framework keeps its resolved configuration.
+        variables: Of the environment of a script.
+        format_name: Whose file it is; None recognises it.
+
+    Returns:
+        The framework's name, and the keys of the file.
+
+    Raises:
+        ValueError: If it cannot be read, is larger than any real one, or is none of the known formats.
+    """
+    path = _file_of(path)
+    text = _text(path)
+    if has_argument_block(text):
+        entries = read_argument_block(text, path.name)
+        found = "slime" if "actor_num_nodes" in entries.by_key else "megatron-lm"
+        return format_name or found, entries
+    if len(text) > _MOST_BYTES_OF_A_CONFIGURATION:
+        raise ValueError(f"{path.name} has more than 2 MiB and no block of arguments: {_ACTION}")
+    if path.suffix == ".json" or text.lstrip()[:1] == "{":
+        return format_name or "ms-swift", _json_entries(text, path)
+    if path.suffix in (".yaml", ".yml"):
+        return _yaml_format(read_yaml(text, path.name), path, format_name)
+    if path.suffix in (".py", ".ipynb", ".toml"):
+        raise ValueError(f"{path.name} is a program, which memlab never runs: {_ACTION}")
+    return _script_format(read_script(text, path, variables), path, format_name)
+
+
+def _file_of(path: Path) -> Path:
+    try:
+        if path.is_dir():
+            for name in _IN_A_FOLDER:
+                if (path / name).is_file():
+                    return path / name
+            raise ValueError(f"{path} is a folder without {', '.join(_IN_A_FOLDER)}: give a job's file")
+        if not path.is_file():
+            what = "is not a file" if path.exists() else "does not exist"
+            raise ValueError(f"{shortened(path)} {what}: give a job's file")
+    except OSError as error:
+        reason = (error.strerror or type(error).__name__).lower()
+        raise ValueError(f"{shortened(path)} cannot be read ({reason}): give a job's file") from error
+    return path
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES)
+    except OSError as error:
+        reason = (error.strerror or type(error).__name__).lower()
+        raise ValueError(f"{shortened(path)} cannot be read ({reason}): give a job's file") from error
+    text = content.decode("utf-8", errors="replace").removeprefix("\ufeff")
+    if UNKNOWN in text or "\1" in text:
+        raise ValueError(f"{path.name} is not a text: {_ACTION}")
+    if not text.strip():
+        raise ValueError(f"{path.name} is empty: {_ACTION}")
+    return text
+
+
+def _json_entries(text: str, path: Path) -> Entries:
+    values = parse_json(text, path.name, "give the args.json that ms-swift writes")
+    if not isinstance(values, dict) or len(values) > 20_000:
+        raise ValueError(f"{path.name} holds no object of arguments: give the args.json that ms-swift writes")
+    lines = {match[1]: number for number, line in enumerate(text.splitlines(), 1) if (match := _JSON_KEY.match(line))}
+    entries = Entries()
+    for key, value in values.items():
+        entries.add(key, value if not isinstance(value, dict) else json.dumps(value), lines.get(key, 1))
+    return entries
+
+
+_JSON_KEY = re.compile(r'\s*"([^"]{1,200})"\s*:')
+
+
+def _yaml_format(root: Node, path: Path, format_name: str | None) -> tuple[str, Entries]:
+    model_args = root.value.get("MODEL_ARGS")
+    if model_args is not None and isinstance(model_args.value, dict):
+        entries = Entries()
+        for key, node in model_args.value.items():
+            value = [child.value for child in node.value] if isinstance(node.value, list) else node.value
+            if isinstance(value, str) and " " in value:
+                value = [parse_scalar(part) for part in value.split()]
+            entries.add(key.lstrip("-").replace("-", "_"), value, node.line)
+        variables = root.value.get("ENV_VARS")
+        if variables is not None and isinstance(variables.value, dict):
+            entries.environment = {key: str(node.value) for key, node in variables.value.items()}
+        return format_name or "megatron-lm", entries
+    entries = _with_defaults(root, path, 0)
+    resolve(entries)
+    found = next((name for name, start in _FIRST_KEYS.items() if _any_starts(entries, start)), None)
+    if (
+        found is None
+        and _any_starts(entries, "model.")
+        and any(_any_starts(entries, f"{part}.") for part in ("ddp", "train"))
+    ):
+        found = "bridge"
+    if found is None and _any_starts(entries, "policy.") and "defaults" in root.value:
+        found = "nemo-rl"
+    if format_name is None and found is None:
+        raise ValueError(f"{path.name} is of no format that memlab reads. Looked for {LOOKED_FOR}: give --format")
+    return format_name or found or "", entries
+
+
+def _any_starts(entries: Entries, start: str) -> bool:
+    return any(key.startswith(start) for key in entries.by_key)
+
+
+def _with_defaults(root: Node, path: Path, depth: int) -> Entries:
+    """Returns the keys of a file over those of the files that its key ``defaults`` names, as NeMo-RL merges them."""
+    own = flat(root, path.name)
+    defaults = root.value.get("defaults")
+    own.by_key.pop("defaults", None)
+    if defaults is None or depth > 10:
+        return own
+    names = defaults.value if isinstance(defaults.value, list) else [defaults]
+    merged = Entries()
+    for name in names:
+        text = name.value if isinstance(name.value, str) else None
+        base = path.parent / text if text else None
+        try:
+            is_there = base is not None and base.suffix in (".yaml", ".yml") and base.is_file()
+        except OSError:
+            is_there = False
+        if base is None or not is_there:
+            merged.warnings.append(
+                f"line {name.line}: the defaults {shortened(text or 'of a group')} are not beside the file, so memlab "
+                "takes the framework's own"
+            )
+            continue
+        content = _text(base)
+        if len(content) > _MOST_BYTES_OF_A_CONFIGURATION:
+            raise ValueError(f"{base.name} has more than 2 MiB: {_ACTION}")
+        parent = _with_defaults(read_yaml(content, base.name), base, depth + 1)
+        merged.by_key |= parent.by_key
+        merged.warnings += parent.warnings
+    merged.by_key |= own.by_key
+    return merged
+
+
+def _script_format(script: Script, path: Path, format_name: str | None) -> tuple[str, Entries]:
+    texts = [[word for word, _ in command.words] for command in script.commands]
+    found = format_name or _format_of_words(texts)
+    if found is None:
+        raise ValueError(f"{path.name} is of no format that memlab reads. Looked for {LOOKED_FOR}: give --format")
+    entries = Entries(warnings=list(script.warnings))
+    entries.environment = {name: value for name, value in script.variables.items() if isinstance(value, str)}
+    start = _FIRST_KEYS.get(found)
+    words = max(script.commands, key=lambda command: _score(command, start)).words if script.commands else []
+    read_flags(words, entries) if found in _FLAG_STYLE else read_overrides(words, entries)
+    if not entries.by_key:
+        raise ValueError(f"{path.name} has no arguments of {found}: {_ACTION}")
+    return found, entries
+
+
+def _format_of_words(commands: list[list[str]]) -> str | None:
+    for name, start in _FIRST_KEYS.items():
+        if any(word.lstrip("+~").startswith(start) for words in commands for word in words):
+            return name
+    for words in commands:
+        swift = any(one.endswith("megatron") and other in _SWIFT_COMMANDS for one, other in pairwise(words))
+        if swift or any("swift/cli/_megatron" in word or "swift.cli._megatron" in word for word in words):
+            return "ms-swift"
+    flags = {word.partition("=")[0] for words in commands for word in words if word.startswith("--")}
+    if "--actor-num-nodes" in flags:
+        return "slime"
+    if flags & {"--tensor-model-parallel-size", "--num-layers", "--hidden-size", "--micro-batch-size"}:
+        return "megatron-lm"
+    return None
+
+
+def _score(command: Command, start: str | None) -> int:
+    if start is None:
+        return sum(word.startswith("--") for word, _ in command.words)
+    return sum("=" in word and "." in word.partition("=")[0] for word, _ in command.words)

@@ -1,0 +1,163 @@
+"""What each framework's module provides, and what reading a job's file collects."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.jobs.entries import Entries
+from memlab.jobs.keys import ABSENT, Effect, Key, Missing, refusal
+
+Style = Literal["flags", "overrides"]
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A key that memlab used."""
+
+    key: str
+    value: Any
+    field: str
+    memlab_value: Any
+    place: str
+    """``line 14``, ``--set``, or ``default``."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotModelled:
+    """A key that changes memory in a way that memlab does not predict."""
+
+    key: str
+    value: Any
+    effect: Effect
+    reason: str
+    place: str = ""
+
+
+@dataclass(slots=True)
+class Reading:
+    """A job's file on the way to a scenario."""
+
+    path: Path
+    entries: Entries
+    version: str | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+    """By memlab's field, and by the few names of `Key.field` that only the framework's module knows."""
+    taken: list[Taken] = field(default_factory=list)
+    not_modelled: list[NotModelled] = field(default_factory=list)
+    without_effect: dict[str, str] = field(default_factory=dict)
+    """Keys that memlab knows and that change nothing here, each with the reason."""
+    blocked: list[str] = field(default_factory=list)
+    """Why the job's model is none that memlab has, in phrases."""
+    warnings: list[str] = field(default_factory=list)
+    questions: list[str] = field(default_factory=list)
+    """What the user has to decide before memlab can predict the job, in whole sentences."""
+    known: set[str] = field(default_factory=set)
+    """Keys that memlab has understood."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Returns the value of a key that only this framework has, and counts it as understood."""
+        self.known.add(key)
+        return self.entries.get(key, default)
+
+    def take(self, key: str, field_name: str, value: Any) -> None:
+        """Sets a field from a key that the table cannot express."""
+        self.known.add(key)
+        self.values[field_name] = value
+        entry = self.entries.by_key.get(key)
+        place = "default" if entry is None else entry.place
+        self.taken.append(Taken(key, None if entry is None else entry.value, field_name, value, place))
+
+    def miss(self, key: str, effect: Effect, reason: str) -> None:
+        """Notes that something of the job is not modelled."""
+        self.known.add(key)
+        entry = self.entries.by_key.get(key)
+        value, place = (None, "default") if entry is None else (entry.value, entry.place)
+        self.not_modelled.append(NotModelled(key, value, effect, reason, place))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """One framework: its table of keys, and what a table cannot say."""
+
+    name: str
+    """As ``--format`` and ``--as`` take it."""
+    title: str
+    source: str
+    """The versions whose names and defaults the table has."""
+    style: Style
+    """Whether its scripts have ``--flags value`` or ``key=value``."""
+    keys: tuple[Key, ...]
+    missing: tuple[Missing, ...]
+    without_effect: tuple[str, ...]
+    """Patterns of keys that do not change the memory of a training step."""
+    complete: Callable[[Reading], None]
+    """Derives what several keys decide together."""
+    compose: Callable[[Scenario, MemorySettings], dict[str, Any]]
+    """Returns the values by `Key.field` that the fields of memlab become; the opposite of `complete`."""
+    cannot_write: dict[str, str] = field(default_factory=dict)
+    """Fields of memlab that the framework cannot say, each with the reason."""
+    render: Callable[[dict[str, Any]], list[str]]
+    """Writes keys and values as lines to paste."""
+    versions: tuple[str, ...] = ()
+    """Among which the user has to choose where defaults differ; the newest first."""
+
+    def read(self, reading: Reading) -> None:
+        """Reads all keys of a job's file.
+
+        Raises:
+            ValueError: If a value is of another kind than the key's, with its line.
+        """
+        present: set[str] = set()
+        for key in self.keys:
+            entry = reading.entries.by_key.get(key.name)
+            if entry is None:
+                continue
+            reading.known.add(key.name)
+            if entry.is_unknown:
+                reading.warnings.append(
+                    f"{entry.place}: {key.name} is known only when the script runs, so memlab takes the default: give "
+                    f"it with --set {key.name}=VALUE"
+                )
+                continue
+            try:
+                value = key.conversion.read(entry.value)
+            except ValueError as error:
+                raise refusal(entry.place, key.name, entry.value, error) from error
+            present.add(key.field)
+            reading.values[key.field] = value
+            reading.taken.append(Taken(key.name, entry.value, key.field, value, entry.place))
+        for key in self.keys:
+            if key.field not in present and key.default is not ABSENT:
+                reading.values.setdefault(key.field, key.default)
+                written = key.conversion.write(key.default)
+                reading.taken.append(Taken(key.name, written, key.field, key.default, "default"))
+                present.add(key.field)
+        self._note_missing(reading)
+        self.complete(reading)
+
+    def _note_missing(self, reading: Reading) -> None:
+        for missing in self.missing:
+            for key in _matching(reading, missing.name):
+                entry = reading.entries.by_key[key]
+                reading.known.add(key)
+                if entry.is_unknown or entry.value == {} or not missing.is_on(entry.value):
+                    continue
+                reading.not_modelled.append(NotModelled(key, entry.value, missing.effect, missing.reason, entry.place))
+                if missing.blocks:
+                    reading.blocked.append(f"{key} {entry.value} ({entry.place}): {missing.reason}")
+
+    def ignores(self, key: str) -> bool:
+        """Whether a key is known to change no memory of a training step."""
+        return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.without_effect)
+
+
+def _matching(reading: Reading, name: str) -> list[str]:
+    if "*" in name:
+        return [key for key in reading.entries.by_key if fnmatch.fnmatchcase(key, name)]
+    return [name] if name in reading.entries.by_key else []

@@ -1,0 +1,216 @@
+"""A job that exists already in another framework: read from its file, explained, and written back."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from memlab.config.architectures import Architecture, find_architecture
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.config.validation import shortened
+from memlab.jobs.building import CannotStartError, scenario_of, settings_of
+from memlab.jobs.entries import Entries, parse_value
+from memlab.jobs.formats import read_file
+from memlab.jobs.framework import Framework, NotModelled, Reading, Taken
+from memlab.jobs.frameworks import FRAMEWORKS, framework_named
+from memlab.jobs.model import architecture_named, architecture_of
+
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What memlab understood of a job's file, and what it did not."""
+
+    path: Path
+    framework: str
+    """The framework's name, one of `FRAMEWORKS`."""
+    scenario: Scenario | None
+    """None if the job cannot start, or if memlab does not model it."""
+    settings: MemorySettings | None
+    """None where `scenario` is None."""
+    cannot_start: str | None = None
+    """The rule by which the framework itself refuses the job."""
+    not_supported: str | None = None
+    """Why memlab cannot predict the job, in one line."""
+    taken: tuple[Taken, ...] = ()
+    """Keys that memlab used; those with the place ``default`` are not in the file."""
+    without_effect: dict[str, str] = None  # type: ignore[assignment]  # always given by `read`
+    """Keys that do not change memory, each with a reason."""
+    not_modelled: tuple[NotModelled, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def read(
+        cls,
+        path: str | Path,
+        *,
+        format_name: str | None = None,
+        overrides: Iterable[str] = (),
+        version: str | None = None,
+        architecture: str | Path | Architecture | None = None,
+        world_size: int | None = None,
+    ) -> Job:
+        """Reads a job's file. Nothing in it is executed.
+
+        Args:
+            path: A script, a log, a configuration, or a folder with one.
+            format_name: Whose file it is, one of `FRAMEWORKS`; None recognises it.
+            overrides: ``key=value`` in the framework's spelling; ``NAME=value`` sets a variable of a script.
+            version: Of the framework, where its defaults depend on it.
+            architecture: Replaces the job's own.
+            world_size: Ranks of the job; None takes what the file says.
+
+        Raises:
+            ValueError: If the file cannot be understood, with the line where that is known.
+        """
+        path = Path(path)
+        given = dict(_pair(text) for text in overrides)
+        variables = {name: value for name, value in given.items() if _VARIABLE.fullmatch(name)}
+        if format_name is not None:
+            framework_named(format_name)
+        name, entries = read_file(path, variables, format_name)
+        framework = framework_named(name)
+        _override(framework, entries, {key: text for key, text in given.items() if key not in variables})
+        reading = Reading(path=path, entries=entries, version=version, warnings=list(entries.warnings))
+        if world_size is not None:
+            reading.values["world_size"] = world_size
+        framework.read(reading)
+        if world_size is not None:
+            reading.values["world_size"] = world_size
+        return _built(cls, framework, reading, architecture)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all of it as JSON-ready values."""
+        return {
+            "path": str(self.path),
+            "framework": self.framework,
+            "scenario": None if self.scenario is None else self.scenario.to_dict(),
+            "settings": None if self.settings is None else self.settings.to_dict(),
+            "cannot_start": self.cannot_start,
+            "not_supported": self.not_supported,
+            "taken": [
+                {
+                    "key": taken.key,
+                    "value": _plain(taken.value),
+                    "field": taken.field,
+                    "memlab_value": _plain(taken.memlab_value),
+                    "place": taken.place,
+                }
+                for taken in self.taken
+            ],
+            "without_effect": self.without_effect,
+            "not_modelled": [
+                {
+                    "key": one.key,
+                    "value": _plain(one.value),
+                    "effect": one.effect,
+                    "reason": one.reason,
+                    "place": one.place,
+                }
+                for one in self.not_modelled
+            ],
+            "warnings": list(self.warnings),
+        }
+
+    def required(self) -> tuple[Scenario, MemorySettings]:
+        """Returns scenario and settings.
+
+        Raises:
+            ValueError: If the job cannot start or is not supported, with the reason.
+        """
+        if self.scenario is None or self.settings is None:
+            raise ValueError(f"{self.path.name}: {self.cannot_start or self.not_supported}")
+        return self.scenario, self.settings
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    return value if isinstance(value, (int, float, str, bool, type(None))) else str(value)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    key = key.strip().lstrip("+~-")
+    if not equals or not key:
+        raise ValueError(f"--set is {shortened(text)}, must be key=value: give a key in the framework's spelling")
+    return key, value
+
+
+def _override(framework: Framework, entries: Entries, given: dict[str, str]) -> None:
+    known = {key.name for key in framework.keys} | {missing.name for missing in framework.missing}
+    for name, text in given.items():
+        key = name.replace("-", "_") if framework.style == "flags" else name
+        if key not in known and key not in entries.by_key and not framework.ignores(key):
+            near = difflib.get_close_matches(key, sorted(known), 1, 0.5)
+            mean = f"did you mean {near[0]}" if near else f"memlab job lists the keys of {framework.title}"
+            raise ValueError(f"--set has the key {shortened(name)}, which memlab does not know: {mean}")
+        entries.add(key, parse_value(text), None)
+
+
+def _built(
+    cls: type[Job], framework: Framework, reading: Reading, architecture: str | Path | Architecture | None
+) -> Job:
+    scenario, settings, cannot_start, not_supported = None, None, None, None
+    try:
+        found = _architecture(reading, architecture)
+        scenario = scenario_of(reading, found)
+        settings = settings_of(reading)
+    except CannotStartError as error:
+        cannot_start, scenario = str(error), None
+    except ValueError as error:
+        not_supported, scenario = str(error), None
+    if reading.questions and cannot_start is None:
+        not_supported, scenario, settings = not_supported or reading.questions[0], None, None
+    without_effect = dict(reading.without_effect)
+    for key, entry in reading.entries.by_key.items():
+        if any(taken.key == key for taken in reading.taken) or any(one.key == key for one in reading.not_modelled):
+            continue
+        if key in reading.known:
+            without_effect.setdefault(key, "it is off, or only read together with another key")
+        elif framework.ignores(key):
+            without_effect.setdefault(key, "it does not concern the memory of a training step")
+        else:
+            reading.not_modelled.append(
+                NotModelled(key, entry.value, "unknown", "memlab does not know this key", entry.place)
+            )
+    return cls(
+        path=reading.path,
+        framework=framework.name,
+        scenario=scenario,
+        settings=settings if scenario is not None else None,
+        cannot_start=cannot_start,
+        not_supported=not_supported,
+        taken=tuple(_last(reading.taken)),
+        without_effect=without_effect,
+        not_modelled=tuple(dict.fromkeys(_hashable(reading.not_modelled))),
+        warnings=tuple(dict.fromkeys(reading.warnings)),
+    )
+
+
+def _hashable(missing: list[NotModelled]) -> list[NotModelled]:
+    return [replace(one, value=str(one.value)) if isinstance(one.value, list) else one for one in missing]
+
+
+def _last(taken: list[Taken]) -> list[Taken]:
+    return list({(one.key, one.field): one for one in taken}.values())
+
+
+def _architecture(reading: Reading, given: str | Path | Architecture | None) -> Architecture:
+    if given is not None:
+        return given if isinstance(given, Architecture) else find_architecture(given)
+    if reading.blocked:
+        raise ValueError(f"memlab does not have this model: {'; '.join(dict.fromkeys(reading.blocked))}")
+    name = reading.values.get("architecture")
+    if name is not None and reading.values.get("hidden_size") is None:
+        return architecture_named(str(name), reading.path.parent)
+    return architecture_of(reading.values, reading.path.stem)
+
+
+__all__ = ["FRAMEWORKS", "Job"]

@@ -1,0 +1,148 @@
+"""A table's row, a framework's key and the field of memlab that it means, with the conversions between their values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from memlab.config.validation import is_number, is_whole_number, shortened
+
+ABSENT = "absent"
+"""The default of a key without which the framework sets nothing: memlab's own default stays."""
+
+Effect = Literal["more", "less", "either", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """How a value of a framework becomes one of memlab, and back."""
+
+    read: Callable[[Any], Any]
+    """Raises `ValueError` with what the value must be."""
+    write: Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key of a framework that means one field of memlab."""
+
+    name: str
+    """In the framework's spelling; of a flag, with underscores and without dashes."""
+    field: str
+    """The field of `Scenario`, `Layout`, `TrainingState`, `MemorySettings`, `AllocatorSettings` or `Architecture`, or a
+    name that the framework's module reads."""
+    conversion: Conversion
+    default: Any = ABSENT
+    """The field's value if the file does not give the key, as memlab writes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Something that changes memory and that memlab does not model."""
+
+    name: str
+    """The key; a ``*`` matches any text."""
+    effect: Effect
+    """Whether a step needs more or less memory with it than memlab says."""
+    reason: str
+    is_on: Callable[[Any], bool] = bool
+    """Whether a value switches it on."""
+    blocks: bool = False
+    """Whether a prediction without it would be of another model."""
+
+
+def _read_whole(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if value is not None and not is_whole_number(value, at_least=-(2**62)):
+        raise ValueError("must be a whole number")
+    return value
+
+
+def _read_number(value: Any) -> Any:
+    if value is not None and not is_number(value):
+        raise ValueError("must be a number")
+    return value
+
+
+_TRUTHS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False, "none": False}
+
+
+def _read_switch(value: Any) -> bool:
+    truth = value if isinstance(value, bool) else _TRUTHS.get(str(value).lower())
+    if truth is None:
+        raise ValueError("must be true or false")
+    return truth
+
+
+def _read_text(value: Any) -> Any:
+    if value is None or value is False:
+        return None
+    if isinstance(value, (list, bool)):
+        raise ValueError("must be a text")
+    return str(value)
+
+
+def _read_words(value: Any) -> Any:
+    if value is None:
+        return None
+    parts = value if isinstance(value, list) else str(value).replace(",", " ").split()
+    return tuple(str(part) for part in parts) or None
+
+
+_DTYPES = {
+    "bf16": "bf16", "bfloat16": "bf16", "fp32": "fp32", "float32": "fp32", "float": "fp32", "fp16": "fp16",
+    "float16": "fp16", "half": "fp16", "fp8": "fp8", "uint8": "fp8",
+}  # fmt: skip
+_LONG_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "fp8": "uint8"}
+
+
+def _read_dtype(value: Any) -> str:
+    short = _DTYPES.get(str(value).lower().removeprefix("torch."))
+    if short is None:
+        raise ValueError(f"must be one of {', '.join(_DTYPES)}")
+    return short
+
+
+def _read_backend(value: Any) -> str:
+    name = str(value).lower().removeprefix("attnbackend.").partition(":")[0].strip("<> ")
+    names = {"1": "flash", "2": "fused", "3": "unfused", "5": "auto", "none": "auto"}  # the values of Megatron's enum
+    return names.get(name, name)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+WHOLE = Conversion(_read_whole, _same)
+NUMBER = Conversion(_read_number, _same)
+SWITCH = Conversion(_read_switch, _same)
+NOT = Conversion(lambda value: not _read_switch(value), lambda value: not value)
+TEXT = Conversion(_read_text, _same)
+WORDS = Conversion(_read_words, lambda value: None if value is None else list(value))
+DTYPE = Conversion(_read_dtype, _same)
+LONG_DTYPE = Conversion(_read_dtype, lambda value: _LONG_DTYPES[value])
+BACKEND = Conversion(_read_backend, _same)
+NONE_WORD = Conversion(
+    lambda value: None if value in (None, "none") else _read_text(value),
+    lambda value: "none" if value is None else value,
+)
+"""A text whose absence is written as the word ``none``."""
+
+
+def under(prefix: str, keys: Iterable[Key], **defaults: Any) -> tuple[Key, ...]:
+    """Returns keys that a framework passes on under a prefix, with the framework's own defaults by field."""
+    return tuple(
+        replace(key, name=f"{prefix}.{key.name}", default=defaults.get(key.field, key.default)) for key in keys
+    )
+
+
+def with_defaults(keys: Iterable[Key], **defaults: Any) -> tuple[Key, ...]:
+    """Returns keys with other defaults, by field."""
+    return tuple(replace(key, default=defaults.get(key.field, key.default)) for key in keys)
+
+
+def refusal(place: str, key: str, value: Any, rule: object) -> ValueError:
+    """Returns the error for a value that cannot be understood."""
+    return ValueError(f"{place}: {key} is {shortened(value)}, {rule}: correct it")

@@ -1,0 +1,176 @@
+"""Names that Megatron-Core's own configs have, which most frameworks pass on under a prefix.
+
+Sources: ``megatron/core/model_parallel_config.py``, ``transformer/transformer_config.py``,
+``optimizer/optimizer_config.py`` and ``distributed/distributed_data_parallel_config.py``, 0.16.1.
+"""
+
+from __future__ import annotations
+
+from memlab.jobs.keys import BACKEND, LONG_DTYPE, NOT, NUMBER, SWITCH, TEXT, WHOLE, WORDS, Key, Missing
+
+SIZES = (
+    Key("tensor_model_parallel_size", "tensor_model_parallel_size", WHOLE, 1),
+    Key("context_parallel_size", "context_parallel_size", WHOLE, 1),
+    Key("pipeline_model_parallel_size", "pipeline_model_parallel_size", WHOLE, 1),
+    Key("expert_model_parallel_size", "expert_model_parallel_size", WHOLE, 1),
+    Key("expert_tensor_parallel_size", "expert_tensor_parallel_size", WHOLE, None),
+)
+CHUNKS = Key("virtual_pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", WHOLE, None)
+ENDS = (
+    Key("num_layers_in_first_pipeline_stage", "num_layers_in_first_pipeline_stage", WHOLE, None),
+    Key("num_layers_in_last_pipeline_stage", "num_layers_in_last_pipeline_stage", WHOLE, None),
+)
+RECOMPUTE = (
+    Key("recompute_granularity", "recompute_granularity", TEXT, None),
+    Key("recompute_method", "recompute_method", TEXT, None),
+    Key("recompute_num_layers", "recompute_num_layers", WHOLE, None),
+    Key("recompute_modules", "recompute_modules", WORDS, None),
+)
+OFFLOAD = (
+    Key("fine_grained_activation_offloading", "fine_grained_activation_offloading", SWITCH, False),
+    Key("offload_modules", "offload_modules", WORDS, None),
+    Key("min_offloaded_tensor_size", "min_offloaded_tensor_size", WHOLE, 1024 * 1024),
+    Key("activation_offload_fraction", "activation_offload_fraction", NUMBER, 1.0),
+    Key("delta_offload_bytes_across_pp_ranks", "delta_offload_bytes_across_pp_ranks", WHOLE, 0),
+    Key("fine_grained_offloading_max_inflight_offloads", "fine_grained_offloading_max_inflight_offloads", WHOLE, None),
+)
+COMPUTE = (
+    Key("cross_entropy_loss_fusion", "cross_entropy_loss_fusion", SWITCH, False),
+    Key("cross_entropy_fusion_impl", "cross_entropy_fusion_impl", TEXT, "native"),
+    Key("attention_backend", "attention_backend", BACKEND, "auto"),
+    Key("apply_rope_fusion", "apply_rope_fusion", SWITCH, False),
+    Key("fp8", "fp8_format", TEXT, None),
+    Key("fp8_recipe", "fp8_recipe", TEXT, "delayed"),
+    Key("fp8_param", "fp8_param_gather", SWITCH, False),
+)
+OPTIMIZER = (
+    Key("use_precision_aware_optimizer", "use_precision_aware_optimizer", SWITCH, False),
+    Key("main_grads_dtype", "main_grads_dtype", LONG_DTYPE, "fp32"),
+    Key("main_params_dtype", "main_params_dtype", LONG_DTYPE, "fp32"),
+    Key("exp_avg_dtype", "exp_avg_dtype", LONG_DTYPE, "fp32"),
+    Key("exp_avg_sq_dtype", "exp_avg_sq_dtype", LONG_DTYPE, "fp32"),
+    Key("optimizer_cpu_offload", "optimizer_cpu_offload", SWITCH, False),
+    Key("optimizer_offload_fraction", "optimizer_offload_fraction", NUMBER, 0.0),
+    Key("overlap_cpu_optimizer_d2h_h2d", "overlap_cpu_optimizer_d2h_h2d", SWITCH, False),
+    Key("pin_cpu_grads", "pin_cpu_grads", SWITCH, True),
+    Key("pin_cpu_params", "pin_cpu_params", SWITCH, True),
+)
+BUCKETS = (
+    Key("grad_reduce_in_fp32", "grad_reduce_in_bf16", NOT, True),
+    Key("overlap_grad_reduce", "overlap_grad_reduce", SWITCH, False),
+    Key("overlap_param_gather", "overlap_param_gather", SWITCH, False),
+    Key("bucket_size", "ddp_bucket_size", WHOLE, None),
+)
+ARCHITECTURE = (
+    Key("num_layers", "num_layers", WHOLE),
+    Key("hidden_size", "hidden_size", WHOLE),
+    Key("ffn_hidden_size", "ffn_hidden_size", WHOLE),
+    Key("num_attention_heads", "num_attention_heads", WHOLE),
+    Key("num_query_groups", "num_query_groups", WHOLE),
+    Key("kv_channels", "kv_channels", WHOLE),
+    Key("vocab_size", "vocab_size", WHOLE),
+    Key("rotary_base", "rotary_base", NUMBER),
+    Key("rotary_percent", "rotary_percent", NUMBER),
+    Key("layernorm_epsilon", "layernorm_epsilon", NUMBER),
+    Key("share_embeddings_and_output_weights", "share_embeddings_and_output_weights", SWITCH),
+    Key("qk_layernorm", "qk_layernorm", SWITCH),
+    Key("num_moe_experts", "num_moe_experts", WHOLE),
+    Key("moe_router_topk", "moe_router_topk", WHOLE),
+    Key("moe_ffn_hidden_size", "moe_ffn_hidden_size", WHOLE),
+    Key("moe_aux_loss_coeff", "moe_aux_loss_coeff", NUMBER),
+    Key("moe_router_pre_softmax", "moe_router_pre_softmax", SWITCH),
+)
+
+MISSING = (
+    Missing("multi_latent_attention", "either", "multi-latent attention is another model", blocks=True),
+    Missing("normalization", "either", "memlab has RMSNorm only", lambda value: value not in (None, "RMSNorm"), True),
+    Missing("add_bias_linear", "more", "memlab's linears have no biases", blocks=True),
+    Missing("gated_linear_unit", "either", "memlab's MLPs are gated", lambda value: value is False, blocks=True),
+    Missing(
+        "position_embedding_type",
+        "either",
+        "memlab has rotary positions only",
+        lambda value: value not in (None, "rope", "yarn"),
+        True,
+    ),
+    Missing(
+        "moe_layer_freq",
+        "either",
+        "memlab has MoE in every layer or in none",
+        lambda value: value not in (None, 1, [1]) and bool(set(str(value)) - set("[]1*, ()")),
+        True,
+    ),
+    Missing("is_hybrid_model", "either", "layers of another kind are another model", blocks=True),
+    Missing(
+        "moe_shared_expert_intermediate_size",
+        "more",
+        "shared experts: parameters, gradients, optimizer state and activations of a dense MLP of this width per layer",
+    ),
+    Missing("mtp_num_layers", "more", "multi-token prediction: one more layer and one more set of logits for each"),
+    Missing(
+        "hidden_dropout", "more", "dropout: a mask of 1 byte and a copy of 2 bytes per element of each residual", bool
+    ),
+    Missing("attention_dropout", "more", "dropout inside the attention kernel: at most its random state", bool),
+    Missing(
+        "gradient_accumulation_fusion",
+        "less",
+        "weight gradients are added to the buffers inside the matrix multiplication: at most one weight's gradient "
+        "in bf16 less at the peak of backward",
+    ),
+    Missing(
+        "moe_token_dispatcher_type",
+        "either",
+        "memlab dispatches tokens with alltoall",
+        lambda value: value not in (None, "alltoall"),
+    ),
+    Missing("moe_enable_deepep", "either", "DeepEP's buffers are allocated in advance, outside torch's pools"),
+    Missing("moe_grouped_gemm", "either", "experts one by one", lambda value: value is False),
+    Missing("moe_permute_fusion", "either", "unfused permutation keeps indices", lambda value: value is False),
+    Missing(
+        "moe_router_dtype",
+        "either",
+        "memlab's router computes in fp32: other types change tensors of one number per token and expert",
+        lambda value: value not in ("fp32", "float32"),
+    ),
+    Missing("moe_expert_capacity_factor", "either", "tokens above an expert's capacity are dropped"),
+    Missing("moe_pad_expert_input_to_capacity", "more", "the experts' inputs are padded to their capacity"),
+    Missing("overlap_moe_expert_parallel_comm", "more", "two micro-batches are in flight at once"),
+    Missing("delay_wgrad_compute", "more", "inputs of weight gradients stay until these are computed"),
+    Missing(
+        "cuda_graph_impl",
+        "more",
+        "CUDA graphs keep their own pool of memory",
+        lambda value: value not in (None, "none"),
+    ),
+    Missing("enable_cuda_graph", "more", "CUDA graphs keep their own pool of memory"),
+    Missing("external_cuda_graph", "more", "CUDA graphs keep their own pool of memory"),
+    Missing("cpu_offloading", "less", "Transformer Engine's offload of whole layers"),
+    Missing("cpu_offloading_num_layers", "less", "Transformer Engine's offload of whole layers"),
+    Missing("distribute_saved_activations", "less", "checkpoint inputs are split over the tensor parallel ranks"),
+    Missing("pipeline_model_parallel_layout", "either", "stages of other layers than memlab's even split"),
+    Missing("account_for_embedding_in_pipeline_split", "either", "the embedding counts as a layer of the first stage"),
+    Missing("account_for_loss_in_pipeline_split", "either", "the loss counts as a layer of the last stage"),
+    Missing("tp_comm_overlap", "more", "user buffers of Transformer Engine's overlap of tensor parallel communication"),
+    Missing("fp4", "either", "matrices in FP4"),
+    Missing(
+        "calculate_per_token_loss", "either", "a different scale of the loss: no tensor of any size", lambda _: False
+    ),
+    Missing("fp16", "either", "memlab computes in bf16 or fp32", blocks=True),
+    Missing("deterministic_mode", "either", "deterministic kernels have other temporaries"),
+)
+"""Of TransformerConfig; a framework reads them under its own prefix."""
+
+MISSING_DDP = (
+    Missing("use_megatron_fsdp", "less", "Megatron-FSDP shards parameters and gradients too"),
+    Missing("use_custom_fsdp", "less", "Megatron-FSDP shards parameters and gradients too"),
+    Missing(
+        "num_distributed_optimizer_instances",
+        "more",
+        "the optimizer state is sharded over fewer ranks",
+        lambda value: value not in (None, 1),
+    ),
+)
+MISSING_OPTIMIZER = (
+    Missing("optimizer", "either", "memlab models Adam", lambda value: value not in (None, "adam")),
+    Missing("optimizer_cuda_graph", "more", "CUDA graphs keep their own pool of memory"),
+)

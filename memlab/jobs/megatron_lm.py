@@ -1,0 +1,321 @@
+"""Megatron-LM: the arguments of ``pretrain_gpt.py``, in a script, a log, or the ``model_config.yaml`` of a test.
+
+Names and defaults: ``megatron/training/arguments.py``, core 0.16.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.jobs.framework import Framework, Reading
+from memlab.jobs.keys import DTYPE, NOT, NUMBER, SWITCH, TEXT, WHOLE, WORDS, Key, Missing, with_defaults
+from memlab.jobs.megatron_keys import (
+    CHUNKS,
+    COMPUTE,
+    MISSING,
+    MISSING_DDP,
+    MISSING_OPTIMIZER,
+    OFFLOAD,
+    OPTIMIZER,
+    RECOMPUTE,
+    SIZES,
+)
+
+_RENAMED = {
+    "fp8": "fp8_format",
+    "fp8_param": "fp8_param_gather",
+    "overlap_cpu_optimizer_d2h_h2d": "overlap_cpu_optimizer_d2h_h2d",
+}
+_COMPUTE = tuple(replace(key, name=_RENAMED.get(key.name, key.name)) for key in COMPUTE)
+_OPTIMIZER = tuple(
+    replace(key, conversion=DTYPE) if key.name.endswith("_dtype") else key
+    for key in with_defaults(OPTIMIZER, optimizer_offload_fraction=1.0)
+    if not key.name.startswith("pin_cpu")
+)
+
+SIZES_OF_THE_MODEL = (
+    Key("num_layers", "num_layers", WHOLE),
+    Key("hidden_size", "hidden_size", WHOLE),
+    Key("ffn_hidden_size", "ffn_hidden_size", WHOLE),
+    Key("num_attention_heads", "num_attention_heads", WHOLE),
+    Key("group_query_attention", "group_query_attention", SWITCH, False),
+    Key("num_query_groups", "num_query_groups", WHOLE),
+    Key("kv_channels", "kv_channels", WHOLE),
+    Key("vocab_size", "vocab_size", WHOLE),
+    Key("padded_vocab_size", "padded_vocab_size", WHOLE),
+    Key("make_vocab_size_divisible_by", "make_vocab_size_divisible_by", WHOLE, 128),
+    Key("rotary_base", "rotary_base", NUMBER, 10000),
+    Key("rotary_percent", "rotary_percent", NUMBER, 1.0),
+    Key("norm_epsilon", "layernorm_epsilon", NUMBER, 1e-5),
+    Key("untie_embeddings_and_output_weights", "share_embeddings_and_output_weights", NOT, True),
+    Key("qk_layernorm", "qk_layernorm", SWITCH, False),
+    Key("num_experts", "num_moe_experts", WHOLE),
+    Key("moe_router_topk", "moe_router_topk", WHOLE, 2),
+    Key("moe_ffn_hidden_size", "moe_ffn_hidden_size", WHOLE),
+    Key("moe_aux_loss_coeff", "moe_aux_loss_coeff", NUMBER, 0.0),
+    Key("moe_router_pre_softmax", "moe_router_pre_softmax", SWITCH, False),
+)
+KEYS = (
+    Key("world_size", "world_size", WHOLE),
+    *SIZES,
+    CHUNKS,
+    Key("num_layers_per_virtual_pipeline_stage", "num_layers_per_virtual_pipeline_stage", WHOLE),
+    Key("num_virtual_stages_per_pipeline_rank", "num_virtual_stages_per_pipeline_rank", WHOLE),
+    Key("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage", WHOLE, None),
+    Key("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage", WHOLE, None),
+    Key("seq_length", "seq_length", WHOLE),
+    Key("micro_batch_size", "micro_batch_size", WHOLE),
+    Key("global_batch_size", "global_batch_size", WHOLE),
+    Key("bf16", "bf16", SWITCH, False),
+    *SIZES_OF_THE_MODEL,
+    *RECOMPUTE,
+    Key("recompute_activations", "recompute_activations", SWITCH, False),
+    *OFFLOAD,
+    *with_defaults(_COMPUTE, apply_rope_fusion=True),
+    Key("no_rope_fusion", "no_rope_fusion", SWITCH, False),
+    Key("use_distributed_optimizer", "use_distributed_optimizer", SWITCH, False),
+    *_OPTIMIZER,
+    Key("grad_reduce_in_bf16", "grad_reduce_in_bf16", SWITCH, False),
+    Key("overlap_grad_reduce", "overlap_grad_reduce", SWITCH, False),
+    Key("overlap_param_gather", "overlap_param_gather", SWITCH, False),
+    Key("ddp_bucket_size", "ddp_bucket_size", WHOLE, None),
+    Key("no_pin_cpu_grads", "pin_cpu_grads", NOT, True),
+    Key("no_pin_cpu_params", "pin_cpu_params", NOT, True),
+    Key("manual_gc", "manual_gc", SWITCH, False),
+)
+
+BLOCKING = (
+    Missing("use_legacy_models", "either", "the models of before Megatron-Core", blocks=True),
+    Missing("spec", "either", "a layer specification of its own is another model", bool, True),
+    Missing("hybrid_layer_pattern", "either", "layers of another kind are another model", blocks=True),
+    Missing("hybrid_override_pattern", "either", "layers of another kind are another model", blocks=True),
+)
+FLAGS_MISSING = (
+    *MISSING,
+    *MISSING_DDP,
+    *MISSING_OPTIMIZER,
+    *BLOCKING,
+    Missing(
+        "transformer_impl",
+        "either",
+        "memlab has the layers of Transformer Engine",
+        lambda value: value not in (None, "transformer_engine"),
+    ),
+    Missing("use_precision_aware_optimizer_no_fp8_params_transpose", "less", "no transposed copy of FP8 parameters"),
+    Missing("use_tp_pp_dp_mapping", "either", "ranks are numbered in another order: the same kinds of ranks", bool),
+)
+WITHOUT_EFFECT = (
+    "lr*", "min_lr", "weight_decay*", "start_weight_decay", "end_weight_decay", "adam_*", "sgd_*", "clip_grad",
+    "train_*", "eval_*", "log_*", "save*", "load*", "exit_*", "tensorboard*", "wandb*", "one_logger*", "data_*",
+    "*_data_path", "split", "tokenizer*", "vocab_file", "merge_file", "mock_data", "num_workers", "seed", "init_*",
+    "no_save_*", "no_load_*", "no_initialization", "finetune", "ckpt_*", "dist_ckpt_*", "async_save",
+    "use_mcore_models",
+    "use_flash_attn", "nproc_per_node", "nnodes", "node_rank", "master_*", "rdzv_*", "distributed_backend",
+    "distributed_timeout_minutes", "timing_*", "swiglu", "sequence_parallel", "group_query_attention",
+    "disable_bias_linear", "accumulate_allreduce_grads_in_fp32", "attention_softmax_in_fp32", "rotary_*",
+    "use_rotary_position_embeddings", "max_position_embeddings", "encoder_*", "norm_epsilon",
+    "no_masked_softmax_fusion",
+    "no_bias_*_fusion", "apply_*layer*", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type",
+    "moe_router_score_function", "moe_router_*", "moe_per_layer_logging", "no_gradient_accumulation_fusion",
+    "ddp_average_in_collective", "use_checkpoint_*", "override_opt*", "reset_*", "eod_*", "no_create_attention_mask*",
+    "no_mmap*", "enable_experimental", "profile*", "use_pytorch_profiler", "record_memory_history",
+    "memory_snapshot_path", "manual_gc_*", "te_rng_tracker", "tee", "redirects", "no_check_for_nan*", "check_for_*",
+    "rampup_*", "auto_detect*", "non_persistent*", "overlap_p2p*", "no_overlap_p2p*", "align_*", "no_align*",
+    "rank", "local_rank", "data_parallel_size", "consumed_*", "iteration", "start_time", "use_dist_ckpt*",
+    "perform_initialization", "app_tag*", "inprocess*", "no_async*", "vocab_extra_ids", "ffn_hidden_size",
+)  # fmt: skip
+
+
+def complete(reading: Reading) -> None:
+    """Derives what several arguments decide together, as ``validate_args`` does."""
+    complete_model(reading)
+    complete_state(reading)
+    complete_chunks(reading)
+    values = reading.values
+    if values.get("world_size") is None:
+        _world_size_of_launcher(reading)
+    if not values["use_distributed_optimizer"] and values.get("overlap_param_gather"):
+        values["overlap_param_gather"] = False
+    _note_sequence_parallel(reading)
+
+
+def complete_chunks(reading: Reading) -> None:
+    """Derives the model chunks of a stage, which Megatron-LM's flags say in layers or in chunks."""
+    values = reading.values
+    layers = values.pop("num_layers_per_virtual_pipeline_stage", None)
+    chunks = values.pop("num_virtual_stages_per_pipeline_rank", None)
+    if values.get("virtual_pipeline_model_parallel_size") is None:
+        stages, num_layers = values.get("pipeline_model_parallel_size") or 1, values.get("num_layers")
+        if layers and num_layers and stages > 1:
+            chunks = max(1, num_layers // stages // layers)
+        values["virtual_pipeline_model_parallel_size"] = chunks
+
+
+def complete_state(reading: Reading) -> None:
+    """Derives precision, gradients, recompute and rope fusion."""
+    values = reading.values
+    is_bf16 = values.pop("bf16")
+    if "fp16" not in reading.entries.by_key or not reading.entries.get("fp16"):
+        values.setdefault("dtype", "bf16" if is_bf16 else "fp32")
+    if values.pop("no_rope_fusion", False):
+        values["apply_rope_fusion"] = False
+    if values.pop("recompute_activations", False):
+        values["recompute_granularity"] = values.get("recompute_granularity") or "selective"
+    # Without --accumulate-allreduce-grads-in-fp32, bf16 main gradients are reduced in bf16 (validate_args).
+    if values.get("main_grads_dtype") == "bf16":
+        values["grad_reduce_in_bf16"] = True
+
+
+def complete_model(reading: Reading) -> None:
+    """Derives the model's sizes, with Megatron-LM's defaults, and notes what another model has."""
+    values, entries = reading.values, reading.entries
+    hidden = values.get("hidden_size")
+    if not values.pop("group_query_attention", False):
+        values.pop("num_query_groups", None)
+    is_gated = bool(entries.get("swiglu"))
+    if hidden and values.get("ffn_hidden_size") is None:
+        values["ffn_hidden_size"] = int(4 * hidden * 2 / 3 / 64) * 64 if is_gated else 4 * hidden
+    if hidden is not None:
+        _note_other_layers(reading, is_gated=is_gated)
+    divisor = values.pop("make_vocab_size_divisible_by", 128) * (values.get("tensor_model_parallel_size") or 1)
+    padded = values.pop("padded_vocab_size", None)
+    if padded:
+        values["vocab_size"] = padded
+    elif values.get("vocab_size"):
+        values["vocab_size"] = -(-values["vocab_size"] // divisor) * divisor
+
+
+def _note_other_layers(reading: Reading, *, is_gated: bool) -> None:
+    entries = reading.entries
+    for key in ("swiglu", "normalization", "disable_bias_linear", "add_bias_linear", "position_embedding_type"):
+        reading.known.add(key)
+    if not is_gated:
+        reading.blocked.append("no --swiglu: memlab's MLPs are gated")
+    if entries.get("normalization", "LayerNorm") != "RMSNorm":
+        reading.blocked.append("LayerNorm: memlab has RMSNorm only (--normalization RMSNorm)")
+    has_bias = entries.get("add_bias_linear", not entries.get("disable_bias_linear", False))
+    if has_bias:
+        reading.blocked.append("no --disable-bias-linear: memlab's linears have no biases")
+    uses_rope = entries.get("use_rotary_position_embeddings", False)
+    if entries.get("position_embedding_type", "rope" if uses_rope else "learned_absolute") not in ("rope", "yarn"):
+        reading.blocked.append("learned positions: memlab has rotary ones only (--position-embedding-type rope)")
+    for key in ("attention_dropout", "hidden_dropout"):
+        if key not in entries.by_key:
+            reading.miss(key, "more", "Megatron-LM's default is 0.1: dropout keeps masks, which memlab does not have")
+
+
+def _note_sequence_parallel(reading: Reading) -> None:
+    tensor = reading.values.get("tensor_model_parallel_size") or 1
+    if tensor > 1 and not reading.entries.get("sequence_parallel", False):
+        reading.miss(
+            "sequence_parallel",
+            "more",
+            f"without it, norms and residuals keep whole sequences on each of the {tensor} tensor parallel ranks; "
+            "memlab always splits them",
+        )
+
+
+def _world_size_of_launcher(reading: Reading) -> None:
+    """Takes the ranks from torchrun's flags, where the script has them."""
+    per_node, nodes = reading.get("nproc_per_node"), reading.get("nnodes", 1)
+    if isinstance(per_node, int) and isinstance(nodes, int):
+        reading.take("nproc_per_node", "world_size", per_node * nodes)
+
+
+def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
+    """Returns values by the table's fields, from which `complete` makes the same job."""
+    architecture, layout = scenario.architecture, scenario.layout
+    sizes = {key.field: getattr(architecture, key.field, None) for key in SIZES_OF_THE_MODEL}
+    padding = 128 if architecture.vocab_size % (128 * layout.tensor_model_parallel_size) == 0 else 1
+    values = common(scenario, settings) | sizes
+    if not architecture.is_moe:
+        values |= dict.fromkeys(("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_aux_loss_coeff"))
+    return values | {
+        "num_layers": scenario.num_layers,
+        "group_query_attention": architecture.num_query_groups != architecture.num_attention_heads,
+        "make_vocab_size_divisible_by": padding,
+        "padded_vocab_size": None,
+        "bf16": scenario.dtype == "bf16",
+        "no_rope_fusion": not scenario.state.apply_rope_fusion,
+        "apply_rope_fusion": True,
+        "virtual_pipeline_model_parallel_size": None,
+        "num_virtual_stages_per_pipeline_rank": layout.virtual_pipeline_model_parallel_size
+        if layout.virtual_pipeline_model_parallel_size > 1
+        else None,
+    }
+
+
+def common(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
+    """Returns all fields of a job by their names, as every framework's `compose` starts from."""
+    layout = scenario.layout
+    chunks = layout.virtual_pipeline_model_parallel_size
+    return {
+        **{name: getattr(layout, name) for name in layout.__slots__},
+        **scenario.state.to_dict(),
+        **{name: getattr(settings, name) for name in settings.__slots__},
+        "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+        "fine_grained_activation_offloading": settings.offload_modules is not None,
+        "seq_length": scenario.seq_length,
+        "micro_batch_size": scenario.micro_batch_size,
+        "num_microbatches": scenario.num_microbatches,
+        "global_batch_size": scenario.micro_batch_size * scenario.num_microbatches * layout.data_parallel_size,
+        "world_size": layout.world_size,
+        "dtype": scenario.dtype,
+        "allocator": str(scenario.allocator) if str(scenario.allocator) != "default allocator" else None,
+    }
+
+
+_FIXED_FLAGS = (
+    "--swiglu", "--normalization RMSNorm", "--disable-bias-linear", "--position-embedding-type rope",
+    "--attention-dropout 0.0", "--hidden-dropout 0.0", "--no-gradient-accumulation-fusion",
+)  # fmt: skip
+
+
+def render(values: dict[str, Any]) -> list[str]:
+    """Writes flags, one a line."""
+    values = dict(values)
+    ranks = values.pop("world_size", None)
+    lines = ["--" + _flag(name, value) for name, value in values.items() if value is not None and value is not False]
+    if (values.get("tensor_model_parallel_size") or 1) > 1:
+        lines.append("--sequence-parallel")
+    if "num_experts" in values:
+        lines += ["--moe-token-dispatcher-type alltoall", "--moe-grouped-gemm", "--moe-permute-fusion"]
+        lines.append("--moe-router-dtype fp32")
+    if "hidden_size" in values:
+        lines += _FIXED_FLAGS
+    return [*([f"# torchrun --nnodes 1 --nproc-per-node {ranks}"] if ranks else []), *lines]
+
+
+def _flag(name: str, value: Any) -> str:
+    text = "" if value is True else " " + (" ".join(map(str, value)) if isinstance(value, list) else str(value))
+    return name.replace("_", "-") + text
+
+
+CANNOT_WRITE = {
+    "checkpoint_input_remedy": "Megatron-LM has no remedy for the inputs that checkpoints of MoE layers keep",
+    "offload_parameters": "Megatron-LM keeps its parameters on the device between steps",
+    "offload_gradients": "Megatron-LM keeps its gradient buffers between steps",
+    "offload_optimizer": "Megatron-LM keeps its optimizer state where it is between steps",
+    "offload_optimizer_except_update": "Megatron-LM keeps its optimizer state where it is between steps",
+    "loss": "Megatron-LM trains with the language-model loss only",
+    "logprobs_chunk_size": "Megatron-LM trains with the language-model loss only",
+    "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF",
+}
+
+MEGATRON_LM = Framework(
+    name="megatron-lm",
+    title="Megatron-LM",
+    source="core 0.16.1",
+    style="flags",
+    keys=KEYS,
+    missing=FLAGS_MISSING,
+    without_effect=WITHOUT_EFFECT,
+    complete=complete,
+    compose=compose,
+    cannot_write=CANNOT_WRITE,
+    render=render,
+)
+__all__ = ["KEYS", "MEGATRON_LM", "TEXT", "WORDS", "common", "compose", "render"]

@@ -1,0 +1,92 @@
+"""Which architecture a job trains: found by the model's name, or by its sizes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from memlab.config.architectures import ARCHITECTURES, Architecture, find_architecture
+from memlab.config.validation import shortened
+
+HUGGING_FACE_NAMES = {
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
+    "phi-4": "microsoft/phi-4",
+    "phi-4-mini": "microsoft/Phi-4-mini-instruct",
+}
+# Suffixes of checkpoints that have the same shapes as the model that they were made from.
+_VARIANTS = re.compile(
+    r"([-_](base|instruct|thinking|reasoning|plus|2507|bf16|hf|mcore|torch_dist|torch-dist|megatron))+$"
+)
+_SIZES = (
+    "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size", "qk_layernorm",
+    "share_embeddings_and_output_weights", "num_moe_experts", "rotary_percent",
+)  # fmt: skip
+_EXPERT_SIZES = ("moe_router_topk", "moe_ffn_hidden_size")
+
+
+def architecture_named(name: str, folder: Path) -> Architecture:
+    """Finds the architecture of a model's name or path, such as ``Qwen/Qwen3-30B-A3B-Base``.
+
+    Args:
+        name: As the job's file has it.
+        folder: That of the job's file; a relative path of a model's folder may start there.
+
+    Raises:
+        ValueError: If memlab does not model it.
+    """
+    for path in (Path(name), folder / name):
+        try:
+            if (path / "config.json").is_file():
+                return find_architecture(path)
+        except OSError:
+            continue
+    short = _VARIANTS.sub("", name.rstrip("/").rpartition("/")[2].lower())
+    if short in ARCHITECTURES:
+        return ARCHITECTURES[short]
+    raise ValueError(
+        f"the model is {shortened(name)}, which memlab does not model by this name: it models "
+        f"{', '.join(ARCHITECTURES)}; give --architecture with one of them, or with the path of its config.json"
+    )
+
+
+def architecture_of(values: dict[str, Any], name: str) -> Architecture:
+    """Returns the architecture with these sizes: a known one where all that decides bytes is equal.
+
+    Args:
+        values: Fields of `Architecture`; ``num_query_groups`` and ``kv_channels`` may be missing.
+        name: What an architecture that memlab does not know is called.
+
+    Raises:
+        ValueError: If a size is missing or breaks a rule.
+    """
+    needed = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
+    missing = [size for size in needed if values.get(size) is None]
+    if missing:
+        raise ValueError(
+            f"the job names no model and does not give {', '.join(missing)}: give --architecture, or the sizes with "
+            "--set"
+        )
+    hidden, heads = values["hidden_size"], values["num_attention_heads"]
+    is_moe = bool(values.get("num_moe_experts"))
+    known_fields = {field.name for field in fields(Architecture)}
+    sizes = {key: value for key, value in values.items() if key in known_fields and value is not None}
+    sizes.setdefault("num_query_groups", heads)
+    sizes.setdefault("kv_channels", max(1, hidden // max(1, heads)))
+    sizes.setdefault("ffn_hidden_size", 4 * hidden)
+    sizes.setdefault("rotary_base", 10000.0)
+    sizes.setdefault("layernorm_epsilon", 1e-5)
+    if is_moe:
+        sizes.setdefault("moe_ffn_hidden_size", sizes["ffn_hidden_size"])
+        sizes.setdefault("moe_router_topk", 2)
+    else:
+        sizes = {key: value for key, value in sizes.items() if "moe" not in key}
+    sizes["rotary_base"], sizes["layernorm_epsilon"] = float(sizes["rotary_base"]), float(sizes["layernorm_epsilon"])
+    made = Architecture(name=name, family="qwen3_moe" if is_moe else "phi3", **sizes)
+    for known in ARCHITECTURES.values():
+        compared = (*_SIZES, *(_EXPERT_SIZES if is_moe else ("ffn_hidden_size",)))
+        if all(getattr(known, size) == getattr(made, size) for size in compared):
+            return known
+    return made

@@ -1,0 +1,103 @@
+"""A job of another framework as text: what memlab understood, and what it did not."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from memlab.config.allocator_settings import AllocatorSettings
+from memlab.config.validation import shortened
+from memlab.jobs.framework import NotModelled, Taken
+from memlab.jobs.frameworks import FRAMEWORKS
+from memlab.jobs.job import Job
+
+_WIDTH = 118
+
+
+def job_table(job: Job) -> str:
+    """Returns the report that ``memlab job`` prints."""
+    framework = FRAMEWORKS[job.framework]
+    parts = [[f"{job.path.name}: a job of {framework.title} (names and defaults of {framework.source})"], _summary(job)]
+    given = [taken for taken in job.taken if taken.place != "default"]
+    defaults = [taken for taken in job.taken if taken.place == "default" and taken.value is not None]
+    parts.append(_taken(f"used ({len(given)})", given))
+    if defaults:
+        words = ", ".join(f"{taken.key}={_short(taken.value)}" for taken in defaults)
+        parts.append([f"not in the file, so {framework.title}'s defaults ({len(defaults)})", *_wrapped(words)])
+    parts.append(_missing(job.not_modelled))
+    parts.append(_without_effect(job.without_effect))
+    if job.warnings:
+        parts.append([f"warnings ({len(job.warnings)})", *(f"  {warning}" for warning in job.warnings)])
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _summary(job: Job) -> list[str]:
+    if job.cannot_start is not None:
+        return [f"this job cannot start: {job.cannot_start}"]
+    if job.scenario is None or job.settings is None:
+        return [f"memlab cannot predict this job: {job.not_supported}"]
+    scenario = job.scenario
+    batches = "1 micro-batch" if scenario.num_microbatches == 1 else f"{scenario.num_microbatches} micro-batches"
+    lines = [
+        f"model      {scenario.architecture.name}, {scenario.num_layers} layers, {scenario.dtype}",
+        f"layout     {scenario.layout} ({scenario.layout.world_size} ranks)",
+        f"workload   {scenario.micro_batch_size} x {scenario.seq_length:,} tokens per micro-batch, {batches} per step",
+        f"state      {scenario.state}",
+        f"settings   {job.settings}",
+    ]
+    if scenario.allocator != AllocatorSettings():
+        lines.append(f"allocator  {scenario.allocator}")
+    return lines
+
+
+def _taken(title: str, taken: list[Taken]) -> list[str]:
+    if not taken:
+        return []
+    keys = [f"{one.key} {_short(one.value)}" for one in taken]
+    width = min(70, max(len(key) for key in keys))
+    lines = []
+    for key, one in zip(keys, taken, strict=True):
+        same = one.key.rpartition(".")[2] == one.field
+        meaning = _short(one.memlab_value) if same else f"{one.field} {_short(one.memlab_value)}"
+        lines.append(
+            f"  {one.place:9} {key:{width}}  {'' if same and one.value == one.memlab_value else meaning}".rstrip()
+        )
+    return [title, *lines]
+
+
+def _missing(missing: tuple[NotModelled, ...]) -> list[str]:
+    unknown = [one for one in missing if one.effect == "unknown"]
+    known = [one for one in missing if one.effect != "unknown"]
+    lines = []
+    if known:
+        lines.append(f"not modelled ({len(known)}); a step needs this much more or less memory than memlab says")
+        words = {"more": "more", "less": "less", "either": "more or less"}
+        lines += [f"  {one.place:9} {one.key} {_short(one.value)}: {words[one.effect]}: {one.reason}" for one in known]
+    if unknown:
+        lines.append(f"keys that memlab does not know ({len(unknown)})")
+        lines += _wrapped(", ".join(one.key for one in unknown))
+    return lines
+
+
+def _without_effect(reasons: dict[str, str]) -> list[str]:
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for key, reason in reasons.items():
+        by_reason[reason].append(key)
+    lines = [f"without effect on memory ({len(reasons)})"] if reasons else []
+    for reason, keys in by_reason.items():
+        lines += [f"  {reason}:", *_wrapped(", ".join(keys), "    ")]
+    return lines
+
+
+def _short(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return " ".join(str(part) for part in value)
+    return value if isinstance(value, str) and len(value) < 60 else shortened(value)
+
+
+def _wrapped(text: str, indent: str = "  ") -> list[str]:
+    lines = [indent]
+    for word in text.split(" "):
+        if len(lines[-1]) + len(word) > _WIDTH and lines[-1].strip():
+            lines.append(indent)
+        lines[-1] += word + " "
+    return [line.rstrip() for line in lines]
