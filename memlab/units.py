@@ -63,3 +63,11 @@ _UNIT_BYTES = {"B": 1} | {
     for power, letter in enumerate("KMGT", start=1)
     for suffix, base in (("iB", 1024), ("B", 1000))
 }
+
+
+def remaining(seconds: float, num_done: int, num_left: int) -> str:
+    """Says how much longer so many more take if each takes as long as those before; nothing while that is unknown."""
+    if num_left == 0 or num_done < 2:  # the first includes the start
+        return ""
+    left = seconds / num_done * num_left
+    return f", about {left:.0f} s left" if left < 100 else f", about {left / 60:.0f} min left"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -27,12 +29,12 @@ from memlab.commands.shared.step_flags import (
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.fitting.does_it_fit import Fit, fits, judge_fit
+from memlab.fitting.does_it_fit import VERDICTS, Fit, Verdict, fits, judge, judge_fit
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.lab.search_steps import stepping
 from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
-from memlab.units import format_bytes
+from memlab.units import format_bytes, remaining
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,31 +91,44 @@ def _predict(
     arguments: argparse.Namespace,
     claimed: ExitStack,
 ) -> int:
+    records: list[StepRecord] = []
+    verdicts: list[Verdict] = []
+    fit, interrupted, started = None, False, time.monotonic()
     with claimed, stdout_reserved_for_result():
-        records, too_large = [], []
-        for layout in layouts:
-            scenario = Scenario.of(**workload | {"layout": layout})
-            with stepping(scenario, forward_only=arguments.forward_only) as step:
-                record = step(settings, arguments.device_memory)
-                if arguments.out is not None:
-                    folder = arguments.out / f"rank-{layout.rank}" if len(layouts) > 1 else arguments.out
-                    save_record(record, folder, snapshot=arguments.snapshot)
-                if arguments.gpu_memory is not None:
-                    limit_bytes = limit_for_torch(arguments.gpu_memory, layout)
-                    if not fits(record, step, limit_bytes):
-                        too_large.append(record)
-                records.append(record)
-        if arguments.out is not None and len(records) > 1:
-            _save_page(records, arguments.out)
-        judged = worst(too_large or records)
-        fit = None
-        if arguments.gpu_memory is not None:
+        try:
+            for number, layout in enumerate(layouts, 1):
+                scenario = Scenario.of(**workload | {"layout": layout})
+                with stepping(scenario, forward_only=arguments.forward_only) as step:
+                    record = step(settings, arguments.device_memory)
+                    if arguments.out is not None:
+                        folder = arguments.out / f"rank-{layout.rank}" if len(layouts) > 1 else arguments.out
+                        save_record(record, folder, snapshot=arguments.snapshot)
+                    if arguments.gpu_memory is not None:
+                        verdicts.append(judge(record, step, limit_for_torch(arguments.gpu_memory, layout)))
+                    records.append(record)
+                if len(layouts) > 1:
+                    left = remaining(time.monotonic() - started, number, len(layouts) - number)
+                    peak = format_bytes(record.peak_allocated_bytes)
+                    print(
+                        f"{number} of {len(layouts)} ranks predicted{left}: rank {layout.rank}: {peak}", file=sys.stderr
+                    )
+            if arguments.out is not None and len(records) > 1:
+                _save_page(records, arguments.out)
+        except KeyboardInterrupt:
+            if not records:
+                raise
+            interrupted = True
+            print(f"interrupted: {len(records)} of {len(layouts)} ranks were predicted", file=sys.stderr)
+        least = max(verdicts, key=VERDICTS.index, default=None)
+        of_least = [record for record, verdict in zip(records, verdicts, strict=False) if verdict == least]
+        judged = worst(of_least or records)
+        if arguments.gpu_memory is not None and not interrupted:
             with stepping(judged.scenario) as step:
                 fit = judge_fit(judged, step, arguments.gpu_memory)
             fit = _on_all_ranks(fit, [record.scenario for record in records if record is not judged])
     print(_result(records, judged, fit, as_json=arguments.json))
     is_complete = all(record.status == "ok" for record in records)
-    return 0 if is_complete and (fit is None or fit.fits) else 1
+    return 130 if interrupted else 0 if is_complete and (fit is None or fit.fits) else 1
 
 
 def _on_all_ranks(fit: Fit, others: list[Scenario]) -> Fit:

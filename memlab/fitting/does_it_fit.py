@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
+from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.candidates import candidates
+from memlab.fitting.measured_margin import limit_with_margin, measured_margin
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.fitting.recompute_cost import recomputed_operations
 from memlab.record.step_record import StepRecord
@@ -15,6 +17,13 @@ from memlab.units import format_bytes
 
 Step = Callable[[MemorySettings, int | None], StepRecord]
 """Takes a step under settings, with a limit in bytes for what torch may reserve, or without one."""
+
+
+Verdict = Literal["fits", "may fit", "does not fit"]
+"""Of a predicted step. "may fit": the step completes within the limit, but not if real steps need as much more than
+predicted ones as was measured (`memlab.fitting.measured_margin`)."""
+VERDICTS: tuple[Verdict, ...] = ("fits", "may fit", "does not fit")
+"""From the best to the worst."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,10 +56,17 @@ class Fit:
     peak_allocated_bytes: int
     start_bytes: int
     """Of the peak, what a step under these settings starts with: no recompute or activation offload changes it."""
-    fits: bool
+    verdict: Verdict
     """Whether torch's allocator completes the step with what is left, releasing what it caches where it must."""
+    basis: str
+    """What the verdict is based on, in words."""
     alternatives: tuple[Alternative, ...] = ()
     """Settings that fit where the step does not, one addition each: by recomputed FLOPs, then by bytes transferred."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the predicted step completes: it fits, or may fit."""
+        return self.verdict != "does not fit"
 
     @property
     def margin_bytes(self) -> int:
@@ -60,18 +76,38 @@ class Fit:
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON-ready values."""
         alternatives = [asdict(choice) | {"settings": choice.settings.to_dict()} for choice in self.alternatives]
-        return asdict(self) | {"margin_bytes": self.margin_bytes, "alternatives": alternatives}
+        return asdict(self) | {"fits": self.fits, "margin_bytes": self.margin_bytes, "alternatives": alternatives}
 
     def __str__(self) -> str:
         limit = (
             f"{format_bytes(self.gpu_memory_bytes)} less about {format_bytes(self.outside_torch_bytes)} outside torch"
         )
-        margin = format_bytes(abs(self.margin_bytes))
-        if self.fits:
-            return f"fits {limit}, with {margin} to spare"
-        if self.margin_bytes >= 0:
-            return f"does not fit {limit}: the peak fits, but fragmentation leaves no block large enough"
-        return f"does not fit {limit}: short by {margin}"
+        margin = verdict_margin(self.verdict, self.margin_bytes)
+        return f"{self.verdict} {limit}{margin}; based on {self.basis}"
+
+
+def verdict_margin(verdict: Verdict, margin_bytes: int) -> str:
+    """Says by how much a step fits or not, after the words of its verdict.
+
+    Args:
+        verdict: Of the step.
+        margin_bytes: The limit less the allocated peak.
+    """
+    if verdict == "does not fit":
+        if margin_bytes >= 0:
+            return ": the peak fits, but fragmentation leaves no block large enough"
+        return f": short by {format_bytes(-margin_bytes)}"
+    less = ", less than the measured margin" if verdict == "may fit" else ""
+    return f", with {format_bytes(margin_bytes)} to spare{less}"
+
+
+def basis_of(scenario: Scenario) -> str:
+    """Says what a verdict on a predicted step is based on, and which routing it assumes."""
+    share = f"{measured_margin(scenario.architecture):.1%}"
+    if not scenario.architecture.is_moe:
+        return f"a predicted step; steps of dense models on H200s needed up to {share} more"
+    routing = f"a predicted step with {scenario.routing} routing"
+    return f"{routing}; steps of models with experts on H200s needed up to {share} more, for an unknown reason"
 
 
 def judge_fit(record: StepRecord, step: Step, gpu_memory_bytes: int) -> Fit:
@@ -84,15 +120,16 @@ def judge_fit(record: StepRecord, step: Step, gpu_memory_bytes: int) -> Fit:
     """
     outside_torch_bytes = estimate_outside_torch(record.scenario.layout).total_bytes
     limit_bytes = gpu_memory_bytes - outside_torch_bytes
-    fits_now = fits(record, step, limit_bytes)
+    verdict = judge(record, step, limit_bytes)
     start_bytes = record.static_bytes - record.residual_bytes
-    can_be_helped = not fits_now and start_bytes <= limit_bytes
+    can_be_helped = verdict == "does not fit" and start_bytes <= limit_bytes
     return Fit(
         gpu_memory_bytes=gpu_memory_bytes,
         outside_torch_bytes=outside_torch_bytes,
         peak_allocated_bytes=record.peak_allocated_bytes,
         start_bytes=start_bytes,
-        fits=fits_now,
+        verdict=verdict,
+        basis=basis_of(record.scenario),
         alternatives=tuple(_alternatives(record, step, limit_bytes)) if can_be_helped else (),
     )
 
@@ -113,6 +150,13 @@ def _alternatives(record: StepRecord, step: Step, limit_bytes: int) -> list[Alte
         if fits(other, step, limit_bytes)
     ]
     return sorted(fitting, key=lambda one: (one.recomputed_operations, one.transferred_bytes))
+
+
+def judge(record: StepRecord, step: Step, limit_bytes: int) -> Verdict:
+    """Returns the verdict on a step within a limit; takes further steps if that is unclear."""
+    if fits(record, step, limit_with_margin(limit_bytes, record.scenario.architecture)):
+        return "fits"
+    return "may fit" if fits(record, step, limit_bytes) else "does not fit"
 
 
 def fits(record: StepRecord, step: Step, limit_bytes: int) -> bool:

@@ -11,6 +11,8 @@ from typing import Any, Self
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.fitting.does_it_fit import VERDICTS, Verdict, basis_of, verdict_margin
+from memlab.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,8 +30,13 @@ class Point:
     """To the host, and back again, in a step and between two."""
     host_bytes: int
     """The most that is on the host."""
-    fits: bool
+    verdict: Verdict
     """Whether torch's allocator completes the step within the limit."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the predicted step completes: it fits, or may fit."""
+        return self.verdict != "does not fit"
 
     @property
     def work(self) -> tuple[float, int]:
@@ -77,15 +84,31 @@ class SearchResult:
         ]
         return tuple(sorted(least, key=lambda point: point.work))
 
+    @property
+    def verdict(self) -> str:
+        """The answer in one line: which setting fits at the least cost, by how much, and what that is based on."""
+        best = min(self.cheapest, key=lambda point: VERDICTS.index(point.verdict), default=None)
+        best = best or min(self.points, key=lambda point: point.peak_allocated_bytes)
+        margin = verdict_margin(best.verdict, self.limit_bytes - best.peak_allocated_bytes)
+        limit = format_bytes(self.limit_bytes + self.outside_torch_bytes)
+        if self.outside_torch_bytes:
+            limit += f" less about {format_bytes(self.outside_torch_bytes)} outside torch"
+        surer = [point for point in self.points if point.verdict == "fits"] if best.verdict == "may fit" else []
+        if surer:
+            margin += f"; '{min(surer, key=lambda point: point.work).settings}' fits, with more extra work"
+        return f"'{best.settings}' {best.verdict} {limit}{margin}; based on {basis_of(self.scenario)}"
+
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON-ready values; a point also says whether it is on the front, and of the cheapest that fit."""
         front, cheapest = self.front, self.cheapest
         points = [
             asdict(point)
-            | {"settings": point.settings.to_dict(), "on_front": point in front, "is_cheapest": point in cheapest}
+            | {"settings": point.settings.to_dict(), "fits": point.fits}
+            | {"on_front": point in front, "is_cheapest": point in cheapest}
             for point in self.points
         ]
         values = {name: getattr(self, name) for name in self.__slots__}
+        values["verdict"] = self.verdict
         return values | {"scenario": self.scenario.to_dict(), "base": self.base.to_dict(), "points": points}
 
     @classmethod
@@ -96,6 +119,7 @@ class SearchResult:
         )
         scenario, base = Scenario.from_dict(values["scenario"]), MemorySettings.from_dict(values["base"])
         ranks = tuple(values["ranks"])
+        values = {name: values[name] for name in cls.__slots__}
         return cls(**values | {"scenario": scenario, "ranks": ranks, "base": base, "points": points})
 
     def _beats(self, other: Point, point: Point) -> bool:

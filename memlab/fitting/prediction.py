@@ -8,7 +8,7 @@ from typing import Self
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.fitting.does_it_fit import Step, fits, transferred_bytes
+from memlab.fitting.does_it_fit import Step, Verdict, judge, transferred_bytes
 from memlab.record.step_record import StepRecord
 
 
@@ -26,10 +26,15 @@ class Prediction:
     """To the host, and back again, in a step and between two."""
     host_bytes: int
     """The most that is on the host."""
-    fits: bool
+    verdict: Verdict
     """Whether torch's allocator completes the step within the limit."""
     without_effect: frozenset[str]
     """Settings that Megatron accepted and that had no effect."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the predicted step completes: it fits, or may fit."""
+        return self.verdict != "does not fit"
 
     @classmethod
     def of(cls, record: StepRecord, step: Step, limit_bytes: int) -> Self:
@@ -47,7 +52,7 @@ class Prediction:
             start_bytes=record.static_bytes - record.residual_bytes,
             transferred_bytes=transferred_bytes(record),
             host_bytes=record.host_bytes,
-            fits=fits(record, step, limit_bytes),
+            verdict=judge(record, step, limit_bytes),
             without_effect=frozenset(record.without_effect),
         )
 

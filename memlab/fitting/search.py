@@ -15,6 +15,7 @@ from typing import Any
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.candidates import added_offload, candidates, without_added_offload
+from memlab.fitting.does_it_fit import VERDICTS
 from memlab.fitting.pareto_front import Point, SearchResult, criteria, is_dominated
 from memlab.fitting.prediction import Predict, Prediction, PredictionLostError
 from memlab.fitting.recompute_cost import recomputed_operations
@@ -153,7 +154,7 @@ class _Frontier:
         """Keeps a point, and prunes what is estimated to be no better than it on any criterion."""
         self.pending.pop(settings)
         self._of_ranks[settings] = ranks
-        worst = max(ranks, key=lambda rank: (not rank.fits, rank.peak_allocated_bytes))
+        worst = max(ranks, key=lambda rank: (VERDICTS.index(rank.verdict), rank.peak_allocated_bytes))
         point = self.points[settings] = Point(
             settings=settings,
             rank=worst.rank,
@@ -161,7 +162,7 @@ class _Frontier:
             recomputed_operations=max(recomputed_operations(settings, scenario) for scenario in self._scenarios),
             transferred_bytes=max(rank.transferred_bytes for rank in ranks),
             host_bytes=max(rank.host_bytes for rank in ranks),
-            fits=worst.fits,
+            verdict=worst.verdict,
         )
         self._prune([point])
         return point
@@ -229,7 +230,7 @@ class _Frontier:
                 settings=settings,
                 peak_allocated_bytes=max(peaks),
                 transferred_bytes=max(transfers),
-                fits=max(peaks) <= self._limit_bytes,
+                verdict="fits" if max(peaks) <= self._limit_bytes else "does not fit",
             )
         self._prune(list(self.points.values()))
 

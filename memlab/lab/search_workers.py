@@ -25,7 +25,7 @@ from memlab.lab.search_steps import NO_GPU, Predictor
 from memlab.ranks.balanced import Balanced, CallLostError
 from memlab.ranks.local_processes import LocalProcesses
 from memlab.ranks.ranks import Ranks
-from memlab.units import format_bytes
+from memlab.units import format_bytes, remaining
 
 _SERVED = "memlab.lab.search_steps:Predictor"
 _STEPS_TO_CHOOSE_FROM = 4
@@ -176,14 +176,6 @@ def progress_on_stderr() -> Callable[[Point, int, Callable[[], int]], None]:
         tell(f"{number} predicted, at most {num_left} to go{left}: {point.settings}: {peak}")
 
     return report
-
-
-def remaining(seconds: float, num_done: int, num_left: int) -> str:
-    """Says how much longer so many more take if each takes as long as those before; nothing while that is unknown."""
-    if num_left == 0 or num_done < 2:  # the first includes the start
-        return ""
-    left = seconds / num_done * num_left
-    return f", about {left:.0f} s left" if left < 100 else f", about {left / 60:.0f} min left"
 
 
 def tell(line: str) -> None:

@@ -26,7 +26,8 @@ from memlab.config.model_restrictions import check_on_model, checkpoints_moe_lay
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.candidates import added_offload, candidates
-from memlab.fitting.does_it_fit import Step, transferred_bytes
+from memlab.fitting.does_it_fit import Step, judge, transferred_bytes
+from memlab.fitting.measured_margin import MARGIN_WITH_EXPERTS, MARGIN_WITHOUT_EXPERTS
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.fitting.pareto_front import Point, SearchResult
 from memlab.fitting.prediction import Predict, Prediction
@@ -35,9 +36,10 @@ from memlab.fitting.search import SearchInterrupted, search
 from memlab.lab.lab import Lab
 from memlab.lab.search_process import SearchProcess
 from memlab.lab.search_steps import stepping
-from memlab.lab.search_workers import front_of, open_workers, remaining
+from memlab.lab.search_workers import front_of, open_workers
 from memlab.record.step_record import StepRecord
-from memlab.units import GIB, MIB
+from memlab.units import GIB, MIB, remaining
+from memlab.views.text.search import search_table
 from tests.unit.live import FULL, offload, recompute
 
 from .builders import record_of
@@ -276,7 +278,7 @@ def point(peak_mib: int, operations: float, moved_mib: int, *, fits: bool = True
         recomputed_operations=operations,
         transferred_bytes=moved_mib * MIB,
         host_bytes=moved_mib * MIB,
-        fits=fits,
+        verdict="fits" if fits else "does not fit",
     )
 
 
@@ -303,6 +305,28 @@ def test_the_room_parts_what_fits_from_what_does_not() -> None:
     assert search_of(in_pieces, within).cheapest == (within,)
     assert search_of(in_pieces, within).front == (within, in_pieces)
     assert search_of(over).cheapest == ()
+
+
+def test_the_verdict_comes_first_and_says_by_how_much_and_on_what_basis() -> None:
+    may_fit = replace(point(99, 0, 1), verdict="may fit")
+    assert search_of(may_fit).verdict == (
+        "'full block 1' may fit 100.00 MiB, with 1.00 MiB to spare, less than the measured margin; based on a predicted "
+        "step with balanced routing; steps of models with experts on H200s needed up to 3.1% more, for an unknown reason"
+    )
+    surer = point(90, 5, 2, layers=2)
+    assert "; 'full block 2' fits, with more extra work; based on" in search_of(may_fit, surer).verdict
+    assert search_table(search_of(surer)).startswith(
+        "'full block 2' fits 100.00 MiB, with 10.00 MiB to spare; based on"
+    )
+    assert search_of(surer).to_dict()["verdict"] == search_of(surer).verdict
+
+
+def test_a_step_may_fit_where_its_peak_is_within_the_limit_but_not_within_the_limit_less_the_measured_margin() -> None:
+    for family, margin in (("qwen3-moe-tiny", MARGIN_WITH_EXPERTS), ("phi-4-tiny", MARGIN_WITHOUT_EXPERTS)):
+        record = record_of(None, scenario=Scenario.of(family), peak_allocated_bytes=GIB)
+        limits = (GIB - 1, GIB, int(GIB * (1 + margin)) - 2, int(GIB * (1 + margin)) + 2)
+        found = [judge(record, lambda *_: pytest.fail("no other step is needed"), limit) for limit in limits]
+        assert found == ["does not fit", "may fit", "may fit", "fits"]
 
 
 def test_the_two_kinds_of_work_are_not_mixed() -> None:
@@ -460,7 +484,7 @@ def test_ctrl_c_shows_what_was_found_until_then() -> None:
         table, complaint = process.communicate(timeout=60)
     assert process.returncode == 130
     assert started and not psutil.wait_procs(started, timeout=10)[1], "engines end with the search"
-    assert "these settings fit with the least extra work" in table.splitlines()[0] and "CUT SHORT" in table
+    assert "these settings fit with the least extra work" in table and "CUT SHORT" in table
     assert "Traceback" not in complaint
 
 

@@ -21,7 +21,7 @@ def search_table(found: SearchResult) -> str:
     base = "" if found.base == MemorySettings() else f", each with '{found.base}'"
     lines = [
         *(
-            ["these settings fit with the least extra work:", "", *_table(found.cheapest)]
+            [*wrapped(found.verdict), "", "these settings fit with the least extra work:", "", *_table(found.cheapest)]
             if found.cheapest
             else wrapped(nothing_fits_line(found))
         ),
@@ -85,7 +85,7 @@ def _table(points: Sequence[Point]) -> list[str]:
         ["recomputed", "MFLOP/token", *(f"{point.recomputed_operations / 1e6:,.3f}" for point in points)],
         _bytes("transferred", [point.transferred_bytes for point in points]),
         _bytes("on host", [point.host_bytes for point in points]),
-        ["", "", *("fits" if point.fits else "" for point in points)],
+        ["", "", *(point.verdict if point.fits else "" for point in points)],
     ]
     return aligned([list(row) for row in zip(*columns, strict=True)], first_width=_SETTING_WIDTH)
 
