@@ -55,16 +55,18 @@ class Backend:
         return (scenario.state.fp8_format and self.fp8_layer_provider) or self.layer_provider
 
 
-def find_backend(name: str) -> Backend:
+def find_backend(name: str | Backend) -> Backend:
     """Returns a backend by name.
 
     Args:
-        name: One of `BACKENDS`; ``auto`` chooses the one in `BACKEND_VARIABLE`, and without it ``cuda`` if
-            it is available, else ``cpu``.
+        name: A backend, which is returned as it is, or one of `BACKENDS`; ``auto`` chooses the one in
+            `BACKEND_VARIABLE`, and without it ``cuda`` if it is available, else ``cpu``.
 
     Raises:
         ValueError: If the name is unknown, or the backend cannot be used here.
     """
+    if isinstance(name, Backend):
+        return name
     if name == "auto":
         name = os.environ.get(BACKEND_VARIABLE, name)
     if name not in BACKENDS:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -22,6 +23,7 @@ from memlab.backends.meta_result_cache import MetaResultCache
 from memlab.backends.simulated_routing import chosen_routing
 from memlab.backends.simulated_version import is_te_min_version
 from memlab.meter.simulated_meter import SimulatedMeter
+from memlab.meter.storage_meter import StorageMeter
 from memlab.model.layers import fake_fp8, fp8_parameters
 from memlab.model.layers.fake_layers import FakeProvider
 from memlab.model.process_group import join_alone
@@ -42,6 +44,12 @@ def backend(reason: str) -> Backend:
         fill_workspaces=lambda is_moe: hold_fake_workspaces(grouped=is_moe),
         computes=False,
     )
+
+
+def of_the_cpu_backend() -> Backend:
+    """Returns the simulated backend with the bytes of the CPU backend: nothing rounded, no workspaces of kernels."""
+    simulated = backend("predicts the cpu backend")
+    return replace(simulated, meter=StorageMeter, fill_workspaces=lambda is_moe: None)
 
 
 @contextmanager

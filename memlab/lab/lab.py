@@ -65,7 +65,7 @@ class Lab:
             None is plain Megatron in bf16.
         allocator: Options of torch's allocator, for predicted reserved bytes; None are torch's defaults, and on a GPU
             those that the process was started with.
-        backend: ``auto`` or a name of `memlab.backends.BACKENDS`.
+        backend: ``auto``, a name of `memlab.backends.BACKENDS`, or a backend.
         ranks: Engines that run the ranks of the layout (`memlab.Ranks`). Every method then acts on all ranks, and a
             step's record is a `JobRecord`. If a rank fails, the step ends on all of them, and the next call builds the
             job again, with the weights of the seed. None is a model in this process: one rank, or this rank of the
@@ -93,7 +93,7 @@ class Lab:
         expert_buffers: bool = False,
         state: TrainingState | None = None,
         allocator: AllocatorSettings | None = None,
-        backend: str = "auto",
+        backend: str | Backend = "auto",
         ranks: Ranks | None = None,
     ) -> None:
         scenario = Scenario.of(
@@ -112,7 +112,9 @@ class Lab:
         )
         self._session: Session | JobSession
         if ranks is not None:
-            self._session = JobSession(scenario, ranks, backend, {"allocator": allocator})
+            self._session = JobSession(
+                scenario, ranks, backend if isinstance(backend, str) else backend.name, {"allocator": allocator}
+            )
         else:
             self._session = _session_here(scenario, backend, allocator)
         self._worker = self._session.worker
@@ -540,7 +542,7 @@ class Lab:
         Lab._open = None if Lab._open is self else Lab._open
 
 
-def _session_here(scenario: Scenario, backend_name: str, allocator: AllocatorSettings | None) -> Session:
+def _session_here(scenario: Scenario, backend_name: str | Backend, allocator: AllocatorSettings | None) -> Session:
     """Makes the session of a model in this process.
 
     Raises:

@@ -81,7 +81,7 @@ def _predictions(measured: Sequence[StepRecord]) -> Iterator[StepRecord]:
     former_step = -1
     try:
         for record in measured:
-            scenario = _routed_by_chance(record.scenario)
+            scenario = routed_by_chance(record.scenario)
             model, workload = _split(scenario)
             is_other_lab = record.step_index <= former_step  # steps of one lab are numbered in their order
             former_step = record.step_index
@@ -99,7 +99,7 @@ def _predictions(measured: Sequence[StepRecord]) -> Iterator[StepRecord]:
             lab.close()
 
 
-def _routed_by_chance(scenario: Scenario) -> Scenario:
+def routed_by_chance(scenario: Scenario) -> Scenario:
     """Returns the scenario of a measured step with the routing that its router is likely to have had."""
     if not scenario.architecture.is_moe or scenario.routing != Routing():
         return scenario

@@ -15,6 +15,7 @@ from memlab.fitting.prediction import Prediction
 from memlab.record.step_record import StepRecord
 
 if TYPE_CHECKING:
+    from memlab.backends import Backend
     from memlab.lab.lab import Lab
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
@@ -22,21 +23,21 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 @contextmanager
-def stepping(scenario: Scenario, *, forward_only: bool = False) -> Iterator[Step]:
+def stepping(scenario: Scenario, *, forward_only: bool = False, backend: str | Backend = "simulated") -> Iterator[Step]:
     """Opens a simulated lab for the block, and yields a function that takes a step and keeps no record.
 
     The record of a step does not depend on the steps before it. Offload between steps reallocates parameters, gradients
     or optimizer state, which may leave unsplit remainders at their ends. So other settings then get a new lab.
     """
     with ExitStack() as opened:
-        lab = opened.enter_context(_simulated_lab(scenario))
+        lab = opened.enter_context(_simulated_lab(scenario, backend))
         before: MemorySettings | None = None
 
         def step(settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
             nonlocal lab, before
             if before is not None and before != settings and _reallocates(before):
                 opened.close()
-                lab = opened.enter_context(_simulated_lab(scenario))
+                lab = opened.enter_context(_simulated_lab(scenario, backend))
             before = settings
             lab.device_memory_bytes = limit_bytes
             record = lab.forward_only(settings, warm_up=True) if forward_only else lab.step(settings)
@@ -47,10 +48,10 @@ def stepping(scenario: Scenario, *, forward_only: bool = False) -> Iterator[Step
 
 
 @contextmanager
-def _simulated_lab(scenario: Scenario) -> Iterator[Lab]:
+def _simulated_lab(scenario: Scenario, backend: str | Backend) -> Iterator[Lab]:
     from memlab.lab.lab import Lab
 
-    with Lab(**{field.name: getattr(scenario, field.name) for field in fields(Scenario)}, backend="simulated") as lab:
+    with Lab(**{field.name: getattr(scenario, field.name) for field in fields(Scenario)}, backend=backend) as lab:
         # The lab collects garbage after every change of settings. A collection that visits all objects of torch,
         # Megatron and this model takes longer than a small step, so they are excluded.
         was_frozen = gc.get_freeze_count() > 0

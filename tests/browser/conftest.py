@@ -18,9 +18,9 @@ SCREEN: ViewportSize = {"width": 1280, "height": 800}
 CELLS = (
     STACKS_ON_SIGNAL + "from memlab import Lab, MemorySettings, panel",
     'lab = Lab("qwen3-moe-tiny", num_layers=2, seq_length=1024)',
-    "panel(lab)",
+    "panel(lab, predict=False)",
 )
-PANEL_CELL = CELLS.index("panel(lab)")
+PANEL_CELL = len(CELLS) - 1
 
 
 @pytest.fixture(scope="session")

@@ -52,6 +52,17 @@ def test_a_click_on_the_front_sets_the_controls_and_run_takes_them(panel: PanelP
     expect(panel.part("recompute-granularity", "select")).not_to_have_value("full")
 
 
+def test_the_peak_of_the_selection_is_predicted_before_run_and_is_what_run_measures(panel: PanelPage) -> None:
+    panel.part("predicts", "input").check()
+    panel.choose("recompute-granularity", "full")
+    verdict = panel.part("verdict")
+    expect(verdict).to_contain_text("predicted peak", timeout=RUN_SECONDS * 1000)
+    assert panel.notebook.ask("len(lab.records)") == 0
+    words = verdict.inner_text()
+    panel.run()
+    expect(verdict).to_have_text(re.compile(rf"^{words.removeprefix('predicted ')}; {words.replace(' peak', '')}$"))
+
+
 def test_a_room_that_is_none_is_a_line_and_the_panel_lives(panel: PanelPage) -> None:
     panel.press("search-toggle")
     panel.write("search-limit", "much")

@@ -264,9 +264,9 @@ def test_run_bar_tells_how_far_the_step_is(make_panel: Callable[..., Panel]) -> 
     shown = make_panel()
     bar, lab = shown.run_bar, shown.state.lab
     lab.holds = True
-    assert (bar.stop.disabled, bar.progress.layout.visibility) == (True, "hidden")
+    assert (bar.stop.disabled, bar.progress.layout.display) == (True, "none")
     press(bar.run)
-    assert (bar.stop.disabled, bar.place.value, bar.progress.layout.visibility) == (False, "starting", "visible")
+    assert (bar.stop.disabled, bar.place.value, bar.progress.layout.display) == (False, "starting", "flex")
 
     lab.progress(phase="warm-up backward", module="decoder.layers.2", done=6, total=16)
 
@@ -275,7 +275,7 @@ def test_run_bar_tells_how_far_the_step_is(make_panel: Callable[..., Panel]) -> 
     press(bar.run)
     assert "this lab is busy" in bar.status.value
     press(bar.stop)
-    assert (bar.stop.disabled, bar.place.value, bar.progress.layout.visibility) == (True, "", "hidden")
+    assert (bar.stop.disabled, bar.place.value, bar.progress.layout.display) == (True, "", "none")
     assert shown.runs.table.rows[0]["status"] == "interrupted"
 
 

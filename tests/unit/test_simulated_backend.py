@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import memlab.lab.lab
 from memlab.allocator.simulator import CachingAllocator
 from memlab.backends import find_backend
+from memlab.backends.simulated import of_the_cpu_backend
 from memlab.config.settings import MemorySettings
 from memlab.lab.lab import Lab
-from memlab.meter.storage_meter import StorageMeter
 from memlab.record.step_record import StepRecord
 from tests.unit import caching_allocator as reference
 from tests.unit.live import FULL, offload, random_settings, recompute
@@ -28,16 +26,13 @@ SMALL = {"num_layers": 3, "seq_length": 64, "micro_batch_size": 2, "num_microbat
 @pytest.fixture(scope="module", params=["qwen3-moe-tiny", "phi-4-tiny"])
 def both(request: pytest.FixtureRequest) -> list[tuple[StepRecord, StepRecord, int]]:
     """The same steps on both backends, the simulated one without an allocator's rounding and workspaces."""
-    exact = replace(find_backend("simulated"), meter=StorageMeter, fill_workspaces=lambda is_moe: None)
     drawn = [MemorySettings(), FULL, recompute("layernorm", "core_attn"), offload("qkv_linear", "core_attn")]
     with Lab(request.param, backend="cpu", **SMALL) as lab:
         drawn.append(random_settings(lab, random.Random(3)))
         real = [lab.step(each) for each in drawn]
         num_weights = sum(1 for _ in lab._stepper.live.chunk.parameters())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memlab.lab.lab, "find_backend", lambda name: exact)
-        with Lab(request.param, **SMALL) as lab:
-            fake = [lab.step(each) for each in drawn]
+    with Lab(request.param, backend=of_the_cpu_backend(), **SMALL) as lab:
+        fake = [lab.step(each) for each in drawn]
     # torch's AdamW counts its steps in a tensor of 4 bytes a weight, Transformer Engine's in a number.
     return list(zip(real, fake, [4 * num_weights] * len(drawn), strict=True))
 

@@ -17,6 +17,7 @@ from memlab.views.panel.state import LabState
 from memlab.views.panel.state_controls import StateControls
 from memlab.views.panel.static_files import page_code
 from memlab.views.panel.timeline_view import TimelineView
+from memlab.views.panel.what_if import WhatIf
 
 # By the lab's id, which no other object gets: the panel keeps its lab.
 _panels: dict[int, Panel] = {}
@@ -28,12 +29,14 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
     `memlab.panel` makes it, one per lab.
     """
 
-    def __init__(self, lab: LabLike) -> None:
+    def __init__(self, lab: LabLike, *, predict: bool = True) -> None:
+        self._predicts_on_a_page = predict
         self.state = LabState(lab)
         self.controls = SettingsControls(self.state)
         self.training_state = StateControls(self.state)
         self.search = SearchView(SearchState(self.state))
-        self.run_bar = RunBar(self.state, self.search.toggle)
+        self.what_if = WhatIf(self.state)
+        self.run_bar = RunBar(self.state, self.what_if, self.search.toggle)
         self.timeline = TimelineView(self.state)
         self.table_toggle = ipywidgets.ToggleButton(description="Text table", tooltip="The chart's numbers as text")
         self.table_toggle.add_class("memlab-text-toggle")
@@ -63,6 +66,7 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
         """Removes the panel and all its widgets from the page; the lab and its records stay."""
         _panels.pop(id(self.state.lab), None)
         self.search.state.stop()
+        self.what_if.close()
         self.search.state.unobserve_all()
         self.state.unobserve_all()
         for widget in _widgets_in(self):
@@ -76,6 +80,8 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         """Returns the widget for a page, and the same as text for a front end without widgets."""
+        if self._predicts_on_a_page:  # once: later the switch decides
+            self._predicts_on_a_page, self.what_if.is_on = False, True
         view = {"version_major": 2, "version_minor": 0, "model_id": self.model_id}
         text = f"{self!r}\n\n{text_twin(self.state.shown, self.state.pinned)}"
         return {"text/plain": text, "application/vnd.jupyter.widget-view+json": view}
@@ -93,7 +99,7 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
         self.table.value = f'<pre tabindex="0">{text}</pre>'
 
 
-def panel(lab: LabLike) -> Panel:
+def panel(lab: LabLike, *, predict: bool = True) -> Panel:
     """Shows a lab's memory settings as controls, with its runs. As the last expression of a cell it shows itself.
 
     Panels of labs that have been closed are removed, from their cells too: each would keep its lab and all timelines,
@@ -101,6 +107,8 @@ def panel(lab: LabLike) -> Panel:
 
     Args:
         lab: An open lab. Steps that cells took are in the table too.
+        predict: Whether each change of a control is predicted, as long as the panel's switch is not turned. Next to a
+            live lab, a process of its own predicts; a simulated lab takes the step at once.
 
     Returns:
         The same panel for the same lab, so that a cell that runs again shows the panel that it showed.
@@ -109,7 +117,7 @@ def panel(lab: LabLike) -> Panel:
         other.close()
     shown = _panels.get(id(lab))
     if shown is None:
-        shown = _panels[id(lab)] = Panel(lab)
+        shown = _panels[id(lab)] = Panel(lab, predict=predict)
     shown.state.refresh()
     return shown
 

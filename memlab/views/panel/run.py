@@ -28,6 +28,8 @@ COLUMNS = {
 OF_JOBS = "worst_rank"
 """The column that only runs on several ranks fill."""
 
+TRIED = 0
+"""The number of a step that a simulated lab took before Run was pressed."""
 GRADIENTS = "gradients"
 """The group that offload drops instead of transferring."""
 _MINUS = "\N{MINUS SIGN}"
@@ -132,7 +134,8 @@ class Run:
 
     def __str__(self) -> str:
         rank = "" if self.rank is None else f", rank {self.rank}"
-        return f"run {self.number}{rank} ({self.conditions})"
+        name = "what if" if self.number == TRIED else f"run {self.number}"
+        return f"{name}{rank} ({self.conditions})"
 
 
 def rows(runs: Sequence[Run], pinned: Run | None) -> list[dict[str, str]]:
@@ -147,14 +150,20 @@ def rows(runs: Sequence[Run], pinned: Run | None) -> list[dict[str, str]]:
     ]
 
 
-def columns(runs: Sequence[Run]) -> dict[str, str]:
-    """Returns those of `COLUMNS` that tell the runs apart: not a workload or a status that all of them have."""
+def columns(runs: Sequence[Run], base: Run | None = None) -> dict[str, str]:
+    """Returns those of `COLUMNS` that tell the runs apart: not a workload or a status that all of them have.
+
+    Args:
+        runs: Those of the table.
+        base: The run that they are compared with, if there is one.
+    """
     left_out = set() if any(run.job for run in runs) else {OF_JOBS}
     if len({run.workload for run in runs}) <= 1:
         left_out.add("workload")
     if all(run.is_ok for run in runs):
         left_out.add("status")
-    return {name: title for name, title in COLUMNS.items() if name not in left_out}
+    titles = COLUMNS if base is None else COLUMNS | {"saved": f"less than run {base.number}"}
+    return {name: title for name, title in titles.items() if name not in left_out}
 
 
 def _row(run: Run, base: StepRecord | None) -> dict[str, str]:

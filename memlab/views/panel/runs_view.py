@@ -135,8 +135,8 @@ class RunsView:
     def _show(self) -> None:
         state = self._state
         shown, pinned = state.shown, state.pinned
-        self.table.columns = [list(column) for column in columns(state.runs).items()]
-        self.table.rows = rows(state.runs, pinned)
+        self.table.columns = [list(column) for column in columns(state.runs, state.base).items()]
+        self.table.rows = rows(state.runs, state.base)
         self.table.pinned = pinned.number if pinned else 0
         self.table.shown = shown.number if shown else 0
         self.pin.description = "Unpin" if state.is_pinned else "Pin"

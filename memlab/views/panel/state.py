@@ -8,6 +8,7 @@ waiting for it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -25,9 +26,10 @@ from memlab.config.training_state import TrainingState
 from memlab.ranks.group import RankFailed
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
+from memlab.units import format_bytes
 from memlab.views.figures.resample import AXES
 from memlab.views.panel.lab_protocol import LabLike, ProgressLike
-from memlab.views.panel.run import Run
+from memlab.views.panel.run import TRIED, Run
 from memlab.views.panel.settings_form import SettingsForm
 
 _logger = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ _logger = logging.getLogger(__name__)
 _logger.addHandler(logging.NullHandler())
 
 _SECONDS_BETWEEN_PROGRESS = 0.1
+_NO_ROW = "The shown step is not in the table: press Run to keep it, or choose a run of the table."
 POOLS_SHOWN = ("device", "host")
 FLOORS = ("held", "zero")
 
@@ -60,6 +63,8 @@ class LabState(traitlets.HasTraits):
     runs = traitlets.Tuple()
     """Each a `Run`, in the order in which they ended."""
     shown = traitlets.Instance(Run, allow_none=True)
+    tried = traitlets.Instance(Run, allow_none=True)
+    """The step that a simulated lab took with the form's settings before Run was pressed; it has no row."""
     pinned = traitlets.Instance(Run, allow_none=True)
     """The run that the others are compared with."""
     rank = traitlets.Int(allow_none=True, default_value=None)
@@ -89,6 +94,8 @@ class LabState(traitlets.HasTraits):
         self.error_is_about_state = False
         """Whether `validation_error` is a rule of the training state."""
         self._idle_options: dict[str, str] = {}
+        self._trying: Future[StepRecord] | None = None
+        self._keeps_tried = False
         self.form = SettingsForm.of(lab.settings, lab.scenario)
         self.refresh()
 
@@ -171,6 +178,75 @@ class LabState(traitlets.HasTraits):
         Returns:
             The future of the record, which ends after the state has the record; None if no step was started.
         """
+        with self.lock:
+            if self.tried is not None and self.is_selected(self.tried):
+                return self._keep_tried()
+            if self._trying is not None:
+                self._keeps_tried = True  # it becomes a row when it ends
+                return self._trying
+        return self._start()
+
+    def try_out(self) -> None:
+        """Takes a step with the form's settings and shows it, without a row in the table; waits for its end.
+
+        A run with the same settings is shown instead, if the table has one.
+        """
+        with self.lock:
+            known = [run for run in self.runs if run.is_ok and self.is_selected(run)]
+            if known:
+                self.show(known[-1].number)
+                return
+        ended = self._start(is_tried=True)
+        if ended is not None:
+            with contextlib.suppress(Exception):  # it is a row of the table
+                ended.result()
+
+    @property
+    def selection(self) -> tuple[Scenario, MemorySettings] | None:
+        """What Run would run; None while the form breaks a rule."""
+        if self.settings is None:
+            return None
+        return self.form.scenario(self.lab.scenario), self.settings
+
+    def is_selected(self, run: Run) -> bool:
+        """Whether a run had the settings, the workload and the training state that the controls show."""
+        if self.selection is None:
+            return False
+        scenario, settings = self.selection
+        return (_of_job(run.scenario), run.settings) == (_of_job(scenario), settings)
+
+    @property
+    def base(self) -> Run | None:
+        """The run that the table and the words above the chart compare with: the pinned one, or else the first."""
+        if self.pinned is not None:
+            return self.pinned if self.pinned.is_ok else None
+        return next((run for run in self.runs if run.is_ok), None)
+
+    def compared(self, with_base: Run | StepRecord | None) -> str:
+        """Writes how much less than `base` a step needs, as ``, 2.0 MiB (20%) less than run 1``."""
+        base, record = self.base, with_base.record if isinstance(with_base, Run) else with_base
+        if base is None or base.record is None or record is None or base is with_base:
+            return ""
+        least = base.record.peak_allocated_bytes
+        saved = least - record.peak_allocated_bytes
+        if not saved:
+            return f", as run {base.number}"
+        words = "less" if saved > 0 else "more"
+        return f", {format_bytes(abs(saved))} ({abs(saved) / least:.0%}) {words} than run {base.number}"
+
+    def _keep_tried(self) -> Future[StepRecord]:
+        """Makes the step that was tried a run of the table."""
+        tried, ended = self.tried, Future[StepRecord]()
+        assert tried is not None and tried.record is not None
+        self.tried = None
+        self.lab.records.append(tried.record)
+        self.refresh()
+        assert self.shown is not None
+        self.notice = f"{self.shown}: {self.shown.outcome}"
+        ended.set_result(tried.record)
+        return ended
+
+    def _start(self, *, is_tried: bool = False) -> Future[StepRecord] | None:
         # The worker never takes this lock, so the lab may be called under it.
         with self._pressing:
             settings, form = self.settings, self.form
@@ -191,11 +267,12 @@ class LabState(traitlets.HasTraits):
             except Exception as error:  # noqa: BLE001 - any error becomes a row of the table, and the panel stays usable
                 self._fail(error, form.scenario(self.lab.scenario), settings)
                 return None
+            ended: Future[StepRecord] = Future()
             with self.lock:
                 self.progress, self.busy = None, True
+                self._trying = ended if is_tried else None
                 rebuilding = f"Rebuilding the {rebuilds} for '{scenario.state}'. " if rebuilds != "nothing" else ""
                 self.notice = f"{rebuilding}Running: {settings}"
-            ended: Future[StepRecord] = Future()
             running.add_done_callback(lambda done: self._finish(done, ended, scenario, settings, num_changes))
             return ended
 
@@ -250,8 +327,8 @@ class LabState(traitlets.HasTraits):
     def pin(self) -> None:
         """Pins the shown run, or the rank of it that is shown, to compare others with it; unpins it if it is pinned."""
         with self.lock:
-            if self.shown is None:
-                self.notice = "No run is shown: choose one in the table first."
+            if self.shown is None or self.shown is self.tried:
+                self.notice = _NO_ROW if self.shown is not None else "No run is shown: choose one in the table first."
                 return
             pinned, rank = (None, None) if self.is_pinned else (self.shown, self.one_rank)
             self.pinned_rank, self.pinned = rank, pinned
@@ -261,8 +338,8 @@ class LabState(traitlets.HasTraits):
         """Removes the shown run here and from the lab's records, and shows the next run, or the previous one."""
         with self.lock:
             run = self.shown
-            if run is None:
-                self.notice = "No run is shown: choose one in the table first."
+            if run is None or run is self.tried:
+                self.notice = _NO_ROW if run is not None else "No run is shown: choose one in the table first."
                 return
             at = self.runs.index(run)
             _remove(self.lab.records, run.record)
@@ -297,6 +374,8 @@ class LabState(traitlets.HasTraits):
     def refresh(self) -> None:
         """Adds a run for each new record of the lab, from steps of a cell for example."""
         with self.lock:
+            if self._trying is not None:  # its record is no run yet
+                return
             known = {id(run.record) for run in self.runs}
             new = [record for record in self.lab.records if id(record) not in known]
             for record in new:
@@ -339,8 +418,12 @@ class LabState(traitlets.HasTraits):
         try:
             with self.lock:
                 try:
+                    is_tried = self._trying is ended
+                    self._trying = None
                     if error is not None:
                         self._fail(error, scenario, settings)
+                    elif is_tried:
+                        self._show_tried(done.result())
                     else:
                         self.refresh()
                         assert self.shown is not None
@@ -353,6 +436,22 @@ class LabState(traitlets.HasTraits):
                 ended.set_exception(error)
             else:
                 ended.set_result(done.result())
+
+    def _show_tried(self, record: StepRecord) -> None:
+        _remove(self.lab.records, record)
+        run = Run(
+            number=TRIED,
+            scenario=record.scenario,
+            settings=record.settings,
+            backend=self.lab.backend.name,
+            record=record,
+        )
+        self.moment = None
+        self.tried = self.shown = run
+        self.notice = f"{run}: {run.outcome}; Run keeps it in the table"
+        if self._keeps_tried and self.is_selected(run):
+            self._keeps_tried = False
+            self._keep_tried()
 
     def _fail(self, error: BaseException, scenario: Scenario, settings: MemorySettings) -> None:
         _logger.error("the step under %s ended in an error", settings, exc_info=error)
@@ -368,6 +467,11 @@ class LabState(traitlets.HasTraits):
                 lab_is_in_order=lab_is_in_order,
             )
             self.notice = f"{self.shown}: {self.shown.outcome}" if self.shown is not None else ""
+
+
+def _of_job(scenario: Scenario) -> Scenario:
+    """Returns the scenario of a job, whichever of its ranks this one is about."""
+    return replace(scenario, layout=replace(scenario.layout, rank=0))
 
 
 def _remove(records: list[StepRecord], record: StepRecord | None) -> None:

@@ -1,0 +1,114 @@
+"""Predictions of single steps in a process of their own, next to a lab that is open in this one.
+
+The simulated backend replaces torch's CUDA calls for the whole process, so a panel on a live lab cannot predict in its
+own. `PredictionProcess` starts ``python -m memlab.lab.prediction_process`` once and sends it one question per line.
+That process keeps its simulated lab as long as the questions are about the same scenario: the next answer then takes
+no longer than a step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from memlab.backends.simulated import of_the_cpu_backend
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.fitting.does_it_fit import Step
+from memlab.lab.environment import variables_that_import_memlab
+from memlab.lab.predictions import routed_by_chance
+from memlab.lab.search_steps import NO_GPU, stepping
+from memlab.record.step_record import StepRecord
+
+_NICENESS = 5
+"""The live model goes first."""
+
+
+class PredictionProcess:
+    """Predicts one step after another, for any thread; it ends with the process that started it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._asking = threading.Lock()
+
+    def start(self) -> None:
+        """Starts the process, so that it has imported torch and Megatron when the first question comes."""
+        if self._process is None or self._process.poll() is not None:
+            self._process = _start()
+
+    def predict(self, scenario: Scenario, settings: MemorySettings, backend: str) -> StepRecord:
+        """Predicts a step on one rank, and waits for the answer.
+
+        Args:
+            scenario: What is run. An MoE model's routing is predicted as chance spreads tokens.
+            settings: The memory settings.
+            backend: Name of the backend whose step is predicted: bytes on the ``cpu`` have no allocator's rounding.
+
+        Returns:
+            The record, without its timeline.
+
+        Raises:
+            ValueError: If the step cannot be predicted, or the process has ended.
+        """
+        question: dict[str, Any] = {"scenario": routed_by_chance(scenario).to_dict(), "settings": settings.to_dict()}
+        question["backend"] = backend
+        with self._asking:
+            self.start()
+            assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+            try:
+                self._process.stdin.write(json.dumps(question) + "\n")
+                self._process.stdin.flush()
+                line = self._process.stdout.readline()
+            except BrokenPipeError:
+                line = ""
+        if not line:
+            raise ValueError("the process that predicts has ended: change a setting, and another one starts")
+        answer = json.loads(line)
+        if "refused" in answer:
+            raise ValueError(answer["refused"])
+        return StepRecord.from_dict(answer)
+
+
+def _start() -> subprocess.Popen[str]:
+    return subprocess.Popen(  # this interpreter
+        [sys.executable, "-m", "memlab.lab.prediction_process"],
+        env=os.environ | variables_that_import_memlab() | NO_GPU,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,  # an interrupted cell ends no prediction
+    )
+
+
+def main() -> None:
+    """Answers each line of stdin by a line on stdout: a record as JSON, or why there is none."""
+    os.nice(_NICENESS)
+    answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
+    open_scenario: Scenario | None = None
+    step: Step | None = None
+    with ExitStack() as opened:
+        for line in sys.stdin:
+            question = json.loads(line)
+            scenario = Scenario.from_dict(question["scenario"])
+            try:
+                if step is None or scenario != open_scenario:
+                    step = None
+                    opened.close()
+                    backend = of_the_cpu_backend() if question["backend"] == "cpu" else "simulated"
+                    step, open_scenario = opened.enter_context(stepping(scenario, backend=backend)), scenario
+                record = step(MemorySettings.from_dict(question["settings"]), None)
+                answer = replace(record, timeline=None).to_dict()
+            except ValueError as error:
+                answer = {"refused": str(error)}
+            print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

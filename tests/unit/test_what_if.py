@@ -1,0 +1,150 @@
+"""What the selected settings would need, before Run: next to a live lab by a prediction, on a simulated lab by a step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from queue import Queue
+from typing import Any
+
+import pytest
+
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.record.step_record import StepRecord
+from memlab.views.panel.state import LabState
+from memlab.views.panel.what_if import WhatIf
+
+from .builders import record_of, training_step
+from .fake_lab import FakeBackend, FakeLab
+
+FULL = {"recompute_granularity": "full"}
+
+
+class HeldProcess:
+    """Predicts when a test says so: twice as much memory for each question."""
+
+    def __init__(self) -> None:
+        self.asked: Queue[MemorySettings] = Queue()
+        self.goes_on: Queue[str] = Queue()
+        self.num_answers = 0
+
+    def start(self) -> None: ...
+
+    def predict(self, scenario: Scenario, settings: MemorySettings, backend: str) -> StepRecord:
+        self.asked.put(settings)
+        refusal = self.goes_on.get(timeout=60)
+        if refusal:
+            raise ValueError(refusal)
+        self.num_answers += 1
+        return record_of(training_step(scale=2**self.num_answers), settings, scenario=scenario)
+
+
+@pytest.fixture
+def what_if() -> Iterator[WhatIf]:
+    made = WhatIf(LabState(FakeLab()), HeldProcess())
+    made.is_on = True
+    yield made
+    made.close()
+
+
+def wait_until(what_if: WhatIf, name: str, holds: Callable[[Any], bool]) -> None:
+    happened = threading.Event()
+    what_if.observe(lambda change: holds(change["new"]) and happened.set(), names=[name])
+    assert holds(getattr(what_if, name)) or happened.wait(60)
+
+
+def test_the_last_selection_is_predicted_and_no_older_answer_is_shown(what_if: WhatIf) -> None:
+    state, process = what_if._state, what_if._process
+    shown = []
+    what_if.observe(lambda change: shown.append(change["new"]), names=["predicted"])
+    state.edit(offload_optimizer=True)
+    assert process.asked.get(timeout=60) == MemorySettings(offload_optimizer=True)
+    state.edit(offload_parameters=True)
+    state.edit(offload_optimizer=False)
+    assert what_if.words == "predicting the peak ..."
+    process.goes_on.put("")
+    assert process.asked.get(timeout=60) == MemorySettings(offload_parameters=True), "what came between is not asked"
+    assert shown == []
+    process.goes_on.put("")
+    wait_until(what_if, "predicted", lambda record: record is not None)
+    assert [record.settings for record in shown] == [MemorySettings(offload_parameters=True)]
+    assert what_if.words.startswith("predicted peak ")
+
+    state.edit(offload_parameters=False, offload_optimizer=True)
+    assert what_if.predicted.settings == MemorySettings(offload_optimizer=True), "an answer is asked for once"
+
+
+def test_settings_that_break_a_rule_are_not_predicted_and_a_refusal_is_said(what_if: WhatIf) -> None:
+    state = what_if._state
+    state.toggle("offload_modules", "attn_proj", on=True)
+    assert (what_if.predicted, what_if.words) == (None, "")
+    what_if._process.goes_on.put("it cannot be built")
+    state.toggle("offload_modules", "core_attn", on=True)
+    wait_until(what_if, "notice", lambda notice: "predicting" not in notice)
+    assert what_if.words == "not predicted: it cannot be built"
+
+
+def test_after_a_run_the_words_have_both_figures_and_the_difference_to_the_first_run(what_if: WhatIf) -> None:
+    state, lab = what_if._state, what_if._state.lab
+    state.run()
+    assert what_if.words == f"peak {lab.records[0].peak_allocated_bytes / 2**20:.2f} MiB"
+    what_if._process.goes_on.put("")
+    state.edit(offload_optimizer=True)
+    wait_until(what_if, "predicted", lambda record: record is not None)
+    assert what_if.words.startswith("predicted peak ") and what_if.words.endswith("more than run 1")
+    lab.timeline = training_step(scale=2048)
+    state.run()
+    assert "MiB (50%) less than run 1; predicted " in what_if.words
+
+
+@pytest.fixture
+def simulated() -> Iterator[WhatIf]:
+    lab = FakeLab()
+    lab.backend = FakeBackend("simulated")
+    made = WhatIf(LabState(lab), None)
+    made.is_on = True
+    yield made
+    made.close()
+
+
+def tick(what_if: WhatIf, **changes: Any) -> None:
+    """Changes the form, and waits for the step that follows."""
+    shown = threading.Event()
+    what_if._state.observe(lambda _: shown.set(), names=["shown"])
+    what_if._state.edit(**changes)
+    assert shown.wait(60)
+
+
+def test_on_a_simulated_lab_a_change_is_drawn_at_once_and_run_keeps_it(simulated: WhatIf) -> None:
+    state, lab = simulated._state, simulated._state.lab
+    state.run()
+    tick(simulated, offload_optimizer=True)
+    assert (state.shown, len(state.runs), len(lab.records)) == (state.tried, 1, 1)
+    assert state.shown.settings == MemorySettings(offload_optimizer=True)
+    state.pin()
+    assert state.pinned is None and "press Run to keep it" in state.notice
+    state.delete()
+    assert len(state.runs) == 1
+    num_steps = len(lab.submitted)
+
+    state.run()
+
+    assert len(lab.submitted) == num_steps, "the step is not taken again"
+    assert [run.settings for run in state.runs] == [MemorySettings(), MemorySettings(offload_optimizer=True)]
+    assert state.shown is state.runs[1] and lab.records[1] is state.runs[1].record
+    tick(simulated, offload_optimizer=False)
+    assert state.shown is state.runs[0], "a run of the table is shown instead of another step"
+
+
+def test_run_during_a_tried_step_keeps_it_when_it_ends(simulated: WhatIf) -> None:
+    state, lab = simulated._state, simulated._state.lab
+    lab.holds = True
+    busy = threading.Event()
+    state.observe(lambda change: change["new"] and busy.set(), names=["busy"])
+    state.edit(offload_optimizer=True)
+    assert busy.wait(60)
+    running = state.run()
+    lab.end()
+    running.result(60)
+    assert [run.settings for run in state.runs] == [MemorySettings(offload_optimizer=True)]
