@@ -8,6 +8,7 @@ from typing import Any
 import ipywidgets
 
 from memlab.views.panel.lab_protocol import LabLike
+from memlab.views.panel.preset_choice import PresetChoice
 from memlab.views.panel.run_bar import RunBar
 from memlab.views.panel.runs_view import RunsView, text_twin
 from memlab.views.panel.search_state import SearchState
@@ -37,6 +38,7 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
         self.search = SearchView(SearchState(self.state))
         self.what_if = WhatIf(self.state)
         self.run_bar = RunBar(self.state, self.what_if, self.search.toggle)
+        self.presets = PresetChoice(self.state, self.search.state)
         self.timeline = TimelineView(self.state)
         self.table_toggle = ipywidgets.ToggleButton(description="Text table", tooltip="The chart's numbers as text")
         self.table_toggle.add_class("memlab-text-toggle")
@@ -48,7 +50,7 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
         where = f"{ranks} ranks ({scenario.layout}), {lab.backend.name}" if ranks > 1 else lab.backend.name
         title = html.escape(f"{scenario.architecture.name}, {scenario.num_layers} layers, on {where}")
         heading = ipywidgets.HTML(f"<style>{page_code('panel.css')}</style><h3>{title}</h3>")
-        controls = ipywidgets.VBox([heading, self.controls.box, self.training_state.box])
+        controls = ipywidgets.VBox([heading, self.presets.box, self.controls.box, self.training_state.box])
         results = ipywidgets.VBox([self.run_bar.box, self.search.box, self.timeline.box, self.runs.box, self.table])
         body = ipywidgets.Box([controls, results])
         super().__init__([body])

@@ -29,6 +29,7 @@ from memlab.record.timeline import Timeline
 from memlab.units import format_bytes
 from memlab.views.figures.resample import AXES
 from memlab.views.panel.lab_protocol import LabLike, ProgressLike
+from memlab.views.panel.presets import Preset
 from memlab.views.panel.run import TRIED, Run
 from memlab.views.panel.settings_form import SettingsForm
 
@@ -162,6 +163,14 @@ class LabState(traitlets.HasTraits):
         """Ticks or unticks a module of ``recompute_modules`` or ``offload_modules``."""
         with self.lock:
             self.form = self.form.toggled(field, module, on=on)
+
+    def take(self, name: str, preset: Preset) -> None:
+        """Puts a preset's settings and training state into the controls."""
+        with self.lock:
+            form = self.form.with_settings(preset.settings)
+            self.form = replace(form, state_values=preset.state.to_dict())
+            source = f", as in {preset.source}" if preset.source else ""
+            self.notice = f"The controls show the preset '{name}'{source}."
 
     def reuse(self) -> None:
         """Puts the shown run's settings and workload back into the controls."""

@@ -1,0 +1,63 @@
+"""The list of presets above the controls, with what a search has found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ipywidgets
+
+from memlab.units import format_bytes
+from memlab.views.panel.presets import PRESETS, Preset
+from memlab.views.panel.search_state import SearchState
+from memlab.views.panel.state import LabState
+
+_NONE = "choose a preset"
+
+
+class PresetChoice:
+    """A list that sets the controls, and names what they show. `box` is the widget.
+
+    Args:
+        state: What it shows and changes.
+        search: Its front is in the list.
+    """
+
+    def __init__(self, state: LabState, search: SearchState) -> None:
+        self._state, self._search = state, search
+        self._is_following = False
+        self._presets: dict[str, Preset] = {}
+        self.box = ipywidgets.Dropdown(description="preset", options=[_NONE])
+        self.box.style.description_width = "initial"
+        self.box.add_class("memlab-preset")
+        self.box.observe(self._chosen, names=["value"])
+        state.observe(lambda _: self._follow(), names=["form"])
+        search.observe(lambda _: self._list(), names=["found"])
+        self._list()
+
+    def _list(self) -> None:
+        self._presets = dict(PRESETS)
+        if self._search.found is not None:
+            for point in self._search.found.front:
+                name = f"found: {point.settings}, {format_bytes(point.peak_allocated_bytes)}"
+                self._presets[name] = Preset(settings=point.settings, state=self._state.scenario.state)
+        self._is_following = True  # new options select the first one, which is not the user's choice
+        self.box.options = [_NONE, *self._presets]
+        self._is_following = False
+        self._follow()
+
+    def _follow(self) -> None:
+        """Names the preset that the controls show, if they show one."""
+        shown = self._state.selection
+        names = [
+            name
+            for name, preset in self._presets.items()
+            if shown is not None and (shown[0].state, shown[1]) == (preset.state, preset.settings)
+        ]
+        self._is_following = True
+        if self.box.value not in names:
+            self.box.value = names[0] if names else _NONE
+        self._is_following = False
+
+    def _chosen(self, change: Any) -> None:
+        if not self._is_following and change["new"] in self._presets:
+            self._state.take(change["new"], self._presets[change["new"]])

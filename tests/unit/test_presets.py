@@ -1,0 +1,40 @@
+"""Presets: each is what its framework's file sets, fits every model that memlab knows, and comes into the controls."""
+
+from __future__ import annotations
+
+import pytest
+
+from memlab.config.architectures import ARCHITECTURES
+from memlab.config.model_restrictions import check_on_model
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
+from memlab.views.panel.panel import panel
+from memlab.views.panel.presets import PRESETS
+
+from .fake_lab import FakeLab
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_names_its_source_and_every_model_takes_it(name: str) -> None:
+    preset = PRESETS[name]
+    framework = name.partition(":")[0]
+    assert name == "plain" or preset.source.startswith(framework), "framework and file"
+    for architecture in ARCHITECTURES.values():
+        check_on_model(preset.settings, Scenario.of(architecture, state=preset.state))
+
+
+def test_a_preset_sets_the_controls_which_name_it_until_they_change() -> None:
+    shown = panel(FakeLab())
+    choice, state = shown.presets.box, shown.state
+    assert choice.value == "plain"
+    name = next(name for name in PRESETS if name.startswith("slime"))
+    choice.value = name
+    assert state.settings == PRESETS[name].settings
+    assert state.selection[0].state == PRESETS[name].state
+    assert PRESETS[name].source in state.notice
+    state.edit(offload_optimizer=True)
+    assert choice.value == "choose a preset"
+    choice.value = "plain"
+    assert (state.settings, state.selection[0].state) == (MemorySettings(), TrainingState())
+    shown.close()
