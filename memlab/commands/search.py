@@ -29,6 +29,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.cpu_info import num_cores
 from memlab.fitting.candidates import candidates
+from memlab.fitting.largest import WHATS, LargestInterrupted
 from memlab.fitting.pareto_front import SearchResult, default_resolution_bytes
 from memlab.fitting.prediction import PredictionLostError
 from memlab.fitting.search import SearchInterrupted
@@ -76,6 +77,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(ipcluster start --profile=PROFILE); the result is the same on any number; 0 and 1 use this process alone "
         "(default: one process per core, or this process alone if the search is short)",
     )
+    parser.add_argument(
+        "--largest",
+        metavar="{" + ",".join(WHATS) + "}",
+        help="instead of searching settings, find the largest workload that fits under those that you give: the "
+        "longest sequence, the most sequences in a micro-batch, or the most tokens in a micro-batch of one packed row; "
+        "the number of micro-batches stays as it is",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object; bytes are integers")
     parser.add_argument(
         "--out", type=out_path, metavar="FILE.html", help="also write the chart and the table to this new HTML file"
@@ -99,6 +107,9 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     check_new_file(arguments.out)
     resolution_bytes = arguments.resolution or default_resolution_bytes(arguments.gpu_memory)
 
+    if arguments.largest is not None:
+        _check_largest(arguments)
+        return lambda: _find_largest(arguments, scenarios, base, limit_bytes)
     engines = _own_engines(scenarios, base, arguments.max_steps) if arguments.engines is None else arguments.engines
 
     def job() -> int:
@@ -128,6 +139,58 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         return 0 if found.cheapest else 1
 
     return job
+
+
+def _check_largest(arguments: argparse.Namespace) -> None:
+    """Checks what `--largest` can be combined with."""
+    if arguments.largest not in WHATS:
+        raise ValueError(f"--largest is {arguments.largest!r}, must be one of {', '.join(WHATS)}: choose one of them")
+    for flag in ("max_steps", "resolution", "out"):
+        if getattr(arguments, flag) is not None:
+            raise ValueError(
+                f"--{flag.replace('_', '-')} cannot be combined with --largest, which searches no settings: leave one "
+                "of the two out"
+            )
+    if arguments.largest == "tokens" and (arguments.micro_batch_size or 1) > 1:
+        raise ValueError(
+            f"--micro-batch-size is {arguments.micro_batch_size}, must be 1 with --largest tokens, which packs all "
+            "tokens of a micro-batch into one row: leave it out, or choose --largest seq-length"
+        )
+
+
+def _find_largest(
+    arguments: argparse.Namespace, scenarios: list[Scenario], settings: MemorySettings, limit_bytes: int
+) -> int:
+    from memlab.lab.search_workers import largest_of
+
+    code = None
+    engines = arguments.engines
+    if engines is None:  # of one rank, two values at a time are worth trying
+        few = scenarios[0].num_layers_of_stage * scenarios[0].num_microbatches * len(scenarios) * 8 < _FEW_LAYERS
+        engines = 1 if few else min(num_cores(), 2 * len(scenarios))
+    try:
+        with stdout_reserved_for_result(), _workers(engines) as workers:
+            outside_torch_bytes = arguments.gpu_memory - limit_bytes
+            found = largest_of(
+                arguments.largest, settings, scenarios, workers, limit_bytes, outside_torch_bytes=outside_torch_bytes
+            )
+    except LargestInterrupted as interrupted:
+        found, code = interrupted.found, 130
+        if isinstance(interrupted.__cause__, PredictionLostError):
+            print(interrupted.__cause__, file=sys.stderr)
+            code = 1
+    except (EnginesNotStartedError, PredictionLostError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    if arguments.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        from memlab.views.text.largest import largest_table
+
+        print(largest_table(found))
+    if code is not None:
+        return code
+    return 0 if found.largest_that_may_fit is not None else 1
 
 
 def _own_engines(scenarios: list[Scenario], base: MemorySettings, max_steps: int | None) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.cpu_info import num_cores
+from memlab.fitting.largest import Largest, Tried, What, largest
 from memlab.fitting.pareto_front import Point, SearchResult
 from memlab.fitting.prediction import Prediction, PredictionLostError
 from memlab.fitting.search import Likely, search
@@ -160,6 +161,34 @@ def front_of(
         look_ahead=known.append,
         **options,
     )
+
+
+def largest_of(
+    what: What, settings: MemorySettings, scenarios: Sequence[Scenario], workers: Workers, limit_bytes: int, **rest: Any
+) -> Largest:
+    """Finds the largest workload that fits, and reports each value that is tried on stderr.
+
+    Args:
+        what: What is varied.
+        settings: Of all steps.
+        scenarios: The ranks that are judged.
+        workers: They predict. The result is the same on any number of them.
+        limit_bytes: What torch may hold.
+        **rest: As `memlab.fitting.largest.largest` takes it.
+    """
+
+    def predict_all(now: Sequence[Scenario], following: Sequence[Scenario]) -> list[Prediction]:
+        asked = [(scenario, settings) for scenario in (*now, *following)]
+        return [workers.predict(scenario, settings, limit_bytes, lambda: iter(asked)) for scenario in now]
+
+    started = time.monotonic()
+
+    def report(tried: Tried) -> None:
+        seconds = time.monotonic() - started
+        peak = format_bytes(tried.peak_allocated_bytes)
+        tell(f"{what} {tried.value:,}: {tried.verdict}, peak {peak} ({seconds:.0f} s so far, usually 5 to 15 values)")
+
+    return largest(what, settings, scenarios, predict_all, limit_bytes, on_tried=report, **rest)
 
 
 def progress_on_stderr() -> Callable[[Point, int, Callable[[], int]], None]:
