@@ -104,7 +104,7 @@ def timeline_figure(
     held_bytes = int(held.sum())
     x_title = AXIS_TITLES[axis]
     if outlines and axis == "time":
-        x_title += ", by the program's clock: the GPU runs behind it"
+        x_title += ", by the program's clock"
     if axis == "time" and len(points) > 1 and points.position[-1] == 0:
         x_title = "all events have the same time: axis='event' gives each its own place"
     floor_height = FLOOR_HEIGHT if held_bytes else 0
@@ -120,7 +120,8 @@ def timeline_figure(
     end = axis_end([points])
     mark_phases(figure, phase_spans(timeline, axis), end)
     if held_bytes:
-        mark_floor(figure, f"{in_unit(held_bytes, unit_bytes)} {unit} held throughout: {_parts(held, unit_bytes)}")
+        parts = _parts(held, unit_bytes, most=2 if is_bare else 3)
+        mark_floor(figure, f"{in_unit(held_bytes, unit_bytes)} {unit} held throughout: {parts}")
     label = _peak_label(timeline, points, held, pool)[: 1 if is_bare else None]
     highest_bytes = max([peak_bytes, *(int(num_bytes.max()) for num_bytes in outlines.values())])
     height = _BARE_PLOT_HEIGHT if is_bare else PLOT_HEIGHT

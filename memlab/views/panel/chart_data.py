@@ -63,7 +63,7 @@ def chart_figure(
     else:
         other = pinned_rank if pinned_rank is not None else rank
         is_same = pinned is shown and other == rank
-        has_other = pinned is not None and not is_same and (pinned.job is None or pinned.has_rank(other))
+        has_other = pinned is not None and not is_same and not pinned.lacks(other)
         of_rank = shown.of_rank(rank) if shown is not None else None
         over_it = pinned.of_rank(other) if pinned is not None and has_other else None
         figure = _picture(of_rank, over_it, pool, axis, above_start=above_start, is_bare=is_bare)

@@ -18,6 +18,7 @@ import plotly
 import plotly.graph_objects as go
 import traitlets
 
+from memlab.views.figures.palette import INK
 from memlab.views.panel.static_files import page_code
 
 _PLOTLY_JS = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
@@ -36,6 +37,8 @@ class ChartWidget(anywidget.AnyWidget):
 
     _esm = page_code("chart.js")
 
+    ink = traitlets.Unicode(INK).tag(sync=True)
+    """The colour of text and lines that the page replaces by its theme's."""
     picture: Any = traitlets.Dict().tag(sync=True)
     """The figure as JSON, with ``{"array": n}`` in place of its arrays of numbers, and those arrays' bytes."""
 

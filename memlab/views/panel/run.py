@@ -64,6 +64,10 @@ class Run:
         ranks = () if self.job is None else self.job.ranks
         return any(record.scenario.layout.rank == rank for record in ranks)
 
+    def lacks(self, rank: int | None) -> bool:
+        """Whether this is a run on several ranks without a record of this one, which had failed then."""
+        return self.job is not None and rank is not None and not self.has_rank(rank)
+
     def of_rank(self, rank: int | None) -> Run:
         """Returns the run as that of one of its ranks; itself if it has no record of that rank."""
         if self.job is None or rank is None or not self.has_rank(rank):

@@ -135,8 +135,11 @@ class RunsView:
     def _show(self) -> None:
         state = self._state
         shown, pinned = state.shown, state.pinned
-        self.table.columns = [list(column) for column in columns(state.runs, state.base).items()]
-        self.table.rows = rows(state.runs, state.base)
+        cells = rows(state.runs, state.base)
+        titles = columns(state.runs, state.base)
+        filled = {name for row in cells for name, text in row.items() if text}
+        self.table.columns = [[name, title] for name, title in titles.items() if name in filled or not cells]
+        self.table.rows = cells
         self.table.pinned = pinned.number if pinned else 0
         self.table.shown = shown.number if shown else 0
         self.pin.description = "Unpin" if state.is_pinned else "Pin"
@@ -173,7 +176,10 @@ def text_twin(shown: Run | None, pinned: Run | None, rank: int | None = None, pi
     text = ranks_table(one.job.ranks) if one.job is not None else record_table(one.record)
     if pinned is None or pinned.record is None:
         return text
-    other = pinned.of_rank(pinned_rank if pinned_rank is not None else rank)
+    wanted = pinned_rank if pinned_rank is not None else rank
+    if pinned.lacks(wanted):
+        return f"{text}\n\nnot compared: the pinned run {pinned.number} has no record of rank {wanted}"
+    other = pinned.of_rank(wanted)
     assert other.record is not None
     if other.record is one.record:
         return text

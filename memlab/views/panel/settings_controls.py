@@ -11,7 +11,7 @@ import ipywidgets
 from memlab.config.model_restrictions import without_effect
 from memlab.config.settings import CHECKPOINT_INPUT_REMEDIES, OFFLOAD_MODULES, RECOMPUTE_METHODS, RECOMPUTE_MODULES
 from memlab.units import format_bytes
-from memlab.views.panel.run import GRADIENTS
+from memlab.views.panel.run import GRADIENTS, TRIED
 from memlab.views.panel.settings_form import SettingsForm
 from memlab.views.panel.state import LabState
 
@@ -27,6 +27,8 @@ _GROUPS = {
     "offload_gradients": GRADIENTS,
     "offload_optimizer": "optimizer state",
 }
+_LETTERS_BESIDE = 30
+"""Of a note that fits beside its tick; a longer one has a row of its own."""
 _EXCEPT_UPDATE = "offload_optimizer_except_update"
 
 
@@ -41,6 +43,7 @@ class SettingsControls:
         self.by_name: dict[str, Any] = {}
         self.error_boxes: dict[str, Any] = {}
         self.notes: dict[str, Any] = {}
+        self._boxes: dict[str, Any] = {}
         self._reads: dict[str, Callable[[SettingsForm], Any]] = {}
         self.box = ipywidgets.VBox([self._recompute(), self._offload(), self._between_steps(), self._workload()])
         self.box.add_class("memlab-settings")
@@ -121,7 +124,7 @@ class SettingsControls:
         hook = name.replace("_", "-").replace(":", "-")
         control.add_class(f"memlab-{hook}")
         note.add_class(f"memlab-note-{hook}")
-        box = ipywidgets.Box([control, note])
+        box = self._boxes[name] = ipywidgets.Box([control, note])
         box.add_class("memlab-noted")
         return box
 
@@ -141,27 +144,31 @@ class SettingsControls:
         for name, control in self.by_name.items():
             reason = reasons.get(name)
             control.disabled = reason is not None
+            note = html.escape(f"no effect: {idle[name]}" if name in idle else self._note_of_shown_run(name))
+            box = self._boxes[name]
+            (box.add_class if len(note) > _LETTERS_BESIDE and not reason else box.remove_class)("memlab-wide")
             if reason:
                 # The note covers the control: JupyterLab shows the tooltip of a disabled control nowhere.
                 why = html.escape(reason)
-                self.notes[name].value = f'<i class="memlab-why" tabindex="0" title="{why}" aria-label="{why}"></i>'
-            elif name in idle:
-                self.notes[name].value = html.escape(f"no effect: {idle[name]}")
+                self.notes[
+                    name
+                ].value = f'<i class="memlab-why" role="note" tabindex="0" title="{why}" aria-label="{why}"></i>'
             else:
-                self.notes[name].value = html.escape(self._note_of_shown_run(name))
+                self.notes[name].value = note
 
     def _note_of_shown_run(self, name: str) -> str:
         """What a control's setting did in the shown run; empty if it was not set, or is not an offload."""
         run = self._state.shown
         if run is None:
             return ""
+        where = "" if run.number == TRIED else f" in run {run.number}"
         if name in run.without_effect:
-            return f"no effect in run {run.number}: {run.without_effect[name]}"
+            return f"no effect{where}: {run.without_effect[name]}"
         subject = _GROUPS.get(name) or name.removeprefix("offload_modules:")
         if "offload" not in name or subject not in run.transferred_bytes:
             return ""
         verb = "dropped" if subject == GRADIENTS else "transferred"
-        return f"{format_bytes(run.transferred_bytes[subject])} {verb} in run {run.number}"
+        return f"{format_bytes(run.transferred_bytes[subject])} {verb}{where}"
 
     def _show_validation_error(self) -> None:
         text = "" if self._state.error_is_about_state else self._state.validation_error

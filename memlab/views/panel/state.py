@@ -457,7 +457,7 @@ class LabState(traitlets.HasTraits):
         )
         self.moment = None
         self.tried = self.shown = run
-        self.notice = f"{run}: {run.outcome}; Run keeps it in the table"
+        self.notice = f"{run}: {run.status if run.is_ok else run.outcome}; Run keeps it in the table"
         if self._keeps_tried and self.is_selected(run):
             self._keeps_tried = False
             self._keep_tried()

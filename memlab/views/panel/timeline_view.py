@@ -165,7 +165,10 @@ def chart_title(state: LabState) -> str:
     title = f"<b>{html.escape(f'{run}', quote=False)}</b>: allocated on the {state.pool}"
     if pinned is None or state.is_pinned:
         return title
-    other = pinned.of_rank(state.one_rank if state.pinned_rank is None else state.pinned_rank)
+    rank = state.one_rank if state.pinned_rank is None else state.pinned_rank
+    if pinned.lacks(rank):
+        return f"{title}; the pinned run {pinned.number} has no record of rank {rank}"
+    other = pinned.of_rank(rank)
     return f'{title} <span class="memlab-pinned-line">{html.escape(f"pinned: {other}", quote=False)}</span>'
 
 
@@ -184,7 +187,7 @@ def breakdown_html(timeline: Timeline, moment: int, pool: str, *, is_peak: bool)
     tables = _table("by category", categories, total) + _table("by module that allocated it", largest, total)
     return (
         f'<div class="memlab-allocated" aria-live="polite"><b>{head}</b><br>{where}</div>'
-        f'<div class="memlab-tables">{tables}</div>'
+        f'<div class="memlab-tables" tabindex="0">{tables}</div>'
     )
 
 

@@ -71,6 +71,27 @@ function Observer(listener) {
   return { observe() {}, disconnect() {} };
 }
 
+let changeTheme = null;
+let themeInk = "";
+
+function ThemeObserver(listener) {
+  changeTheme = listener;
+  return { observe() {}, disconnect() {} };
+}
+
+test("what is drawn in the picture's ink follows the theme", async () => {
+  const model = new Model("grey");
+  model.ink = "grey";
+  await open(model);
+  await endDrawing();
+  themeInk = "black";
+  changeTheme();
+  await otherWork();
+  await endDrawing();
+  themeInk = "";
+  assert.deepEqual(began, ["grey 600", "black 600"]);
+});
+
 beforeEach(() => {
   began = [];
   Object.assign(globalThis, {
@@ -78,6 +99,8 @@ beforeEach(() => {
     document: { createElement: () => new Element() },
     memlabPlotly: { newPlot: beginDrawing, react: beginDrawing, purge() {} },
     ResizeObserver: Observer,
+    MutationObserver: ThemeObserver,
+    getComputedStyle: () => ({ getPropertyValue: () => themeInk }),
   });
   console.error = () => {};
 });

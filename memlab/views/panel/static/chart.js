@@ -46,14 +46,24 @@ function unpack(value, arrays) {
   return Object.fromEntries(Object.entries(value).map(([name, item]) => [name, unpack(item, arrays)]));
 }
 
-function pictureOf(model) {
+// What is drawn in the picture's ink is drawn in the theme's: one grey is faint on a light page or on a dark one.
+function inInk(value, from, to) {
+  if (value === from) return to;
+  if (Array.isArray(value)) return value.map((item) => inInk(item, from, to));
+  if (value === null || typeof value !== "object" || ArrayBuffer.isView(value)) return value;
+  return Object.fromEntries(Object.entries(value).map(([name, item]) => [name, inInk(item, from, to)]));
+}
+
+function pictureOf(model, el) {
   const { traces, layout, arrays } = model.get("picture");
   const numbers = arrays.map(
     ({ buffer, byteOffset, byteLength }) => new Float64Array(buffer.slice(byteOffset, byteOffset + byteLength)),
   );
   // Axes that plotly fits to the data would not start where the picture's title says.
   const config = { displaylogo: false, doubleClick: "reset", modeBarButtons: [["toImage", "resetScale2d"]] };
-  return { data: unpack(traces, numbers), layout, config };
+  const ink = getComputedStyle(el).getPropertyValue("--jp-ui-font-color2").trim();
+  const picture = { data: unpack(traces, numbers), layout };
+  return { ...(ink ? inInk(picture, model.get("ink"), ink) : picture), config };
 }
 
 // Returns a function that draws the newest picture: one drawing at a time, and none that is already outdated.
@@ -169,7 +179,7 @@ function render({ model, el }) {
   async function draw() {
     Plotly = await loadPlotly(model);
     if (closing.signal.aborted) return;
-    const { data, layout, config } = pictureOf(model);
+    const { data, layout, config } = pictureOf(model, el);
     // A picture without a height of its own fills the place that the page gives to the chart.
     el.style.height = layout.height ? `${layout.height}px` : "";
     drawnSize = sizeOf(el);
@@ -203,11 +213,14 @@ function render({ model, el }) {
   const resized = new ResizeObserver(() => {
     if (el.clientWidth && sizeOf(el) !== drawnSize) redraw();
   });
+  const themed = new MutationObserver(redraw);
   redraw();
   resized.observe(el);
+  themed.observe(document.body, { attributeFilter: ["data-jp-theme-name"] });
   return () => {
     closing.abort();
     resized.disconnect();
+    themed.disconnect();
     model.off("change:picture", redraw);
     Plotly?.purge(plot);
   };
