@@ -119,6 +119,7 @@ def _yaml_format(root: Node, path: Path, format_name: str | None) -> tuple[str, 
         return format_name or "megatron-lm", entries
     entries = _with_defaults(root, path, 0)
     resolve(entries)
+    _collapse_targets(entries)
     found = next((name for name, start in _FIRST_KEYS.items() if _any_starts(entries, start)), None)
     if (
         found is None
@@ -131,6 +132,23 @@ def _yaml_format(root: Node, path: Path, format_name: str | None) -> tuple[str, 
     if format_name is None and found is None:
         raise ValueError(f"{path.name} is of no format that memlab reads. Looked for {LOOKED_FOR}: give --format")
     return format_name or found or "", entries
+
+
+def _collapse_targets(entries: Entries) -> None:
+    """Gives objects such as ``{_target_: torch.bfloat16, _call_: false}`` their value: a name or an argument."""
+    for key, entry in list(entries.by_key.items()):
+        parent, _, last = key.rpartition(".")
+        if last != "_target_" or not parent:
+            continue
+        arguments = entries.by_key.get(f"{parent}._args_")
+        if arguments is not None and isinstance(arguments.value, list) and len(arguments.value) == 1:
+            entries.add(parent, arguments.value[0], entry.line)
+        elif entries.get(f"{parent}._call_") is False:
+            entries.add(parent, str(entry.value).rpartition(".")[2], entry.line)
+        else:
+            continue
+        for part in ("_target_", "_args_", "_call_"):
+            entries.by_key.pop(f"{parent}.{part}", None)
 
 
 def _any_starts(entries: Entries, start: str) -> bool:

@@ -102,8 +102,12 @@ class Framework:
     """Returns the values by `Key.field` that the fields of memlab become; the opposite of `complete`."""
     cannot_write: dict[str, str] = field(default_factory=dict)
     """Fields of memlab that the framework cannot say, each with the reason."""
+    cannot_write_of: Callable[[MemorySettings], dict[str, str]] = lambda _: {}
+    """The same, where it depends on the settings."""
     render: Callable[[dict[str, Any]], list[str]]
     """Writes keys and values as lines to paste."""
+    complete_loss: str | None = None
+    """The only loss that the framework trains with; None where its keys choose."""
     versions: tuple[str, ...] = ()
     """Among which the user has to choose where defaults differ; the newest first."""
 

@@ -138,6 +138,11 @@ def under(prefix: str, keys: Iterable[Key], **defaults: Any) -> tuple[Key, ...]:
     )
 
 
+def missing_under(prefix: str, rows: Iterable[Missing]) -> tuple[Missing, ...]:
+    """Returns rows of what is not modelled, with their names under a prefix."""
+    return tuple(replace(row, name=f"{prefix}.{row.name}") for row in rows)
+
+
 def with_defaults(keys: Iterable[Key], **defaults: Any) -> tuple[Key, ...]:
     """Returns keys with other defaults, by field."""
     return tuple(replace(key, default=defaults.get(key.field, key.default)) for key in keys)

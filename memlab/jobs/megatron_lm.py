@@ -10,8 +10,9 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.jobs import without_effect
 from memlab.jobs.framework import Framework, Reading
-from memlab.jobs.keys import DTYPE, NOT, NUMBER, SWITCH, TEXT, WHOLE, WORDS, Key, Missing, with_defaults
+from memlab.jobs.keys import DTYPE, NOT, NUMBER, SWITCH, WHOLE, Key, Missing, with_defaults
 from memlab.jobs.megatron_keys import (
     CHUNKS,
     COMPUTE,
@@ -24,11 +25,7 @@ from memlab.jobs.megatron_keys import (
     SIZES,
 )
 
-_RENAMED = {
-    "fp8": "fp8_format",
-    "fp8_param": "fp8_param_gather",
-    "overlap_cpu_optimizer_d2h_h2d": "overlap_cpu_optimizer_d2h_h2d",
-}
+_RENAMED = {"fp8": "fp8_format", "fp8_param": "fp8_param_gather"}
 _COMPUTE = tuple(replace(key, name=_RENAMED.get(key.name, key.name)) for key in COMPUTE)
 _OPTIMIZER = tuple(
     replace(key, conversion=DTYPE) if key.name.endswith("_dtype") else key
@@ -107,26 +104,6 @@ FLAGS_MISSING = (
     Missing("use_precision_aware_optimizer_no_fp8_params_transpose", "less", "no transposed copy of FP8 parameters"),
     Missing("use_tp_pp_dp_mapping", "either", "ranks are numbered in another order: the same kinds of ranks", bool),
 )
-WITHOUT_EFFECT = (
-    "lr*", "min_lr", "weight_decay*", "start_weight_decay", "end_weight_decay", "adam_*", "sgd_*", "clip_grad",
-    "train_*", "eval_*", "log_*", "save*", "load*", "exit_*", "tensorboard*", "wandb*", "one_logger*", "data_*",
-    "*_data_path", "split", "tokenizer*", "vocab_file", "merge_file", "mock_data", "num_workers", "seed", "init_*",
-    "no_save_*", "no_load_*", "no_initialization", "finetune", "ckpt_*", "dist_ckpt_*", "async_save",
-    "use_mcore_models",
-    "use_flash_attn", "nproc_per_node", "nnodes", "node_rank", "master_*", "rdzv_*", "distributed_backend",
-    "distributed_timeout_minutes", "timing_*", "swiglu", "sequence_parallel", "group_query_attention",
-    "disable_bias_linear", "accumulate_allreduce_grads_in_fp32", "attention_softmax_in_fp32", "rotary_*",
-    "use_rotary_position_embeddings", "max_position_embeddings", "encoder_*", "norm_epsilon",
-    "no_masked_softmax_fusion",
-    "no_bias_*_fusion", "apply_*layer*", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type",
-    "moe_router_score_function", "moe_router_*", "moe_per_layer_logging", "no_gradient_accumulation_fusion",
-    "ddp_average_in_collective", "use_checkpoint_*", "override_opt*", "reset_*", "eod_*", "no_create_attention_mask*",
-    "no_mmap*", "enable_experimental", "profile*", "use_pytorch_profiler", "record_memory_history",
-    "memory_snapshot_path", "manual_gc_*", "te_rng_tracker", "tee", "redirects", "no_check_for_nan*", "check_for_*",
-    "rampup_*", "auto_detect*", "non_persistent*", "overlap_p2p*", "no_overlap_p2p*", "align_*", "no_align*",
-    "rank", "local_rank", "data_parallel_size", "consumed_*", "iteration", "start_time", "use_dist_ckpt*",
-    "perform_initialization", "app_tag*", "inprocess*", "no_async*", "vocab_extra_ids", "ffn_hidden_size",
-)  # fmt: skip
 
 
 def complete(reading: Reading) -> None:
@@ -139,7 +116,8 @@ def complete(reading: Reading) -> None:
         _world_size_of_launcher(reading)
     if not values["use_distributed_optimizer"] and values.get("overlap_param_gather"):
         values["overlap_param_gather"] = False
-    _note_sequence_parallel(reading)
+    note_sequence_parallel(reading)
+    note_fusion(reading)
 
 
 def complete_chunks(reading: Reading) -> None:
@@ -180,6 +158,9 @@ def complete_model(reading: Reading) -> None:
         values["ffn_hidden_size"] = int(4 * hidden * 2 / 3 / 64) * 64 if is_gated else 4 * hidden
     if hidden is not None:
         _note_other_layers(reading, is_gated=is_gated)
+    for key in ("attention_dropout", "hidden_dropout"):
+        if key not in entries.by_key:
+            reading.miss(key, "more", "Megatron-LM's default is 0.1: dropout keeps masks, which memlab does not have")
     divisor = values.pop("make_vocab_size_divisible_by", 128) * (values.get("tensor_model_parallel_size") or 1)
     padded = values.pop("padded_vocab_size", None)
     if padded:
@@ -202,12 +183,10 @@ def _note_other_layers(reading: Reading, *, is_gated: bool) -> None:
     uses_rope = entries.get("use_rotary_position_embeddings", False)
     if entries.get("position_embedding_type", "rope" if uses_rope else "learned_absolute") not in ("rope", "yarn"):
         reading.blocked.append("learned positions: memlab has rotary ones only (--position-embedding-type rope)")
-    for key in ("attention_dropout", "hidden_dropout"):
-        if key not in entries.by_key:
-            reading.miss(key, "more", "Megatron-LM's default is 0.1: dropout keeps masks, which memlab does not have")
 
 
-def _note_sequence_parallel(reading: Reading) -> None:
+def note_sequence_parallel(reading: Reading) -> None:
+    """Notes that a job keeps whole sequences between matrices, which memlab splits."""
     tensor = reading.values.get("tensor_model_parallel_size") or 1
     if tensor > 1 and not reading.entries.get("sequence_parallel", False):
         reading.miss(
@@ -216,6 +195,18 @@ def _note_sequence_parallel(reading: Reading) -> None:
             f"without it, norms and residuals keep whole sequences on each of the {tensor} tensor parallel ranks; "
             "memlab always splits them",
         )
+
+
+def note_fusion(reading: Reading) -> None:
+    """Notes the fused accumulation of gradients, which these frameworks switch on unless told otherwise."""
+    if reading.get("no_gradient_accumulation_fusion") or "gradient_accumulation_fusion" in reading.entries.by_key:
+        return
+    reading.miss(
+        "gradient_accumulation_fusion",
+        "less",
+        "it is on by default: weight gradients are added to the buffers inside the matrix multiplication, so at most "
+        "one weight's gradient in bf16 is missing at the peak of backward",
+    )
 
 
 def _world_size_of_launcher(reading: Reading) -> None:
@@ -312,10 +303,10 @@ MEGATRON_LM = Framework(
     style="flags",
     keys=KEYS,
     missing=FLAGS_MISSING,
-    without_effect=WITHOUT_EFFECT,
+    without_effect=without_effect.MEGATRON_LM,
     complete=complete,
     compose=compose,
+    complete_loss="cross_entropy",
     cannot_write=CANNOT_WRITE,
     render=render,
 )
-__all__ = ["KEYS", "MEGATRON_LM", "TEXT", "WORDS", "common", "compose", "render"]

@@ -1,0 +1,214 @@
+"""ms-swift with Megatron: ``args.json``, or the arguments of ``megatron sft``, ``pt`` and ``rlhf`` in a script.
+
+Names and defaults: ``swift/megatron/arguments/megatron_args.py`` (main, August 2026).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+from memlab.config.from_json import parse_json
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.jobs import without_effect
+from memlab.jobs.framework import Framework, Reading
+from memlab.jobs.keys import DTYPE, NONE_WORD, SWITCH, TEXT, WHOLE, Key, Missing, with_defaults
+from memlab.jobs.megatron_keys import CHUNKS, COMPUTE, OFFLOAD, OPTIMIZER, RECOMPUTE, SIZES
+from memlab.jobs.megatron_lm import CANNOT_WRITE, FLAGS_MISSING, common, note_fusion, note_sequence_parallel
+from memlab.jobs.model import HUGGING_FACE_NAMES
+from memlab.jobs.reinforcement import LORA
+
+_RENAMED = {"fp8": "fp8_format", "fp8_param": "fp8_param_gather"}
+_COMPUTE = tuple(replace(key, name=_RENAMED.get(key.name, key.name)) for key in COMPUTE)
+_OPTIMIZER = tuple(
+    replace(key, conversion=DTYPE) if key.name.endswith("_dtype") else key
+    for key in with_defaults(OPTIMIZER, optimizer_offload_fraction=1.0)
+    if not key.name.startswith(("pin_cpu", "overlap_cpu"))
+)
+_RECOMPUTE = tuple(
+    replace(key, conversion=NONE_WORD) if key.field == "recompute_granularity" else key
+    for key in with_defaults(RECOMPUTE, recompute_granularity="selective", recompute_modules=("core_attn",))
+)
+
+KEYS = (
+    Key("model", "architecture", TEXT),
+    Key("load", "loaded", TEXT, None),
+    Key("mcore_model", "loaded", TEXT, None),
+    Key("NNODES", "nodes", WHOLE, 1),
+    Key("NPROC_PER_NODE", "ranks_per_node", WHOLE, None),
+    Key("world_size", "world_size", WHOLE),
+    *with_defaults(SIZES, expert_tensor_parallel_size=1),
+    CHUNKS,
+    Key("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage", WHOLE, None),
+    Key("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage", WHOLE, None),
+    Key("num_layers", "num_layers", WHOLE),
+    Key("max_length", "max_length", WHOLE, None),
+    Key("seq_length", "given_seq_length", WHOLE, None),
+    Key("packing_length", "packing_length", WHOLE, None),
+    Key("max_completion_length", "max_completion_length", WHOLE, 512),
+    Key("rlhf_type", "rlhf_type", TEXT, None),
+    Key("micro_batch_size", "micro_batch_size", WHOLE, 1),
+    Key("global_batch_size", "global_batch_size", WHOLE, 16),
+    *_RECOMPUTE,
+    *with_defaults(_COMPUTE, cross_entropy_loss_fusion=True, attention_backend="flash"),
+    *_OPTIMIZER,
+    Key("use_distributed_optimizer", "use_distributed_optimizer", SWITCH, True),
+    Key("grad_reduce_in_bf16", "grad_reduce_in_bf16", SWITCH, False),
+    Key("overlap_grad_reduce", "overlap_grad_reduce", SWITCH, False),
+    Key("overlap_param_gather", "overlap_param_gather", SWITCH, False),
+    Key("manual_gc", "manual_gc", SWITCH, False),
+    Key("offload_model", "offload_parameters", SWITCH, False),
+    Key("offload_optimizer", "offload_optimizer", SWITCH, False),
+    Key("bf16", "bf16", SWITCH, True),
+    *(Key(f"megatron_extra_kwargs.{key.name}", key.field, key.conversion, key.default) for key in OFFLOAD),
+)
+FRAMEWORK_MISSING = (
+    *FLAGS_MISSING,
+    Missing("tuner_type", "less", LORA, lambda value: value not in (None, "full")),
+    Missing("train_type", "less", LORA, lambda value: value not in (None, "full")),
+    Missing(
+        "freeze_*", "less", "frozen parameters have no gradients and no optimizer state", lambda value: value is True
+    ),
+    Missing("moe_layer_recompute", "less", "the old name of recomputing the whole MoE layer"),
+    Missing(
+        "padding_free", "more", "sequences are padded to the longest of a micro-batch", lambda value: value is False
+    ),
+)
+
+_LIKELIHOOD = ("grpo", "gkd", "dpo", "kto")
+
+
+def complete(reading: Reading) -> None:
+    """Derives ranks, workload, loss and gradients."""
+    values = reading.values
+    loaded = values.pop("loaded", None)
+    if values.get("architecture") is None and loaded:
+        values["architecture"] = loaded
+    values["dtype"] = "bf16" if values.pop("bf16") else "fp32"
+    if values.get("main_grads_dtype") == "bf16":
+        values["grad_reduce_in_bf16"] = True
+    _complete_ranks(reading)
+    _complete_extra(reading)
+    kind, generated = values.pop("rlhf_type"), values.pop("max_completion_length")
+    if kind in _LIKELIHOOD:
+        values["loss"] = "logprobs"
+        if kind == "dpo":
+            reading.miss(
+                "rlhf_type", "more", "a micro-batch of DPO has a chosen and a rejected answer for each sequence"
+            )
+    lengths = [values.pop(name) for name in ("packing_length", "given_seq_length", "max_length")]
+    length = next((number for number in lengths if number), None)
+    if length and kind == "grpo":
+        length += generated
+    values["seq_length"] = length
+    if length is None:
+        reading.warnings.append("max_length is not in the file, so memlab takes the architecture's usual length")
+    note_sequence_parallel(reading)
+    note_fusion(reading)
+
+
+def _complete_ranks(reading: Reading) -> None:
+    """Takes ranks from the environment of the launch, where the script sets it."""
+    values, environment = reading.values, reading.entries.environment
+    for name, field in (("NNODES", "nodes"), ("NPROC_PER_NODE", "ranks_per_node")):
+        text = environment.get(name, "")
+        if re.fullmatch(r"\d{1,6}", text) and name not in reading.entries.by_key:
+            values[field] = int(text)
+    nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
+    devices = environment.get("CUDA_VISIBLE_DEVICES", "")
+    if per_node is None and re.fullmatch(r"\d+(,\d+)*", devices):
+        per_node = len(devices.split(","))
+    if per_node:
+        values.setdefault("world_size", nodes * per_node)
+
+
+def _complete_extra(reading: Reading) -> None:
+    """Takes TransformerConfig's fields out of the JSON text of ``megatron_extra_kwargs``."""
+    text = reading.get("megatron_extra_kwargs")
+    if not isinstance(text, str) or not text.startswith("{"):
+        return
+    extra = parse_json(text, "megatron_extra_kwargs", "correct it")
+    known = {key.name: key for key in (*OFFLOAD, *COMPUTE)}
+    for name, value in extra.items() if isinstance(extra, dict) else ():
+        if name in known:
+            reading.take("megatron_extra_kwargs", known[name].field, known[name].conversion.read(value))
+        else:
+            reading.miss(f"megatron_extra_kwargs.{name}", "unknown", "memlab does not know this key")
+
+
+def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
+    """Returns values by the table's fields, from which `complete` makes the same job."""
+    values = common(scenario, settings)
+    is_likelihood = scenario.state.loss == "logprobs"
+    return values | {
+        "architecture": HUGGING_FACE_NAMES.get(scenario.architecture.name, scenario.architecture.name),
+        "loaded": None,
+        "nodes": scenario.layout.world_size // 8 if scenario.layout.world_size % 8 == 0 else 1,
+        "ranks_per_node": 8 if scenario.layout.world_size % 8 == 0 else scenario.layout.world_size,
+        "world_size": None,
+        "expert_tensor_parallel_size": scenario.layout.expert_tensor_size,
+        "num_layers": None if scenario.num_layers == scenario.architecture.num_layers else scenario.num_layers,
+        "max_length": scenario.seq_length // 2 if is_likelihood else scenario.seq_length,
+        "max_completion_length": scenario.seq_length - scenario.seq_length // 2 if is_likelihood else 512,
+        "rlhf_type": "grpo" if is_likelihood else None,
+        "bf16": scenario.dtype == "bf16",
+        "recompute_modules": settings.recompute_modules or ("core_attn",),
+    }
+
+
+def cannot_write(settings: MemorySettings) -> dict[str, str]:
+    """Names what ms-swift cannot say of these settings."""
+    reason = "ms-swift offloads gradients with the optimizer state"
+    return {"offload_gradients": reason} if settings.offload_gradients != settings.offload_optimizer else {}
+
+
+def render(values: dict[str, Any]) -> list[str]:
+    """Writes arguments, one a line, each with its value; variables of the environment come first."""
+    lines = [f"{name}={value}" for name, value in values.items() if name.isupper()]
+    extra = {
+        name.partition(".")[2]: value for name, value in values.items() if name.startswith("megatron_extra_kwargs.")
+    }
+    for name, value in values.items():
+        if not name.isupper() and not name.startswith("megatron_extra_kwargs.") and value is not None:
+            text = (
+                " ".join(map(str, value))
+                if isinstance(value, list)
+                else str(value).lower()
+                if isinstance(value, bool)
+                else value
+            )
+            lines.append(f"--{name} {text}")
+    if (values.get("tensor_model_parallel_size") or 1) > 1:
+        lines.append("--sequence_parallel true")
+    if extra:
+        lines.append(f"--megatron_extra_kwargs '{json.dumps(extra)}'")
+    return lines
+
+
+_NEVER = {name: reason for name, reason in CANNOT_WRITE.items() if not name.startswith(("offload", "loss"))}
+
+MS_SWIFT = Framework(
+    name="ms-swift",
+    title="ms-swift",
+    source="main of August 2026",
+    style="flags",
+    keys=KEYS,
+    missing=FRAMEWORK_MISSING,
+    without_effect=(*without_effect.MEGATRON_LM, *without_effect.MS_SWIFT),
+    complete=complete,
+    compose=compose,
+    cannot_write=_NEVER
+    | {
+        "offload_optimizer_except_update": "ms-swift loads the optimizer state before the step",
+        "logprobs_chunk_size": "ms-swift has no such key",
+        "ddp_bucket_size": "ms-swift has no such key",
+        "overlap_cpu_optimizer_d2h_h2d": "ms-swift has no such key",
+        "pin_cpu_grads": "ms-swift has no such key",
+        "pin_cpu_params": "ms-swift has no such key",
+    },
+    cannot_write_of=cannot_write,
+    render=render,
+)

@@ -1,0 +1,199 @@
+"""NeMo-RL with Megatron: its ``config.yaml``, with the files that ``defaults`` names.
+
+Names and defaults: ``examples/configs/grpo_math_1B.yaml`` and ``nemo_rl/models/megatron/setup.py`` (main, August 2026).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.jobs import without_effect
+from memlab.jobs.framework import Framework, Reading
+from memlab.jobs.keys import ABSENT, LONG_DTYPE, SWITCH, TEXT, WHOLE, Key, Missing, missing_under, under
+from memlab.jobs.lines import yaml_lines
+from memlab.jobs.megatron_keys import (
+    BUCKETS,
+    CHUNKS,
+    COMPUTE,
+    ENDS,
+    MISSING,
+    MISSING_DDP,
+    MISSING_OPTIMIZER,
+    OFFLOAD,
+    OPTIMIZER,
+    RECOMPUTE,
+    SIZES,
+)
+from memlab.jobs.megatron_lm import common
+from memlab.jobs.model import HUGGING_FACE_NAMES
+from memlab.jobs.reinforcement import FROZEN_ROUTER, LORA, is_packed, take_passes, take_rows
+
+_MEGATRON = "policy.megatron_cfg"
+_OVERRIDES = f"{_MEGATRON}.model_overrides"
+_RECOMPUTE_METHOD = tuple(key for key in RECOMPUTE if key.field in ("recompute_granularity", "recompute_modules"))
+_FP8 = {"fp8": "fp8_format", "fp8_recipe": "fp8_recipe", "fp8_param": "fp8_param_gather"}
+_PASSED = tuple(key for key in COMPUTE if key.name not in _FP8)
+_ROWS = ("min_offloaded_tensor_size", "activation_offload_fraction")
+_OPTIMIZER = tuple(key for key in OPTIMIZER if not key.name.startswith("pin"))
+
+
+def _without_default(keys: tuple[Key, ...]) -> tuple[Key, ...]:
+    return tuple(Key(key.name, key.field, key.conversion, ABSENT) for key in keys)
+
+
+KEYS = (
+    Key("policy.model_name", "architecture", TEXT),
+    Key("cluster.num_nodes", "nodes", WHOLE, 1),
+    Key("cluster.gpus_per_node", "ranks_per_node", WHOLE, 1),
+    *under(_MEGATRON, (*SIZES, *ENDS), expert_tensor_parallel_size=1),
+    Key(f"{_OVERRIDES}.{CHUNKS.name}", CHUNKS.field, CHUNKS.conversion, None),
+    Key(f"{_MEGATRON}.activation_checkpointing", "is_checkpointing", SWITCH, False),
+    *under(_MEGATRON, _RECOMPUTE_METHOD, recompute_granularity="full"),
+    *under(_MEGATRON, OFFLOAD[:2]),
+    *under(_OVERRIDES, OFFLOAD[2:]),
+    *under(_MEGATRON, (key for key in _PASSED if key.name == "apply_rope_fusion"), apply_rope_fusion=True),
+    *under(_OVERRIDES, _PASSED[:-1]),
+    *under(_OVERRIDES, _without_default(tuple(key for key in RECOMPUTE if key.field != "recompute_granularity"))),
+    Key(f"{_OVERRIDES}.num_layers", "num_layers", WHOLE),
+    Key(f"{_MEGATRON}.fp8_cfg.enabled", "is_fp8", SWITCH, False),
+    *under(f"{_MEGATRON}.fp8_cfg", (key for key in COMPUTE if key.name in _FP8)),
+    *under(f"{_MEGATRON}.optimizer", _OPTIMIZER, use_precision_aware_optimizer=True),
+    Key(f"{_MEGATRON}.optimizer.use_distributed_optimizer", "use_distributed_optimizer", SWITCH, True),
+    *under(
+        f"{_MEGATRON}.distributed_data_parallel_config",
+        BUCKETS,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+    ),
+    Key(f"{_MEGATRON}.env_vars.PYTORCH_CUDA_ALLOC_CONF", "allocator", TEXT),
+    Key("policy.precision", "dtype", LONG_DTYPE, "bf16"),
+    Key("policy.max_total_sequence_length", "longest", WHOLE, 512),
+    Key("policy.train_micro_batch_size", "micro_batch_size", WHOLE, 4),
+    Key("policy.train_global_batch_size", "sequences", WHOLE, 512),
+    Key("policy.sequence_packing.enabled", "is_packed", SWITCH, True),
+    Key("policy.sequence_packing.train_mb_tokens", "packed_tokens", WHOLE),
+    Key("policy.dynamic_batching.enabled", "is_dynamic", SWITCH, False),
+    Key("policy.dynamic_batching.train_mb_tokens", "dynamic_tokens", WHOLE),
+    Key("policy.generation.colocated.enabled", "is_colocated", SWITCH, True),
+    Key("policy.generation.colocated.resources.num_nodes", "generation_nodes", WHOLE, None),
+    Key("policy.generation.colocated.resources.gpus_per_node", "generation_ranks", WHOLE, None),
+)
+FRAMEWORK_MISSING = (
+    Missing("policy.megatron_cfg.enabled", "either", "memlab predicts Megatron's jobs only, not DTensor's",
+            lambda value: value is False, True),
+    Missing(f"{_MEGATRON}.peft.enabled", "less", LORA),
+    Missing(f"{_MEGATRON}.defer_fp32_logits", "less", "logits become fp32 inside the loss, part by part"),
+    Missing(f"{_MEGATRON}.use_fused_linear_logprobs", "less", "log-probabilities without whole logits"),
+    Missing(f"{_MEGATRON}.use_linear_ce_fusion_loss", "less", "log-probabilities without whole logits"),
+    Missing("policy.sequence_packing.fuse_loss", "less", "the loss of packed sequences is computed in one piece"),
+    *missing_under(_MEGATRON, MISSING),
+    *missing_under(_OVERRIDES, MISSING),
+    *missing_under(f"{_MEGATRON}.distributed_data_parallel_config", MISSING_DDP),
+    *missing_under(f"{_MEGATRON}.optimizer", MISSING_OPTIMIZER),
+    FROZEN_ROUTER,
+)  # fmt: skip
+
+
+def complete(reading: Reading) -> None:
+    """Derives ranks, workload, recompute and what leaves the device around generation."""
+    values = reading.values
+    _complete_ranks(reading)
+    values["loss"] = "logprobs"
+    if not values.pop("is_checkpointing"):
+        values["recompute_granularity"] = None
+    elif values.get("recompute_granularity") == "full":
+        # setup.py sets both whenever activations are checkpointed as a whole.
+        values["recompute_method"], values["recompute_num_layers"] = "uniform", 1
+    if not values.pop("is_fp8"):
+        values["fp8_format"] = None
+    for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
+        values[name] = values["is_colocated"]
+    values.pop("is_colocated")
+    longest, sequences = values.pop("longest"), values.pop("sequences")
+    is_packed_row, is_dynamic = values.pop("is_packed"), values.pop("is_dynamic")
+    per_micro_batch = longest * values["micro_batch_size"]
+    packed, dynamic = values.pop("packed_tokens", None), values.pop("dynamic_tokens", None)
+    if is_packed_row or is_dynamic:
+        key = f"policy.{'sequence_packing' if is_packed_row else 'dynamic_batching'}.train_mb_tokens"
+        tokens = (packed if is_packed_row else dynamic) or per_micro_batch
+        # The budget counts tokens before context parallel ranks share them.
+        context = values.get("context_parallel_size") or 1
+        take_rows(reading, key, -(-tokens // context), longest, sequences)
+        return
+    values["seq_length"] = longest
+    take_passes(reading, sequences)
+
+
+def _complete_ranks(reading: Reading) -> None:
+    values = reading.values
+    nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
+    other_nodes, other_ranks = values.pop("generation_nodes"), values.pop("generation_ranks")
+    ranks = nodes * per_node
+    if not values["is_colocated"]:
+        ranks -= (other_nodes * per_node) if nodes > 1 and other_nodes else (other_ranks or 0)
+    values.setdefault("world_size", ranks)
+
+
+def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
+    """Returns values by the table's fields, from which `complete` makes the same job."""
+    values = common(scenario, settings)
+    world_size, state = scenario.layout.world_size, scenario.state
+    is_row = is_packed(scenario)
+    return values | {
+        "architecture": HUGGING_FACE_NAMES.get(scenario.architecture.name, scenario.architecture.name),
+        "nodes": world_size // 8 if world_size % 8 == 0 else 1,
+        "ranks_per_node": 8 if world_size % 8 == 0 else world_size,
+        "num_layers": None if scenario.num_layers == scenario.architecture.num_layers else scenario.num_layers,
+        "expert_tensor_parallel_size": scenario.layout.expert_tensor_size,
+        "is_checkpointing": settings.recompute_granularity is not None,
+        "recompute_granularity": settings.recompute_granularity or "full",
+        "is_fp8": state.fp8_format is not None,
+        "is_packed": is_row,
+        "is_dynamic": False,
+        "packed_tokens": scenario.seq_length if is_row else None,
+        "longest": scenario.seq_length,
+        "sequences": values["global_batch_size"],
+        "is_colocated": settings.offload_parameters,
+        "allocator": values["allocator"],
+    }
+
+
+def cannot_write(settings: MemorySettings) -> dict[str, str]:
+    """Names what NeMo-RL cannot say of these settings."""
+    reasons = {}
+    if settings.recompute_granularity == "full" and (settings.recompute_method, settings.recompute_num_layers) != (
+        "uniform",
+        1,
+    ):
+        reasons["recompute_method"] = "NeMo-RL recomputes whole layers only one by one (uniform 1)"
+    moved = {settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer}
+    if len(moved) > 1:
+        reasons["offload_parameters"] = "NeMo-RL offloads parameters, gradients and optimizer together, or nothing"
+    return reasons
+
+
+NEMO_RL = Framework(
+    name="nemo-rl",
+    title="NeMo-RL",
+    source="main of August 2026",
+    style="overrides",
+    keys=KEYS,
+    missing=FRAMEWORK_MISSING,
+    without_effect=without_effect.NEMO_RL,
+    complete=complete,
+    compose=compose,
+    complete_loss="logprobs",
+    cannot_write={
+        "checkpoint_input_remedy": "NeMo-RL has no remedy for the inputs that checkpoints of MoE layers keep",
+        "offload_optimizer_except_update": "NeMo-RL loads the optimizer state before the step",
+        "pin_cpu_grads": "NeMo-RL has no such key",
+        "pin_cpu_params": "NeMo-RL has no such key",
+        "manual_gc": "NeMo-RL has no such key",
+        "loss": "NeMo-RL trains with log-probabilities",
+        "logprobs_chunk_size": "NeMo-RL computes log-probabilities of a whole micro-batch in training",
+    },
+    cannot_write_of=cannot_write,
+    render=yaml_lines,
+)

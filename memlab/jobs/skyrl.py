@@ -1,0 +1,160 @@
+"""SkyRL with Megatron: overrides of a launch script, or a resolved configuration.
+
+Names and defaults: ``skyrl/train/config/config.py`` and ``workers/megatron/megatron_worker.py`` (main, August 2026).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.jobs import without_effect
+from memlab.jobs.framework import Framework, Reading
+from memlab.jobs.keys import SWITCH, TEXT, WHOLE, Key, Missing, missing_under, under
+from memlab.jobs.lines import plain_lines
+from memlab.jobs.megatron_keys import (
+    BUCKETS,
+    CHUNKS,
+    COMPUTE,
+    ENDS,
+    MISSING,
+    MISSING_DDP,
+    MISSING_OPTIMIZER,
+    OFFLOAD,
+    OPTIMIZER,
+    RECOMPUTE,
+    SIZES,
+)
+from memlab.jobs.megatron_lm import common
+from memlab.jobs.model import HUGGING_FACE_NAMES
+from memlab.jobs.reinforcement import FROZEN_ROUTER, LORA, is_packed, take_passes, take_rows
+
+_MEGATRON = "trainer.policy.megatron_config"
+_TRANSFORMER = f"{_MEGATRON}.transformer_config_kwargs"
+_FP8 = tuple(key for key in COMPUTE if key.name.startswith("fp8"))
+
+KEYS = (
+    Key("trainer.policy.model.path", "architecture", TEXT),
+    Key("trainer.placement.policy_num_nodes", "nodes", WHOLE, 1),
+    Key("trainer.placement.policy_num_gpus_per_node", "ranks_per_node", WHOLE, 4),
+    *under(_MEGATRON, SIZES),
+    *under(
+        _TRANSFORMER,
+        (CHUNKS, *ENDS, *RECOMPUTE, *OFFLOAD, *COMPUTE),
+        recompute_granularity="full",
+        recompute_method="uniform",
+        recompute_num_layers=1,
+        attention_backend=None,
+    ),
+    *under(_MEGATRON, _FP8),
+    Key(f"{_TRANSFORMER}.num_layers", "num_layers", WHOLE),
+    Key("trainer.flash_attn", "is_flash", SWITCH, True),
+    Key("trainer.gradient_checkpointing", "is_checkpointing", SWITCH, True),
+    *under(f"{_MEGATRON}.optimizer_config_kwargs", OPTIMIZER),
+    *under(f"{_MEGATRON}.ddp_config", BUCKETS, grad_reduce_in_bf16=False),
+    Key("trainer.logprobs_chunk_size", "logprobs_chunk_size", WHOLE, 1024),
+    Key("trainer.placement.colocate_all", "is_colocated", SWITCH, True),
+    Key("trainer.policy.optimizer_config.offload_after_step", "offload_after_step", SWITCH, True),
+    Key("trainer.micro_train_batch_size_per_gpu", "micro_batch_size", WHOLE, 1),
+    Key("trainer.max_tokens_per_microbatch", "tokens_per_rank", WHOLE, -1),
+    Key("trainer.policy_mini_batch_size", "prompts", WHOLE, 256),
+    Key("generator.n_samples_per_prompt", "responses_per_prompt", WHOLE, 5),
+    Key("trainer.max_prompt_length", "prompt_length", WHOLE, 512),
+    Key("generator.sampling_params.max_generate_length", "response_length", WHOLE, 1024),
+)
+FRAMEWORK_MISSING = (
+    Missing("trainer.policy.model.lora.rank", "less", LORA),
+    Missing(
+        "trainer.strategy", "either", "memlab predicts Megatron's jobs only", lambda value: value != "megatron", True
+    ),
+    Missing("trainer.remove_microbatch_padding", "more", "rows are padded", lambda value: value is False),
+    Missing("trainer.algorithm.use_entropy_loss", "more", "the entropy's gradient keeps the probabilities"),
+    *missing_under(_TRANSFORMER, MISSING),
+    *missing_under(_MEGATRON, MISSING),
+    *missing_under(f"{_MEGATRON}.ddp_config", MISSING_DDP),
+    *missing_under(f"{_MEGATRON}.optimizer_config_kwargs", MISSING_OPTIMIZER),
+    FROZEN_ROUTER,
+)
+
+
+def complete(reading: Reading) -> None:
+    """Derives ranks, workload, recompute, attention and what leaves the device between phases."""
+    values = reading.values
+    values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])
+    values["loss"] = "logprobs"
+    values["use_distributed_optimizer"] = True
+    if not values.pop("is_checkpointing"):
+        values["recompute_granularity"] = None
+    is_flash = values.pop("is_flash")
+    values["attention_backend"] = values.get("attention_backend") or ("flash" if is_flash else "fused")
+    is_colocated, after_step = values.pop("is_colocated"), values.pop("offload_after_step")
+    values["offload_parameters"] = values["offload_gradients"] = is_colocated
+    values["offload_optimizer"] = is_colocated and after_step
+    longest = values.pop("prompt_length") + values.pop("response_length")
+    sequences = values.pop("prompts") * values.pop("responses_per_prompt")
+    tokens = values.pop("tokens_per_rank")
+    if tokens > 0:
+        take_rows(reading, "trainer.max_tokens_per_microbatch", tokens, longest, sequences)
+        return
+    values["seq_length"] = longest
+    take_passes(reading, sequences)
+
+
+def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
+    """Returns values by the table's fields, from which `complete` makes the same job."""
+    values = common(scenario, settings)
+    world_size, is_row = scenario.layout.world_size, is_packed(scenario)
+    return values | {
+        "architecture": HUGGING_FACE_NAMES.get(scenario.architecture.name, scenario.architecture.name),
+        "nodes": world_size // 8 if world_size % 8 == 0 else 1,
+        "ranks_per_node": 8 if world_size % 8 == 0 else world_size,
+        "num_layers": None if scenario.num_layers == scenario.architecture.num_layers else scenario.num_layers,
+        "is_flash": scenario.state.attention_backend != "fused",
+        "attention_backend": None
+        if scenario.state.attention_backend in ("flash", "fused")
+        else values["attention_backend"],
+        "is_checkpointing": True,
+        "is_colocated": settings.offload_parameters,
+        "offload_after_step": settings.offload_optimizer or not settings.offload_parameters,
+        "tokens_per_rank": scenario.seq_length // scenario.layout.context_parallel_size if is_row else -1,
+        "prompt_length": scenario.seq_length // 2,
+        "response_length": scenario.seq_length - scenario.seq_length // 2,
+        "prompts": values["global_batch_size"],
+        "responses_per_prompt": 1,
+    }
+
+
+def cannot_write(settings: MemorySettings) -> dict[str, str]:
+    """Names what SkyRL cannot say of these settings."""
+    reasons = {}
+    if settings.offload_gradients != settings.offload_parameters:
+        reasons["offload_gradients"] = "SkyRL offloads gradients where it offloads parameters"
+    if settings.offload_optimizer and not settings.offload_parameters:
+        reasons["offload_optimizer"] = "SkyRL offloads the optimizer state only where it offloads parameters"
+    return reasons
+
+
+SKYRL = Framework(
+    name="skyrl",
+    title="SkyRL",
+    source="main of August 2026",
+    style="overrides",
+    keys=KEYS,
+    missing=FRAMEWORK_MISSING,
+    without_effect=without_effect.SKYRL,
+    complete=complete,
+    compose=compose,
+    complete_loss="logprobs",
+    cannot_write={
+        "checkpoint_input_remedy": "SkyRL has no remedy for the inputs that checkpoints of MoE layers keep",
+        "offload_optimizer_except_update": "SkyRL loads the optimizer state before the step",
+        "use_distributed_optimizer": "SkyRL always uses the distributed optimizer",
+        "manual_gc": "SkyRL has no such key",
+        "loss": "SkyRL trains with log-probabilities",
+        "dtype": "SkyRL's Megatron jobs are bf16",
+        "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF",
+    },
+    cannot_write_of=cannot_write,
+    render=plain_lines,
+)

@@ -1,0 +1,134 @@
+"""slime: Megatron-LM's flags and its own, in a launch script or in the block of arguments of a log.
+
+Names and defaults: ``slime/utils/arguments.py`` and ``slime/backends/megatron_utils/arguments.py`` (main, August 2026).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.jobs import without_effect
+from memlab.jobs.framework import Framework, Reading
+from memlab.jobs.keys import SWITCH, TEXT, WHOLE, Key, Missing, with_defaults
+from memlab.jobs.megatron_lm import (
+    CANNOT_WRITE,
+    FLAGS_MISSING,
+    complete_chunks,
+    complete_model,
+    complete_state,
+    note_fusion,
+    note_sequence_parallel,
+)
+from memlab.jobs.megatron_lm import KEYS as MEGATRON_KEYS
+from memlab.jobs.megatron_lm import compose as compose_megatron
+from memlab.jobs.megatron_lm import render as render_flags
+from memlab.jobs.model import HUGGING_FACE_NAMES
+from memlab.jobs.reinforcement import LORA, is_packed, take_passes, take_rows
+
+KEYS = (
+    Key("hf_checkpoint", "architecture", TEXT),
+    Key("actor_num_nodes", "nodes", WHOLE, 1),
+    Key("actor_num_gpus_per_node", "ranks_per_node", WHOLE, 8),
+    Key("use_dynamic_batch_size", "is_dynamic", SWITCH, False),
+    Key("max_tokens_per_gpu", "tokens_per_rank", WHOLE, None),
+    Key("log_probs_chunk_size", "logprobs_chunk_size", WHOLE, -1),
+    Key("colocate", "is_colocated", SWITCH, False),
+    Key("offload_train", "is_offloaded", SWITCH, False),
+    Key("offload", "is_offloaded_too", SWITCH, False),
+    Key("rollout_max_prompt_len", "prompt_length", WHOLE, None),
+    Key("rollout_max_response_len", "response_length", WHOLE, None),
+    *(
+        key
+        for key in with_defaults(MEGATRON_KEYS, use_distributed_optimizer=True, bf16=True)
+        if key.field not in ("world_size", "global_batch_size")
+    ),
+    Key("global_batch_size", "sequences", WHOLE, None),
+)
+FRAMEWORK_MISSING = (
+    *FLAGS_MISSING,
+    Missing("lora_rank", "less", LORA),
+    Missing("recompute_loss_function", "less", "the loss is recomputed in backward: fewer copies of the logits stay"),
+    Missing("train_backend", "either", "memlab predicts Megatron's jobs only", lambda value: value != "megatron", True),
+)
+
+
+def complete(reading: Reading) -> None:
+    """Derives ranks, workload and state, on top of what Megatron-LM's flags mean."""
+    values = reading.values
+    complete_model(reading)
+    complete_state(reading)
+    complete_chunks(reading)
+    note_sequence_parallel(reading)
+    note_fusion(reading)
+    nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
+    values.setdefault("world_size", nodes * per_node)
+    values["use_distributed_optimizer"], values["dtype"] = True, "bf16"
+    values["loss"] = "logprobs"
+    if (values.get("logprobs_chunk_size") or -1) < 0:
+        values["logprobs_chunk_size"] = None
+    is_offloaded = [values.pop(name) for name in ("is_colocated", "is_offloaded", "is_offloaded_too")]
+    for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
+        values[name] = any(is_offloaded)
+    lengths = [values.pop("prompt_length"), values.pop("response_length")]
+    longest = sum(length or 0 for length in lengths) or None
+    sequences, is_dynamic = values.pop("sequences"), values.pop("is_dynamic")
+    tokens = values.pop("tokens_per_rank")
+    if is_dynamic and tokens:
+        take_rows(reading, "max_tokens_per_gpu", tokens, longest, sequences)
+        return
+    values["seq_length"] = longest or values.get("seq_length")
+    take_passes(reading, sequences)
+
+
+def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
+    """Returns values by the table's fields, from which `complete` makes the same job."""
+    world_size, is_row = scenario.layout.world_size, is_packed(scenario)
+    chunk = scenario.state.logprobs_chunk_size
+    return compose_megatron(scenario, settings) | {
+        "architecture": HUGGING_FACE_NAMES.get(scenario.architecture.name, scenario.architecture.name),
+        "nodes": world_size // 8 if world_size % 8 == 0 else 1,
+        "ranks_per_node": 8 if world_size % 8 == 0 else world_size,
+        "is_dynamic": is_row,
+        "tokens_per_rank": scenario.seq_length // scenario.layout.context_parallel_size if is_row else None,
+        "logprobs_chunk_size": -1 if chunk is None else chunk,
+        "is_colocated": settings.offload_parameters,
+        "is_offloaded": False,
+        "is_offloaded_too": False,
+        "prompt_length": scenario.seq_length // 2,
+        "response_length": scenario.seq_length - scenario.seq_length // 2,
+        "sequences": scenario.micro_batch_size * scenario.num_microbatches * scenario.layout.data_parallel_size,
+    }
+
+
+def cannot_write(settings: MemorySettings) -> dict[str, str]:
+    """Names what slime cannot say of these settings."""
+    moved = {settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer}
+    reason = "slime offloads parameters, gradients and optimizer together, or nothing"
+    return {"offload_parameters": reason} if len(moved) > 1 else {}
+
+
+_NEVER = {name: reason for name, reason in CANNOT_WRITE.items() if not name.startswith(("offload", "loss", "logprobs"))}
+
+SLIME = Framework(
+    name="slime",
+    title="slime",
+    source="main of August 2026, with Megatron-LM core 0.16.1",
+    style="flags",
+    keys=KEYS,
+    missing=FRAMEWORK_MISSING,
+    without_effect=(*without_effect.MEGATRON_LM, *without_effect.SLIME),
+    complete=complete,
+    compose=compose,
+    complete_loss="logprobs",
+    cannot_write=_NEVER
+    | {
+        "offload_optimizer_except_update": "slime loads the optimizer state before the step",
+        "use_distributed_optimizer": "slime always uses the distributed optimizer",
+        "dtype": "slime trains in bf16",
+        "loss": "slime trains with log-probabilities",
+    },
+    cannot_write_of=cannot_write,
+    render=render_flags,
+)

@@ -1,0 +1,177 @@
+"""verl with Megatron: Hydra's resolved configuration, ``.hydra/``, or the overrides of a launch script.
+
+Names and defaults: ``verl/trainer/config/{engine,optim}/megatron.yaml``, ``actor/actor.yaml`` (main, August 2026). On
+2026-08-20 the gradients became fp32 (verl PR 7485); before, Megatron-Core's default was used, bf16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.jobs import without_effect
+from memlab.jobs.framework import Framework, Reading
+from memlab.jobs.keys import ABSENT, LONG_DTYPE, SWITCH, TEXT, WHOLE, Key, Missing, missing_under, under
+from memlab.jobs.lines import hydra_lines
+from memlab.jobs.megatron_keys import (
+    BUCKETS,
+    CHUNKS,
+    COMPUTE,
+    ENDS,
+    MISSING,
+    MISSING_DDP,
+    MISSING_OPTIMIZER,
+    OFFLOAD,
+    OPTIMIZER,
+    RECOMPUTE,
+    SIZES,
+)
+from memlab.jobs.megatron_lm import common
+from memlab.jobs.model import HUGGING_FACE_NAMES
+from memlab.jobs.reinforcement import FROZEN_ROUTER, LORA, is_packed, take_passes, take_rows
+
+_ACTOR = "actor_rollout_ref.actor"
+_MEGATRON = f"{_ACTOR}.megatron"
+_TRANSFORMER = f"{_MEGATRON}.override_transformer_config"
+_DDP = f"{_MEGATRON}.override_ddp_config"
+_OPTIM = f"{_ACTOR}.optim"
+_FP32_SINCE, _BEFORE = "2026-08-20", "before-2026-08-20"
+
+KEYS = (
+    Key("actor_rollout_ref.model.path", "architecture", TEXT),
+    Key("trainer.nnodes", "nodes", WHOLE, 1),
+    Key("trainer.n_gpus_per_node", "ranks_per_node", WHOLE, 8),
+    *under(_MEGATRON, (*SIZES, CHUNKS)),
+    *under(_TRANSFORMER, (*ENDS, *RECOMPUTE, *OFFLOAD, *COMPUTE), attention_backend="flash"),
+    Key(f"{_TRANSFORMER}.num_layers", "num_layers", WHOLE),
+    *under(_DDP, BUCKETS, grad_reduce_in_bf16=ABSENT),
+    *under(_OPTIM, OPTIMIZER),
+    *under(f"{_OPTIM}.override_optimizer_config", OPTIMIZER),
+    Key(f"{_MEGATRON}.use_distributed_optimizer", "use_distributed_optimizer", SWITCH, True),
+    Key(f"{_MEGATRON}.dtype", "dtype", LONG_DTYPE, "bf16"),
+    Key(f"{_MEGATRON}.param_offload", "offload_parameters", SWITCH, False),
+    Key(f"{_MEGATRON}.grad_offload", "offload_gradients", SWITCH, False),
+    Key(f"{_MEGATRON}.optimizer_offload", "offload_optimizer", SWITCH, False),
+    Key(f"{_ACTOR}.use_dynamic_bsz", "is_dynamic", SWITCH, False),
+    Key(f"{_ACTOR}.ppo_max_token_len_per_gpu", "tokens_per_rank", WHOLE, 16384),
+    Key(f"{_ACTOR}.ppo_micro_batch_size_per_gpu", "micro_batch_size", WHOLE, None),
+    Key(f"{_ACTOR}.ppo_mini_batch_size", "prompts", WHOLE, 256),
+    Key("actor_rollout_ref.rollout.n", "responses_per_prompt", WHOLE, 1),
+    Key("data.max_prompt_length", "prompt_length", WHOLE, 512),
+    Key("data.max_response_length", "response_length", WHOLE, 512),
+)
+_NO = lambda value: value is False  # noqa: E731
+FRAMEWORK_MISSING = (
+    Missing("actor_rollout_ref.model.lora.rank", "less", LORA),
+    Missing("actor_rollout_ref.model.lora_rank", "less", LORA),
+    Missing(
+        "actor_rollout_ref.model.use_fused_kernels", "less",
+        "a fused linear cross entropy computes log-probabilities without whole logits: at most the logits and their "
+        "fp32 copies less",
+    ),
+    Missing(f"{_ACTOR}.use_fused_kernels", "less", "the same fused linear cross entropy"),
+    Missing(f"{_MEGATRON}.entropy_from_logits_with_chunking", "less", "the entropy is computed in chunks of tokens"),
+    Missing(f"{_MEGATRON}.dynamic_context_parallel", "either", "the context parallel size changes from row to row"),
+    Missing(f"{_MEGATRON}.use_megatron_fsdp", "less", "Megatron-FSDP shards parameters and gradients too"),
+    Missing(f"{_MEGATRON}.use_remove_padding", "more", "rows are padded to the longest sequence", _NO),
+    Missing(f"{_MEGATRON}.sequence_parallel", "more", "norms and residuals keep whole sequences on each rank", _NO),
+    Missing(f"{_MEGATRON}.qat.enable", "either", "weights are quantized in forward"),
+    Missing(f"{_MEGATRON}.offload.*.target", "either", "offload to this target", lambda value: value == "disk"),
+    *missing_under(_TRANSFORMER, MISSING),
+    *missing_under(_DDP, MISSING_DDP),
+    *missing_under(f"{_OPTIM}.override_optimizer_config", MISSING_OPTIMIZER),
+    *missing_under(_OPTIM, MISSING_OPTIMIZER),
+    FROZEN_ROUTER,
+)  # fmt: skip
+
+
+def complete(reading: Reading) -> None:
+    """Derives ranks, workload, gradients and the remedy that verl always applies."""
+    values = reading.values
+    nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
+    values.setdefault("world_size", nodes * per_node)
+    values["loss"] = "logprobs"
+    _complete_gradients(reading)
+    _complete_offload(reading)
+    granularity, modules = values.get("recompute_granularity"), values.get("recompute_modules") or ()
+    if granularity == "full" or (granularity == "selective" and "moe" in modules):
+        # verl always patches it so: apply_patch_megatron_recomputation_backward in verl/models/mcore/patch.py.
+        values["checkpoint_input_remedy"] = "release_storage"
+    longest = values.pop("prompt_length") + values.pop("response_length")
+    sequences = values.pop("prompts") * values.pop("responses_per_prompt")
+    is_dynamic, tokens = values.pop("is_dynamic"), values.pop("tokens_per_rank")
+    if is_dynamic:
+        take_rows(reading, f"{_ACTOR}.ppo_max_token_len_per_gpu", tokens, longest, sequences)
+        return
+    values["seq_length"] = longest
+    if values.get("micro_batch_size") is None:
+        reading.warnings.append(f"{_ACTOR}.ppo_micro_batch_size_per_gpu is not in the file, so memlab takes 1")
+    take_passes(reading, sequences)
+
+
+def _complete_gradients(reading: Reading) -> None:
+    key = f"{_DDP}.grad_reduce_in_fp32"
+    if key in reading.entries.by_key:
+        return
+    if reading.version is None:
+        reading.questions.append(
+            f"{key} is not in the file, and its default depends on the version: fp32 since {_FP32_SINCE}, bf16 before: "
+            f"give --framework-version {_FP32_SINCE} or {_BEFORE}, or --set {key}=true or false"
+        )
+    elif reading.version not in (_FP32_SINCE, _BEFORE):
+        raise ValueError(
+            f"--framework-version is {reading.version!r}, must be {_FP32_SINCE} or {_BEFORE} for verl: choose one"
+        )
+    reading.values["grad_reduce_in_bf16"] = reading.version == _BEFORE
+
+
+def _complete_offload(reading: Reading) -> None:
+    for name, component in (("parameters", "param"), ("gradients", "grad"), ("optimizer", "optimizer")):
+        key = f"{_MEGATRON}.offload.{component}.target"
+        if reading.get(key) in ("cpu", "disk"):
+            reading.take(key, f"offload_{name}", value=True)
+
+
+def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
+    """Returns values by the table's fields, from which `complete` makes the same job."""
+    values = common(scenario, settings)
+    world_size, context = scenario.layout.world_size, scenario.layout.context_parallel_size
+    is_row = is_packed(scenario)
+    return values | {
+        "architecture": HUGGING_FACE_NAMES.get(scenario.architecture.name, scenario.architecture.name),
+        "nodes": world_size // 8 if world_size % 8 == 0 else 1,
+        "ranks_per_node": 8 if world_size % 8 == 0 else world_size,
+        "num_layers": None if scenario.num_layers == scenario.architecture.num_layers else scenario.num_layers,
+        "is_dynamic": is_row,
+        "tokens_per_rank": scenario.seq_length // context if is_row else 16384,
+        "micro_batch_size": None if is_row else scenario.micro_batch_size,
+        "prompt_length": scenario.seq_length // 2,
+        "response_length": scenario.seq_length - scenario.seq_length // 2,
+        "prompts": values["global_batch_size"],
+        "responses_per_prompt": 1,
+    }
+
+
+VERL = Framework(
+    name="verl",
+    title="verl",
+    source="main of August 2026",
+    style="overrides",
+    keys=KEYS,
+    missing=FRAMEWORK_MISSING,
+    without_effect=without_effect.VERL,
+    complete=complete,
+    compose=compose,
+    complete_loss="logprobs",
+    cannot_write={
+        "checkpoint_input_remedy": "verl always applies release_storage, and only where it recomputes whole layers",
+        "offload_optimizer_except_update": "verl loads the optimizer state before the step",
+        "manual_gc": "verl has no such key",
+        "loss": "verl's actor trains with log-probabilities",
+        "logprobs_chunk_size": "verl computes log-probabilities of a whole micro-batch",
+        "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF",
+    },
+    render=hydra_lines,
+    versions=(_FP32_SINCE, _BEFORE),
+)

@@ -1,0 +1,182 @@
+"""A job that is written for a framework, and read from what was written, is the same job."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from memlab.config.architectures import ARCHITECTURES
+from memlab.config.layout import Layout
+from memlab.config.model_restrictions import check_on_model
+from memlab.config.scenario import Scenario
+from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, SINCE_MEGATRON_0_19, MemorySettings
+from memlab.config.training_state import TrainingState
+from memlab.jobs.frameworks import FRAMEWORKS
+from memlab.jobs.job import Job
+from memlab.jobs.writing import written
+
+FILES = {"nemo-rl": "config.yaml", "bridge": "run_config.yaml"}
+LAUNCHERS = {
+    "megatron-lm": "torchrun --nproc-per-node {ranks} pretrain_gpt.py \\\n",
+    "slime": "python3 train.py \\\n",
+    "ms-swift": "megatron sft \\\n",
+    "verl": "python3 -m verl.trainer.main_ppo \\\n",
+    "skyrl": "uv run -m skyrl.train.entrypoints.main_base \\\n",
+}
+
+
+def random_job(dice: random.Random) -> tuple[Scenario, MemorySettings]:
+    """Draws a job that Megatron accepts."""
+    while True:
+        architecture = dice.choice(
+            [ARCHITECTURES[name] for name in ("qwen3-30b-a3b", "phi-4", "qwen3-235b-a22b", "phi-4-mini")]
+        )
+        tensor, context, stages = dice.choice((1, 2, 4)), dice.choice((1, 1, 2)), dice.choice((1, 1, 2, 4))
+        experts = dice.choice((1, 2, 8)) if architecture.is_moe else 1
+        values = {name: draw(dice) for name, draw in STATES.items() if dice.random() < 0.4}
+        try:
+            scenario = Scenario.of(
+                architecture,
+                seq_length=1024 * dice.choice((1, 4, 10)),
+                micro_batch_size=dice.choice((1, 1, 2)),
+                num_microbatches=stages * dice.choice((1, 2, 5)),
+                layout=Layout(
+                    tensor_model_parallel_size=tensor,
+                    context_parallel_size=context,
+                    pipeline_model_parallel_size=stages,
+                    virtual_pipeline_model_parallel_size=dice.choice((1, 1, 2)),
+                    expert_model_parallel_size=experts,
+                    expert_tensor_parallel_size=1
+                    if architecture.is_moe and tensor > 1 and dice.random() < 0.7
+                    else None,
+                    data_parallel_size=dice.choice((1, 2, 8)),
+                ),
+                state=TrainingState(**values),
+            )
+            settings = random_settings(dice)
+            check_on_model(settings, scenario)
+        except ValueError:
+            continue
+        return scenario, settings
+
+
+def random_settings(dice: random.Random) -> MemorySettings:
+    """Draws settings; not every model takes them."""
+    granularity = dice.choice((None, "full", "selective"))
+    offload = dice.random() < 0.4
+    return MemorySettings(
+        recompute_granularity=granularity,
+        recompute_method=dice.choice(("uniform", "block")) if granularity == "full" else None,
+        recompute_num_layers=dice.choice((1, 1, 2)) if granularity == "full" else None,
+        recompute_modules=dice.sample(RECOMPUTE_MODULES, dice.randint(1, 2)) if granularity == "selective" else None,
+        checkpoint_input_remedy=dice.choice((None, "detach")),
+        offload_modules=dice.sample(OFFLOAD_MODULES, dice.randint(1, 3)) if offload else None,
+        min_offloaded_tensor_size=dice.choice((0, 1024 * 1024)),
+        offload_parameters=dice.random() < 0.3,
+        offload_optimizer=dice.random() < 0.3,
+        offload_gradients=dice.choice((None, True, False)),
+    )
+
+
+def dtype(*choices: str):  # noqa: ANN201
+    """Draws one of these."""
+    return lambda dice: dice.choice(choices)
+
+
+STATES = {
+    "use_distributed_optimizer": dtype(True, True, False),
+    "grad_reduce_in_bf16": dtype(True, False),
+    "overlap_grad_reduce": dtype(True),
+    "overlap_param_gather": dtype(True, False),
+    "ddp_bucket_size": dtype(40_000_000),
+    "use_precision_aware_optimizer": dtype(True),
+    "exp_avg_dtype": dtype("bf16", "fp8"),
+    "exp_avg_sq_dtype": dtype("bf16", "fp16"),
+    "main_params_dtype": dtype("fp16"),
+    "optimizer_cpu_offload": dtype(True),
+    "optimizer_offload_fraction": dtype(0.5, 1.0, 0.0),
+    "overlap_cpu_optimizer_d2h_h2d": dtype(True),
+    "pin_cpu_grads": dtype(False),
+    "manual_gc": dtype(True),
+    "loss": dtype("logprobs", "cross_entropy"),
+    "logprobs_chunk_size": dtype(512),
+    "cross_entropy_loss_fusion": dtype(True),
+    "cross_entropy_fusion_impl": dtype("te"),
+    "attention_backend": dtype("flash", "fused", "unfused"),
+    "apply_rope_fusion": dtype(True),
+    "fp8_format": dtype("hybrid", "e4m3"),
+    "fp8_recipe": dtype("blockwise", "tensorwise"),
+}
+
+
+def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettings) -> tuple[Scenario, MemorySettings]:
+    """Returns the job with the framework's own values where the framework can say nothing else."""
+    default, forced = TrainingState(), FRAMEWORKS[name].complete_loss
+    state = scenario.state.to_dict()
+    unread = (
+        ()
+        if state["optimizer_cpu_offload"]
+        else ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params")
+    )
+    if state["fp8_format"] is None:
+        unread = (*unread, "fp8_recipe", "fp8_param_gather")
+    if not state["cross_entropy_loss_fusion"] or (forced or state["loss"]) == "logprobs":
+        unread = (*unread, "cross_entropy_loss_fusion", "cross_entropy_fusion_impl")
+    for field in (*FRAMEWORKS[name].cannot_write, *unread):
+        if field in state:
+            state[field] = getattr(default, field)
+    state["loss"] = forced or state["loss"]
+    state["logprobs_chunk_size"] = state["logprobs_chunk_size"] if state["loss"] == "logprobs" else None
+    if name == "skyrl" and state["attention_backend"] == "auto":
+        state["attention_backend"] = "auto"
+    kept = settings.to_dict()
+    for field in FRAMEWORKS[name].cannot_write:
+        if field in kept:
+            kept[field] = getattr(MemorySettings(), field)
+    if not settings.offload_modules:
+        kept |= {
+            field: getattr(MemorySettings(), field) for field in ("min_offloaded_tensor_size", *SINCE_MEGATRON_0_19)
+        }
+    if FRAMEWORKS[name].cannot_write_of(settings):
+        moved = kept["offload_parameters"] and name not in ("megatron-lm", "bridge")
+        kept |= {"offload_parameters": moved, "offload_gradients": moved, "offload_optimizer": moved}
+        if name == "ms-swift":
+            kept["offload_gradients"] = kept["offload_optimizer"]
+        if name == "nemo-rl" and kept["recompute_granularity"] == "full":
+            kept |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    if name == "verl" and (kept["recompute_granularity"] == "full" or "moe" in (kept["recompute_modules"] or ())):
+        kept["checkpoint_input_remedy"] = "release_storage"
+    return replace(scenario, state=TrainingState(**state)), MemorySettings(**kept)
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_reading_what_was_written_gives_the_same_job(name: str, tmp_path: Path) -> None:
+    dice = random.Random(f"jobs {name}")
+    for number in range(60):
+        try:
+            scenario, settings = without_what_is_unsaid(name, *random_job(dice))
+        except ValueError:
+            continue  # without what cannot be said, the rest is refused
+        path = tmp_path / str(number) / FILES.get(name, "run.sh")
+        path.parent.mkdir()
+        lines = list(written(name, scenario, settings).lines)
+        if name in LAUNCHERS:
+            variables = [line for line in lines if line.partition("=")[0].isupper()]
+            words = [line for line in lines if line not in variables and not line.startswith("#")]
+            start = LAUNCHERS[name].format(ranks=scenario.layout.world_size)
+            lines = [*(f"export {line}" for line in variables), start + " \\\n".join(words)]
+        path.write_text("\n".join(lines) + "\n")
+        ranks = scenario.layout.world_size if name == "bridge" else None
+        job = Job.read(path, format_name=name, version="2026-08-20" if name == "verl" else None, world_size=ranks)
+        assert job.scenario is not None, (job.cannot_start, job.not_supported, path.read_text())
+        for cls in (Layout, TrainingState):
+            part = {Layout: "layout", TrainingState: "state"}[cls]
+            for field in fields(cls):
+                found, expected = (getattr(getattr(one, part), field.name) for one in (job.scenario, scenario))
+                assert found == expected, (field.name, path.read_text())
+        assert job.scenario == scenario, path.read_text()
+        assert job.settings == settings, path.read_text()
+        assert not [one for one in job.not_modelled if one.effect == "unknown"], job.not_modelled
