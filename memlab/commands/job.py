@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from memlab.commands.shared.job_flags import add_job_file_options, job_of
+from memlab.commands.shared.job_flags import add_job_file_options, add_writing_option, job_of, lines_for
 from memlab.views.text.job import job_table
 
 
@@ -19,7 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a launch script, a log with a block of arguments, or a resolved configuration; memlab never executes it",
     )
-    add_job_file_options(parser)
+    add_job_file_options(parser, takes_job=False)
+    add_writing_option(parser)
     parser.add_argument(
         "--architecture",
         metavar="ARCH",
@@ -38,7 +39,14 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     job = job_of(arguments.file, arguments, architecture=arguments.architecture, world_size=arguments.world_size)
 
     def report() -> int:
-        print(json.dumps(job.to_dict(), indent=2) if arguments.json else job_table(job))
+        values = job.to_dict()
+        lines = None
+        if arguments.as_framework is not None and job.scenario is not None and job.settings is not None:
+            lines = lines_for(arguments.as_framework, job.scenario, job.settings)
+            values["lines"] = lines.splitlines()
+        print(json.dumps(values, indent=2) if arguments.json else job_table(job))
+        if lines is not None and not arguments.json:
+            print(f"\n{lines}")
         return 0 if job.scenario is not None else 1
 
     return report

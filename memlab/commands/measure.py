@@ -13,6 +13,7 @@ from typing import Any
 
 from memlab.backends import BACKEND_VARIABLE, BACKENDS
 from memlab.backends.allocator_environment import start_with
+from memlab.commands.shared.job_flags import take_job
 from memlab.commands.shared.output import add_record_arguments, claimed_folder, save_record
 from memlab.commands.shared.process import exit_now, stdout_reserved_for_result
 from memlab.commands.shared.ranks import (
@@ -66,6 +67,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         ValueError: If a value breaks its rule, the output folder is not empty, or the backend cannot be used here.
     """
     num_ranks = world_size() if arguments.ranks is None else _started_here(arguments.ranks)
+    take_job(arguments, num_ranks=num_ranks)
     layout = layout_of_the_job(arguments, num_ranks, rank())
     workload, settings = checked_step(arguments, layout)
     backend_name = _backend_name(arguments.backend)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memlab.analysis.diagnosis import worst
+from memlab.commands.shared.job_flags import add_writing_option, lines_for, take_job
 from memlab.commands.shared.output import add_record_arguments, claimed_folder, save_record
 from memlab.commands.shared.process import stdout_reserved_for_result
 from memlab.commands.shared.step_flags import (
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_arguments(parser)
     add_pass_arguments(parser)
     add_record_arguments(parser)
+    add_writing_option(parser)
     parser.add_argument(
         "--rank",
         type=rank_or_all,
@@ -66,6 +68,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     Raises:
         ValueError: If a value breaks its rule, or the output folder is not empty.
     """
+    source = take_job(arguments)
     layout = layout_of_the_job(arguments, arguments.world_size, arguments.rank or 0)
     workload, settings = checked_step(arguments, layout)
     if arguments.gpu_memory is not None:
@@ -81,7 +84,14 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     layouts = [scenario.layout for scenario in ranks_of(Scenario.of(**workload), arguments.rank)]
     claimed = ExitStack()
     claimed.enter_context(claimed_folder(arguments.out))
-    return lambda: _predict(workload, layouts, settings, arguments, claimed)
+
+    def job() -> int:
+        exit_code = _predict(workload, layouts, settings, arguments, claimed)
+        if arguments.as_framework is not None:
+            print(f"\n{lines_for(arguments.as_framework, Scenario.of(**workload), settings, source)}")
+        return exit_code
+
+    return job
 
 
 def _predict(

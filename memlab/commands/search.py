@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from memlab.atomic_files import written_aside
 from memlab.commands.predict import other_ranks_line
 from memlab.commands.shared.engines import EnginesNotStartedError, number_or_profile, open_engines
+from memlab.commands.shared.job_flags import add_writing_option, lines_for, take_job
 from memlab.commands.shared.output import check_new_file, out_path
 from memlab.commands.shared.process import stdout_reserved_for_result
 from memlab.commands.shared.step_flags import (
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags: those of `predict` for one rank, and those that bound the search."""
     add_step_arguments(parser)
     add_job_arguments(parser)
+    add_writing_option(parser)
     parser.epilog = "Every combination of settings that the search tries includes the memory settings that you give."
     parser.add_argument(
         "--rank",
@@ -96,6 +98,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     Raises:
         ValueError: If a value breaks its rule, or the page exists or cannot be written.
     """
+    source = take_job(arguments)
     layout = layout_of_the_job(arguments, arguments.world_size, arguments.rank or 0)
     workload, base = checked_step(arguments, layout)
     scenarios = ranks_of(Scenario.of(**workload), arguments.rank)
@@ -136,6 +139,8 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
             print(error, file=sys.stderr)
             return 1
         _show(found, arguments)
+        if arguments.as_framework is not None and found.cheapest:
+            print(f"\n{lines_for(arguments.as_framework, scenarios[0], found.cheapest[0].settings, source)}")
         return 0 if found.cheapest else 1
 
     return job

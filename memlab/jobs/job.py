@@ -172,7 +172,7 @@ def _built(
     for key, entry in reading.entries.by_key.items():
         if any(taken.key == key for taken in reading.taken) or any(one.key == key for one in reading.not_modelled):
             continue
-        if key in reading.known:
+        if key in reading.known or entry.value == {}:
             without_effect.setdefault(key, "it is off, or only read together with another key")
         elif framework.ignores(key):
             without_effect.setdefault(key, "it does not concern the memory of a training step")
@@ -195,7 +195,7 @@ def _built(
 
 
 def _hashable(missing: list[NotModelled]) -> list[NotModelled]:
-    return [replace(one, value=str(one.value)) if isinstance(one.value, list) else one for one in missing]
+    return [replace(one, value=str(one.value)) if isinstance(one.value, (list, dict)) else one for one in missing]
 
 
 def _last(taken: list[Taken]) -> list[Taken]:

@@ -243,9 +243,17 @@ def common(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns all fields of a job by their names, as every framework's `compose` starts from."""
     layout = scenario.layout
     chunks = layout.virtual_pipeline_model_parallel_size
+    state = scenario.state.to_dict()
+    unread: tuple[str, ...] = ()
+    if not scenario.state.optimizer_cpu_offload:
+        unread += ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params")
+    if scenario.state.fp8_format is None:
+        unread += ("fp8_recipe", "fp8_param_gather")
+    if not scenario.state.cross_entropy_loss_fusion:
+        unread += ("cross_entropy_fusion_impl",)
     return {
         **{name: getattr(layout, name) for name in layout.__slots__},
-        **scenario.state.to_dict(),
+        **{name: value for name, value in state.items() if name not in unread},
         **{name: getattr(settings, name) for name in settings.__slots__},
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
         "fine_grained_activation_offloading": settings.offload_modules is not None,

@@ -139,6 +139,7 @@ def _complete_ranks(reading: Reading) -> None:
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     values = common(scenario, settings)
+    del values["recompute_method"], values["recompute_num_layers"]  # `complete` sets both
     world_size, state = scenario.layout.world_size, scenario.state
     is_row = is_packed(scenario)
     return values | {

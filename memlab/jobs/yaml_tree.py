@@ -142,8 +142,10 @@ def resolve(entries: Entries) -> None:
 
     What cannot be resolved, such as ``${oc.env:HOME}``, becomes unknown.
     """
-    for key, entry in list(entries.by_key.items()):
+    for key in list(entries.by_key):
+        entry = entries.by_key[key]
         if isinstance(entry.value, str) and "${" in entry.value:
+            entries.add(key, UNKNOWN, entry.line)
             entries.add(key, _resolved(entries, key, entry.value, 0), entry.line)
         elif isinstance(entry.value, list):
             values = [
@@ -200,5 +202,6 @@ def _value_of(entries: Entries, key: str, name: str, depth: int, default: Any) -
     if entry is None:
         return default
     if isinstance(entry.value, str) and "${" in entry.value:
-        return _resolved(entries, name, entry.value, depth + 1)
-    return entry.value
+        entries.add(name, UNKNOWN, entry.line)  # what refers to itself is unknown
+        entries.add(name, _resolved(entries, name, entry.value, depth + 1), entry.line)
+    return entries.by_key[name].value

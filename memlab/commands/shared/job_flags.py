@@ -1,20 +1,46 @@
-"""The flags with which a command takes a job of another framework."""
+"""The flags with which a command takes a job of another framework, and writes one for it."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
-from memlab.jobs.frameworks import FRAMEWORKS
+from memlab.config.allocator_settings import AllocatorSettings
+from memlab.config.architectures import ARCHITECTURES
+from memlab.config.layout import Layout
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
+from memlab.jobs.frameworks import FRAMEWORKS, framework_named
 from memlab.jobs.job import Job
+from memlab.jobs.writing import written
+
+_WORKLOAD = ("num_layers", "seq_length", "micro_batch_size", "num_microbatches", "dtype")
+_TOGETHER = ("recompute_", "offload_modules", "logprobs_chunk_size", "fp8_", "cross_entropy_")
+"""Beginnings of names: a flag of such a group replaces all of the job's settings of the group."""
 
 
-def add_job_file_options(parser: argparse.ArgumentParser) -> None:
-    """Declares how a job's file is read."""
+def add_job_file_options(parser: argparse.ArgumentParser, *, takes_job: bool = True) -> None:
+    """Declares how a job's file is read.
+
+    Args:
+        parser: Of the command.
+        takes_job: Whether the file is named with ``--job``, and not as the command's own argument.
+    """
     group = parser.add_argument_group("job of another framework")
-    group.add_argument(
-        "--format", metavar="NAME", help=f"whose file it is: {', '.join(FRAMEWORKS)} (default: memlab recognises it)"
-    )
+    if takes_job:
+        group.add_argument(
+            "--job",
+            type=Path,
+            metavar="FILE",
+            help="take model, layout, workload, training state and memory settings from a job's own file (memlab job "
+            "explains it); ARCH and flags that you give replace the job's",
+        )
+    names = ", ".join(FRAMEWORKS)
+    group.add_argument("--format", metavar="NAME", help=f"whose file it is: {names} (default: memlab recognises it)")
     group.add_argument(
         "--set",
         action="append",
@@ -30,6 +56,16 @@ def add_job_file_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_writing_option(parser: argparse.ArgumentParser) -> None:
+    """Declares for which framework the result is written."""
+    parser.add_argument(
+        "--as",
+        dest="as_framework",
+        metavar="NAME",
+        help=f"also print the lines to paste into a job of this framework: {', '.join(FRAMEWORKS)}",
+    )
+
+
 def job_of(
     path: Path, arguments: argparse.Namespace, *, architecture: str | None = None, world_size: int | None = None
 ) -> Job:
@@ -38,6 +74,8 @@ def job_of(
     Raises:
         ValueError: If it cannot be understood.
     """
+    if getattr(arguments, "as_framework", None) is not None:
+        framework_named(arguments.as_framework)
     return Job.read(
         path,
         format_name=arguments.format,
@@ -46,3 +84,86 @@ def job_of(
         architecture=architecture,
         world_size=world_size,
     )
+
+
+def take_job(arguments: argparse.Namespace, *, num_ranks: int | None = None) -> Job | None:
+    """Fills in what the flags leave out from the file that ``--job`` names, if there is one.
+
+    Args:
+        arguments: Of `measure`, `predict` or `search`; they are changed.
+        num_ranks: The ranks that there are, where a command measures; a single one has no layout.
+
+    Raises:
+        ValueError: If the file cannot be understood, or there is neither a job nor a model.
+    """
+    if getattr(arguments, "as_framework", None) is not None:
+        framework_named(arguments.as_framework)
+        if arguments.json:
+            raise ValueError("--as prints lines to paste, and --json one object: leave one of the two out")
+    if arguments.job is None:
+        for flag in ("format", "framework_version", "set"):
+            if getattr(arguments, flag):
+                raise ValueError(
+                    f"--{flag.replace('_', '-')} concerns a job's file, and there is none: give --job FILE"
+                )
+        if arguments.architecture is None:
+            raise ValueError(
+                f"ARCH is missing: give one of {', '.join(ARCHITECTURES)}, the path of a config.json, or --job FILE"
+            )
+        return None
+    given_ranks = getattr(arguments, "world_size", None)
+    job = job_of(arguments.job, arguments, architecture=arguments.architecture, world_size=given_ranks)
+    scenario, settings = job.required()
+    arguments.architecture = scenario.architecture
+    _fill(arguments, scenario, settings, has_layout=num_ranks != 1)
+    if num_ranks == 1 and scenario.layout.world_size > 1:
+        print(f"measured on one rank; the job's layout is {scenario.layout}: --ranks N starts more", file=sys.stderr)
+    if hasattr(arguments, "world_size"):
+        arguments.world_size = scenario.layout.world_size
+    for note in (*job.warnings, *_notes(job)):
+        print(f"{job.path.name}: {note}", file=sys.stderr)
+    return job
+
+
+def _notes(job: Job) -> list[str]:
+    missing = [one for one in job.not_modelled if one.effect != "unknown"]
+    if not missing:
+        return []
+    words = "; ".join(f"{one.key} ({one.effect})" for one in missing)
+    return [f"not modelled, so a step may need more or less: {words}: memlab job {job.path} explains each"]
+
+
+def _fill(arguments: argparse.Namespace, scenario: Scenario, settings: MemorySettings, *, has_layout: bool) -> None:
+    layout: dict[str, Any] = {}
+    if has_layout:
+        names = (field.name for field in fields(Layout) if field.name not in ("rank", "data_parallel_size"))
+        layout = {name: getattr(scenario.layout, name) for name in names}
+    allocator = {field.name: getattr(scenario.allocator, field.name) for field in fields(AllocatorSettings)}
+    of_job = (
+        {name: getattr(scenario, name) for name in _WORKLOAD}
+        | layout
+        | {name: value for name, value in allocator.items() if value}
+        | scenario.state.changed()
+        | settings.changed()
+    )
+    given = {name for name in of_job if getattr(arguments, name, None) is not None}
+    given |= {
+        field.name
+        for cls in (MemorySettings, TrainingState)
+        for field in fields(cls)
+        if getattr(arguments, field.name, None) is not None
+    }
+    for name, value in of_job.items():
+        replaced = any(name.startswith(start) and any(one.startswith(start) for one in given) for start in _TOGETHER)
+        if name not in given and not replaced:
+            setattr(arguments, name, value)
+
+
+def lines_for(framework_name: str, scenario: Scenario, settings: MemorySettings, source: Job | None = None) -> str:
+    """Returns the lines to paste into a framework's job, after what the framework cannot say."""
+    done = written(framework_name, scenario, settings, source=source)
+    is_change = source is not None and source.framework == framework_name
+    title = "lines to change in the job" if is_change else "lines of the job"
+    unsaid = [f"# {framework_name} cannot say {name}: {reason}" for name, reason in done.unsaid.items()]
+    lines = done.lines or ("# nothing: the job has these settings already",)
+    return "\n".join([f"{title}, for {framework_name}:", *unsaid, *lines])

@@ -7,6 +7,7 @@ import re
 from dataclasses import fields, replace
 from typing import Any
 
+from memlab.commands.shared.job_flags import add_job_file_options
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import ARCHITECTURES
 from memlab.config.layout import MOST_RANKS, Layout
@@ -42,8 +43,10 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "architecture",
         metavar="ARCH",
+        nargs="?",
         help=f"model: {', '.join(ARCHITECTURES)}, or the path of a Hugging Face config.json",
     )
+    add_job_file_options(parser)
     workload = parser.add_argument_group("workload")
     workload.add_argument(
         "--num-layers", type=whole_number, metavar="N", help="build only the first N layers of the model (default: all)"
@@ -270,7 +273,10 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares what only a predicted job has."""
     group = parser.add_argument_group("job")
     group.add_argument(
-        "--world-size", type=whole_number, default=1, metavar="N", help="number of ranks in the job (default 1)"
+        "--world-size",
+        type=whole_number,
+        metavar="N",
+        help="number of ranks in the job (default: 1, or what the file of --job says)",
     )
     group.add_argument(
         "--routing",
@@ -296,17 +302,18 @@ def checked_step(arguments: argparse.Namespace, layout: Layout) -> tuple[dict[st
     return workload, settings
 
 
-def layout_of_the_job(arguments: argparse.Namespace, num_ranks: int, rank: int) -> Layout:
+def layout_of_the_job(arguments: argparse.Namespace, num_ranks: int | None, rank: int) -> Layout:
     """Returns the layout that the flags name, with as many copies of the model as the ranks make.
 
     Args:
         arguments: With the sizes of the parallel groups, under `Layout`'s names.
-        num_ranks: Ranks of the job.
+        num_ranks: Ranks of the job; None for one.
         rank: The rank to measure or predict.
 
     Raises:
         ValueError: If a size breaks its rule, or the ranks do not divide.
     """
+    num_ranks = 1 if num_ranks is None else num_ranks
     check_whole_number("world_size", num_ranks, at_most=MOST_RANKS)
     given = {field.name: getattr(arguments, field.name, None) for field in fields(Layout)}
     sizes = {name: size for name, size in given.items() if size is not None and name != "rank"}

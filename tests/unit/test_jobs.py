@@ -1,0 +1,463 @@
+"""Small jobs of every framework, written by hand: each field that memlab reads from them is the one that they mean."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memlab.cli import main
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.jobs.job import Job
+from memlab.jobs.writing import written
+
+QWEN = """--num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --group-query-attention
+--num-query-groups 4 --kv-channels 128 --vocab-size 151936 --make-vocab-size-divisible-by 64 --normalization RMSNorm
+--swiglu --disable-bias-linear --position-embedding-type rope --qk-layernorm --untie-embeddings-and-output-weights
+--num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-token-dispatcher-type alltoall
+--attention-dropout 0 --hidden-dropout 0 --no-gradient-accumulation-fusion --bf16""".replace("\n", " ")
+PHI = """--num-layers 40 --hidden-size 5120 --ffn-hidden-size 17920 --num-attention-heads 40 --group-query-attention
+--num-query-groups 10 --kv-channels 128 --vocab-size 100352 --normalization RMSNorm --swiglu --disable-bias-linear
+--position-embedding-type rope --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+--no-gradient-accumulation-fusion --bf16""".replace("\n", " ")
+ACTOR = "actor_rollout_ref.actor"
+VERL = f"python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B {ACTOR}.megatron.override_ddp_config.grad_reduce_in_fp32=True "
+MEGATRON = "trainer.policy.megatron_config"
+SKYRL = "uv run -m skyrl.train.entrypoints.main_base trainer.strategy=megatron trainer.policy.model.path=Qwen/Qwen3-30B-A3B "
+SLIME = "python3 train.py --hf-checkpoint /root/Qwen3-30B-A3B --attention-dropout 0.0 --hidden-dropout 0.0 "
+NEMO = """
+policy:
+  model_name: Qwen/Qwen3-30B-A3B
+  megatron_cfg:
+    enabled: true
+"""
+BRIDGE = """
+model:
+  _target_: megatron.bridge.models.qwen.Qwen3MoEModelProvider
+  num_layers: 48
+  hidden_size: 2048
+  ffn_hidden_size: 6144
+  num_attention_heads: 32
+  num_query_groups: 4
+  kv_channels: 128
+  vocab_size: 151936
+  num_moe_experts: 128
+  moe_router_topk: 8
+  moe_ffn_hidden_size: 768
+  qk_layernorm: true
+  seq_length: 4096
+"""
+REMEDY = {"checkpoint_input_remedy": "release_storage"}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+MOVED = {"offload_parameters": True, "offload_gradients": True, "offload_optimizer": True}
+
+# Framework, name of the file, its text, what differs from the default: of the scenario, the layout, the state, settings.
+JOBS: list[tuple[str, str, str, dict[str, Any]]] = [
+    (
+        "megatron-lm", "run.sh", f"torchrun --nproc-per-node 8 --nnodes 2 pretrain_gpt.py {QWEN} --use-distributed-optimizer --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --seq-length 4096 --micro-batch-size 1 --global-batch-size 64 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --no-rope-fusion",
+        {"architecture": "qwen3-30b-a3b", "tensor_model_parallel_size": 2, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1, "data_parallel_size": 8, "num_microbatches": 8, **FULL},
+    ),
+    (
+        "megatron-lm", "run.sh", f"GPUS=${{GPUS:-4}}\nARGS=(\n  {PHI}\n  --tensor-model-parallel-size $((GPUS / 2)) --sequence-parallel # both\n)\ntorchrun --nproc_per_node=$GPUS pretrain_gpt.py ${{ARGS[@]}} --seq-length 2048 --micro-batch-size 2 --global-batch-size 8 --grad-reduce-in-bf16 --use-precision-aware-optimizer --use-distributed-optimizer --exp-avg-dtype bf16 --overlap-grad-reduce --overlap-param-gather --optimizer-cpu-offload --optimizer-offload-fraction 0.5 --no-pin-cpu-grads",
+        {"architecture": "phi-4", "tensor_model_parallel_size": 2, "data_parallel_size": 2, "seq_length": 2048, "micro_batch_size": 2, "num_microbatches": 2, "grad_reduce_in_bf16": True, "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "overlap_grad_reduce": True, "overlap_param_gather": True, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "pin_cpu_grads": False, "apply_rope_fusion": True},
+    ),
+    (
+        "megatron-lm", "model_config.yaml", "ENV_VARS:\n  PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True\nMODEL_ARGS:\n" + "".join(f"  {flag}\n" for flag in ("--num-layers: 40", "--hidden-size: 5120", "--ffn-hidden-size: 17920", "--num-attention-heads: 40", "--group-query-attention: true", "--num-query-groups: 10", "--vocab-size: 100352", "--normalization: RMSNorm", "--swiglu: true", "--disable-bias-linear: true", "--position-embedding-type: rope", "--untie-embeddings-and-output-weights: true", "--bf16: true", "--pipeline-model-parallel-size: 4", "--num-layers-per-virtual-pipeline-stage: 5", "--seq-length: 1024", "--micro-batch-size: 1", "--global-batch-size: 8", "--recompute-granularity: selective", "--recompute-modules: mlp core_attn", "--use-distributed-optimizer: true", "--no-rope-fusion: true")),
+        {"architecture": "phi-4", "pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2, "seq_length": 1024, "num_microbatches": 8, "recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp"), "expandable_segments": True},
+    ),
+    (
+        "megatron-lm", "train.log", "start\n[rank0] ------------------------ arguments ------------------------\n" + "".join(f"[rank0]   {name} {'.' * (48 - len(name))} {value}\n" for name, value in {"world_size": 8, "num_layers": 48, "hidden_size": 2048, "ffn_hidden_size": 6144, "num_attention_heads": 32, "group_query_attention": True, "num_query_groups": 4, "kv_channels": 128, "padded_vocab_size": 151936, "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "position_embedding_type": "rope", "qk_layernorm": True, "untie_embeddings_and_output_weights": True, "num_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 768, "bf16": True, "expert_model_parallel_size": 8, "seq_length": 4096, "micro_batch_size": 1, "global_batch_size": 8, "use_distributed_optimizer": True, "attention_backend": "AttnBackend.fused", "apply_rope_fusion": True, "gradient_accumulation_fusion": False, "fine_grained_activation_offloading": True, "offload_modules": "['expert_fc1', 'moe_act']", "main_grads_dtype": "torch.float32", "virtual_pipeline_model_parallel_size": "None", "fp8_format": "None"}.items()) + "[rank0] -------------------- end of arguments ---------------------\nrest",
+        {"architecture": "qwen3-30b-a3b", "expert_model_parallel_size": 8, "data_parallel_size": 8, "attention_backend": "fused", "apply_rope_fusion": True, "offload_modules": ("expert_fc1", "moe_act")},
+    ),
+    (
+        "megatron-lm", "run.sh", f"torchrun --nproc-per-node 8 pretrain_gpt.py {PHI} --num-layers 4 --context-parallel-size 2 --seq-length 8192 --micro-batch-size 1 --global-batch-size 4 --cross-entropy-loss-fusion --cross-entropy-fusion-impl te --fp8-format hybrid --fp8-recipe blockwise --no-rope-fusion",
+        {"architecture": "phi-4", "num_layers": 4, "context_parallel_size": 2, "data_parallel_size": 4, "seq_length": 8192, "cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te", "fp8_format": "hybrid", "fp8_recipe": "blockwise", "use_distributed_optimizer": False},
+    ),
+    (
+        "bridge", "run_config.yaml", BRIDGE + "  expert_model_parallel_size: 8\ntrain:\n  micro_batch_size: 1\n  global_batch_size: 16\nddp:\n  grad_reduce_in_fp32: true\n  overlap_grad_reduce: true\nworld_size: 8\n",
+        {"architecture": "qwen3-30b-a3b", "expert_model_parallel_size": 8, "data_parallel_size": 8, "num_microbatches": 2, "overlap_grad_reduce": True},
+    ),
+    (
+        "bridge", "run_config.yaml", BRIDGE + "  tensor_model_parallel_size: 2\n  sequence_parallel: true\n  expert_tensor_parallel_size: 1\n  recompute_granularity: selective\n  recompute_modules: [moe_act, layernorm]\n  params_dtype:\n    _call_: false\n    _target_: torch.bfloat16\n  attention_backend:\n    _target_: megatron.core.transformer.enums.AttnBackend\n    _call_: true\n    _args_: [2]\ntrain:\n  global_batch_size: 4\nddp:\n  grad_reduce_in_fp32: false\noptimizer:\n  use_precision_aware_optimizer: true\n  exp_avg_dtype:\n    _call_: false\n    _target_: torch.bfloat16\nworld_size: 8\n",
+        {"architecture": "qwen3-30b-a3b", "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "data_parallel_size": 4, "grad_reduce_in_bf16": True, "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "attention_backend": "fused", "recompute_granularity": "selective", "recompute_modules": ("layernorm", "moe_act")},
+    ),
+    (
+        "bridge", "run_config.yaml", BRIDGE + "  pipeline_model_parallel_size: 4\n  virtual_pipeline_model_parallel_size: 3\ntrain:\n  micro_batch_size: 2\n  global_batch_size: 16\nmixed_precision: bf16_mixed\nddp: {}\nworld_size: 4\n",
+        {"architecture": "qwen3-30b-a3b", "pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 3, "micro_batch_size": 2, "num_microbatches": 8},
+    ),
+    (
+        "bridge", "run_config.yaml", BRIDGE.replace("num_layers: 48", "num_layers: 4") + "  cross_entropy_loss_fusion: true\n  cross_entropy_fusion_impl: te\n  fp8: e4m3\n  fp8_recipe: tensorwise\ntrain:\n  manual_gc: true\nmixed_precision:\n  grad_reduce_in_fp32: false\noptimizer:\n  optimizer_cpu_offload: true\n  optimizer_offload_fraction: 1.0\nddp: {bucket_size: 40000000, overlap_grad_reduce: true}\nworld_size: 1\n",
+        {"architecture": "qwen3-30b-a3b", "num_layers": 4, "cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te", "fp8_format": "e4m3", "fp8_recipe": "tensorwise", "manual_gc": True, "grad_reduce_in_bf16": True, "optimizer_cpu_offload": True, "ddp_bucket_size": 40000000, "overlap_grad_reduce": True},
+    ),
+    (
+        "bridge", "run_config.yaml", "checkpoint: &parallel\n  context_parallel_size: 2\nmodel:\n  <<: *parallel\n  hf_model_id: microsoft/phi-4\n  seq_length: 8192\n  recompute_granularity: full\n  recompute_method: block\n  recompute_num_layers: 12\ntrain:\n  global_batch_size: 1\nddp:\n  grad_reduce_in_fp32: true\nenv_vars:\n  PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:True'\nworld_size: 2\n",
+        {"architecture": "phi-4", "context_parallel_size": 2, "seq_length": 8192, "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 12, "expandable_segments": True},
+    ),
+    (
+        "verl", "run.sh", VERL + f"trainer.nnodes=1 trainer.n_gpus_per_node=8 {ACTOR}.megatron.tensor_model_parallel_size=2 {ACTOR}.megatron.expert_model_parallel_size=8 {ACTOR}.megatron.expert_tensor_parallel_size=1 {ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=8192 data.max_prompt_length=1024 data.max_response_length=7168 {ACTOR}.ppo_mini_batch_size=32 actor_rollout_ref.rollout.n=8",
+        {"architecture": "qwen3-30b-a3b", "tensor_model_parallel_size": 2, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1, "data_parallel_size": 4, "seq_length": 8192, "num_microbatches": 2, "loss": "logprobs", "attention_backend": "flash"},
+    ),
+    (
+        "verl", "run.sh", "offload=${OFFLOAD:-True}\nACTOR=(\n" + "\n".join(f"  {ACTOR}.megatron.{name}_offload=${{offload}}" for name in ("param", "grad", "optimizer")) + f"\n  +{ACTOR}.megatron.override_transformer_config.recompute_granularity=full\n  ++{ACTOR}.megatron.override_transformer_config.recompute_method=uniform\n  {ACTOR}.megatron.override_transformer_config.recompute_num_layers=1\n  {ACTOR}.ppo_micro_batch_size_per_gpu=2 {ACTOR}.ppo_mini_batch_size=16\n)\n" + VERL + '"${ACTOR[@]}" $@',
+        {"architecture": "qwen3-30b-a3b", "data_parallel_size": 8, "seq_length": 1024, "micro_batch_size": 2, "loss": "logprobs", "attention_backend": "flash", **MOVED, **FULL, **REMEDY},
+    ),
+    (
+        "verl", "config.yaml", "actor_rollout_ref:\n  model:\n    path: microsoft/phi-4\n  actor:\n    ppo_mini_batch_size: 8\n    ppo_micro_batch_size_per_gpu: 1\n    use_dynamic_bsz: false\n    megatron:\n      context_parallel_size: 2\n      override_ddp_config:\n        grad_reduce_in_fp32: false\n        overlap_grad_reduce: true\n      override_transformer_config:\n        attention_backend: fused\n        recompute_granularity: selective\n        recompute_modules: [mlp]\n    optim:\n      override_optimizer_config:\n        optimizer_cpu_offload: true\n        optimizer_offload_fraction: 1\n        use_precision_aware_optimizer: true\n  rollout:\n    n: 4\ndata:\n  max_prompt_length: 2048\n  max_response_length: ${.max_prompt_length}\ntrainer:\n  nnodes: 2\n  n_gpus_per_node: 8\n",
+        {"architecture": "phi-4", "context_parallel_size": 2, "data_parallel_size": 8, "num_microbatches": 4, "grad_reduce_in_bf16": True, "overlap_grad_reduce": True, "attention_backend": "fused", "recompute_granularity": "selective", "recompute_modules": ("mlp",), "optimizer_cpu_offload": True, "optimizer_offload_fraction": 1, "use_precision_aware_optimizer": True, "loss": "logprobs"},
+    ),
+    (
+        "verl", "run.sh", "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n" + VERL + f"trainer.nnodes=4 {ACTOR}.megatron.pipeline_model_parallel_size=4 {ACTOR}.megatron.virtual_pipeline_model_parallel_size=2 {ACTOR}.megatron.expert_model_parallel_size=8 {ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=$((4 * 1024)) {ACTOR}.megatron.override_transformer_config.num_layers_in_first_pipeline_stage=12 {ACTOR}.megatron.override_transformer_config.num_layers_in_last_pipeline_stage=12",
+        {"architecture": "qwen3-30b-a3b", "pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2, "expert_model_parallel_size": 8, "data_parallel_size": 8, "num_layers_in_first_pipeline_stage": 12, "num_layers_in_last_pipeline_stage": 12, "num_microbatches": 8, "loss": "logprobs", "attention_backend": "flash", "expandable_segments": True},
+    ),
+    (
+        "verl", "run.sh", VERL + f"'{ACTOR}.megatron.override_transformer_config.recompute_modules=[\"moe_act\", \"layernorm\"]' {ACTOR}.megatron.override_transformer_config.recompute_granularity=selective {ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload=True {ACTOR}.ppo_micro_batch_size_per_gpu=1 {ACTOR}.ppo_mini_batch_size=8",
+        {"architecture": "qwen3-30b-a3b", "data_parallel_size": 8, "seq_length": 1024, "recompute_granularity": "selective", "recompute_modules": ("layernorm", "moe_act"), "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.0, "loss": "logprobs", "attention_backend": "flash"},
+    ),
+    (
+        "nemo-rl", "config.yaml", NEMO + "    expert_model_parallel_size: 8\n    activation_checkpointing: true\n  train_micro_batch_size: 1\n  max_total_sequence_length: 4096\n  train_global_batch_size: 64\ncluster:\n  num_nodes: 4\n  gpus_per_node: 8\n",
+        {"architecture": "qwen3-30b-a3b", "expert_model_parallel_size": 8, "data_parallel_size": 32, "num_microbatches": 2, "grad_reduce_in_bf16": True, "use_precision_aware_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "apply_rope_fusion": True, "loss": "logprobs", **FULL, **MOVED},
+    ),
+    (
+        "nemo-rl", "config.yaml", NEMO + "    tensor_model_parallel_size: 2\n    distributed_data_parallel_config: {grad_reduce_in_fp32: true, overlap_grad_reduce: false, overlap_param_gather: false}\n    optimizer: {use_precision_aware_optimizer: false, use_distributed_optimizer: true}\n    apply_rope_fusion: false\n  sequence_packing: {enabled: false}\n  generation: {colocated: {enabled: false, resources: {num_nodes: 2}}}\n  train_micro_batch_size: 2\n  max_total_sequence_length: 2048\n  train_global_batch_size: 64\ncluster: {num_nodes: 4, gpus_per_node: 8}\n",
+        {"architecture": "qwen3-30b-a3b", "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "data_parallel_size": 8, "micro_batch_size": 2, "seq_length": 2048, "num_microbatches": 4, "loss": "logprobs"},
+    ),
+    (
+        "nemo-rl", "config.yaml", NEMO + "    context_parallel_size: 2\n    activation_checkpointing: true\n    recompute_granularity: selective\n    recompute_modules: [moe, layernorm]\n    env_vars: {PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:False'}\n  train_micro_batch_size: 1\n  max_total_sequence_length: 8192\n  train_global_batch_size: 4\n  sequence_packing:\n    enabled: true\n    train_mb_tokens: ${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}\ncluster: {num_nodes: 1, gpus_per_node: 8}\n",
+        {"architecture": "qwen3-30b-a3b", "context_parallel_size": 2, "data_parallel_size": 4, "seq_length": 8192, "recompute_granularity": "selective", "recompute_modules": ("layernorm", "moe"), "grad_reduce_in_bf16": True, "use_precision_aware_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "apply_rope_fusion": True, "loss": "logprobs", **MOVED},
+    ),
+    (
+        "nemo-rl", "config.yaml", NEMO + "    fp8_cfg: {enabled: true, fp8: hybrid, fp8_recipe: blockwise, fp8_param: false}\n    fine_grained_activation_offloading: true\n    offload_modules: [expert_fc1]\n    pipeline_model_parallel_size: 2\n    num_layers_in_first_pipeline_stage: 23\n    num_layers_in_last_pipeline_stage: 25\n  train_micro_batch_size: 1\n  max_total_sequence_length: 4096\n  sequence_packing: {enabled: false}\n  train_global_batch_size: 2\ncluster: {num_nodes: 1, gpus_per_node: 2}\n",
+        {"architecture": "qwen3-30b-a3b", "pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 23, "num_layers_in_last_pipeline_stage": 25, "num_microbatches": 2, "fp8_format": "hybrid", "fp8_recipe": "blockwise", "offload_modules": ("expert_fc1",), "grad_reduce_in_bf16": True, "use_precision_aware_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "apply_rope_fusion": True, "loss": "logprobs", **MOVED},
+    ),
+    (
+        "nemo-rl", "config.yaml", NEMO.replace("Qwen/Qwen3-30B-A3B", "microsoft/phi-4") + "    tensor_model_parallel_size: 2\n    optimizer: {optimizer_cpu_offload: true, optimizer_offload_fraction: 0.5, use_precision_aware_optimizer: true}\n  dynamic_batching: {enabled: true, train_mb_tokens: 6144}\n  sequence_packing: {enabled: false}\n  train_global_batch_size: 512\n  max_total_sequence_length: 4096\ncluster: {num_nodes: 1, gpus_per_node: 8}\n",
+        {"architecture": "phi-4", "tensor_model_parallel_size": 2, "data_parallel_size": 4, "seq_length": 6144, "num_microbatches": 2, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "grad_reduce_in_bf16": True, "use_precision_aware_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "apply_rope_fusion": True, "loss": "logprobs", **MOVED},
+    ),
+    (
+        "skyrl", "run.sh", f"NODES=2\nGPUS=8\n{SKYRL} trainer.placement.policy_num_nodes=$NODES trainer.placement.policy_num_gpus_per_node=$GPUS {MEGATRON}.tensor_model_parallel_size=4 {MEGATRON}.pipeline_model_parallel_size=2 {MEGATRON}.expert_model_parallel_size=8 {MEGATRON}.expert_tensor_parallel_size=1 trainer.micro_train_batch_size_per_gpu=4 trainer.policy_mini_batch_size=64 generator.n_samples_per_prompt=5 trainer.max_prompt_length=512 generator.sampling_params.max_generate_length=1024",
+        {"architecture": "qwen3-30b-a3b", "tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1, "data_parallel_size": 2, "seq_length": 1536, "micro_batch_size": 4, "num_microbatches": 40, "loss": "logprobs", "logprobs_chunk_size": 1024, "attention_backend": "flash", **FULL, **MOVED},
+    ),
+    (
+        "skyrl", "run.sh", SKYRL + f"trainer.gradient_checkpointing=false trainer.flash_attn=false trainer.placement.colocate_all=false trainer.logprobs_chunk_size=null trainer.placement.policy_num_gpus_per_node=8 {MEGATRON}.ddp_config.grad_reduce_in_fp32=false {MEGATRON}.optimizer_config_kwargs.use_precision_aware_optimizer=true trainer.policy_mini_batch_size=8 generator.n_samples_per_prompt=1",
+        {"architecture": "qwen3-30b-a3b", "data_parallel_size": 8, "seq_length": 1536, "loss": "logprobs", "attention_backend": "fused", "grad_reduce_in_bf16": True, "use_precision_aware_optimizer": True},
+    ),
+    (
+        "skyrl", "run.sh", SKYRL + f"trainer.placement.policy_num_gpus_per_node=8 {MEGATRON}.context_parallel_size=2 {MEGATRON}.transformer_config_kwargs.attention_backend=fused trainer.max_tokens_per_microbatch=8192 trainer.policy.optimizer_config.offload_after_step=false {MEGATRON}.transformer_config_kwargs.recompute_granularity=selective {MEGATRON}.transformer_config_kwargs.recompute_method=null {MEGATRON}.transformer_config_kwargs.recompute_num_layers=null",
+        {"architecture": "qwen3-30b-a3b", "context_parallel_size": 2, "data_parallel_size": 4, "seq_length": 16384, "num_microbatches": 2, "loss": "logprobs", "logprobs_chunk_size": 1024, "attention_backend": "fused", "recompute_granularity": "selective", "recompute_modules": ("core_attn",), "offload_parameters": True, "offload_gradients": True},
+    ),
+    (
+        "skyrl", "config.yaml", "trainer:\n  strategy: megatron\n  placement:\n    policy_num_gpus_per_node: 4\n  policy:\n    model:\n      path: microsoft/phi-4\n    megatron_config:\n      tensor_model_parallel_size: 2\n      fp8: hybrid\n      fp8_recipe: blockwise\n      optimizer_config_kwargs:\n        optimizer_cpu_offload: true\n        optimizer_offload_fraction: 1.0\n        overlap_cpu_optimizer_d2h_h2d: true\n  policy_mini_batch_size: 4\ngenerator:\n  n_samples_per_prompt: 1\n",
+        {"architecture": "phi-4", "tensor_model_parallel_size": 2, "data_parallel_size": 2, "seq_length": 1536, "num_microbatches": 2, "fp8_format": "hybrid", "fp8_recipe": "blockwise", "optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True, "loss": "logprobs", "logprobs_chunk_size": 1024, "attention_backend": "flash", **FULL, **MOVED},
+    ),
+    (
+        "skyrl", "run.sh", SKYRL + f"trainer.placement.policy_num_gpus_per_node=4 {MEGATRON}.pipeline_model_parallel_size=4 {MEGATRON}.transformer_config_kwargs.virtual_pipeline_model_parallel_size=2 {MEGATRON}.transformer_config_kwargs.recompute_num_layers=2 trainer.policy_mini_batch_size=8 generator.n_samples_per_prompt=1",
+        {"architecture": "qwen3-30b-a3b", "pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2, "seq_length": 1536, "num_microbatches": 8, "loss": "logprobs", "logprobs_chunk_size": 1024, "attention_backend": "flash", **FULL, **MOVED, "recompute_num_layers": 2},
+    ),
+    (
+        "slime", "run.sh", "PERF=(\n  --tensor-model-parallel-size 4\n  --sequence-parallel\n  --expert-model-parallel-size 8\n  --expert-tensor-parallel-size 1\n  --recompute-granularity full\n  --recompute-method uniform\n  --recompute-num-layers 1\n  # --micro-batch-size 1\n  --use-dynamic-batch-size\n  --max-tokens-per-gpu 20480\n)\nOPT=(--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer)\nray job submit -- " + SLIME + "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate ${PERF[@]} ${OPT[@]} --attention-backend flash --no-rope-fusion",
+        {"architecture": "qwen3-30b-a3b", "tensor_model_parallel_size": 4, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1, "data_parallel_size": 2, "seq_length": 20480, "num_microbatches": 2, "optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True, "use_precision_aware_optimizer": True, "loss": "logprobs", "attention_backend": "flash", **FULL, **MOVED},
+    ),
+    (
+        "slime", "run.sh", SLIME + "--actor-num-nodes 2 --actor-num-gpus-per-node 8 --rollout-max-response-len 4096 --micro-batch-size 2 --global-batch-size 64 --log-probs-chunk-size 512 --no-rope-fusion",
+        {"architecture": "qwen3-30b-a3b", "data_parallel_size": 16, "micro_batch_size": 2, "num_microbatches": 2, "loss": "logprobs", "logprobs_chunk_size": 512},
+    ),
+    (
+        "slime", "run.sh", f"python3 train.py {PHI} --actor-num-nodes 1 --actor-num-gpus-per-node 4 --offload-train --context-parallel-size 2 --use-dynamic-batch-size --max-tokens-per-gpu 4096 --grad-reduce-in-bf16 --no-rope-fusion",
+        {"architecture": "phi-4", "context_parallel_size": 2, "data_parallel_size": 2, "seq_length": 8192, "num_microbatches": 2, "grad_reduce_in_bf16": True, "loss": "logprobs", **MOVED},
+    ),
+    (
+        "slime", "train.log", "------------------------ arguments ------------------------\n" + "".join(f"  {name} {'.' * 20} {value}\n" for name, value in {"actor_num_nodes": 1, "actor_num_gpus_per_node": 8, "hf_checkpoint": "/data/Qwen3-30B-A3B-Base", "expert_model_parallel_size": 8, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 9216, "colocate": False, "apply_rope_fusion": False, "log_probs_chunk_size": -1, "attention_dropout": 0.0, "hidden_dropout": 0.0}.items()) + "-------------------- end of arguments ---------------------\n",
+        {"architecture": "qwen3-30b-a3b", "expert_model_parallel_size": 8, "data_parallel_size": 8, "seq_length": 9216, "num_microbatches": 2, "loss": "logprobs"},
+    ),
+    (
+        "slime", "run.sh", SLIME + "--actor-num-nodes 4 --actor-num-gpus-per-node 8 --pipeline-model-parallel-size 4 --decoder-last-pipeline-num-layers 9 --expert-model-parallel-size 8 --use-dynamic-batch-size --max-tokens-per-gpu 4096 --recompute-granularity selective --recompute-modules moe_act --no-rope-fusion",
+        {"architecture": "qwen3-30b-a3b", "pipeline_model_parallel_size": 4, "num_layers_in_last_pipeline_stage": 9, "expert_model_parallel_size": 8, "data_parallel_size": 8, "num_microbatches": 8, "recompute_granularity": "selective", "recompute_modules": ("moe_act",), "loss": "logprobs"},
+    ),
+    (
+        "ms-swift", "run.sh", "NPROC_PER_NODE=8 NNODES=2 \\\nmegatron sft \\\n  --model Qwen/Qwen3-30B-A3B-Base \\\n  --pipeline_model_parallel_size 2 \\\n  --expert_model_parallel_size 8 \\\n  --recompute_granularity full --recompute_method uniform --recompute_num_layers 1 \\\n  --micro_batch_size 1 --global_batch_size 16 --max_length 8192 --packing true --attention_backend flash",
+        {"architecture": "qwen3-30b-a3b", "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 8, "data_parallel_size": 8, "seq_length": 8192, "num_microbatches": 2, "cross_entropy_loss_fusion": True, "attention_backend": "flash", **FULL},
+    ),
+    (
+        "ms-swift", "run.sh", "PYTORCH_CUDA_ALLOC_CONF='expandable_segments:True' CUDA_VISIBLE_DEVICES=0,1,2,3 NPROC_PER_NODE=4 megatron pt --load Qwen3-30B-A3B-mcore --tensor_model_parallel_size 2 --sequence_parallel true --recompute_granularity none --cross_entropy_loss_fusion false --max_length 4096 --micro_batch_size 2 --global_batch_size 8",
+        {"architecture": "qwen3-30b-a3b", "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "data_parallel_size": 2, "micro_batch_size": 2, "num_microbatches": 2, "attention_backend": "flash", "expandable_segments": True},
+    ),
+    (
+        "ms-swift", "args.json", json.dumps({"model": "microsoft/phi-4", "world_size": 8, "tensor_model_parallel_size": 2, "sequence_parallel": True, "max_length": 4096, "micro_batch_size": 1, "global_batch_size": 4, "recompute_granularity": "selective", "recompute_modules": ["core_attn"], "use_precision_aware_optimizer": True, "main_grads_dtype": "bf16", "cross_entropy_fusion_impl": "te", "optimizer_cpu_offload": True, "tuner_type": "full"}, indent=1),
+        {"architecture": "phi-4", "tensor_model_parallel_size": 2, "data_parallel_size": 4, "num_microbatches": 1, "recompute_granularity": "selective", "recompute_modules": ("core_attn",), "use_precision_aware_optimizer": True, "main_grads_dtype": "bf16", "grad_reduce_in_bf16": True, "cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te", "optimizer_cpu_offload": True, "attention_backend": "flash"},
+    ),
+    (
+        "ms-swift", "run.sh", "NPROC_PER_NODE=8 megatron rlhf --rlhf_type grpo --model Qwen/Qwen3-30B-A3B --expert_model_parallel_size 8 --max_length 1024 --max_completion_length 3072 --offload_model true --offload_optimizer true --recompute_granularity none --micro_batch_size 1 --global_batch_size 8",
+        {"architecture": "qwen3-30b-a3b", "expert_model_parallel_size": 8, "data_parallel_size": 8, "loss": "logprobs", "attention_backend": "flash", **MOVED},
+    ),
+    (
+        "ms-swift", "run.sh", "NPROC_PER_NODE=4 megatron sft --model Qwen/Qwen3-30B-A3B --pipeline_model_parallel_size 4 --virtual_pipeline_model_parallel_size 3 --decoder_first_pipeline_num_layers 12 --max_length 2048 --recompute_granularity selective --recompute_modules moe_act layernorm --fp8_format hybrid --fp8_recipe blockwise --overlap_grad_reduce true --micro_batch_size 1 --global_batch_size 4 --apply_rope_fusion true",
+        {"architecture": "qwen3-30b-a3b", "pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 3, "num_layers_in_first_pipeline_stage": 12, "seq_length": 2048, "num_microbatches": 4, "recompute_granularity": "selective", "recompute_modules": ("layernorm", "moe_act"), "fp8_format": "hybrid", "fp8_recipe": "blockwise", "overlap_grad_reduce": True, "cross_entropy_loss_fusion": True, "apply_rope_fusion": True, "attention_backend": "flash"},
+    ),
+]  # fmt: skip
+
+
+def flat(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
+    """Returns all fields of a job in one dict."""
+    layout = {name: getattr(scenario.layout, name) for name in scenario.layout.__slots__}
+    workload = {
+        name: getattr(scenario, name)
+        for name in ("num_layers", "seq_length", "micro_batch_size", "num_microbatches", "dtype")
+    }
+    return {
+        "architecture": scenario.architecture.name, **layout, **workload, **scenario.state.to_dict(), **scenario.allocator.to_dict(),
+        **{name: getattr(settings, name) for name in settings.__slots__},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(JOBS)))
+def test_every_field_of_a_job_is_the_one_that_its_file_means(number: int, tmp_path: Path) -> None:
+    framework, name, text, expected = JOBS[number]
+    path = tmp_path / name
+    path.write_text(text)
+    job = Job.read(path)
+    assert job.framework == framework
+    assert job.scenario is not None, (job.cannot_start, job.not_supported)
+    assert job.settings is not None
+    default = flat(Scenario.of(expected["architecture"], seq_length=4096), MemorySettings())
+    found = flat(job.scenario, job.settings)
+    assert {key: value for key, value in found.items() if value != (default | expected)[key]} == {}
+    assert [one.key for one in job.not_modelled if one.effect == "unknown"] == []
+
+
+def test_there_are_five_jobs_of_every_framework() -> None:
+    counts = {framework: sum(job[0] == framework for job in JOBS) for framework, *_ in JOBS}
+    assert len(counts) == 7
+    assert min(counts.values()) >= 5
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_a_layout_that_megatron_refuses_is_found(tmp_path: Path) -> None:
+    # As in two of verl's examples in August 2026: without a size of its own, experts are split as often as TP.
+    text = (
+        VERL
+        + f"{ACTOR}.megatron.tensor_model_parallel_size=4 {ACTOR}.megatron.pipeline_model_parallel_size=2 {ACTOR}.megatron.expert_model_parallel_size=2"
+    )
+    path = write(tmp_path, "run.sh", text)
+    job = Job.read(path)
+    assert job.scenario is None
+    assert job.cannot_start is not None
+    assert "expert_model_parallel_size 2 x expert_tensor_parallel_size 4 is 8" in job.cannot_start
+    job = Job.read(path, overrides=[f"{ACTOR}.megatron.expert_tensor_parallel_size=1"])
+    assert job.cannot_start is None
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("--tensor-model-parallel-size 3", "the job has 8 ranks, must have a multiple of 3"),
+        ("--global-batch-size 12", "the global batch has 12 sequences, must be a multiple of 8"),
+        (
+            "--pipeline-model-parallel-size 8 --num-layers 47",
+            "pipeline_model_parallel_size is 8, must divide the 47 layers",
+        ),
+        ("--expert-model-parallel-size 16", "must divide the 8 ranks of a stage"),
+        ("--context-parallel-size 4 --seq-length 4100", "must divide the 4100 tokens"),
+    ],
+)
+def test_each_rule_of_the_layout_is_named(text: str, rule: str, tmp_path: Path) -> None:
+    base = f"torchrun --nproc-per-node 8 pretrain_gpt.py {QWEN} --seq-length 4096 --micro-batch-size 1 --global-batch-size 8 "
+    assert rule in str(Job.read(write(tmp_path, "run.sh", base + text)).cannot_start)
+
+
+def test_verl_asks_for_the_version_where_its_default_changed(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "run.sh",
+        VERL.partition(" actor_rollout_ref.actor.megatron.override_ddp")[0]
+        + f" {ACTOR}.ppo_micro_batch_size_per_gpu=1 {ACTOR}.ppo_mini_batch_size=8",
+    )
+    job = Job.read(path)
+    assert "fp32 since 2026-08-20, bf16 before" in str(job.not_supported)
+    new, old = (Job.read(path, version=version).required()[0].state for version in ("2026-08-20", "before-2026-08-20"))
+    assert (new.grad_reduce_in_bf16, old.grad_reduce_in_bf16) == (False, True)
+
+
+def test_what_is_not_modelled_has_its_sign_and_unknown_keys_are_named(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "run.sh",
+        f"torchrun --nproc-per-node 8 pretrain_gpt.py {QWEN} --seq-length 4096 --micro-batch-size 1 --mtp-num-layers 1 --use-megatron-fsdp --frobnicate 3 --lr 1e-4 --tensor-model-parallel-size 2 --use-distributed-optimizer",
+    )
+    job = Job.read(path)
+    effects = {one.key: one.effect for one in job.not_modelled}
+    assert effects == {
+        "mtp_num_layers": "more",
+        "use_megatron_fsdp": "less",
+        "sequence_parallel": "more",
+        "frobnicate": "unknown",
+    }
+    assert "lr" in job.without_effect
+
+
+def test_a_model_that_memlab_does_not_have_is_said(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "run.sh",
+        "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 12 --hidden-size 512 --num-attention-heads 8 --vocab-size 50257 --seq-length 1024 --micro-batch-size 4 --bf16",
+    )
+    job = Job.read(path)
+    assert job.scenario is None
+    assert "LayerNorm" in str(job.not_supported)
+    assert "swiglu" in str(job.not_supported)
+    assert Job.read(path, architecture="phi-4-tiny").scenario is not None
+
+
+def test_defaults_of_a_nemo_rl_file_are_merged_and_set_overrides_them(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "base.yaml",
+        NEMO
+        + "  train_micro_batch_size: 1\n  sequence_packing: {enabled: false}\ncluster: {num_nodes: 1, gpus_per_node: 8}\n",
+    )
+    path = write(
+        tmp_path,
+        "recipe.yaml",
+        "defaults: base.yaml\npolicy:\n  max_total_sequence_length: 2048\n  train_global_batch_size: 8\n",
+    )
+    scenario, _ = Job.read(path, overrides=["policy.megatron_cfg.expert_model_parallel_size=8"]).required()
+    assert (scenario.seq_length, scenario.layout.expert_model_parallel_size) == (2048, 8)
+    (tmp_path / "base.yaml").unlink()
+    assert "not beside the file" in Job.read(path).warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("run.sh", f"torchrun pretrain_gpt.py {QWEN} \\\n --seq-length many", "line 2: seq_length is 'many', must be a whole number: correct it"),
+        ("config.yaml", NEMO + "    tensor_model_parallel_size: [2]\n", "line 6: policy.megatron_cfg.tensor_model_parallel_size is [2], must be a whole number: correct it"),
+        ("config.yaml", "policy:\n  a: [1\n", "config.yaml, line 3: it is not valid YAML"),
+        ("config.yaml", "policy:\n  a: *none\n", "config.yaml, line 2: the alias *none has no anchor"),
+        ("config.yaml", "a: 1\n", "config.yaml is of no format that memlab reads. Looked for megatron-lm:"),
+        ("config.yaml", "- 1\n", "config.yaml has no keys at its top level"),
+        ("run.sh", "echo hello\n", "run.sh is of no format that memlab reads"),
+        ("run.sh", "A='open", "run.sh, line 1: the quote ' is not closed"),
+        ("run.py", "print(1)", "run.py is a program, which memlab never runs"),
+        ("args.json", "{", "args.json is not valid JSON"),
+        ("args.json", "[1]", "args.json holds no object"),
+        ("empty.sh", " \n", "empty.sh is empty"),
+        ("run.sh", "a\0b", "run.sh is not a text"),
+        ("train.log", "--------- arguments ---------\n  a .... 1\n", "train.log, line 1: the block of arguments has no end"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_understood_is_refused_with_its_line(
+    name: str, text: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError) as error:
+        Job.read(write(tmp_path, name, text))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+HOSTILE_YAML = {
+    "laughs": "a0: &a0 [1,1,1,1,1,1,1,1,1,1]\n" + "".join(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}, z: *a{n - 1}}}\n" for n in range(1, 40)) + "policy: {megatron_cfg: *a39}\n",
+    "self": "policy: &p\n  megatron_cfg: *p\n",
+    "deep": "policy: " + "[" * 5000 + "]" * 5000,
+    "braces": "policy: " + "{a: " * 5000 + "}" * 5000,
+    "tag": "policy: {megatron_cfg: !!python/object/apply:os.system ['touch /tmp/memlab-was-here']}\n",
+    "interpolations": "policy:\n  megatron_cfg:\n" + "".join(f"    k{n}: ${{policy.megatron_cfg.k{n + 1}}}${{policy.megatron_cfg.k{n + 1}}}\n" for n in range(60)) + "    k60: aaaa\n",
+    "own interpolation": "policy:\n  megatron_cfg:\n    tensor_model_parallel_size: ${policy.megatron_cfg.tensor_model_parallel_size}\n",
+    "digits": "policy: {megatron_cfg: {tensor_model_parallel_size: " + "9" * 100_000 + "}}\n",
+    "sizes": "policy: {model_name: phi-4, megatron_cfg: {tensor_model_parallel_size: 999999999999999999}}\n",
+    "keys": "policy:\n  megatron_cfg:\n" + "".join(f"    k{n}: 1\n" for n in range(60_000)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE_YAML)
+def test_a_hostile_configuration_is_refused_or_read(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path, "config.yaml", HOSTILE_YAML[name])
+    try:
+        job = Job.read(path)
+    except ValueError as error:
+        assert "\n" not in str(error)  # noqa: PT017
+    else:
+        json.dumps(job.to_dict())
+    assert not Path("/tmp/memlab-was-here").exists()  # noqa: S108
+
+
+def test_a_huge_file_is_not_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "huge.sh"
+    with path.open("wb") as file:
+        file.truncate(100 * 2**20)
+    with pytest.raises(ValueError, match="is not a text"):
+        Job.read(path)
+    path.write_text("echo a\n" * 500_000)
+    with pytest.raises(ValueError, match="has more than 2 MiB"):
+        Job.read(path)
+
+
+def test_the_lines_for_the_same_framework_are_only_what_differs(tmp_path: Path) -> None:
+    job = Job.read(write(tmp_path, "run.sh", JOBS[10][2]))
+    scenario, settings = job.required()
+    assert written("verl", scenario, settings, source=job).lines == ()
+    changed = MemorySettings(recompute_granularity="selective", recompute_modules=["moe_act"])
+    lines = written("verl", scenario, changed, source=job).lines
+    assert [line.rpartition(".")[2] for line in lines] == [
+        "recompute_granularity=selective",
+        "recompute_modules=[moe_act]",
+    ]
+    again = Job.read(job.path, overrides=lines)
+    assert again.settings == changed
+    assert again.scenario == scenario
+
+
+def test_the_command_prints_the_report_and_the_json_without_torch(tmp_path: Path) -> None:
+    path = write(tmp_path, "run.sh", JOBS[0][2])
+    code = f"import sys; from memlab.cli import main; main(['job', {str(path)!r}, '--as', 'verl']); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "model      qwen3-30b-a3b, 48 layers, bf16" in done.stdout
+    assert "++actor_rollout_ref.actor.megatron.expert_model_parallel_size=8" in done.stdout
+    assert "# verl cannot say loss" in done.stdout
+
+
+def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, "run.sh", JOBS[0][2])
+    assert main(["job", str(path), "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert Scenario.from_dict(values["scenario"]).layout.expert_model_parallel_size == 8
+    assert MemorySettings.from_dict(values["settings"]).recompute_granularity == "full"
+    assert {"taken", "without_effect", "not_modelled"} <= set(values)
+    assert main(["job", str(path), "--set", "expert-model-parallel-size=3"]) == 1
+    assert "this job cannot start" in capsys.readouterr().out
+    assert main(["job", str(path), "--set", "expert-model-paralel-size=3"]) == 2
+    assert "did you mean expert_model_parallel_size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("predict", "ARCH is missing"),
+        ("predict phi-4 --set a=1", "--set concerns a job's file"),
+        ("predict phi-4 --as nobody", "must be one of megatron-lm"),
+        ("predict phi-4 --as verl --json", "leave one of the two out"),
+        ("predict --job none.sh", "does not exist"),
+        ("search --job none.sh --gpu-memory 80GiB", "does not exist"),
+        ("measure --job none.sh", "does not exist"),
+        ("job none.sh --format nobody", "must be one of megatron-lm"),
+        ("job . --format verl", "is a folder without"),
+    ],
+)
+def test_bad_command_lines_are_refused(
+    line: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(line)) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
