@@ -122,7 +122,7 @@ def fake_lab(monkeypatch: pytest.MonkeyPatch) -> type[FakeLab]:
         ),
         ("measure phi-4-tiny --backend tpu", "backend is 'tpu', must be one of auto, cpu"),
         ("measure phi-4-tiny --snapshot", "--snapshot has no folder to write to: give --out FOLDER"),
-        ("measure", "the following arguments are required: ARCH: see memlab measure --help"),
+        ("measure", "ARCH is missing: give one of"),
         ("", "the following arguments are required: COMMAND: see memlab --help"),
         ("mesure phi-4-tiny", "argument COMMAND: invalid choice: 'mesure' (choose from"),
         ("run missing.ipynb", "notebook missing.ipynb does not exist"),
