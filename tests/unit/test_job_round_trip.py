@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,42 +115,39 @@ STATES = {
 
 def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettings) -> tuple[Scenario, MemorySettings]:
     """Returns the job with the framework's own values where the framework can say nothing else."""
-    default, forced = TrainingState(), FRAMEWORKS[name].complete_loss
-    state = scenario.state.to_dict()
-    unread = (
-        ()
-        if state["optimizer_cpu_offload"]
-        else ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params")
-    )
-    if state["fp8_format"] is None:
-        unread = (*unread, "fp8_recipe", "fp8_param_gather")
-    if not state["cross_entropy_loss_fusion"] or (forced or state["loss"]) == "logprobs":
-        unread = (*unread, "cross_entropy_loss_fusion", "cross_entropy_fusion_impl")
-    for field in (*FRAMEWORKS[name].cannot_write, *unread):
-        if field in state:
-            state[field] = getattr(default, field)
-    state["loss"] = forced or state["loss"]
-    state["logprobs_chunk_size"] = state["logprobs_chunk_size"] if state["loss"] == "logprobs" else None
-    if name == "skyrl" and state["attention_backend"] == "auto":
-        state["attention_backend"] = "auto"
-    kept = settings.to_dict()
-    for field in FRAMEWORKS[name].cannot_write:
-        if field in kept:
-            kept[field] = getattr(MemorySettings(), field)
+    state = saying(name, scenario.state.to_dict(), TrainingState())
+    state["loss"] = FRAMEWORKS[name].complete_loss or state["loss"]
+    unread = UNREAD["cpu"] if not state["optimizer_cpu_offload"] else ()
+    unread += UNREAD["fp8"] if state["fp8_format"] is None else ()
+    unread += UNREAD["fusion"] if not state["cross_entropy_loss_fusion"] or state["loss"] == "logprobs" else ()
+    unread += ("logprobs_chunk_size",) if state["loss"] != "logprobs" else ()
+    state |= {field: getattr(TrainingState(), field) for field in unread}
+    kept = saying(name, settings.to_dict(), MemorySettings())
     if not settings.offload_modules:
         kept |= {
             field: getattr(MemorySettings(), field) for field in ("min_offloaded_tensor_size", *SINCE_MEGATRON_0_19)
         }
     if FRAMEWORKS[name].cannot_write_of(settings):
-        moved = kept["offload_parameters"] and name not in ("megatron-lm", "bridge")
-        kept |= {"offload_parameters": moved, "offload_gradients": moved, "offload_optimizer": moved}
-        if name == "ms-swift":
-            kept["offload_gradients"] = kept["offload_optimizer"]
+        moved = kept["offload_parameters"]
+        kept |= {"offload_gradients": moved, "offload_optimizer": moved}
         if name == "nemo-rl" and kept["recompute_granularity"] == "full":
             kept |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     if name == "verl" and (kept["recompute_granularity"] == "full" or "moe" in (kept["recompute_modules"] or ())):
         kept["checkpoint_input_remedy"] = "release_storage"
     return replace(scenario, state=TrainingState(**state)), MemorySettings(**kept)
+
+
+UNREAD: dict[str, tuple[str, ...]] = {
+    "cpu": ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"),
+    "fp8": ("fp8_recipe", "fp8_param_gather"),
+    "fusion": ("cross_entropy_loss_fusion", "cross_entropy_fusion_impl"),
+}
+
+
+def saying(name: str, values: dict[str, Any], default: object) -> dict[str, Any]:
+    """Returns the values with defaults where the framework has no key."""
+    never = FRAMEWORKS[name].cannot_write
+    return {field: getattr(default, field) if field in never else value for field, value in values.items()}
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
