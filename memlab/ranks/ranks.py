@@ -12,9 +12,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ class Ranks:
     def __init__(self, client: ipyparallel.Client, local: _LocalCluster | None) -> None:
         self.client = client
         self._local = local
+        self._ended: set[int] = set()
+        """Numbers of engines that this process has ended."""
         self.owner = f"process {os.getpid()} on {socket.gethostname()}, {uuid.uuid4().hex[:6]}"
         """Names this connection to the engines, which serve one at a time."""
         self.engines: list[Engine] = []
@@ -127,17 +130,17 @@ class Ranks:
         if self.closed:
             raise ValueError("these engines were given back: start others, with Ranks.start, and open a lab on them")
         if self._local is not None:
-            self._local.replace_lost(self.client, {known.number: known for known in self.engines})
-        asked, numbers = {}, self.client.ids
+            self._local.replace_lost(self._present, {known.number for known in self.engines})
+        asked, numbers = {}, self._present()
         for number in numbers:
             with suppress(*NO_ENGINE):  # it has just left
                 asked[number] = self.call(number, engine.describe)
         wait(asked.values(), timeout=ANSWER_SECONDS)
         silent = [number for number, answer in asked.items() if not answer.done()]
         if silent:
-            raise ValueError(
-                f"engines {', '.join(map(str, silent))} do not answer: end them, and start the cluster again"
-            )
+            self._end_silent(silent)
+            self.refresh()  # replaces them
+            return
         found = []
         for number, answer in asked.items():
             try:
@@ -154,6 +157,15 @@ class Ranks:
         # Neighbouring ranks, which share tensors, on one host.
         self.engines = sorted(found, key=lambda one: (one.host, one.number))
         _require_equal_versions(self.engines)
+
+    def _end_silent(self, silent: list[int]) -> None:
+        known = [one for one in self.engines if one.number in silent]
+        if self._local is None or len(known) < len(silent):
+            raise ValueError(
+                f"engines {', '.join(map(str, silent))} do not answer: end them, and start the cluster again"
+            )
+        for one in known:
+            self.kill(one)
 
     @property
     def closed(self) -> bool:
@@ -190,7 +202,12 @@ class Ranks:
         """Ends an engine that does not answer, if it runs on this machine."""
         with suppress(psutil.NoSuchProcess):
             if lost.host == socket.gethostname() and psutil.Process(lost.pid).create_time() == lost.started:
+                self._ended.add(lost.number)
                 end_trees([lost.pid])
+
+    def _present(self) -> list[int]:
+        """Returns the numbers of the engines, without those that the controller does not miss yet: it takes 30 s."""
+        return [number for number in self.client.ids if number not in self._ended]
 
     @property
     def is_on_this_machine(self) -> bool:
@@ -267,26 +284,27 @@ class _LocalCluster:
         self.cluster.start_controller_sync()
         self._guard_over(self.cluster.controller)
         client = self.cluster.connect_client_sync()
-        self._start_engines(client, number)
+        self._start_engines(lambda: client.ids, number)
         return client
 
-    def replace_lost(self, client: ipyparallel.Client, known: dict[int, Engine]) -> None:
-        """Starts an engine for each that has left."""
-        lost = set(known) - set(client.ids)
+    def replace_lost(self, present: Callable[[], list[int]], known: set[int]) -> None:
+        """Starts an engine for each that is known and not present."""
+        lost = known - set(present())
         if lost:
-            self._start_engines(client, len(lost))
+            self._start_engines(present, len(lost))
 
-    def _start_engines(self, client: ipyparallel.Client, number: int) -> None:
-        wanted = len(client.ids) + number
+    def _start_engines(self, present: Callable[[], list[int]], number: int) -> None:
+        wanted = len(present()) + number
         identity = self.cluster.start_engines_sync(number)
         for launcher in self.cluster.engines[identity].launchers.values():
             self._guard_over(launcher)
-        try:
-            client.wait_for_engines(wanted, timeout=_START_SECONDS, interactive=False)
-        except TimeoutError as error:
-            raise ValueError(
-                f"{number} engines did not start within {_START_SECONDS} s: look at the logs in {self.folder}/log"
-            ) from error
+        deadline = time.monotonic() + _START_SECONDS
+        while len(present()) < wanted:
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"{number} engines did not start within {_START_SECONDS} s: look at the logs in {self.folder}/log"
+                )
+            time.sleep(0.1)
 
     def _guard_over(self, launcher: Any) -> None:
         assert self._guard.stdin is not None

@@ -130,6 +130,14 @@ def test_an_engine_that_has_just_been_killed_is_replaced(ranks: Ranks) -> None:
     assert lost not in {one.pid for one in ranks.engines}
 
 
+def test_an_engine_that_was_stopped_between_two_jobs_is_replaced(ranks: Ranks) -> None:
+    stopped = ranks.engines[1]
+    os.kill(stopped.pid, signal.SIGSTOP)
+    ranks.refresh()
+    assert len(ranks) == 2 and stopped not in ranks.engines
+    assert not psutil.pid_exists(stopped.pid)
+
+
 def test_a_failure_says_where_it_was(pair: RankGroup) -> None:
     with pytest.raises(RankFailed) as failure:
         pair.call("leave", [("no code",), (None,)])
