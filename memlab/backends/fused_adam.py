@@ -9,7 +9,7 @@ between updates, and the peak moves into the optimizer.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -128,74 +128,66 @@ class FusedAdam(torch.optim.Optimizer):
         gradients: list[torch.Tensor] = []
         for parameter in group["params"]:
             gradient = getattr(parameter, "decoupled_grad", None) if self.use_decoupled_grad else parameter.grad
-            pieces = self._pieces(parameter)
-            lengths = [piece.numel() for piece in pieces]
-            of_pieces = [None] * len(pieces) if gradient is None else _split(gradient, lengths)
-            for piece, of_piece in zip(pieces, of_pieces, strict=True):
-                if not self.state[piece]:
-                    self._initialize(piece)
-                if of_piece is not None:
-                    updated.append((piece, {name: self._unscaled(piece, name) for name in self.state[piece]}))
-                    gradients.append(of_piece)
-        for (piece, states), of_piece in zip(updated, gradients, strict=True):
-            _update(piece, of_piece, group, adam_w_mode=self.adam_w_mode, **states)
+            if not self.state[parameter]:
+                self._initialize(parameter)
+            if gradient is not None:
+                updated.append((parameter, {name: self._unscaled(parameter, name) for name in self.state[parameter]}))
+                gradients.append(gradient)
+        for (parameter, states), gradient in zip(updated, gradients, strict=True):
+            _update(parameter, gradient, group, adam_w_mode=self.adam_w_mode, **states)
         for name, dtype in self.dtypes.items():
             if dtype != torch.float32:
-                for piece, states in updated:
+                for parameter, states in updated:
                     if name in states:
-                        self._store(piece, name, states[name])
+                        self._store(parameter, name, states[name])
 
-    def _pieces(self, parameter: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Returns what upstream has as parameters of their own: the experts, where one fake parameter has them all."""
-        return getattr(parameter, "experts", (parameter,)) if self.is_precision_aware else (parameter,)
-
-    def _initialize(self, piece: torch.Tensor) -> None:
+    def _initialize(self, parameter: torch.Tensor) -> None:
         try:
-            self._make_state(piece)
+            self._make_state(parameter)
         except BaseException:
-            self.state[piece].clear()  # the next step would take an incomplete state for a complete one
+            self.state[parameter].clear()  # the next step would take an incomplete state for a complete one
             raise
 
-    def _make_state(self, piece: torch.Tensor) -> None:
+    def _make_state(self, parameter: torch.Tensor) -> None:
         for name in _MOMENTS:
-            self._allocate(piece, name)
+            self._allocate(parameter, name)
         if self.master_weights:
-            has_remainder = self.store_param_remainders and piece.dtype == torch.bfloat16
-            self._allocate(piece, "master_param", torch.int16 if has_remainder else None)
+            has_remainder = self.store_param_remainders and parameter.dtype == torch.bfloat16
+            self._allocate(parameter, "master_param", torch.int16 if has_remainder else None)
             if not has_remainder:
-                initial = piece.clone().detach().float()
+                initial = parameter.clone().detach().float()
                 if self.dtypes["master_param"] == torch.float32:
-                    self.state[piece]["master_param"].copy_(initial)
+                    self.state[parameter]["master_param"].copy_(initial)
                 else:
-                    self._store(piece, "master_param", initial)
+                    self._store(parameter, "master_param", initial)
 
-    def _allocate(self, piece: torch.Tensor, name: str, dtype: torch.dtype | None = None) -> None:
-        zeros = torch.zeros_like(piece, dtype=dtype or self.dtypes[name])
+    def _allocate(self, parameter: torch.Tensor, name: str, dtype: torch.dtype | None = None) -> None:
+        zeros = torch.zeros_like(parameter, dtype=dtype or self.dtypes[name])
         if zeros.dtype == torch.uint8:
-            self.state[piece][name] = Float8State(piece)
-            self.state[piece][name].store(zeros.float())
+            self.state[parameter][name] = Float8State(parameter)
+            self.state[parameter][name].store(zeros.float())
         else:
-            self.state[piece][name] = zeros
+            self.state[parameter][name] = zeros
         if self.dtypes[name] != torch.float32:
-            scale = torch.ones([1], dtype=torch.float32, device=piece.device)
-            self._scales.setdefault(piece, {})[name] = scale  # of bf16 states too, where nothing reads it
+            scale = torch.ones([1], dtype=torch.float32, device=parameter.device)
+            self._scales.setdefault(parameter, {})[name] = scale  # of bf16 states too, where nothing reads it
 
-    def _unscaled(self, piece: torch.Tensor, name: str) -> torch.Tensor:
+    def _unscaled(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """Returns a state for the kernel: itself if it is fp32 or a remainder, otherwise an fp32 copy."""
-        stored, dtype = self.state[piece][name], self.dtypes[name]
+        stored, dtype = self.state[parameter][name], self.dtypes[name]
         if dtype == torch.float32:
             return stored
         values = stored.float()
-        return values.mul_(self._scales[piece][name]) if dtype == torch.float16 else values
+        return values.mul_(self._scales[parameter][name]) if dtype == torch.float16 else values
 
-    def _store(self, piece: torch.Tensor, name: str, values: torch.Tensor) -> None:
+    def _store(self, parameter: torch.Tensor, name: str, values: torch.Tensor) -> None:
         """Stores fp32 values as the state's type."""
-        stored, dtype = self.state[piece][name], self.dtypes[name]
+        stored, dtype = self.state[parameter][name], self.dtypes[name]
         if dtype == torch.bfloat16:
             stored.copy_(values.bfloat16())
             return
         if not values.is_meta:
-            _scale(values, self._scales[piece][name], stored, _LARGEST[dtype])
+            _scale(values, self._scales[parameter][name], stored, _LARGEST[dtype])
         if isinstance(stored, Float8State):
             stored.store(values)
         else:
@@ -302,7 +294,3 @@ def importable() -> Iterator[None]:
             del sys.modules[_MODULE]
         else:
             sys.modules[_MODULE] = original
-
-
-def _split(gradient: torch.Tensor, lengths: list[int]) -> Sequence[torch.Tensor]:
-    return (gradient,) if len(lengths) == 1 else gradient.split(lengths)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -167,8 +166,6 @@ def build_optimizer(live: LiveModel) -> None:
         live.discarded_optimizers = first_optimizers
     _fuse_adam(live)
     _retain_main_gradients(live)
-    if live.scenario.state.use_precision_aware_optimizer:
-        _separate_experts(live)
 
 
 def take_apart(chunks: list[Any]) -> None:
@@ -223,31 +220,6 @@ def _retain_main_gradients(live: LiveModel) -> None:
             for main_parameter in group["params"]:
                 if not main_parameter.is_leaf:
                     main_parameter.retain_grad()
-
-
-def _separate_experts(live: LiveModel) -> None:
-    """Gives this rank's part of a parameter that stacks experts, as fake layers have, its parts by expert.
-
-    Transformer Engine's Adam has scales, remainders and temporaries for each expert's weight. Only the precision-aware
-    optimizer, which is always a distributed one, lets it have them.
-    """
-    for part in live.optimizers:
-        of_main = (part.shard_float16_groups, part.shard_fp32_from_float16_groups)
-        for model_group, *shard_groups in zip(part.model_float16_groups, *of_main, strict=True):
-            for parameter, *shards in zip(model_group, *shard_groups, strict=True):
-                num_experts = getattr(parameter, "num_experts", 1)
-                if num_experts > 1:
-                    _cut(part, parameter, num_experts, [shard for shard in shards if shard is not None])
-
-
-def _cut(part: Any, parameter: torch.nn.Parameter, num_experts: int, shards: list[torch.Tensor]) -> None:
-    length = parameter.numel() // num_experts
-    place = part._get_model_param_range_map(parameter)["param"]
-    borders = [place.start, *range((place.start // length + 1) * length, place.end, length), place.end]
-    lengths = [end - start for start, end in pairwise(borders)]
-    for shard in shards:
-        # Detached: a view's base is held in C++, where Python's garbage collector sees no cycle.
-        shard.experts = shard.detach().split(lengths)  # type: ignore[attr-defined]
 
 
 def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chunk: int = 0) -> GPTModel:

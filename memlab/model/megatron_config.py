@@ -83,9 +83,8 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
         **moe,
         **settings_fields(settings),
     )
-    # What memlab's own layers and dispatcher read, which get nothing but the config.
+    # What memlab's own dispatcher reads, which gets nothing but the config.
     config.memlab_routing = scenario.routing
-    config.memlab_separate_experts = scenario.state.optimizer_cpu_offload
     return config
 
 

@@ -46,8 +46,7 @@ def _clear_incomplete_states(optimizer: Any) -> None:
     names = {"exp_avg", "exp_avg_sq"} | ({"master_param"} if is_precision_aware else set())
     incomplete = [state for state in optimizer.state.values() if not names <= state.keys()]
     for group in optimizer.param_groups if is_precision_aware else ():
-        parameters = [piece for parameter in group["params"] for piece in getattr(parameter, "experts", (parameter,))]
-        states = [optimizer.state.get(parameter, {}) for parameter in parameters]
+        states = [optimizer.state.get(parameter, {}) for parameter in group["params"]]
         if any(not names <= state.keys() for state in states):
             incomplete += states
     for state in incomplete:

@@ -167,12 +167,7 @@ class Fp8NormLinear(_Fp8Module, TorchNormLinear):
 
 
 class Fp8GroupedLinear(_Fp8Module, TorchGroupedLinear):
-    """One linear without bias for each local expert, over rows grouped by expert.
-
-    Each expert has its own parameters here, unlike in `StackedGroupedLinear`: hundreds of FP8 weights of 1.5 or 3 MiB
-    take their blocks from what these parameters left free, and torch does not split off the ends of such blocks. For
-    Qwen3-30B-A3B cut to two layers that is 100 MiB.
-    """
+    """One linear without bias for each local expert, over rows grouped by expert."""
 
     def __init__(self, num_gemms: int, *sizes: int, config: TransformerConfig, **options: Any) -> None:
         super().__init__(num_gemms, *sizes, config=config, **options)
