@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # the one list of public names; the module reads it below
     from memlab.config.training_state import TrainingState as TrainingState
     from memlab.exercises import check as check
     from memlab.exercises import failure as failure
+    from memlab.jobs.job import Job as Job
     from memlab.lab.lab import Lab as Lab
     from memlab.lab.predictions import predict_ranks as predict_ranks
     from memlab.ranks.ranks import Ranks as Ranks

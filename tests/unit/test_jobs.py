@@ -6,12 +6,16 @@ import json
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from memlab.cli import main
+from memlab.cli import build_parser, main
+from memlab.commands.shared.job_flags import take_job
+from memlab.commands.shared.step_flags import checked_step, layout_of_the_job
+from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.job import Job
@@ -437,6 +441,43 @@ def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "this job cannot start" in capsys.readouterr().out
     assert main(["job", str(path), "--set", "expert-model-paralel-size=3"]) == 2
     assert "did you mean expert_model_parallel_size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["predict", "search", "measure"])
+def test_a_command_takes_the_job_and_flags_replace_parts_of_it(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, "run.sh", JOBS[0][2])
+    scenario, settings = Job.read(path).required()
+
+    def step_of(flags: str) -> tuple[Scenario, MemorySettings]:
+        memory = "--gpu-memory 80GiB" if command == "search" else ""
+        arguments = build_parser([command]).parse_args(shlex.split(f"{command} --job {path} {flags} {memory}"))
+        take_job(arguments)
+        layout = layout_of_the_job(arguments, getattr(arguments, "world_size", 16), 0)
+        workload, found = checked_step(arguments, layout)
+        return Scenario.of(**workload), found
+
+    assert step_of("") == (scenario, settings)
+    assert "8 micro-batches" in capsys.readouterr().err
+    changed, other = step_of(
+        "--seq-length 2048 --num-microbatches 2 --recompute-granularity selective --recompute-modules moe_act --grad-reduce-in-bf16"
+    )
+    assert changed == replace(
+        scenario, seq_length=2048, num_microbatches=2, state=replace(scenario.state, grad_reduce_in_bf16=True)
+    )
+    assert other == MemorySettings(recompute_granularity="selective", recompute_modules=["moe_act"])
+
+
+def test_one_measured_rank_takes_the_model_and_not_the_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, "run.sh", JOBS[0][2])
+    arguments = build_parser(["measure"]).parse_args(["measure", "--job", str(path), "--num-layers", "4"])
+    take_job(arguments, num_ranks=1)
+    assert "measured on one rank; the job's layout is TP2 EP8 ETP1 DP8" in capsys.readouterr().err
+    assert layout_of_the_job(arguments, 1, 0) == Layout()
+    assert (arguments.num_layers, arguments.recompute_granularity) == (4, "full")
 
 
 @pytest.mark.parametrize(

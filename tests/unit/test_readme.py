@@ -45,7 +45,7 @@ def test_the_file_tree_is_the_one_that_is_there() -> None:
 @pytest.mark.parametrize(
     "line",
     re.findall(
-        r"^memlab (?:measure|predict|search|compare|run|nightly|baseline|doctor|lab)\b.*$", README, re.MULTILINE
+        r"^memlab (?:measure|predict|search|job|compare|run|nightly|baseline|doctor|lab)\b.*$", README, re.MULTILINE
     ),
 )
 def test_every_command_parses(line: str) -> None:

@@ -18,6 +18,8 @@ from memlab.jobs.frameworks import FRAMEWORKS, framework_named
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
 
+_MANY_PASSES = 4
+"""Per pipeline stage. Micro-batches beyond a few repeat what was allocated before."""
 _WORKLOAD = ("num_layers", "seq_length", "micro_batch_size", "num_microbatches", "dtype")
 _TOGETHER = ("recompute_", "offload_modules", "logprobs_chunk_size", "fp8_", "cross_entropy_")
 """Beginnings of names: a flag of such a group replaces all of the job's settings of the group."""
@@ -116,21 +118,28 @@ def take_job(arguments: argparse.Namespace, *, num_ranks: int | None = None) -> 
     scenario, settings = job.required()
     arguments.architecture = scenario.architecture
     _fill(arguments, scenario, settings, has_layout=num_ranks != 1)
-    if num_ranks == 1 and scenario.layout.world_size > 1:
-        print(f"measured on one rank; the job's layout is {scenario.layout}: --ranks N starts more", file=sys.stderr)
     if hasattr(arguments, "world_size"):
         arguments.world_size = scenario.layout.world_size
-    for note in (*job.warnings, *_notes(job)):
+    notes = _notes(job, scenario, arguments.num_microbatches)
+    if num_ranks == 1 and scenario.layout.world_size > 1:
+        notes.append(f"measured on one rank; the job's layout is {scenario.layout}: --ranks N starts more")
+    for note in notes:
         print(f"{job.path.name}: {note}", file=sys.stderr)
     return job
 
 
-def _notes(job: Job) -> list[str]:
-    missing = [one for one in job.not_modelled if one.effect != "unknown"]
-    if not missing:
-        return []
-    words = "; ".join(f"{one.key} ({one.effect})" for one in missing)
-    return [f"not modelled, so a step may need more or less: {words}: memlab job {job.path} explains each"]
+def _notes(job: Job, scenario: Scenario, num_microbatches: int) -> list[str]:
+    """Says what the user should know of a job before its figures."""
+    notes = list(job.warnings)
+    missing = [f"{one.key} ({one.effect})" for one in job.not_modelled if one.effect != "unknown"]
+    if missing:
+        words = "; ".join(missing)
+        notes.append(f"not modelled, so a step may need more or less: {words}: memlab job {job.path} explains each")
+    stages = scenario.layout.pipeline_model_parallel_size
+    if num_microbatches > _MANY_PASSES * stages:
+        shorter = f"--num-microbatches {2 * stages} takes a shorter step"
+        notes.append(f"a step has {num_microbatches} micro-batches, which take a while: {shorter}")
+    return notes
 
 
 def _fill(arguments: argparse.Namespace, scenario: Scenario, settings: MemorySettings, *, has_layout: bool) -> None:

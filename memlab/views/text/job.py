@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import fields
+from typing import Any
 
 from memlab.config.allocator_settings import AllocatorSettings
+from memlab.config.layout import Layout
+from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.config.validation import shortened
 from memlab.jobs.framework import NotModelled, Taken
 from memlab.jobs.frameworks import FRAMEWORKS
 from memlab.jobs.job import Job
 
 _WIDTH = 118
+_OWN_DEFAULTS: dict[str, Any] = {
+    field.name: field.default for cls in (Layout, TrainingState, MemorySettings) for field in fields(cls)
+} | {"micro_batch_size": 1, "dtype": "bf16", "recompute_modules": ("core_attn",)}
 
 
 def job_table(job: Job) -> str:
@@ -18,11 +26,11 @@ def job_table(job: Job) -> str:
     framework = FRAMEWORKS[job.framework]
     parts = [[f"{job.path.name}: a job of {framework.title} (names and defaults of {framework.source})"], _summary(job)]
     given = [taken for taken in job.taken if taken.place != "default"]
-    defaults = [taken for taken in job.taken if taken.place == "default" and taken.value is not None]
+    defaults = [taken for taken in job.taken if taken.place == "default" and _says_something(taken)]
     parts.append(_taken(f"used ({len(given)})", given))
     if defaults:
         words = ", ".join(f"{taken.key}={_short(taken.value)}" for taken in defaults)
-        parts.append([f"not in the file, so {framework.title}'s defaults ({len(defaults)})", *_wrapped(words)])
+        parts.append([f"not in the file, so {framework.title}'s own defaults ({len(defaults)})", *_wrapped(words)])
     parts.append(_missing(job.not_modelled))
     parts.append(_without_effect(job.without_effect))
     if job.warnings:
@@ -35,11 +43,11 @@ def _summary(job: Job) -> list[str]:
         return [f"this job cannot start: {job.cannot_start}"]
     if job.scenario is None or job.settings is None:
         return [f"memlab cannot predict this job: {job.not_supported}"]
-    scenario = job.scenario
+    scenario, ranks = job.scenario, job.scenario.layout.world_size
     batches = "1 micro-batch" if scenario.num_microbatches == 1 else f"{scenario.num_microbatches} micro-batches"
     lines = [
         f"model      {scenario.architecture.name}, {scenario.num_layers} layers, {scenario.dtype}",
-        f"layout     {scenario.layout} ({scenario.layout.world_size} ranks)",
+        f"layout     {scenario.layout}" + (f" ({ranks} ranks)" if ranks > 1 else ""),
         f"workload   {scenario.micro_batch_size} x {scenario.seq_length:,} tokens per micro-batch, {batches} per step",
         f"state      {scenario.state}",
         f"settings   {job.settings}",
@@ -64,18 +72,29 @@ def _taken(title: str, taken: list[Taken]) -> list[str]:
     return [title, *lines]
 
 
+def _says_something(taken: Taken) -> bool:
+    """Whether a framework's default differs from what memlab takes without a job."""
+    return taken.value is not None and taken.memlab_value != _OWN_DEFAULTS.get(taken.field, taken.field)
+
+
 def _missing(missing: tuple[NotModelled, ...]) -> list[str]:
     unknown = [one for one in missing if one.effect == "unknown"]
     known = [one for one in missing if one.effect != "unknown"]
     lines = []
     if known:
-        lines.append(f"not modelled ({len(known)}); a step needs this much more or less memory than memlab says")
+        lines.append(
+            f"not modelled ({len(known)}): because of these, a step needs more or less memory than memlab says"
+        )
         words = {"more": "more", "less": "less", "either": "more or less"}
-        lines += [f"  {one.place:9} {one.key} {_short(one.value)}: {words[one.effect]}: {one.reason}" for one in known]
+        lines += [f"  {one.place:9} {_named(one)}: {words[one.effect]}: {one.reason}" for one in known]
     if unknown:
         lines.append(f"keys that memlab does not know ({len(unknown)})")
         lines += _wrapped(", ".join(one.key for one in unknown))
     return lines
+
+
+def _named(missing: NotModelled) -> str:
+    return missing.key if missing.value is None else f"{missing.key} {_short(missing.value)}"
 
 
 def _without_effect(reasons: dict[str, str]) -> list[str]:
