@@ -26,7 +26,7 @@ PICTURES = Path(__file__).parents[2] / "labs" / "pictures"
 CELLS = (
     "from memlab import Lab, panel",
     'lab = Lab("qwen3-moe-tiny", num_layers=4, seq_length=1024)',
-    "panel(lab)",
+    "panel(lab, predict=False)",
 )
 FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 FIGURE = ".plotly-graph-div .main-svg >> nth=0"
@@ -45,16 +45,17 @@ _PIXELS = """async png => {
 def draw(panel: PanelPage) -> None:
     """Works the panel, and takes a picture at three places."""
     panel.run()
-    take(panel.notebook.page, "panel", ".memlab-panel")
     panel.press("pin")
     panel.choose("recompute-granularity", "full")
     peak = panel.run()
-    take(panel.notebook.page, "overlay", ".memlab-chart", ".memlab-runs table")
+    panel.root.evaluate("panel => panel.scrollIntoView()")
+    take(panel.notebook.page, "panel", ".memlab-panel")
+    take(panel.notebook.page, "overlay", ".memlab-title", ".memlab-breakdown", ".memlab-runs")
     panel.notebook.ask(f"setattr(lab, 'device_memory_bytes', {peak})")
     panel.choose("recompute-granularity", "none")
     panel.press("run")
     expect(panel.root.locator("tr.memlab-message")).to_be_visible()
-    take(panel.notebook.page, "error", ".memlab-chart", ".memlab-runs table")
+    take(panel.notebook.page, "error", ".memlab-title", ".memlab-breakdown", ".memlab-runs")
 
 
 def draw_pages(page: Page, folder: Path) -> None:
@@ -122,8 +123,7 @@ def main() -> None:
     ):
         write_notebook(server.work / "panel.ipynb", *CELLS)
         browser = playwright.chromium.launch(executable_path=find_chromium(), args=ARGS)
-        # High enough for the whole panel: what is scrolled away is not in a picture.
-        notebook = NotebookPage(browser.new_page(viewport={"width": 1180, "height": 2200}), server)
+        notebook = NotebookPage(browser.new_page(viewport={"width": 1280, "height": 800}), server)
         notebook.open("panel.ipynb")
         notebook.run_all()
         draw(PanelPage(notebook))

@@ -120,9 +120,11 @@ def timeline_figure(
     end = axis_end([points])
     mark_phases(figure, phase_spans(timeline, axis), end)
     if held_bytes:
-        parts = _parts(held, unit_bytes, most=2 if is_bare else 3)
-        mark_floor(figure, f"{in_unit(held_bytes, unit_bytes)} {unit} held throughout: {parts}")
-    label = _peak_label(timeline, points, held, pool)[: 1 if is_bare else None]
+        floor = f"{in_unit(held_bytes, unit_bytes)} {unit} held throughout"
+        mark_floor(figure, floor if is_bare else f"{floor}: {_parts(held, unit_bytes)}")
+    label = _peak_label(timeline, points, held, pool)
+    if is_bare:
+        label = [f"<b>peak {in_unit(peak_bytes, unit_bytes)} {unit}</b>"]
     highest_bytes = max([peak_bytes, *(int(num_bytes.max()) for num_bytes in outlines.values())])
     height = _BARE_PLOT_HEIGHT if is_bare else PLOT_HEIGHT
     lowest, highest = held_bytes / unit_bytes, highest_bytes / unit_bytes

@@ -39,6 +39,8 @@ _logger.addHandler(logging.NullHandler())
 
 _SECONDS_BETWEEN_PROGRESS = 0.1
 _NO_ROW = "The shown step is not in the table: press Run to keep it, or choose a run of the table."
+_ABOUT_THE_SAME = 2000
+"""A difference of less than this part of a peak is none: a prediction leaves out counters of a few bytes."""
 POOLS_SHOWN = ("device", "host")
 FLOORS = ("held", "zero")
 
@@ -238,8 +240,8 @@ class LabState(traitlets.HasTraits):
             return ""
         least = base.record.peak_allocated_bytes
         saved = least - record.peak_allocated_bytes
-        if not saved:
-            return f", as run {base.number}"
+        if abs(saved) * _ABOUT_THE_SAME < least:
+            return f", about as run {base.number}"
         words = "less" if saved > 0 else "more"
         return f", {format_bytes(abs(saved))} ({abs(saved) / least:.0%}) {words} than run {base.number}"
 
