@@ -41,6 +41,9 @@ KEYS = (
     Key("model.make_vocab_size_divisible_by", "make_vocab_size_divisible_by", WHOLE, 128),
     Key("model.should_pad_vocab", "should_pad_vocab", SWITCH, False),
     Key("model.seq_length", "seq_length", WHOLE),
+    # The rows that are trained on; the model's own length may be what it was published with.
+    Key("dataset.seq_length", "seq_length", WHOLE),
+    Key("dataset.sequence_length", "seq_length", WHOLE),
     Key("model.bf16", "is_bf16", SWITCH, True),
     Key("train.micro_batch_size", "micro_batch_size", WHOLE, 1),
     Key("train.global_batch_size", "global_batch_size", WHOLE, None),

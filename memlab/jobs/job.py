@@ -13,12 +13,13 @@ from memlab.config.architectures import Architecture, find_architecture
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
-from memlab.jobs.building import CannotStartError, scenario_of, settings_of
+from memlab.jobs.building import CannotStartError, scenario_of, settings_of, unused_gradient_bytes
 from memlab.jobs.entries import Entries, parse_value
 from memlab.jobs.formats import read_file
 from memlab.jobs.framework import Framework, NotModelled, Reading, Taken
 from memlab.jobs.frameworks import FRAMEWORKS, framework_named
 from memlab.jobs.model import architecture_named, architecture_of
+from memlab.units import format_bytes
 
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
 
@@ -160,7 +161,9 @@ def _built(
     scenario, settings, cannot_start, not_supported = None, None, None, None
     try:
         found = _architecture(reading, architecture)
+        _drop_experts(reading, found)
         scenario = scenario_of(reading, found)
+        _bound_fusion(reading, scenario)
         settings = settings_of(reading)
     except CannotStartError as error:
         cannot_start, scenario = str(error), None
@@ -172,7 +175,7 @@ def _built(
     for key, entry in reading.entries.by_key.items():
         if any(taken.key == key for taken in reading.taken) or any(one.key == key for one in reading.not_modelled):
             continue
-        if key in reading.known or entry.value == {}:
+        if key in reading.known or entry.value in ({}, None):
             without_effect.setdefault(key, "it is off, or only read together with another key")
         elif framework.ignores(key):
             without_effect.setdefault(key, "it does not concern the memory of a training step")
@@ -192,6 +195,23 @@ def _built(
         not_modelled=tuple(dict.fromkeys(_hashable(reading.not_modelled))),
         warnings=tuple(dict.fromkeys(reading.warnings)),
     )
+
+
+def _drop_experts(reading: Reading, architecture: Architecture) -> None:
+    """Moves keys that concern experts only, where a dense model has them, to those without effect."""
+    if architecture.is_moe:
+        return
+    for one in [one for one in reading.not_modelled if "moe_" in one.key.rpartition(".")[2]]:
+        reading.not_modelled.remove(one)
+        reading.without_effect[one.key] = "the model has no experts"
+
+
+def _bound_fusion(reading: Reading, scenario: Scenario) -> None:
+    """Says how much the unused gradients of fused accumulation take."""
+    for index, one in enumerate(reading.not_modelled):
+        if one.key.endswith("gradient_accumulation_fusion"):
+            bound = format_bytes(unused_gradient_bytes(scenario))
+            reading.not_modelled[index] = replace(one, reason=f"{one.reason}: about {bound} on the last stage")
 
 
 def _hashable(missing: list[NotModelled]) -> list[NotModelled]:

@@ -23,6 +23,7 @@ from memlab.jobs.megatron_keys import (
     OPTIMIZER,
     RECOMPUTE,
     SIZES,
+    UNUSED_GRADIENTS,
 )
 
 _RENAMED = {"fp8": "fp8_format", "fp8_param": "fp8_param_gather"}
@@ -203,9 +204,8 @@ def note_fusion(reading: Reading) -> None:
         return
     reading.miss(
         "gradient_accumulation_fusion",
-        "less",
-        "it is on by default: weight gradients are added to the buffers inside the matrix multiplication, so at most "
-        "one weight's gradient in bf16 is missing at the peak of backward",
+        "more",
+        f"on by default: {UNUSED_GRADIENTS}",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from dataclasses import fields
 from typing import Any
@@ -40,7 +41,10 @@ def job_table(job: Job) -> str:
 
 def _summary(job: Job) -> list[str]:
     if job.cannot_start is not None:
-        return [f"this job cannot start: {job.cannot_start}"]
+        named = [key for key in FRAMEWORKS[job.framework].keys if re.search(rf"\b{key.field}\b", job.cannot_start)]
+        tries = ", ".join(dict.fromkeys(key.name for key in named))
+        hint = [f"to try another value: --set KEY=VALUE, with one of these keys: {tries}"] if tries else []
+        return [f"this job cannot start: {job.cannot_start}", *hint]
     if job.scenario is None or job.settings is None:
         return [f"memlab cannot predict this job: {job.not_supported}"]
     scenario, ranks = job.scenario, job.scenario.layout.world_size
