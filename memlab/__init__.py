@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # the one list of public names; the module reads it below
     from memlab.views.display import savings as savings
     from memlab.views.display import show as show
     from memlab.views.panel.panel import panel as panel
+    from memlab.watching.watch import watch as watch
 
 
 def _homes() -> dict[str, str]:
@@ -69,6 +70,13 @@ def __getattr__(name: str) -> Any:
         gc.freeze()
     globals()[name] = value
     return value
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Adds the cell magic ``%%memlab`` to IPython, as ``%load_ext memlab`` asks for it."""
+    from memlab.watching.magic import register
+
+    register(shell)
 
 
 def __dir__() -> list[str]:

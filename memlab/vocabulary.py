@@ -17,7 +17,8 @@ CATEGORIES = (
     "workspace",
     "unlabelled",
 )
-"""``unlabelled`` is what a snapshot of another program contains: its bytes are known, its purpose is not."""
+"""``unlabelled`` bytes are known, their purpose is not: what a snapshot of another program contains, and what existed
+before a watched block and belongs to neither its model nor its optimizers."""
 RESIDUAL_CATEGORIES = ("activations", "recomputed", "temporary")
 """No step needs these from the step before. Their bytes that are still allocated at a step's end are its residual."""
 PHASES = ("load", "forward", "backward", "optimizer", "offload", "idle")

@@ -54,6 +54,14 @@ class Allocation:
         return _TEMPORARY
 
 
+def label_others(allocations: Iterable[Allocation], category: str | None) -> None:
+    """Gives allocations that have no category this one, if there is one."""
+    if category is not None:
+        code = CATEGORIES.index(category)
+        for allocation in allocations:
+            allocation.category = code if allocation.category is None else allocation.category
+
+
 class Event(NamedTuple):
     """An allocation, a free or a change of size."""
 

@@ -126,12 +126,16 @@ class Labels:
         self._tracked = list(modules)
         self._hooks = self._tracker.track((self.code(name or "gpt_model"), module) for name, module in self._tracked)
 
-    @contextmanager
-    def detached(self) -> Iterator[None]:
-        """Runs the block without the hooks, as the model runs outside a lab."""
+    def detach(self) -> None:
+        """Takes the hooks off the model's modules."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    @contextmanager
+    def detached(self) -> Iterator[None]:
+        """Runs the block without the hooks, as the model runs outside a lab."""
+        self.detach()
         try:
             yield
         finally:
@@ -144,6 +148,11 @@ class Labels:
 
 
 _active: Labels | None = None
+
+
+def is_labelling() -> bool:
+    """Whether labels are in use in this process: a lab is open, or a block is watched."""
+    return _active is not None
 
 
 @contextmanager

@@ -92,3 +92,15 @@ def tensors_in(arguments: Any) -> Iterator[torch.Tensor]:
             yield argument
         elif isinstance(argument, (tuple, list)):
             yield from tensors_in(argument)
+
+
+def strided_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields a tensor itself, or those that a sparse tensor consists of."""
+    if tensor.layout is torch.strided:
+        yield tensor
+    elif tensor.layout is torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    elif tensor.layout in {torch.sparse_csr, torch.sparse_bsr}:
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in {torch.sparse_csc, torch.sparse_bsc}:
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())

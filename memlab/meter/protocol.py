@@ -33,11 +33,12 @@ class Meter(Protocol):
     def paused(self) -> AbstractContextManager[None]:
         """Meters nothing of the block, inside `watching`. Storages allocated in it stay unknown or unlabelled."""
 
-    def start(self, categories: Mapping[str, Iterable[torch.Tensor]]) -> None:
+    def start(self, categories: Mapping[str, Iterable[torch.Tensor]], others: str | None = None) -> None:
         """Begins a timeline. Storages that are allocated now become its opening events.
 
         Args:
             categories: The tensors of each category, by the category's name (`memlab.vocabulary.CATEGORIES`).
+            others: The category of what is allocated and has none yet; None decides by when it will be freed.
         """
 
     def categorise(self, categories: Mapping[str, Iterable[torch.Tensor]]) -> None:

@@ -50,8 +50,8 @@ class SimulatedMeter(StorageMeter):
         with super().watching(), patched({"torch.cuda.empty_cache": self._empty_cache}):
             yield
 
-    def start(self, categories: Mapping[str, Iterable[torch.Tensor]]) -> None:
-        super().start(categories)
+    def start(self, categories: Mapping[str, Iterable[torch.Tensor]], others: str | None = None) -> None:
+        super().start(categories, others)
         self._reserved = self._reserved_allocation()
         self._reserved.num_bytes = self._allocator.reserved_bytes
         self._opening.append(Event.opening(self._reserved))

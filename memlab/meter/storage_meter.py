@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memlab.config.allocator_settings import AllocatorSettings
-from memlab.meter.allocations import Allocation, Event, timeline_of
+from memlab.meter.allocations import Allocation, Event, label_others, timeline_of
 from memlab.meter.labels import Labels
 from memlab.meter.observers import Frees, ObserveResults, observe_resizes, tensors_in
 from memlab.record.out_of_memory import FailedAllocation
@@ -74,9 +74,10 @@ class StorageMeter:
         with _disable_current_modes():
             yield
 
-    def start(self, categories: Mapping[str, Iterable[torch.Tensor]]) -> None:
+    def start(self, categories: Mapping[str, Iterable[torch.Tensor]], others: str | None = None) -> None:
         self._frees.check()
         self.categorise(categories)
+        label_others(self._live.values(), others)
         self._num_starts += 1
         self._num_device_events = 0
         self.out_of_memory = None

@@ -90,12 +90,27 @@ _TORCH = (
         source="torch/csrc/autograd/python_variable_methods.cpp",
     ),
     Internal(
+        owner="torch:Tensor",
+        names=("_indices", "_values"),
+        use="used",
+        where="meter/observers.py",
+        why="The memory of a sparse tensor; the public names refuse a gradient, which is not coalesced.",
+        source="aten/src/ATen/native/native_functions.yaml",
+    ),
+    Internal(
         owner="torch:UntypedStorage",
         names=("resize_",),
         use="replaced",
         where="meter/observers.py",
         why="Megatron frees and refills storages in place with it, and no dispatch mode sees it.",
         source="torch/csrc/StorageMethods.cpp",
+    ),
+    Internal(
+        owner="torch.autograd",
+        names=("_engine_run_backward",),
+        use="replaced",
+        where="watching/phases.py",
+        why="Each backward of a program begins and ends in it: no hook is called before the first node of a graph.",
     ),
     Internal(
         owner="torch.distributed",

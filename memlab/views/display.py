@@ -22,6 +22,7 @@ from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
 from memlab.record.transfer import GROUPS, Transfer
+from memlab.record.watch_record import WatchRecord
 from memlab.units import format_bytes, parse_bytes
 from memlab.views.text.audits import (
     RetainedLeaf,
@@ -36,6 +37,7 @@ from memlab.views.text.difference import comparison_blocks
 from memlab.views.text.ranks import rank_by_rank_blocks, ranks_blocks
 from memlab.views.text.record import out_of_memory_blocks, record_table, timeline_table
 from memlab.views.text.savings import savings_blocks
+from memlab.views.text.watch import watch_table, watched_blocks
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from memlab.views.figures.resample import Axis, CompareAxis
 
 _SHOWN = (
-    "a step record, a timeline, an audit or several (lab.audit_offload(), lab.audit_residency()), "
+    "a step record, a timeline, a watched block, an audit or several (lab.audit_offload(), lab.audit_residency()), "
     "record.out_of_memory, what lab.groups_used(), lab.retained(), lab.fit() or diagnose() returned, or a dict"
 )
 
@@ -105,10 +107,10 @@ def show(*things: Any, pool: str = "device", axis: Axis = "time", above_start: b
     """Shows a step as a figure, and anything else that a lab returns as a table.
 
     Args:
-        *things: One of: a `StepRecord` or a `Timeline`; a `JobRecord`, of which the figure shows a small timeline per
-            rank, and the table a row; one audit or several, of activation offload or of residency; an `OutOfMemory`;
-            what `Lab.groups_used`, `Lab.retained`, `Lab.fit` or `diagnose` returned; a dict of names to bytes (int) or
-            words.
+        *things: One of: a `StepRecord`, a `Timeline` or what `memlab.watch` yields; a `JobRecord`, of which the figure
+            shows a small timeline per rank, and the table a row; one audit or several, of activation offload or of
+            residency; an `OutOfMemory`; what `Lab.groups_used`, `Lab.retained`, `Lab.fit` or `diagnose` returned; a
+            dict of names to bytes (int) or words.
         pool: Of a step's figure: one of ``"device"``, ``"host"``, ``"on_chip"``. The table contains all.
         axis: Of a step's figure: ``"time"`` in milliseconds, or ``"event"``.
         above_start: Starts the figure's bytes axis at what the pool held throughout the step, as in
@@ -124,11 +126,14 @@ def show(*things: Any, pool: str = "device", axis: Axis = "time", above_start: b
         blocks = ranks_blocks(things[0].ranks)
         figure = ranks_figure(things[0], pool, axis, above_start=above_start)
         return View(figure, as_text(blocks), as_html(blocks))
-    if len(things) == 1 and isinstance(things[0], (StepRecord, Timeline)):
+    if len(things) == 1 and isinstance(things[0], (StepRecord, Timeline, WatchRecord)):
         from memlab.views.figures.timeline import timeline_figure
 
         step = things[0]
-        text = record_table(step) if isinstance(step, StepRecord) else timeline_table(step)
+        if isinstance(step, WatchRecord):
+            text = watch_table(step)
+        else:
+            text = record_table(step) if isinstance(step, StepRecord) else timeline_table(step)
         return View(timeline_figure(step, pool, axis, above_start=above_start), text)
     blocks = _blocks_of(things)
     return View(None, as_text(blocks), as_html(blocks))
@@ -177,8 +182,10 @@ def _mapping_blocks(values: Mapping[Any, Any]) -> list[Block]:
     return [[f"{name}: {value}" for name, value in values.items()]]
 
 
-def compare(*records: StepRecord, axis: CompareAxis | None = None) -> View:
+def compare(*records: StepRecord | WatchRecord, axis: CompareAxis | None = None) -> View:
     """Shows several steps: a table with one row per step, and their device memory on one axis.
+
+    The steps are those of labs, or blocks that `memlab.watch` metered.
 
     A simulated step next to the same step on another backend is a prediction compared with a measurement: then the
     difference of the allocated peaks is split into terms that add up to it (`memlab.analysis.difference`).
@@ -191,11 +198,22 @@ def compare(*records: StepRecord, axis: CompareAxis | None = None) -> View:
             whose phases alternate differently, it is ``"time"``, or ``"event"`` in a prediction.
 
     Raises:
-        ValueError: If there are fewer than two records, one has no timeline, or axis is none of the choices.
+        ValueError: If there are fewer than two records, one has no timeline, or axis is none of the choices; if steps
+            of labs and watched blocks are mixed.
     """
     from memlab.views.figures.compare import compare_figure
 
-    blocks = comparison_blocks(*records)
+    watched = [record for record in records if isinstance(record, WatchRecord)]
+    steps = [record for record in records if isinstance(record, StepRecord)]
+    if watched and steps:
+        raise ValueError(
+            f"compare got {len(watched)} watched blocks and {len(steps)} steps of labs, must be of one kind: compare "
+            "each kind by itself, or show(...) them one after the other"
+        )
+    if watched:
+        blocks = watched_blocks(watched)
+        return View(compare_figure(*watched, axis=axis), as_text(blocks), as_html(blocks))
+    blocks = comparison_blocks(*steps)
     jobs = [record for record in records if isinstance(record, JobRecord)]
     blocks += rank_by_rank_blocks(jobs) if len(jobs) == len(records) else []
     return View(compare_figure(*records, axis=axis), as_text(blocks), as_html(blocks))

@@ -144,6 +144,19 @@ def test_each_allocation_carries_the_label_of_its_moment(
     assert meter.labelled_share == 1.0
 
 
+def test_what_has_no_category_at_the_start_can_get_one_for_good(
+    torch_allocator: ScriptedAllocator, labels: Labels
+) -> None:
+    known, other = torch_allocator.allocate(MIB), torch_allocator.allocate(2 * MIB)
+    meter = AllocatorMeter(labels)
+    with meter.watching():
+        meter.start({"parameters": [tensor_at(known, MIB)]}, others="unlabelled")
+        torch_allocator.free(other)
+        timeline = meter.finish()
+    assert timeline.breakdown(timeline.first_step_event) == {"unlabelled": 2 * MIB, "parameters": MIB}
+    assert timeline.breakdown(len(timeline) - 1) == {"parameters": MIB}
+
+
 def test_a_stamp_of_another_step_is_no_label(
     meter: AllocatorMeter, labels: Labels, torch_allocator: ScriptedAllocator
 ) -> None:

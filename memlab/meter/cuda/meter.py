@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from memlab.config.allocator_settings import AllocatorSettings
-from memlab.meter.allocations import Allocation, Event, timeline_of
+from memlab.meter.allocations import Allocation, Event, label_others, timeline_of
 from memlab.meter.cuda.device_storages import DeviceStorages
 from memlab.meter.cuda.history_labels import Stamps
 from memlab.meter.cuda.host_storages import HostStorages, pinned_bytes
@@ -87,11 +87,12 @@ class AllocatorMeter:
             self._labels.on_change = on_change
             self._catch_up()
 
-    def start(self, categories: Mapping[str, Iterable[torch.Tensor]]) -> None:
+    def start(self, categories: Mapping[str, Iterable[torch.Tensor]], others: str | None = None) -> None:
         self._host.frees.check()
         self.categorise(categories)
         self._replay()
         device = self._device
+        label_others(device.live.values(), others)
         assert device.blocks is not None
         self._opening = [Event.opening(allocation) for allocation in device.live.values()] + self._host.start()
         self._opening += [Event.opening(allocation, _PENDING) for allocation in device.pending.values()]
@@ -166,6 +167,10 @@ class AllocatorMeter:
     def close(self) -> None:
         # Also lifts the limit: it is the process's, and would outlive the meter.
         self.device_memory_bytes = None
+        self.stop_recording()
+
+    def stop_recording(self) -> None:
+        """Stops the allocator's history; unlike `close` it leaves the limit and the allocator's cache as they are."""
         torch.cuda.memory._record_memory_history(None)
         self._device.blocks = None
 

@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 from memlab.analysis.difference import difference_of, obstacles
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
+from memlab.record.watch_record import WatchRecord
 from memlab.units import binary_unit
 from memlab.views.figures.frame import (
     AXIS_TITLES,
@@ -44,17 +45,18 @@ from memlab.views.figures.waterfall import add_waterfall
 from memlab.views.text.columns import in_unit
 from memlab.views.text.compare import common_scenario, record_names
 from memlab.views.text.difference import difference_lines
+from memlab.views.text.watch import watch_names, watched_models
 
 _LETTERS_IN_LEGEND = 76
 
 
-def compare_figure(*records: StepRecord, axis: CompareAxis | None = None) -> go.Figure:
+def compare_figure(*records: StepRecord | WatchRecord, axis: CompareAxis | None = None) -> go.Figure:
     """Draws the device bytes of several steps on one axis, each peak with its difference from the first's.
 
     For a predicted and a measured step, the terms that lead from one peak to the other are drawn below.
 
     Args:
-        *records: Two steps or more, each with its timeline unless it ran out of memory.
+        *records: Two steps or more, each with its timeline unless it ran out of memory; or two watched blocks or more.
         axis: ``"phase"`` lays the phases of all steps over each other (`align_phases`): how many events or milliseconds
             a phase takes differs between settings, and hides where their bytes differ. ``"time"`` is in milliseconds,
             ``"event"`` gives every event the same width. None is ``"phase"``; for ranks of different pipeline stages,
@@ -70,13 +72,19 @@ def compare_figure(*records: StepRecord, axis: CompareAxis | None = None) -> go.
         raise ValueError(
             f"compare_figure got {len(records)} records, must be at least 2: add a step, or draw one by timeline_figure"
         )
-    axis = axis or _usual_axis(records)
+    watched = [record for record in records if isinstance(record, WatchRecord)]
+    steps = [record for record in records if isinstance(record, StepRecord)]
+    assert not (watched and steps), "one kind of record"
+    axis = axis or (_usual_axis(steps) if steps else "phase")
     check_choice("axis", axis, COMPARE_AXES)
-    named = [(name, timeline_of(record)) for name, record in zip(record_names(records), records, strict=True)]
+    names = record_names(steps) if steps else watch_names(watched)
+    named = [(name, timeline_of(record)) for name, record in zip(names, records, strict=True)]
     title = "Memory allocated on the device, steps compared"
-    lines = [common_scenario(records), *messages(records), *obstacles(records)]
-    difference = difference_of(records)
+    lines = [common_scenario(steps) if steps else watched_models(watched), *messages(records), *obstacles(steps)]
+    difference = difference_of(steps)
     lines += [] if difference is None else difference_lines(difference)
+    if any(len(timeline) == timeline.num_opening_events for _, timeline in named if timeline):
+        axis = "event" if axis == "phase" else axis  # a block in which nothing was allocated has no phases
     drawn, spans = _drawn([(name, timeline) for name, timeline in named if timeline], axis)
     peaks = [int(points.total_bytes[points.peak]) for _, _, points in drawn]
     if not any(peaks):

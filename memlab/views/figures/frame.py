@@ -16,6 +16,7 @@ import plotly.graph_objects as go
 
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
+from memlab.record.watch_record import WatchRecord
 from memlab.views.figures.palette import GRID, INK, PHASE_LOOKS, TRANSPARENT
 from memlab.views.figures.resample import DrawnPoints, PhaseSpan
 from memlab.vocabulary import PHASES
@@ -45,8 +46,10 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise ValueError(f"{name} is {value!r}, must be one of {', '.join(choices)}: choose one of them")
 
 
-def timeline_of(record: StepRecord) -> Timeline | None:
+def timeline_of(record: StepRecord | WatchRecord) -> Timeline | None:
     """Returns the record's timeline; None if it has no event, or ended before it had a timeline."""
+    if isinstance(record, WatchRecord):
+        return record.ended_timeline if len(record.ended_timeline) else None
     if record.timeline is None and record.status == "ok":
         raise ValueError(
             f"the record of step {record.step_index} ({record.settings}) has no timeline, which a figure draws: "
@@ -55,7 +58,7 @@ def timeline_of(record: StepRecord) -> Timeline | None:
     return record.timeline if record.timeline is not None and len(record.timeline) else None
 
 
-def messages(records: Sequence[StepRecord]) -> list[str]:
+def messages(records: Sequence[StepRecord | WatchRecord]) -> list[str]:
     """Describes how each step that did not finish ended, and what to do."""
     return [f"{record.status.replace('_', ' ')}: {record.message}" for record in records if record.status != "ok"]
 

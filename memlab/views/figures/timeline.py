@@ -17,6 +17,7 @@ import plotly.graph_objects as go
 from memlab.config.settings import MemorySettings
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import IntArray, Timeline
+from memlab.record.watch_record import WatchRecord
 from memlab.units import binary_unit, format_bytes
 from memlab.views.figures.frame import (
     AXIS_TITLES,
@@ -64,7 +65,7 @@ _LETTERS_AT_PEAK = 42
 
 
 def timeline_figure(
-    step: StepRecord | Timeline,
+    step: StepRecord | WatchRecord | Timeline,
     pool: str = "device",
     axis: Axis = "time",
     *,
@@ -74,7 +75,8 @@ def timeline_figure(
     """Draws the bytes of one step by category, the phases along the axis, and the peak with what made it up.
 
     Args:
-        step: A record with its timeline, which one that ran out of memory need not have; or a timeline alone.
+        step: A record with its timeline, which one that ran out of memory need not have; what `memlab.watch` yields;
+            or a timeline alone.
         pool: One of ``"device"``, ``"host"``, ``"on_chip"``.
         axis: ``"time"`` in milliseconds, or ``"event"``, which gives every event the same width.
         above_start: Starts the bytes axis at what the pool held from the step's start to its end, category by category,
@@ -134,11 +136,15 @@ def timeline_figure(
     return figure
 
 
-def _title(step: StepRecord | Timeline, pool: str) -> tuple[str, list[str], Timeline | None]:
+def _title(step: StepRecord | WatchRecord | Timeline, pool: str) -> tuple[str, list[str], Timeline | None]:
     """Returns the figure's title, the lines below it, and the timeline if there is one to draw."""
     what = f"memory {POOL_TITLES[pool]}"
     if isinstance(step, Timeline):
         return what.capitalize(), [f"a timeline of {len(step):,} events"], step if len(step) else None
+    if isinstance(step, WatchRecord):
+        name = html.escape(textwrap.shorten(step.name, _LETTERS_OF_SETTINGS, placeholder=" ..."), quote=False)
+        title = f"{name}{_STATUS_TITLES[step.status]}: {what}"
+        return title, [f"{step.model}, on {step.backend}", *messages([step])], timeline_of(step)
     settings = html.escape(_short(f"{step.settings}"), quote=False)
     name = "No recompute, no offload" if step.settings == MemorySettings() else settings
     passes = ", forward only" if step.forward_only else ""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from memlab.config.training_state import TrainingState, option_words
 from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
+from memlab.record.watch_record import WatchRecord
 from memlab.units import binary_unit, format_bytes
 from memlab.views.text.columns import SETTING_WIDTH, Block, Table, as_text, in_unit
 from memlab.views.text.record import module_name, without_state
@@ -197,7 +198,7 @@ def byte_column(
     return [above, name, unit, *cells]
 
 
-def message_lines(records: Iterable[StepRecord], names: Iterable[str]) -> list[str]:
+def message_lines(records: Iterable[StepRecord | WatchRecord], names: Iterable[str]) -> list[str]:
     """Says how each step that did not finish ended."""
     pairs = zip(records, names, strict=True)
     return [f"{name}: {record.message}" for record, name in pairs if not finished(record)]
@@ -212,6 +213,6 @@ def without_effect_lines(records: Iterable[StepRecord], names: Iterable[str]) ->
     return [f"{', '.join(which)}: {words}" for words, which in rows.items()]
 
 
-def finished(record: StepRecord) -> bool:
+def finished(record: StepRecord | WatchRecord) -> bool:
     """Whether the step finished. The peak and times of one that did not are those up to where it stopped."""
     return record.status == "ok"

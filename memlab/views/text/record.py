@@ -96,7 +96,7 @@ def record_table(record: StepRecord) -> str:
         Lines of at most `LINE_WIDTH` characters.
     """
     entries: list[tuple[str, int | None]] = [
-        *_peak_entries(record.peak_allocated_bytes, record.peak_by_category, record.peak_by_module),
+        *peak_entries(record.peak_allocated_bytes, record.peak_by_category, record.peak_by_module),
         ("device, at the step's start", record.static_bytes),
         ("device, activation peak above the start", record.activation_peak_bytes),
         ("device, residual at the step's end", record.residual_bytes),
@@ -111,7 +111,7 @@ def record_table(record: StepRecord) -> str:
     head += [*state_lines(record.scenario), f"settings: {record.settings}"]
     head += [f"peak phase: {record.peak_phase}"] if record.peak_phase else []
     head += [] if record.status == "ok" else [f"{record.status.replace('_', ' ')}: {record.message}"]
-    blocks: list[Block] = [head, _entries_table(entries, record.peak_allocated_bytes), [_time_line(record)]]
+    blocks: list[Block] = [head, entries_table(entries, record.peak_allocated_bytes), [_time_line(record)]]
     if record.without_effect:
         reasons = (f"  {name.replace(':', ' ')}: {reason}" for name, reason in record.without_effect.items())
         blocks.append(["settings that had no effect here:", *reasons])
@@ -127,16 +127,17 @@ def timeline_table(timeline: Timeline) -> str:
     peak = timeline.peak_index()
     peak_bytes = timeline.bytes_at(peak)
     entries = [
-        *_peak_entries(peak_bytes, timeline.breakdown(peak), timeline.breakdown(peak, by="module")),
+        *peak_entries(peak_bytes, timeline.breakdown(peak), timeline.breakdown(peak, by="module")),
         ("device, at the start", timeline.opening_bytes),
         ("host, the peak", timeline.peak_bytes("host")),
     ]
-    return as_text([[f"a timeline of {len(timeline):,} events"], _entries_table(entries, peak_bytes)])
+    return as_text([[f"a timeline of {len(timeline):,} events"], entries_table(entries, peak_bytes)])
 
 
-def _peak_entries(
+def peak_entries(
     peak_bytes: int, by_category: Mapping[str, int], by_module: Mapping[str, int]
 ) -> list[tuple[str, int | None]]:
+    """Names what a peak consists of, with its bytes, by category and then by module; a row without bytes is a title."""
     modules = list(grouped_modules(by_module, by_category).items())
     others = sum(num_bytes for _, num_bytes in modules[_NUM_MODULES:])
     return [
@@ -148,7 +149,8 @@ def _peak_entries(
     ]
 
 
-def _entries_table(entries: Sequence[tuple[str, int | None]], peak_bytes: int) -> Table:
+def entries_table(entries: Sequence[tuple[str, int | None]], peak_bytes: int) -> Table:
+    """Writes entries in one unit, in bytes, and as shares of the peak."""
     unit_bytes, unit = binary_unit(max(size or 0 for _, size in entries))
     rows = [["allocated bytes", unit, "bytes", "of peak"]]
     for name, size in entries:

@@ -1,0 +1,41 @@
+"""The cell magic ``%%memlab``, which watches its cell."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from memlab.watching.watch import watch
+
+_USAGE = "write %%memlab model, or %%memlab model optimizer as run"
+
+
+def register(shell: Any) -> None:
+    """Adds ``%%memlab`` to an IPython shell; ``%load_ext memlab`` calls this."""
+    shell.register_magic_function(lambda line, cell: _watch_cell(shell, line, cell), "cell", "memlab")
+
+
+def _watch_cell(shell: Any, line: str, cell: str) -> None:
+    """Runs a cell inside `memlab.watch`, and shows the timeline and the table, also if the cell raises.
+
+    Args:
+        shell: Whose names the cell uses and sets.
+        line: The names of the model and of its optimizers, and ``as NAME`` where the run is to be kept.
+        cell: Its last expression is not shown.
+    """
+    words, _, kept_as = (part.strip() for part in line.partition(" as "))
+    if not words or (" as " in line and not kept_as.isidentifier()):
+        raise ValueError(f"%%memlab got '{line.strip()}', must name a model: {_USAGE}")
+    model, *optimizers = (shell.ev(word) for word in words.split())
+    code = compile(ast.parse(shell.transform_cell(cell)), "<the cell below %%memlab>", "exec")
+    run = None
+    try:
+        with watch(model, *optimizers, name=kept_as) as run:
+            exec(code, shell.user_ns)  # noqa: S102  # the user's own cell
+    finally:
+        if run is not None:
+            if kept_as:
+                shell.user_ns[kept_as] = run
+            from IPython.display import display
+
+            display(run.show())  # type: ignore[no-untyped-call]

@@ -1,0 +1,188 @@
+"""`memlab.watch`: meters any training step of PyTorch, with the meters and labels of a lab."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from memlab._version import __version__
+from memlab.meter.cuda.meter import AllocatorMeter
+from memlab.meter.labels import Labels, is_labelling, labelled_by
+from memlab.meter.observers import strided_parts
+from memlab.meter.process_meter import ProcessMeter
+from memlab.watching.phases import Phases
+from memlab.watching.run import Run
+
+
+@contextmanager
+def watch(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, name: str = "") -> Iterator[Run]:
+    """Meters the block: any code that trains or evaluates a model of PyTorch, on the CPU or on one GPU.
+
+    Example:
+        ```python
+        with memlab.watch(model, optimizer) as run:
+            loss = model(x).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        run  # a table: the peak by category, phase and module
+        run.show()  # the timeline; `memlab.compare` draws several runs on one axis
+        ```
+
+    Every allocation and every free gets its category, phase and module. What is allocated when the block begins is
+    counted too: parameters and buffers, gradients, and the state of the optimizers. Other tensors are ``unlabelled``.
+    On a GPU the bytes are those of ``torch.cuda.memory_allocated()``; the allocator's history, and
+    ``torch.cuda.max_memory_allocated()``, start over with the block. On the CPU the bytes are those of the tensors that
+    this thread makes and of those that Python's garbage collector finds at the block's start. Memory that an operation
+    uses inside itself is not seen. If backward runs in the block and forward ran before it, what forward's operations
+    saved of their own, such as the log-softmax inside ``cross_entropy``, is counted only when backward uses it.
+
+    In backward, a module whose forward runs is recomputed. What a checkpoint recomputes outside all modules of the
+    model is counted as temporary.
+
+    Args:
+        model: Its parameters and buffers are on one device, the CPU or the current CUDA device.
+        *optimizers: Those whose state exists when the block begins. Others are seen when they step.
+        name: What the block is called in tables and figures; empty is the model's class.
+
+    Yields:
+        The run, complete when the block has ended. An error in the block ends it and is raised; the run then
+        contains what was seen until the error, and its status says how it ended.
+
+    Raises:
+        ValueError: If the model is on several devices or on another one, if an argument is not a model or an
+            optimizer, or if a lab is open or another block is watched in this process.
+    """
+    device = _device_of(model)
+    _check_optimizers(optimizers)
+    if is_labelling():
+        raise ValueError(
+            "watch meters one block at a time, and a lab is open or another block is watched in this process: close "
+            "the lab with lab.close(), or leave the other block first"
+        )
+    run = Run(
+        name=name or type(model).__name__,
+        model=f"{type(model).__name__}, {_num_parameters(model):,} parameters",
+        backend=device.type,
+        versions={"memlab": __version__, "python": platform.python_version(), "torch": torch.__version__},
+    )
+    labels = Labels()
+    training_state = _TrainingState(model, optimizers)
+    meter: AllocatorMeter | ProcessMeter
+    with ExitStack() as stack:
+        stack.enter_context(labelled_by(labels))
+        if device.type == "cuda":
+            meter = AllocatorMeter(labels)
+            stack.callback(meter.stop_recording)
+        else:
+            meter = ProcessMeter(labels)
+            meter.count_existing()
+        phases = Phases(
+            labels,
+            after_backward=lambda: meter.categorise(training_state.gradients()),
+            before_update=lambda optimizer: meter.categorise(training_state.with_optimizer(optimizer).gradients()),
+            after_update=lambda optimizer: meter.categorise(training_state.of_optimizers()),
+        )
+        stack.enter_context(phases.following(model))
+        stack.enter_context(meter.watching())
+        meter.start(training_state.categories(), others="unlabelled")
+        started = time.perf_counter()
+        try:
+            yield run
+        except BaseException as error:
+            run.status = "out_of_memory" if isinstance(error, torch.OutOfMemoryError) else "interrupted"
+            run.message = " ".join(f"{type(error).__name__}: {error}".split())
+            raise
+        finally:
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            run.step_seconds = time.perf_counter() - started
+            meter.categorise(training_state.categories())
+            run.timeline = meter.finish()
+
+
+class _TrainingState:
+    """What training keeps from step to step, by category."""
+
+    def __init__(self, model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        self._model = model
+        self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
+
+    def with_optimizer(self, optimizer: torch.optim.Optimizer) -> _TrainingState:
+        """Adds an optimizer that was not known."""
+        self._optimizers[id(optimizer)] = optimizer
+        return self
+
+    def parameters(self) -> dict[int, torch.Tensor]:
+        """Returns the parameters of the model and of the optimizers, by their identity."""
+        groups = (group for optimizer in self._optimizers.values() for group in optimizer.param_groups)
+        of_optimizers = (parameter for group in groups for parameter in group["params"])
+        parameters = [*self._model.parameters(), *of_optimizers]
+        return {id(each): each for each in parameters if not is_lazy(each)}
+
+    def gradients(self) -> dict[str, list[torch.Tensor]]:
+        """Returns the gradients that exist now."""
+        gradients = [parameter.grad for parameter in self.parameters().values() if parameter.grad is not None]
+        return {"gradients": [part for gradient in gradients for part in strided_parts(gradient)]}
+
+    def of_optimizers(self) -> dict[str, list[torch.Tensor]]:
+        """Returns the optimizers' state."""
+        state = [each for optimizer in self._optimizers.values() for each in _tensors_in_state(optimizer.state)]
+        own = self.parameters()
+        return {"optimizer state": [part for each in state if id(each) not in own for part in strided_parts(each)]}
+
+    def categories(self) -> dict[str, list[torch.Tensor]]:
+        """Returns all of it."""
+        buffers = [buffer for buffer in self._model.buffers() if not is_lazy(buffer)]
+        parameters = [part for each in (*self.parameters().values(), *buffers) for part in strided_parts(each)]
+        return {"parameters": parameters, **self.gradients(), **self.of_optimizers()}
+
+
+def _tensors_in_state(state: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors of an optimizer's state, which may be nested."""
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from _tensors_in_state(value)
+    elif isinstance(state, (tuple, list)):
+        for value in state:
+            yield from _tensors_in_state(value)
+
+
+def _num_parameters(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters() if not is_lazy(parameter))
+
+
+def _device_of(model: torch.nn.Module) -> torch.device:
+    """Returns the device of a model, that of new tensors if it has no tensors."""
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"watch got a {type(model).__name__}, must be a torch.nn.Module: pass the model first")
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    names = ", ".join(sorted(f"{device}" for device in devices))
+    if len(devices) > 1:
+        raise ValueError(f"the model is on {names}, must be on one device: move it with model.to(...), or watch a part")
+    device = devices.pop() if devices else torch.get_default_device()
+    if device.type not in {"cpu", "cuda"}:
+        raise ValueError(f"the model is on {device}, must be on cpu or cuda: move it with model.to(...)")
+    if device.type == "cuda" and device.index not in {None, torch.cuda.current_device()}:
+        raise ValueError(
+            f"the model is on {device}, must be on the current device cuda:{torch.cuda.current_device()}: call "
+            f"torch.cuda.set_device({device.index})"
+        )
+    return device
+
+
+def _check_optimizers(optimizers: Iterable[Any]) -> None:
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(
+                f"watch got a {type(optimizer).__name__}, must be a torch.optim.Optimizer: pass the model, then its "
+                "optimizers"
+            )
