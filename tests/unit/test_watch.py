@@ -160,6 +160,17 @@ def test_each_category_has_the_bytes_that_the_tensors_have(x: torch.Tensor) -> N
     assert again.timeline.breakdown(again.timeline.first_step_event)["optimizer state"] == state_bytes
 
 
+def test_gradients_that_no_optimizer_sees_are_gradients(x: torch.Tensor) -> None:
+    model, _ = trained()
+    with memlab.watch(model) as run:
+        model(x).sum().backward()
+        model.zero_grad()
+    assert run.timeline is not None
+    parts = run.timeline.breakdown(last_of(run.timeline, "backward"))
+    assert parts["gradients"] == bytes_of(model.parameters())
+    assert run.residual_bytes == 0
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_lowers_the_activation_peak_and_recomputes(reentrant: bool, x: torch.Tensor) -> None:
     def step(model: Model, optimizer: torch.optim.Optimizer) -> Any:
