@@ -151,7 +151,7 @@ _active: Labels | None = None
 
 
 def is_labelling() -> bool:
-    """Whether labels are in use in this process: a lab is open, or a block is watched."""
+    """Whether labels are in use in this process: a lab is working, or a block is watched."""
     return _active is not None
 
 

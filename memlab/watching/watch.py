@@ -57,14 +57,14 @@ def watch(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, name: str 
 
     Raises:
         ValueError: If the model is on several devices or on another one, if an argument is not a model or an
-            optimizer, or if a lab is open or another block is watched in this process.
+            optimizer, or if another block is watched or a lab takes a step in this process.
     """
     device = _device_of(model)
     _check_optimizers(optimizers)
     if is_labelling():
         raise ValueError(
-            "watch meters one block at a time, and a lab is open or another block is watched in this process: close "
-            "the lab with lab.close(), or leave the other block first"
+            "watch meters one block at a time, and another block is watched or a lab takes a step in this process: "
+            "leave that block, or wait for the step, first"
         )
     run = Run(
         name=name or type(model).__name__,

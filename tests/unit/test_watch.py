@@ -247,7 +247,7 @@ def test_refusals_are_one_line() -> None:
             pass
     with memlab.watch(model) as run:
         with (
-            pytest.raises(ValueError, match=r"^watch meters one block at a time.*close the lab.*first$"),
+            pytest.raises(ValueError, match=r"^watch meters one block at a time, and another block.*first$"),
             memlab.watch(model),
         ):
             pass
