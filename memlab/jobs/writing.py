@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from memlab.config.allocator_settings import AllocatorSettings
@@ -39,12 +39,18 @@ def written(framework_name: str, scenario: Scenario, settings: MemorySettings, *
         ValueError: If there is no such framework.
     """
     framework = framework_named(framework_name)
-    values = _keys(framework, scenario, settings)
-    if source is not None and source.framework == framework.name and source.scenario and source.settings:
-        before = _keys(framework, source.scenario, source.settings, all_keys=True)
-        after = _keys(framework, scenario, settings, all_keys=True)
-        values = {key: value for key, value in after.items() if value != before.get(key)}
-    return Written(tuple(framework.render(values)), unsaid(framework, scenario, settings))
+    if source is None or source.framework != framework.name or source.scenario is None or source.settings is None:
+        lines = framework.render(_keys(framework, scenario, settings))
+        return Written(tuple(lines), unsaid(framework, scenario, settings))
+    before, own = source.scenario, source.settings
+    if scenario.layout == before.layout:  # a shorter step or model was predicted in place of the job's
+        scenario = replace(scenario, num_layers=before.num_layers, num_microbatches=before.num_microbatches)
+    old = _keys(framework, before, own, all_keys=True)
+    new = _keys(framework, scenario, settings, all_keys=True)
+    values = {key: value for key, value in new.items() if value != old.get(key)}
+    was = unsaid(framework, before, own)
+    reasons = {name: reason for name, reason in unsaid(framework, scenario, settings).items() if name not in was}
+    return Written(tuple(framework.render(values)), reasons)
 
 
 def _keys(

@@ -427,6 +427,8 @@ def test_the_lines_for_the_same_framework_are_only_what_differs(tmp_path: Path) 
         "recompute_granularity=selective",
         "recompute_modules=[moe_act]",
     ]
+    shorter = replace(scenario, num_layers=4, num_microbatches=1)
+    assert written("verl", shorter, changed, source=job).lines == lines
     again = Job.read(job.path, overrides=lines)
     assert again.settings == changed
     assert again.scenario == scenario
