@@ -31,6 +31,7 @@ from memlab.config.settings import MemorySettings
 from memlab.cpu_info import num_cores
 from memlab.fitting.candidates import candidates
 from memlab.fitting.largest import WHATS, LargestInterrupted
+from memlab.fitting.layouts import SIZES, LayoutSearchInterrupted, layouts_of
 from memlab.fitting.pareto_front import SearchResult, default_resolution_bytes
 from memlab.fitting.prediction import PredictionLostError
 from memlab.fitting.search import SearchInterrupted
@@ -80,6 +81,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: one process per core, or this process alone if the search is short)",
     )
     parser.add_argument(
+        "--gpus",
+        type=whole_number,
+        metavar="N",
+        help="instead of searching settings, go through the layouts of a job on N GPUs, apart from the sizes that you "
+        "give: tensor, context, pipeline and expert parallelism; shows which fit with the least recompute; every "
+        "layout has N x --num-microbatches x --micro-batch-size sequences per step",
+    )
+    parser.add_argument(
         "--largest",
         metavar="{" + ",".join(WHATS) + "}",
         help="instead of searching settings, find the largest workload that fits under those that you give: the "
@@ -99,6 +108,8 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         ValueError: If a value breaks its rule, or the page exists or cannot be written.
     """
     source = take_job(arguments)
+    if arguments.gpus is not None:
+        return _layout_search(arguments)
     layout = layout_of_the_job(arguments, arguments.world_size, arguments.rank or 0)
     workload, base = checked_step(arguments, layout)
     scenarios = ranks_of(Scenario.of(**workload), arguments.rank)
@@ -144,6 +155,65 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         return 0 if found.cheapest else 1
 
     return job
+
+
+def _layout_search(arguments: argparse.Namespace) -> Callable[[], int]:
+    """Checks what `--gpus` can be combined with, and returns the search through layouts."""
+    fixed = ("virtual_pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage")
+    others = ("largest", "rank", "max_steps", "resolution", "out", *fixed, "num_layers_in_last_pipeline_stage")
+    for flag in others:
+        if getattr(arguments, flag) is not None:
+            raise ValueError(
+                f"--{flag.replace('_', '-')} cannot be combined with --gpus, which goes through layouts: leave one of "
+                "the two out"
+            )
+    if arguments.world_size is not None:
+        raise ValueError(
+            f"--world-size is {arguments.world_size} with --gpus {arguments.gpus}, which is the number of ranks too: "
+            "leave --world-size out"
+        )
+    names = (*SIZES, "expert_tensor_parallel_size")
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    alone = argparse.Namespace(**vars(arguments) | dict.fromkeys(names))
+    workload, base = checked_step(alone, layout_of_the_job(alone, arguments.gpus, 0))
+    job = Scenario.of(**workload)
+    limit_for_torch(arguments.gpu_memory, job.layout)
+    if not layouts_of(job, given):
+        sizes = ", ".join(f"{name} {size}" for name, size in given.items()) or "any sizes"
+        raise ValueError(
+            f"--gpus is {arguments.gpus}, which makes no layout of {job.architecture.name} with {sizes}: give another "
+            "number, or other sizes"
+        )
+    return lambda: _find_layouts(arguments, job, given, base)
+
+
+def _find_layouts(arguments: argparse.Namespace, job: Scenario, given: dict[str, int], base: MemorySettings) -> int:
+    from memlab.lab.search_workers import layouts_that_fit
+
+    code = None
+    try:
+        with (
+            stdout_reserved_for_result(),
+            _workers(num_cores() if arguments.engines is None else arguments.engines) as workers,
+        ):
+            found = layouts_that_fit(job, given, base, arguments.gpu_memory, workers)
+    except LayoutSearchInterrupted as interrupted:
+        found, code = interrupted.found, 130
+        if isinstance(interrupted.__cause__, PredictionLostError):
+            print(interrupted.__cause__, file=sys.stderr)
+            code = 1
+    except EnginesNotStartedError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if arguments.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        from memlab.views.text.layouts import layouts_table
+
+        print(layouts_table(found))
+    if code is not None:
+        return code
+    return 0 if found.fitting else 1
 
 
 def _check_largest(arguments: argparse.Namespace) -> None:

@@ -107,7 +107,7 @@ def basis_of(scenario: Scenario) -> str:
     if not scenario.architecture.is_moe:
         return f"a predicted step; steps of dense models on H200s needed up to {share} more"
     routing = f"a predicted step with {scenario.routing} routing"
-    return f"{routing}; steps of models with experts on H200s needed up to {share} more, for an unknown reason"
+    return f"{routing}; steps of models with experts on H200s needed up to {share} more"
 
 
 def judge_fit(record: StepRecord, step: Step, gpu_memory_bytes: int) -> Fit:

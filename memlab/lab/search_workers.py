@@ -19,6 +19,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.cpu_info import num_cores
 from memlab.fitting.largest import Largest, Tried, What, largest
+from memlab.fitting.layouts import FittingLayout, LayoutSearch, search_layouts
 from memlab.fitting.pareto_front import Point, SearchResult
 from memlab.fitting.prediction import Prediction, PredictionLostError
 from memlab.fitting.search import Likely, search
@@ -189,6 +190,32 @@ def largest_of(
         tell(f"{what} {tried.value:,}: {tried.verdict}, peak {peak} ({seconds:.0f} s so far, usually 5 to 15 values)")
 
     return largest(what, settings, scenarios, predict_all, limit_bytes, on_tried=report, **rest)
+
+
+def layouts_that_fit(
+    job: Scenario, given: dict[str, int], base: MemorySettings, gpu_memory_bytes: int, workers: Workers
+) -> LayoutSearch:
+    """Searches the layouts of a job, and reports each that is predicted on stderr.
+
+    Args:
+        job: With data parallelism alone.
+        given: Sizes that are not varied.
+        base: What each setting does at least.
+        gpu_memory_bytes: Of each GPU.
+        workers: They predict. The result is the same on any number of them.
+    """
+    started, numbers = time.monotonic(), count(1)
+
+    def predict_job(ranks: Sequence[Scenario], settings: MemorySettings, limit_bytes: int) -> list[Prediction]:
+        asked = [(rank, settings) for rank in ranks]
+        return [workers.predict(rank, settings, limit_bytes, lambda: iter(asked)) for rank in ranks]
+
+    def report(tried: Scenario, found: FittingLayout | None, num_left: int) -> None:
+        left = remaining(time.monotonic() - started, next(numbers), num_left).replace("about", "at most about")
+        words = "does not fit" if found is None else f"{found.verdict} with '{found.settings}'"
+        tell(f"{tried.layout}: {words}; at most {num_left} layouts to go{left}")
+
+    return search_layouts(job, given, base, gpu_memory_bytes, predict_job, on_layout=report)
 
 
 def progress_on_stderr() -> Callable[[Point, int, Callable[[], int]], None]:

@@ -1,0 +1,292 @@
+"""Layouts of a job on a number of GPUs: which Megatron accepts, which cannot fit, and which fit with the least work.
+
+The sequences of a step stay as many in every layout: num_microbatches x data_parallel_size is constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from memlab.config.layout import Layout
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.fitting.candidates import added_offload, candidates
+from memlab.fitting.does_it_fit import VERDICTS, Verdict, basis_of, verdict_margin
+from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.fitting.prediction import Prediction, PredictionLostError
+from memlab.fitting.recompute_cost import recomputed_operations
+from memlab.units import format_bytes
+
+SIZES = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+)
+"""What is varied. Experts are not split by tensor parallelism unless a flag says so, as NeMo-RL and ms-swift do it."""
+MOST_TENSOR_RANKS = 8
+"""Tensor parallelism stays within a node of eight GPUs."""
+_FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+PredictJob = Callable[[Sequence[Scenario], MemorySettings, int], list[Prediction]]
+"""Predicts a step on each rank of a job under settings, judged by a limit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FittingLayout:
+    """A layout, and the setting that recomputes the least of those with which it fits."""
+
+    layout: Layout
+    num_microbatches: int
+    settings: MemorySettings
+    verdict: Verdict
+    rank: int
+    """The worst of its ranks."""
+    peak_allocated_bytes: int
+    margin_bytes: int
+    """What is left for torch at that peak."""
+    outside_torch_bytes: int
+    """Estimated."""
+    recomputed_share: float
+    """Of the forward FLOPs of the layers."""
+    transferred_bytes: int
+    """To the host, and back again, in a step."""
+
+    @property
+    def cost(self) -> tuple[float, int, int, int, int]:
+        """What comes first costs less: recompute, then ranks that exchange activations, then memory left."""
+        layout = self.layout
+        splits = layout.tensor_model_parallel_size * layout.context_parallel_size * layout.pipeline_model_parallel_size
+        sure = VERDICTS.index(self.verdict)
+        return self.recomputed_share, sure, splits, layout.expert_model_parallel_size, -self.margin_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutSearch:
+    """What was found."""
+
+    scenario: Scenario
+    """With data parallelism alone."""
+    base: MemorySettings
+    gpu_memory_bytes: int
+    fitting: tuple[FittingLayout, ...]
+    """The cheapest first."""
+    num_layouts: int
+    """That Megatron accepts."""
+    num_too_large: int
+    """Whose parameters, gradients and optimizer state alone do not fit: no step was predicted."""
+    num_not_fitting: int
+    """Predicted, and with no recompute that was tried does a step fit."""
+    num_no_better: int
+    """Not predicted: another layout with sizes that are no larger fits without recompute."""
+    num_left: int = 0
+    """Not tried, because the search was cut short."""
+
+    @property
+    def verdict(self) -> str:
+        """The answer in one line."""
+        memory = f"{self.scenario.layout.world_size} GPUs of {format_bytes(self.gpu_memory_bytes)}"
+        if not self.fitting:
+            nothing = "nothing that was tried fits" if self.num_left else "no layout fits"
+            return f"{nothing} {memory}: take more GPUs, another training state, or a smaller micro-batch"
+        best = self.fitting[0]
+        margin = verdict_margin(best.verdict, best.margin_bytes)
+        return (
+            f"{best.layout} with '{best.settings}' {best.verdict} {memory}{margin}; based on {basis_of(self.scenario)}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns JSON-ready values."""
+        values = {name: getattr(self, name) for name in ("verdict", *self.__slots__)}
+        fitting = [asdict(one) | {"settings": one.settings.to_dict()} for one in self.fitting]
+        return values | {"scenario": self.scenario.to_dict(), "base": self.base.to_dict(), "fitting": fitting}
+
+
+class LayoutSearchInterrupted(KeyboardInterrupt):
+    """The end of a search by Ctrl-C, or by the error that is its cause.
+
+    Args:
+        found: What it has found so far.
+    """
+
+    def __init__(self, found: LayoutSearch) -> None:
+        super().__init__()
+        self.found = found
+
+
+def layouts_of(job: Scenario, given: dict[str, int]) -> list[Scenario]:
+    """Lists the layouts that Megatron accepts, the one with the fewest ranks that exchange activations first.
+
+    Args:
+        job: With data parallelism alone.
+        given: Sizes that are not varied.
+    """
+    num_gpus = job.layout.world_size
+    found: list[Scenario] = []
+    sizes = [size for size in range(1, num_gpus + 1) if num_gpus % size == 0]
+    choices = [[given[name]] if name in given else sizes for name in SIZES]
+    for tensor in choices[0]:
+        for context in choices[1]:
+            for pipeline in choices[2]:
+                split = tensor * context * pipeline
+                if num_gpus % split or (tensor > MOST_TENSOR_RANKS and SIZES[0] not in given):
+                    continue
+                for expert in choices[3]:
+                    values = {SIZES[0]: tensor, SIZES[1]: context, SIZES[2]: pipeline, SIZES[3]: expert}
+                    if job.architecture.is_moe:
+                        values["expert_tensor_parallel_size"] = given.get("expert_tensor_parallel_size", 1)
+                    try:
+                        layout = Layout(**values, data_parallel_size=num_gpus // split)
+                        found.append(replace(job, layout=layout, num_microbatches=job.num_microbatches * split))
+                    except ValueError:
+                        continue  # one of Megatron's rules
+    return sorted(found, key=_order)
+
+
+def _order(job: Scenario) -> tuple[int, ...]:
+    sizes = [getattr(job.layout, name) for name in SIZES]
+    return sizes[0] * sizes[1] * sizes[2], sizes[3], *sizes
+
+
+def least_static_bytes(job: Scenario) -> int:
+    """Returns what a rank of the largest stage holds at least: part of its parameters, gradients and optimizer state.
+
+    Counted are only the matrices of attention and MLP, and the optimizer state as the distributed optimizer shards it,
+    so that no layout is left out that would fit.
+    """
+    model, layout, state = job.architecture, job.layout, job.state
+    stages = range(layout.pipeline_model_parallel_size)
+    layers = max(layout.layers_of_stage(stage, job.num_layers) for stage in stages)
+    query = model.num_attention_heads * model.kv_channels
+    attention = 2 * model.hidden_size * (query + model.num_query_groups * model.kv_channels)
+    width = model.moe_ffn_hidden_size if model.is_moe else model.ffn_hidden_size
+    mlp = 3 * model.hidden_size * width * (model.num_moe_experts or 1)
+    tensor = layout.tensor_model_parallel_size
+    by_experts = layout.expert_tensor_size * layout.expert_model_parallel_size if model.is_moe else tensor
+    copies = layout.data_parallel_size * layout.context_parallel_size
+    is_bf16 = job.dtype == "bf16"
+    held = (1 if state.fp8_param_gather else 2) + (2 if is_bf16 and state.grad_reduce_in_bf16 else 4)
+    optimizer = 0 if state.optimizer_cpu_offload else 4 if state.use_precision_aware_optimizer else 8 + 4 * is_bf16
+    counts = ((attention // tensor, copies), (mlp // by_experts, layout.ranks_of_a_stage // by_experts))
+    return sum(layers * count * held + layers * count * optimizer // max(1, sharded) for count, sharded in counts)
+
+
+def search_layouts(
+    job: Scenario,
+    given: dict[str, int],
+    base: MemorySettings,
+    gpu_memory_bytes: int,
+    predict_job: PredictJob,
+    *,
+    on_layout: Callable[[Scenario, FittingLayout | None, int], object] = lambda job, found, num_left: None,
+) -> LayoutSearch:
+    """Finds for each layout the setting with the least recompute with which it fits.
+
+    Args:
+        job: With data parallelism alone; it says how many GPUs and how many sequences per step there are.
+        given: Sizes that are not varied.
+        base: What each setting does at least.
+        gpu_memory_bytes: Of each GPU.
+        predict_job: Predicts steps.
+        on_layout: Called with each layout that was predicted, what was found, and how many may follow.
+
+    Raises:
+        LayoutSearchInterrupted: At Ctrl-C or `PredictionLostError`, with what was found until then.
+    """
+    every = layouts_of(job, given)
+    fitting: list[FittingLayout] = []
+    too_large = not_fitting = no_better = done = 0
+
+    def found() -> LayoutSearch:
+        return LayoutSearch(
+            scenario=job,
+            base=base,
+            gpu_memory_bytes=gpu_memory_bytes,
+            fitting=tuple(sorted(fitting, key=lambda one: one.cost)),
+            num_layouts=len(every),
+            num_too_large=too_large,
+            num_not_fitting=not_fitting,
+            num_no_better=no_better,
+            num_left=len(every) - done,
+        )
+
+    try:
+        for done, one in enumerate(every):  # read by `found`
+            limit_bytes = gpu_memory_bytes - estimate_outside_torch(one.layout).total_bytes
+            if least_static_bytes(one) > limit_bytes:
+                too_large += 1
+            elif any(_is_no_larger(other, one.layout, base) for other in fitting):
+                no_better += 1
+            else:
+                fits = _least_recompute(one, base, limit_bytes, predict_job)
+                if fits is None:
+                    not_fitting += 1
+                else:
+                    fitting.append(fits)
+                on_layout(one, fits, len(every) - done - 1)
+        done = len(every)
+    except (KeyboardInterrupt, PredictionLostError) as interrupt:
+        raise LayoutSearchInterrupted(found()) from interrupt
+    return found()
+
+
+def _is_no_larger(other: FittingLayout, layout: Layout, base: MemorySettings) -> bool:
+    is_plain = other.settings == base and other.verdict == "fits"
+    return is_plain and all(getattr(other.layout, name) <= getattr(layout, name) for name in SIZES)
+
+
+def _least_recompute(
+    job: Scenario, base: MemorySettings, limit_bytes: int, predict_job: PredictJob
+) -> FittingLayout | None:
+    """Predicts the base, then the most recompute, and where that fits, what recomputes less, the least first."""
+    ranks = [replace(job, layout=replace(job.layout, rank=rank)) for rank in job.ranks_of_every_kind]
+
+    def tried(settings: MemorySettings) -> FittingLayout:
+        predictions = predict_job(ranks, settings, limit_bytes)
+        worst = max(predictions, key=lambda one: (VERDICTS.index(one.verdict), one.peak_allocated_bytes))
+        peak = max(one.peak_allocated_bytes for one in predictions)
+        return FittingLayout(
+            layout=job.layout,
+            num_microbatches=job.num_microbatches,
+            settings=settings,
+            verdict=worst.verdict,
+            rank=worst.rank,
+            peak_allocated_bytes=peak,
+            margin_bytes=limit_bytes - peak,
+            outside_torch_bytes=estimate_outside_torch(job.layout).total_bytes,
+            recomputed_share=recomputed_operations(settings, job) / recomputed_operations(_FULL, job),
+            transferred_bytes=max(one.transferred_bytes for one in predictions),
+        )
+
+    plain = tried(base)
+    if plain.verdict != "does not fit":
+        return plain
+    *less, most = [base, *_recomputes(base, ranks)]
+    if most == base:
+        return None
+    last = tried(most)
+    if last.verdict == "does not fit":
+        return None
+    taken = (tried(settings) for settings in less[1:])
+    return next((one for one in taken if one.verdict != "does not fit"), last)
+
+
+def _recomputes(base: MemorySettings, ranks: Sequence[Scenario]) -> Iterator[MemorySettings]:
+    """Yields the base with one module recomputed, and with all layers, by the FLOPs that they recompute.
+
+    Of all layers, about as many are in a checkpoint as there are checkpoints, which keeps the least.
+    """
+    every = candidates(base, ranks[0], depth=1)
+    for rank in ranks[1:]:
+        of_rank = set(candidates(base, rank, depth=1))
+        every = [settings for settings in every if settings in of_rank]
+    more = [settings for settings in every if settings != base and not added_offload(settings, base)]
+    num_layers = min(rank.num_layers_of_chunk for rank in ranks)
+    for settings in sorted(more, key=lambda settings: recomputed_operations(settings, ranks[0])):
+        if settings.recompute_method == "uniform":
+            counts = [count for count in range(1, num_layers + 1) if num_layers % count == 0]
+            yield replace(settings, recompute_num_layers=min(counts, key=lambda count: count + num_layers // count))
+        else:
+            yield settings

@@ -1,0 +1,40 @@
+"""The layouts that fit a number of GPUs, as text: the answer, a row per layout, and what was left out."""
+
+from __future__ import annotations
+
+from memlab.fitting.layouts import LayoutSearch
+from memlab.units import binary_unit, format_bytes
+from memlab.views.text.columns import aligned, in_unit, wrapped
+
+
+def layouts_table(found: LayoutSearch) -> str:
+    """Writes the answer, then the layouts that fit, the cheapest first.
+
+    Returns:
+        Lines of at most `LINE_WIDTH` characters, apart from the names of long layouts.
+    """
+    job = found.scenario
+    lines = [*wrapped(found.verdict), ""]
+    if found.fitting:
+        unit_bytes, unit = binary_unit(max(one.peak_allocated_bytes for one in found.fitting))
+        rows = [
+            ["layout", "micro-", "setting", "worst", "peak", "to spare", "recomputed", "transferred", ""],
+            ["", "batches", "", "rank", unit, unit, "of forward", "", ""],
+        ]
+        for one in found.fitting:
+            sizes = [in_unit(size, unit_bytes) for size in (one.peak_allocated_bytes, one.margin_bytes)]
+            work = [f"{one.recomputed_share:.1%}", format_bytes(one.transferred_bytes)]
+            name, settings = f"{one.layout}", f"{one.settings}"
+            rows.append([name, f"{one.num_microbatches}", settings, f"{one.rank}", *sizes, *work, one.verdict])
+        lines += [*aligned(rows), ""]
+    sequences = job.tokens_per_step // job.seq_length
+    left = f"; CUT SHORT: {found.num_left} were not tried" if found.num_left else ""
+    lines += wrapped(
+        f"{job.architecture.name}, {job.num_layers} layers, micro-batches of {job.micro_batch_size} x {job.seq_length} "
+        f"tokens, {sequences} sequences per step in every layout. {found.num_layouts} layouts follow Megatron's rules: "
+        f"{len(found.fitting)} fit; {found.num_not_fitting} do not, whatever is recomputed; {found.num_too_large} have "
+        f"too large parameters, gradients and optimizer state; {found.num_no_better} have sizes that are no smaller "
+        f"than those of a layout that fits without recompute{left}. Communication is not counted: layouts with less "
+        "tensor, context and pipeline parallelism come first. For all settings of a layout, give its sizes as flags."
+    )
+    return "\n".join(lines)

@@ -1,0 +1,134 @@
+"""The search through layouts: what it leaves out does not fit, and what it shows is what single predictions give."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from memlab.cli import main
+from memlab.config.layout import Layout
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
+from memlab.fitting.layouts import LayoutSearchInterrupted, layouts_of, least_static_bytes, search_layouts
+from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.fitting.prediction import Prediction
+from memlab.lab.search_steps import stepping
+from memlab.units import GIB, MIB
+
+PLAIN = MemorySettings()
+STATES = (TrainingState(), TrainingState(grad_reduce_in_bf16=True, use_precision_aware_optimizer=True))
+
+
+def job_of(family: str, num_gpus: int) -> Scenario:
+    return Scenario.of(family, num_layers=2, seq_length=64, layout=Layout(data_parallel_size=num_gpus))
+
+
+@pytest.mark.parametrize(("family", "state"), [("phi-4-tiny", STATES[0]), ("qwen3-moe-tiny", STATES[1])])
+def test_a_rank_never_holds_less_than_what_a_layout_is_left_out_by(family: str, state: TrainingState) -> None:
+    every = layouts_of(replace(job_of(family, 4), state=state), {})
+    for job in every[:: len(every) // 3]:
+        starts = []
+        for rank in job.ranks_of_every_kind:
+            with stepping(replace(job, layout=replace(job.layout, rank=rank))) as step:
+                record = step(PLAIN, None)
+                starts.append(record.static_bytes - record.residual_bytes)
+        assert 0 < least_static_bytes(job) <= max(starts), job
+
+
+def test_every_layout_keeps_the_ranks_and_the_sequences_of_a_step() -> None:
+    job = Scenario.of("qwen3-30b-a3b", layout=Layout(data_parallel_size=16), num_microbatches=2)
+    every = layouts_of(job, {})
+    assert len({str(one.layout) for one in every}) == len(every) > 100
+    assert {one.layout.world_size for one in every} == {16}
+    assert {one.tokens_per_step for one in every} == {job.tokens_per_step}
+    assert every[0].layout == replace(job.layout, expert_tensor_parallel_size=1)
+    given = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 8}
+    assert {one for one in every if one.layout.tensor_model_parallel_size == 2} >= set(layouts_of(job, given))
+
+
+def predicted_by_size(ranks: Sequence[Scenario], settings: MemorySettings, limit_bytes: int) -> list[Prediction]:
+    """A model of steps: tensor parallelism and recompute lower the peak, the last stage is the worst."""
+    found = []
+    for scenario in ranks:
+        layout, full = scenario.layout, settings.recompute_granularity == "full"
+        share = 1 if settings.recompute_granularity is None else 2
+        peak = 96 * GIB // layout.tensor_model_parallel_size // (4 if full else share)
+        peak += 2 * GIB * layout.pipeline_stage
+        found.append(
+            Prediction(
+                rank=layout.rank,
+                peak_allocated_bytes=peak,
+                peak_reserved_bytes=peak,
+                start_bytes=0,
+                transferred_bytes=0,
+                host_bytes=0,
+                verdict="fits" if peak <= limit_bytes else "does not fit",
+                without_effect=frozenset(),
+            )
+        )
+    return found
+
+
+def test_the_cheapest_layout_recomputes_least_and_is_no_larger_than_another() -> None:
+    job = Scenario.of("qwen3-30b-a3b", layout=Layout(data_parallel_size=16))
+    found = search_layouts(job, {}, PLAIN, 70 * GIB, predicted_by_size)
+    best = found.fitting[0]
+    assert (best.layout.tensor_model_parallel_size, best.settings, best.recomputed_share) == (2, PLAIN, 0.0)
+    assert found.verdict.startswith(f"{best.layout} with 'none' fits 16 GPUs of 70.000 GiB, with ")
+    recomputing = [one for one in found.fitting if one.settings != PLAIN]
+    assert recomputing and all(one.layout.tensor_model_parallel_size == 1 for one in recomputing)
+    assert 0 < min(one.recomputed_share for one in recomputing) < 1, "one module is enough"
+    counts = (len(found.fitting), found.num_too_large, found.num_not_fitting, found.num_no_better)
+    assert sum(counts) == found.num_layouts and min(counts[0], counts[1], counts[3]) > 0
+    assert json.loads(json.dumps(found.to_dict()))["verdict"] == found.verdict
+
+
+def test_ctrl_c_keeps_the_layouts_that_were_found() -> None:
+    calls = []
+
+    def interrupted(ranks: Sequence[Scenario], settings: MemorySettings, limit_bytes: int) -> list[Prediction]:
+        calls.append(ranks)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return predicted_by_size(ranks, settings, limit_bytes)
+
+    job = Scenario.of("qwen3-30b-a3b", layout=Layout(data_parallel_size=16))
+    with pytest.raises(LayoutSearchInterrupted) as error:
+        search_layouts(job, {}, PLAIN, 70 * GIB, interrupted)
+    assert error.value.found.fitting and error.value.found.num_left > 0
+
+
+def test_the_command_shows_what_single_predictions_give(capfd: pytest.CaptureFixture[str]) -> None:
+    layout = Layout(data_parallel_size=2)
+    with stepping(job_of("phi-4-tiny", 2)) as step:
+        peak = step(PLAIN, None).peak_allocated_bytes
+    memory = f"--gpu-memory={estimate_outside_torch(layout).total_bytes + peak + 64 * MIB}B"
+    flags = ["phi-4-tiny", "--num-layers", "2", "--seq-length", "64", "--gpus", "2", "--engines", "1"]
+    assert main(["search", *flags, memory, "--json"]) == 0
+    printed, told = capfd.readouterr()
+    found = json.loads(printed)
+    assert found["fitting"][0]["peak_allocated_bytes"] == peak and "DP2: fits with 'none'" in told
+    assert found["verdict"].startswith("DP2 with 'none' fits 2 GPUs")
+    assert found["num_no_better"] > 0 and len(found["fitting"]) == 1
+    too_little = f"--gpu-memory={estimate_outside_torch(layout).total_bytes + MIB}B"
+    assert main(["search", *flags, too_little]) == 1
+    assert capfd.readouterr().out.startswith("no layout fits 2 GPUs of ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "refusal"),
+    [
+        ("--gpus 0", "world_size is 0, must be a whole number of at least 1"),
+        ("--gpus 4 --world-size 2", "--world-size is 2 with --gpus 4"),
+        ("--gpus 4 --largest tokens", "--largest cannot be combined with --gpus"),
+        ("--gpus 4 --pipeline-model-parallel-size 3", "--gpus is 4, which makes no layout of phi-4-tiny with pipeline"),
+    ],
+)
+def test_bad_input_exits_with_2_and_one_line(flags: str, refusal: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["search", "phi-4-tiny", "--gpu-memory", "80GiB", *flags.split()]) == 2
+    complaint = capfd.readouterr().err
+    assert refusal in complaint and complaint.count("\n") == 1
