@@ -60,6 +60,8 @@ class Lab:
         dtype: Of parameters and activations, ``bf16`` or ``fp32``.
         layout: How the job is spread over ranks, each of which opens the same lab under ``torchrun``; None is one rank.
         routing: Which experts tokens go to on the simulated backend, a `memlab.config.routing.Routing` or its text.
+        replay: Lets a simulated step give a layer the events of equal layers that it has stepped, where they are known
+            to be the same; False steps every layer. The record is the same, and takes longer.
         expert_buffers: Gives experts DDP buffers of their own, as they have when they are spread over ranks.
         state: Precision and place of gradients and optimizer state, and how loss, attention and matrices are computed;
             None is plain Megatron in bf16.
@@ -95,6 +97,7 @@ class Lab:
         allocator: AllocatorSettings | None = None,
         backend: str | Backend = "auto",
         ranks: Ranks | None = None,
+        replay: bool = True,
     ) -> None:
         scenario = Scenario.of(
             architecture,
@@ -117,6 +120,7 @@ class Lab:
             )
         else:
             self._session = _session_here(scenario, backend, allocator)
+            self._session.stepper.replays = replay
         self._worker = self._session.worker
         _close_open_lab()
         Lab._open = self

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -29,11 +29,13 @@ from memlab.lab.environment import hardware, versions
 from memlab.lab.progress import StepStopped
 from memlab.meter.labels import Labels, labelled_by
 from memlab.meter.protocol import Meter
+from memlab.meter.simulated_meter import SimulatedMeter
 from memlab.model import apply_settings, data_parallel_overlap
 from memlab.model.activation_offload.transfer_watch import OffloadWatch
 from memlab.model.attention_environment import attention_backend_chosen, change_attention_backend
 from memlab.model.build import LiveModel, build, build_model, build_optimizer, release_optimizer
 from memlab.model.change_state import check_configs, set_in_place
+from memlab.model.layer_replay import LayerReplay, NotReplayableError
 from memlab.model.recover_failed_step import recover, release_tensors
 from memlab.model.residency.audit import require_resident
 from memlab.model.residency.host_buffer import registered_bytes
@@ -57,7 +59,7 @@ class ModelLost(RuntimeError):  # noqa: N818  # what happened, not a kind of err
 class Stepper:
     """One live model, its current settings and its meter."""
 
-    def __init__(self, scenario: Scenario, backend: Backend) -> None:
+    def __init__(self, scenario: Scenario, backend: Backend, *, replays: bool = True) -> None:
         self.scenario = scenario
         self.settings = MemorySettings()
         """The current settings: the next step runs under them."""
@@ -72,6 +74,9 @@ class Stepper:
         self._remedy = CheckpointRemedy()
         self._num_taps = 0
         self._bookkeeping_seconds = 0.0
+        self.replays = replays
+        """Whether a simulated step replays passes through equal layers."""
+        self._replay: LayerReplay | None = None
         self.live: LiveModel
         self.transfers: Transfers
 
@@ -100,6 +105,8 @@ class Stepper:
         self.live = live
         data_parallel_overlap.connect(live)
         self.labels.attach(live.working_modules())
+        if isinstance(self.meter, SimulatedMeter):
+            self._replay = LayerReplay(live, self.labels, self.meter)
         self._make_transfers()
         with self.labels.category("workspace"):
             self.backend.fill_workspaces(self.scenario.architecture.is_moe)
@@ -138,6 +145,8 @@ class Stepper:
 
     def _enter(self, scenario: Scenario) -> None:
         self.scenario = scenario
+        if self._replay is not None:
+            self._replay.forget()
         change_attention_backend(scenario.state.attention_backend)
 
     def _rebuild(self, rebuilt: Rebuilt, former: Scenario, scenario: Scenario) -> None:
@@ -186,6 +195,7 @@ class Stepper:
         if hasattr(self, "live"):
             megatron_globals.release(self.live, leave=False)
             del self.live
+            self._forget_replay()
         else:  # its build has failed
             megatron_globals.forget_model()
         self.labels.release()
@@ -196,6 +206,7 @@ class Stepper:
         if hasattr(self, "live"):
             megatron_globals.release(self.live)
             del self.live
+            self._forget_replay()
         else:
             megatron_globals.forget()
         del self.transfers
@@ -212,6 +223,8 @@ class Stepper:
         """Makes these the current settings; Megatron's offload manager starts over."""
         apply_settings.apply(self.live, settings)
         self.settings = settings
+        if self._replay is not None:
+            self._replay.forget()
         self._offload_watch.misled = False
 
     def tap(self, layer: int, *, guarded: bool) -> Tap:
@@ -235,6 +248,8 @@ class Stepper:
         """Uses another sequence length, micro-batch size or number of micro-batches from the next step on."""
         is_rescheduled = scenario.num_microbatches != self.scenario.num_microbatches
         self.scenario = self.live.scenario = scenario
+        if self._replay is not None:
+            self._replay.forget()
         if is_rescheduled:
             self.apply(self.settings)  # Megatron's offload manager has learned its groups for the passes of a step
 
@@ -255,6 +270,7 @@ class Stepper:
             Device bytes by holder: what was freed when the holder let go, in this order. Nothing is allocated then.
         """
         del self.live, self.transfers
+        self._forget_replay()
         self.labels.release()
         gc.collect()
         left: dict[str, int] = {}
@@ -274,9 +290,20 @@ class Stepper:
             megatron_globals.release(self.live)
         finally:
             del self.live, self.transfers
+            self._forget_replay()
             self.labels.release()
             self.meter.free_cached_pinned_memory()
             self.meter.close()
+
+    @property
+    def num_replayed(self) -> int:
+        """Forward passes through layers that the last step replayed."""
+        return 0 if self._replay is None or not self.replays else self._replay.num_replayed
+
+    def _forget_replay(self) -> None:
+        if self._replay is not None:
+            self._replay.release()
+            self._replay = None
 
     def step(
         self,
@@ -309,6 +336,10 @@ class Stepper:
             measured |= self._ended_early(error, forward_only=forward_only)
             measured |= self._offload_seen(forward_only=forward_only)
             self._recover(error)
+        except NotReplayableError as error:
+            self._recover(error)
+            self.replays = False
+            return self.step(on_move, forward_only=forward_only, suspend_offload=suspend_offload)
         except BaseException as error:
             self._recover(error)
             raise
@@ -336,6 +367,8 @@ class Stepper:
     def _recover(self, error: BaseException) -> None:
         self.labels.on_move = None
         recover(self.live, self.settings, error)
+        if self._replay is not None:
+            self._replay.abandon()
         self._offload_watch.misled = False
 
     def _phases(self, *, forward_only: bool, suspend_offload: bool) -> dict[str, Any]:
@@ -358,7 +391,7 @@ class Stepper:
                 self.labels.enter_phase("load")
                 load_seconds += self.transfers.load(["optimizer state"])
 
-        with self.labels.phase_of("forward"), self.checkpoint_input_remedy():
+        with self.labels.phase_of("forward"), self.checkpoint_input_remedy(), self._replaying(forward_only):
             if forward_only:
                 self._offload_watch.misled |= not suspend_offload
                 loss = forward_only_step(self.live, self.labels, suspend_offload=suspend_offload)
@@ -375,6 +408,33 @@ class Stepper:
             "offloaded_bytes_by_group": freed | freed_at_end,
             **self._offload_seen(forward_only=forward_only),
         }
+
+    def _replaying(self, forward_only: bool) -> AbstractContextManager[None]:
+        """Returns a context for a step: its layers are replayed, where that is known to give the same events.
+
+        Each pass must start its own communication if that overlaps with computation. Megatron's offload manager counts
+        passes, FP8 keeps state between them, and taps and `Meter.at_event` look at real tensors. Pipeline stages have
+        several passes in flight. The graph that an MoE layer's dispatcher retains keeps more under full recompute, and
+        what it keeps after an out-of-memory depends on where that happened.
+        """
+        meter, state = self.meter, self.scenario.state
+        if self._replay is None or not isinstance(meter, SimulatedMeter):
+            return nullcontext()
+        needs_real_passes = (
+            forward_only
+            or self.scenario.layout.pipeline_model_parallel_size > 1
+            or bool(self.settings.offload_modules)
+            or state.fp8_format is not None
+            or state.overlap_grad_reduce
+            or state.overlap_param_gather
+            or self._num_taps > 0
+            or self.transfers.has_fault
+            or meter.looks
+        )
+        if self.scenario.architecture.is_moe:
+            needs_real_passes |= self.settings.recompute_granularity == "full" or meter.device_memory_bytes is not None
+        replays = self.replays and not needs_real_passes
+        return self._replay.during_step(replays=replays) if self.replays or self._replay.has_orphans else nullcontext()
 
     @contextmanager
     def _off_the_clock(self) -> Iterator[None]:
@@ -415,6 +475,8 @@ class Stepper:
 
     def _record(self, measured: dict[str, Any]) -> StepRecord:
         self.meter.categorise(self.transfers.categories())
+        if self._replay is not None:
+            self._replay.categorise_retained()
         timeline = self.meter.finish()
         residual_bytes = self.meter.uncategorised_bytes()
         if measured.get("status") == "out_of_memory" and self.meter.out_of_memory is not None:

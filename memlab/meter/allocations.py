@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from memlab.record.timeline import Timeline
 from memlab.vocabulary import CATEGORIES, PHASES
@@ -47,11 +48,22 @@ class Allocation:
             return _TEMPORARY
         if self.freed_in_step != self.step:
             return _ACTIVATIONS
-        if self.phase == _FORWARD:
-            return _ACTIVATIONS
-        if self.phase == _BACKWARD and self.recomputed:
-            return _RECOMPUTED
-        return _TEMPORARY
+        return category_of(self)
+
+
+def category_of(born: Any) -> int:
+    """Returns the category of a storage that was freed in a later span of its step.
+
+    Args:
+        born: An `Allocation`, or something else with its category, phase and `recomputed`.
+    """
+    if born.category is not None:
+        return int(born.category)
+    if born.phase == _FORWARD:
+        return _ACTIVATIONS
+    if born.phase == _BACKWARD and born.recomputed:
+        return _RECOMPUTED
+    return _TEMPORARY
 
 
 def label_others(allocations: Iterable[Allocation], category: str | None) -> None:
@@ -90,27 +102,48 @@ class Event(NamedTuple):
         return cls(nanoseconds, delta_bytes, pool, allocation, phase, rounding_bytes, stamp)
 
 
-def timeline_of(opening: Sequence[Event], events: Iterable[Event], started: int, modules: Sequence[str]) -> Timeline:
+def timeline_of(opening: Sequence[Event], events: Iterable[Any], started: int, modules: Sequence[str]) -> Timeline:
     """Writes events as columns.
 
     Args:
         opening: An allocation for each storage that existed when the step began.
-        events: What happened since, in order.
+        events: What happened since, in order: each an `Event`, or something with many events and a method `columns`
+            (`memlab.meter.recording.Replay`).
         started: The step's start, in nanoseconds on the events' clock.
         modules: The names by the codes of `Allocation.module`.
     """
     numbers: dict[int, int] = {}
+    count = 0
+    parts: list[npt.NDArray[np.int64]] = []
+    rows: list[tuple[int, ...]] = []
 
-    def row(nanoseconds: int, event: Event) -> tuple[int, ...]:
-        allocation = event.allocation
-        number = numbers.setdefault(id(allocation), len(numbers))
-        of_storage = (allocation.final_category, event.phase, allocation.module, number)
-        return (nanoseconds, event.delta_bytes, event.pool, *of_storage, event.rounding_bytes)
+    def add(nanoseconds: int, event: Event) -> None:
+        nonlocal count
+        _, delta_bytes, pool, allocation, phase, rounding_bytes, _ = event
+        number = numbers.get(id(allocation))
+        if number is None:
+            number = numbers[id(allocation)] = count
+            count += 1
+        of_storage = (allocation.final_category, phase, allocation.module, number)
+        rows.append((nanoseconds, delta_bytes, pool, *of_storage, rounding_bytes))
 
-    rows = [row(0, event) for event in opening] + [row(event.nanoseconds - started, event) for event in events]
-    columns = np.array(rows, dtype=np.int64).reshape(-1, 8).T
+    def end_part() -> None:
+        parts.append(np.array(rows, dtype=np.int64).reshape(-1, 8).T)
+        rows.clear()
+
+    for event in opening:
+        add(started, event)
+    for event in events:
+        if type(event) is Event:
+            add(event.nanoseconds, event)
+        else:
+            end_part()
+            parts.append(event.columns(numbers, count))
+            count += event.num_roles
+    end_part()
+    columns = np.concatenate(parts, axis=1)
     return Timeline(
-        nanoseconds=columns[0].copy(),
+        nanoseconds=columns[0] - started,
         delta_bytes=columns[1].copy(),
         pool=columns[2].astype(np.uint8),
         category=columns[3].astype(np.uint8),

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, NoReturn
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from memlab.allocator.pinned import PinnedMemory
@@ -13,7 +18,9 @@ from memlab.allocator.simulator import CachingAllocator
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.meter.allocations import Allocation, Event
 from memlab.meter.labels import Labels
+from memlab.meter.recording import Recording, Replay, Role, record
 from memlab.meter.storage_meter import StorageAllocation, StorageMeter
+from memlab.record.timeline import Timeline
 from memlab.upstream.patching import patched
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
@@ -29,6 +36,9 @@ class SimulatedMeter(StorageMeter):
         self._blocks: dict[int, Block] = {}
         self._pinned = PinnedMemory()
         self._pinned_blocks: dict[int, int] = {}
+        self._abandoned: list[StorageAllocation] = []
+        self.after_event: Callable[[], None] | None = None
+        """Called after each event, if it is set."""
         self._reserved = self._reserved_allocation()
         super().__init__(labels)
 
@@ -55,6 +65,9 @@ class SimulatedMeter(StorageMeter):
         self._reserved = self._reserved_allocation()
         self._reserved.num_bytes = self._allocator.reserved_bytes
         self._opening.append(Event.opening(self._reserved))
+
+    def finish(self) -> Timeline:
+        return super().finish().with_sorted_frees()
 
     @staticmethod
     def _reserved_allocation() -> Allocation:
@@ -85,6 +98,186 @@ class SimulatedMeter(StorageMeter):
         if pinned is not None:
             self._pinned.free(pinned)
 
+    def position(self) -> int:
+        """Returns the number of events of the step so far; a replay counts as one."""
+        return len(self._events)
+
+    def record(
+        self,
+        first: int,
+        last: int,
+        known: Mapping[int, Role],
+        spans: tuple[int, int],
+        places: Mapping[int, int],
+    ) -> tuple[Recording, list[StorageAllocation]] | None:
+        """Records the events from `position` `first` on and before `last`; for the others see `recording.record`."""
+        return record(self._events[first:last], known, *spans, places, self._pinned_blocks)
+
+    def replay(
+        self,
+        recording: Recording,
+        modules: npt.NDArray[np.int64],
+        forward: Replay | None,
+        others: Mapping[Role, StorageAllocation | tuple[Replay, int]],
+    ) -> Replay:
+        """Lets the events of a recording happen again: the allocator gets the same requests and frees.
+
+        Args:
+            recording: What happens.
+            modules: The codes of the layer's modules, by place.
+            forward: The forward pass of a backward pass.
+            others: What stands for the roles that neither of the two allocated.
+
+        Raises:
+            torch.OutOfMemoryError: If a request exceeds the device's limit.
+        """
+        labels = self._labels
+        done = Replay(
+            recording=recording,
+            modules=modules,
+            forward=forward,
+            others=[(row, others[role]) for row, role in recording.others],
+            started=time.perf_counter_ns(),
+            ended=0,
+            num_bytes=[],
+            reserved=[],
+            of_reserved=self._reserved,
+            blocks=[None] * len(recording.births),
+            span=labels.span,
+            first_birth=self._num_births,
+        )
+        self._num_births += len(recording.births)
+        tables: list[Any] = [done.blocks, forward.blocks if forward is not None else [], *({} for _ in range(4))]
+        for role, other in others.items():
+            if isinstance(other, tuple):
+                tables[role.owner][role.number] = other[0].blocks[other[1]]
+            else:
+                tables[role.owner][role.number] = self._blocks.get(id(other))
+        self._events.append(done)
+        try:
+            self._run(done, tables)
+        except torch.OutOfMemoryError:
+            for role in recording.freed:
+                given_up = others.get(role)
+                if isinstance(given_up, StorageAllocation):
+                    if tables[role.owner][role.number] is None:
+                        self._forget(given_up)
+                    else:
+                        self.keep(given_up)
+                        self._abandoned.append(given_up)
+            raise
+        finally:
+            done.ended = time.perf_counter_ns()
+            self._num_device_events += len(done.num_bytes)
+        self._peak_host_bytes = max(self._peak_host_bytes, self._host_bytes + recording.most_host_bytes)
+        self._host_bytes += recording.host_bytes
+        labels.span += recording.num_spans
+        for role in recording.freed:
+            freed = others.get(role)
+            if isinstance(freed, tuple):
+                freed[0].blocks[freed[1]] = None
+            elif freed is not None:
+                self._forget(freed)
+        return done
+
+    def _run(self, done: Replay, tables: list[Any]) -> None:
+        """Sends the requests and frees of a replay to the allocator."""
+        allocator, limit, sizes = self._allocator, self._limit_bytes, done.num_bytes
+        device_bytes, reserved_bytes = self._device_bytes, allocator.reserved_bytes
+        for allocates, owner, role, requested in done.recording.operations:
+            table = tables[owner]
+            if allocates:
+                if limit is not None and not allocator.makes_space(requested, limit):
+                    self._device_bytes = device_bytes
+                    self._fail_replay(done, requested, limit)
+                block = table[role] = allocator.allocate(requested)
+                device_bytes += block.num_bytes
+                if allocator.reserved_bytes != reserved_bytes:
+                    row = int(done.recording.on_device[len(sizes)])
+                    done.reserved.append((row, allocator.reserved_bytes - reserved_bytes))
+                    self._reserved.num_bytes += allocator.reserved_bytes - reserved_bytes
+                    reserved_bytes = allocator.reserved_bytes
+                sizes.append(block.num_bytes)
+            else:
+                block = table[role]
+                assert block is not None, "a replayed pass frees what is allocated"
+                sizes.append(block.num_bytes)
+                device_bytes -= block.num_bytes
+                table[role] = None
+                allocator.free(block)
+        self._device_bytes = device_bytes
+
+    def _fail_replay(self, done: Replay, requested: int, limit: int) -> NoReturn:
+        recording, labels = done.recording, self._labels
+        row = int(recording.on_device[len(done.num_bytes)])
+        labels.phase, module = int(recording.phase[row]), int(recording.module[row])
+        labels.module = int(done.modules[module]) if module >= 0 else -1 - module
+        largest, reserved = self._allocator.largest_free_bytes, self._allocator.reserved_bytes
+        self._fail_allocation(requested, limit, reserved_bytes=reserved, largest_free_bytes=largest)
+
+    def _forget(self, allocation: StorageAllocation) -> None:
+        """Marks an allocation as freed whose block a replay has freed."""
+        self._blocks.pop(id(allocation), None)
+        allocation.freed_in_span, allocation.freed_in_step = self._labels.span, self._num_starts
+        allocation.num_bytes = 0
+
+    def separate(self, done: Replay, role: int, requested_bytes: int) -> StorageAllocation:
+        """Makes a role of a replayed pass, which is still allocated, an allocation of its own."""
+        birth, block = done.recording.births[role], done.blocks[role]
+        num_bytes = requested_bytes if block is None else block.num_bytes
+        allocation = StorageAllocation(
+            num_bytes,
+            done.recording.last_pool(role),
+            int(done.modules[birth.module]) if birth.module >= 0 else -1 - birth.module,
+            birth.phase,
+            done.span + birth.span,
+            birth.recomputed,
+            self._num_starts,
+            birth.category,
+            rounding_bytes=num_bytes - requested_bytes,
+            requested_bytes=requested_bytes,
+            birth=done.first_birth + role,
+        )
+        if block is not None:
+            self._blocks[id(allocation)] = block
+        done.attached[role] = allocation
+        done.blocks[role] = None
+        return allocation
+
+    def hand_over(self, allocation: StorageAllocation) -> weakref.ref[Any] | None:
+        """Stops following an allocation's storage, because a replay will free it; returns the storage, if it exists."""
+        if self._live.get(allocation.key) is allocation:
+            del self._live[allocation.key]
+        storage = None if allocation.reference is None else allocation.reference()
+        allocation.reference = None
+        return None if storage is None else weakref.ref(storage)
+
+    def follow(self, storage: Any, allocation: StorageAllocation) -> None:
+        """Lets a storage stand for an allocation: the allocation is freed when the storage is."""
+        self._watch(storage, allocation)
+
+    def when_freed(self, storage: Any, on_free: Callable[[], None]) -> weakref.ref[Any]:
+        """Calls `on_free` when a storage is freed, as long as the returned reference exists."""
+        return self._frees.watch(storage, on_free)
+
+    def keep(self, allocation: StorageAllocation) -> None:
+        """Keeps an allocation without a storage, until `let_go` or a replay frees it."""
+        allocation.key = -1 - allocation.birth
+        self._live[allocation.key] = allocation
+
+    def let_go(self, allocation: StorageAllocation) -> None:
+        """Frees an allocation without a storage."""
+        self._on_free(allocation.key, allocation)
+
+    def abandon(self) -> None:
+        """Frees what replayed passes of this step have left allocated, after an error."""
+        for done in reversed([event for event in self._events if isinstance(event, Replay)]):
+            for role, requested_bytes in done.left_allocated():
+                self.let_go(self.separate(done, role, requested_bytes))
+        for allocation in self._abandoned:
+            self.let_go(allocation)
+        self._abandoned.clear()
+
     def host_reserved_bytes(self) -> int:
         return self._pinned.reserved_bytes
 
@@ -94,6 +287,11 @@ class SimulatedMeter(StorageMeter):
     def _empty_cache(self) -> None:
         self._allocator.empty_cache()
         self._update_reserved()
+
+    def _event(self, delta: int, allocation: Allocation) -> None:
+        super()._event(delta, allocation)
+        if self.after_event is not None and delta and allocation is not self._reserved:
+            self.after_event()
 
     def _update_reserved(self) -> None:
         delta = self._allocator.reserved_bytes - self._reserved.num_bytes

@@ -37,6 +37,10 @@ class StorageAllocation(Allocation):
     requested_bytes: int = 0
     """The storage's size; `num_bytes` is what it takes of its pool."""
     reference: weakref.ref[Any] | None = None
+    key: int = 0
+    """Under which the meter has it: its storage's identity, below 0 without a storage."""
+    birth: int = 0
+    """Its place among the meter's allocations, the earliest first."""
 
 
 class StorageMeter:
@@ -53,8 +57,10 @@ class StorageMeter:
         self._host_bytes = 0
         self._peak_host_bytes = 0
         self._num_starts = 0
+        self._num_births = 0
         self._live: dict[int, StorageAllocation] = {}
-        self._events: list[Event] = []
+        self._events: list[Any] = []
+        """In order: an `Event`, or what stands for several (`memlab.meter.recording.Replay`)."""
         self._opening: list[Event] = []
         self._in_kernel: list[StorageAllocation] = []
         self._started = time.perf_counter_ns()
@@ -82,7 +88,8 @@ class StorageMeter:
         self._num_device_events = 0
         self.out_of_memory = None
         self._events.clear()
-        self._opening = [Event.opening(allocation) for allocation in self._live.values() if allocation.num_bytes]
+        live = sorted(self._live.values(), key=lambda allocation: allocation.birth)
+        self._opening = [Event.opening(allocation) for allocation in live if allocation.num_bytes]
         self._started = time.perf_counter_ns()
 
     def categorise(self, categories: Mapping[str, Iterable[torch.Tensor]]) -> None:
@@ -93,7 +100,7 @@ class StorageMeter:
                 if allocation is not None:
                     allocation.category = code
 
-    def allocation_of(self, tensor: torch.Tensor) -> Allocation | None:
+    def allocation_of(self, tensor: torch.Tensor) -> StorageAllocation | None:
         """Returns what the meter knows of a tensor's storage; None for an unknown storage."""
         return self._live.get(tensor.untyped_storage()._cdata)
 
@@ -131,6 +138,11 @@ class StorageMeter:
 
     def _in_pool(self, pool: int) -> dict[int, StorageAllocation]:
         return {key: allocation for key, allocation in self._live.items() if allocation.pool == pool}
+
+    @property
+    def looks(self) -> bool:
+        """Whether `at_event` is waiting for its event."""
+        return self._on_device_event is not None
 
     @contextmanager
     def at_event(self, number: int, look: Callable[[], None]) -> Iterator[None]:
@@ -213,15 +225,21 @@ class StorageMeter:
             self._num_starts,
             labels.known_category,
             requested_bytes=storage.nbytes(),
+            birth=self._num_births,
         )
+        self._num_births += 1
         allocation.num_bytes = self._take(allocation, allocation.num_bytes)
-        allocation.reference = self._frees.watch(storage, lambda: self._on_free(key, allocation))
-        self._live[key] = allocation
+        self._watch(storage, allocation)
         if pool == _HOST:
             storage.memlab_on_host = True  # `Tensor.is_cuda` is read of results, too
         if pool == _ON_CHIP:
             self._in_kernel.append(allocation)
         self._event(allocation.num_bytes, allocation)
+
+    def _watch(self, storage: Any, allocation: StorageAllocation) -> None:
+        key = allocation.key = storage._cdata
+        allocation.reference = self._frees.watch(storage, lambda: self._on_free(key, allocation))
+        self._live[key] = allocation
 
     def _take(self, allocation: StorageAllocation, num_bytes: int) -> int:
         """Returns the bytes that a storage of `num_bytes` takes of its pool."""

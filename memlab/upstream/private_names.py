@@ -545,6 +545,13 @@ _MEGATRON = (
         why="Both of Megatron's checkpoints recompute inside it, and nothing else uses it.",
     ),
     Internal(
+        owner="megatron.core.tensor_parallel",
+        names=("checkpoint",),
+        use="replaced",
+        where="model/layer_replay.py",
+        why="The transformer block checkpoints layers with it; the layers are cells of the function that it is given.",
+    ),
+    Internal(
         owner=_RANDOM,
         names=("detach_variable",),
         use="replaced",

@@ -1,0 +1,285 @@
+"""The events of one pass through a layer, recorded so that a later pass of an equal layer can have the same ones.
+
+A recording names each storage by its role, so that it holds for every layer of its kind: the third storage that this
+pass allocated, the second one of the layer's forward pass, the layer's input. Bytes that the allocator adds are not
+part of it: a replay asks the allocator again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from memlab.allocator.replay import Block
+from memlab.meter.allocations import Allocation, Event, category_of
+from memlab.vocabulary import POOLS
+
+_DEVICE, _HOST, _RESERVED = (POOLS.index(name) for name in ("device", "host", "reserved"))
+OWN, FORWARD, INPUT, GRADIENT, RETAINED, PREVIOUS = range(6)
+"""Whose storage a role is: allocated in this pass, or in the same layer's forward pass, before it; the layer's input;
+the gradient of its output; what the layer retained when its last backward ended; what its previous forward pass, whose
+backward has not ended yet, allocated."""
+
+
+class Role(NamedTuple):
+    """What a storage is to a layer's pass."""
+
+    owner: int
+    number: int
+
+
+class Birth(NamedTuple):
+    """How a role of this pass is allocated."""
+
+    pool: int
+    module: int
+    """As in `Recording.module`."""
+    phase: int
+    span: int
+    """Counted from the pass's start."""
+    recomputed: bool
+    category: int | None
+
+
+@dataclass(slots=True, eq=False)
+class Recording:
+    """One pass through a layer. All columns have a row per event, without those of the pool ``reserved``."""
+
+    requested_bytes: npt.NDArray[np.int64]
+    pool: npt.NDArray[np.int64]
+    phase: npt.NDArray[np.int64]
+    category: npt.NDArray[np.int64]
+    module: npt.NDArray[np.int64]
+    """Place in the names of a layer's modules, from 0; or -1 - its code, for a module outside the layer."""
+    owner: npt.NDArray[np.int64]
+    role: npt.NDArray[np.int64]
+    births: list[Birth]
+    num_spans: int
+    on_device: npt.NDArray[np.int64] = field(init=False)
+    """Rows of the device's events."""
+    operations: list[tuple[bool, int, int, int]] = field(init=False)
+    """The device's events: whether it allocates, owner, role, requested bytes."""
+    others: list[tuple[int, Role]] = field(init=False)
+    """Rows about storages that neither this pass nor its forward pass allocated."""
+    host_bytes: int = field(init=False)
+    most_host_bytes: int = field(init=False)
+    signature: bytes = field(init=False)
+    """Equal for equal passes."""
+    freed: set[Role] = field(init=False)
+    """Roles of others that this pass frees."""
+    totals: dict[Role, int] = field(init=False)
+    """Requested bytes that the pass leaves allocated of each role, below 0 for one that it frees."""
+    live: list[int] = field(init=False)
+    """Own roles that the pass leaves allocated."""
+
+    def __post_init__(self) -> None:
+        totals: dict[Role, int]
+        self.on_device = np.flatnonzero(self.pool == _DEVICE)
+        rows = zip(self.owner.tolist(), self.role.tolist(), self.requested_bytes.tolist(), strict=True)
+        of_rows = list(rows)
+        picked = [of_rows[row] for row in self.on_device.tolist()]
+        self.operations = [(size > 0, owner, role, abs(size)) for owner, role, size in picked]
+        self.others = [(row, Role(owner, role)) for row, (owner, role, _) in enumerate(of_rows) if owner > FORWARD]
+        host = np.cumsum(np.where(self.pool == _HOST, self.requested_bytes, 0))
+        self.host_bytes, self.most_host_bytes = (int(host[-1]), int(host.max())) if len(host) else (0, 0)
+        columns = (self.requested_bytes, self.pool, self.phase, self.category, self.module, self.owner, self.role)
+        self.signature = b"".join(column.tobytes() for column in columns) + repr((self.births, self.num_spans)).encode()
+        self.totals = totals = {}
+        for owner, role, size in of_rows:
+            totals[Role(owner, role)] = totals.get(Role(owner, role), 0) + size
+        self.freed = {role for role, total in totals.items() if role.owner != OWN and total < 0}
+        self.live = [role.number for role, total in totals.items() if role.owner == OWN and total > 0]
+
+    def last_pool(self, role: int) -> int:
+        """Returns the pool of an own role at the end: what outlives a fused kernel moves from on chip to the device."""
+        return int(self.pool[np.flatnonzero((self.owner == OWN) & (self.role == role))[-1]])
+
+
+def record(
+    events: Sequence[Any],
+    known: Mapping[int, Role],
+    first_span: int,
+    last_span: int,
+    places: Mapping[int, int],
+    forgotten: Collection[int],
+) -> tuple[Recording, list[Any]] | None:
+    """Records a pass.
+
+    Args:
+        events: The meter's events during the pass.
+        known: The roles of the storages that it may free, by the identity of their allocations.
+        first_span: The span at its start.
+        last_span: The span at its end.
+        places: The layer's modules: place by code.
+        forgotten: Identities of allocations that cannot be replayed, such as pinned ones.
+
+    Returns:
+        The recording and the allocations of its own roles; None if something happened that has no role.
+    """
+    own: dict[int, int] = {}
+    allocations: list[Allocation] = []
+    births: list[Birth] = []
+    rows = []
+    for event in events:
+        if type(event) is not Event:
+            return None
+        _, delta, pool, allocation, phase, rounding, _ = event
+        if pool == _RESERVED:
+            continue
+        key = id(allocation)
+        place = places.get(allocation.module)
+        module = -1 - allocation.module if place is None else place
+        role = known.get(key)
+        if role is None:
+            number = own.get(key)
+            if number is None:
+                if delta < 0 or allocation.span < first_span or key in forgotten:
+                    return None
+                number = own[key] = len(births)
+                allocations.append(allocation)
+                birth = (module, allocation.phase, allocation.span - first_span, allocation.recomputed)
+                births.append(Birth(pool, *birth, allocation.category))
+            role = Role(OWN, number)
+        if role.owner <= FORWARD:
+            is_freed = allocation.freed_in_span is not None
+            category = allocation.final_category if is_freed else category_of(allocation)
+        else:  # it is another layer's, and keeps its own labels
+            module = category = 0
+        rows.append((delta - rounding, pool, phase, category, module, *role))
+    columns = np.array(rows, dtype=np.int64).reshape(-1, 7).T
+    sizes, pools, phases, categories, modules, owners, roles = (column.copy() for column in columns)
+    spans = last_span - first_span
+    return Recording(sizes, pools, phases, categories, modules, owners, roles, births, spans), allocations
+
+
+@dataclass(slots=True, eq=False)
+class Replay:
+    """A pass that had the events of a recording; one item among the events of a step."""
+
+    recording: Recording
+    modules: npt.NDArray[np.int64]
+    """The codes of the layer's modules, by place."""
+    forward: Replay | None
+    """The forward pass that a backward pass belongs to."""
+    others: list[tuple[int, Any]]
+    """Rows with the allocation that they are about, or with a replay and a role of it."""
+    started: int
+    ended: int
+    """Nanoseconds on the meter's clock."""
+    num_bytes: list[int]
+    """Of the blocks of the device's events."""
+    reserved: list[tuple[int, int]]
+    """Rows before which the reserved bytes changed, and by how much."""
+    of_reserved: Allocation
+    """Stands for the reserved bytes."""
+    blocks: list[Block | None]
+    """Of the own roles, while they are allocated."""
+    span: int
+    """At its start."""
+    first_birth: int
+    attached: dict[int, Allocation] = field(default_factory=dict)
+    """Own roles that have become allocations of their own."""
+    is_over: bool = False
+    """Whether its backward pass has ended too."""
+    number: int = -1
+    """The number of its first storage in the timeline."""
+
+    def has(self, role: int) -> bool:
+        """Whether an own role that this pass has left allocated still belongs to it."""
+        if role in self.attached:
+            return False
+        return self.blocks[role] is not None or self.recording.last_pool(role) != _DEVICE
+
+    def left_allocated(self) -> list[tuple[int, int]]:
+        """Returns the own roles that are still allocated, without those in `attached`, with their requested bytes."""
+        recording, rows = self.recording, self._num_rows
+        requested = [0] * len(recording.births)
+        of_own = recording.owner[:rows] == OWN
+        for role, size in zip(recording.role[:rows][of_own], recording.requested_bytes[:rows][of_own], strict=True):
+            requested[role] += int(size)
+        on_device = [self.blocks[role] is not None for role in range(len(requested))]
+        others = [False] * len(requested) if self.is_over else [birth.pool != _DEVICE for birth in recording.births]
+        return [
+            (role, size)
+            for role, size in enumerate(requested)
+            if size > 0 and role not in self.attached and (on_device[role] or others[role])
+        ]
+
+    @property
+    def _num_rows(self) -> int:
+        n, on_device = len(self.num_bytes), self.recording.on_device
+        return int(on_device[n]) if n < len(on_device) else len(self.recording.pool)
+
+    @property
+    def num_roles(self) -> int:
+        """How many storages it allocated, or would have if memory had not run out."""
+        return len(self.recording.births)
+
+    def columns(self, numbers: dict[int, int], next_number: int) -> npt.NDArray[np.int64]:
+        """Returns its rows of a timeline, int64 of shape [8, events], in the order of `timeline_of`.
+
+        Args:
+            numbers: The storages' numbers by the identity of their allocations; its own are added.
+            next_number: The number that its first storage gets.
+        """
+        recording = self.recording
+        n, rows = len(self.num_bytes), self._num_rows  # fewer than recorded if memory ran out
+        self.number = next_number
+        delta = recording.requested_bytes[:rows].copy()
+        on_device = recording.on_device[:n]
+        requested = delta[on_device]
+        delta[on_device] = np.sign(requested) * np.array(self.num_bytes, dtype=np.int64)
+        rounding = delta - recording.requested_bytes[:rows]
+        owner, role = recording.owner[:rows], recording.role[:rows]
+        module = recording.module[:rows]
+        outside = module < 0
+        module = np.where(outside, -1 - module, self.modules[np.where(outside, 0, module)])
+        number = role + next_number
+        category = recording.category[:rows].copy()
+        if self.forward is not None:
+            of_forward = owner == FORWARD
+            number[of_forward] = role[of_forward] + self.forward.number
+        for of_own, allocation in self.attached.items():
+            numbers[id(allocation)] = next_number + of_own
+            category[(owner == OWN) & (role == of_own)] = allocation.final_category
+        for row, other in self.others:
+            if row >= rows:
+                break
+            if isinstance(other, tuple):
+                replay, of_previous = other
+                birth = replay.recording.births[of_previous]
+                number[row] = replay.number + of_previous
+                module[row] = replay.modules[birth.module] if birth.module >= 0 else -1 - birth.module
+                category[row] = replay.category_of_role(of_previous)
+            else:
+                number[row], module[row] = numbers[id(other)], other.module
+                category[row] = other.final_category
+        ns = np.linspace(self.started, self.ended, rows).astype(np.int64)
+        columns = np.stack(
+            [ns, delta, recording.pool[:rows], category, recording.phase[:rows], module, number, rounding]
+        )
+        if self.reserved:
+            places = [place for place, _ in self.reserved]
+            changes = [change for _, change in self.reserved]
+            columns = np.insert(columns, places, 0, axis=1)
+            at = np.array(places) + np.arange(len(places))
+            columns[0, at] = ns[np.minimum(places, rows - 1)] if rows else self.ended
+            columns[1, at] = changes
+            columns[2, at] = _RESERVED
+            columns[3, at] = self.of_reserved.final_category
+            columns[4, at] = recording.phase[0] if rows else 0
+            columns[5, at] = self.of_reserved.module
+            columns[6, at] = numbers[id(self.of_reserved)]
+        return columns
+
+    def category_of_role(self, role: int) -> int:
+        """Returns the category of an own role that was freed after this pass."""
+        allocation = self.attached.get(role)
+        if allocation is not None:
+            return allocation.final_category
+        birth = self.recording.births[role]
+        return category_of(birth)

@@ -1,0 +1,653 @@
+"""Passes through layers that memlab does not step, because passes through equal layers have shown what they do.
+
+Layers of one kind with equal shapes and settings allocate and free the same, one after the other. So the first passes
+are stepped and recorded. Once two of them in a row had the same events, later passes get these events from the
+recording: a stand-in takes the layer's place in Megatron's model. It returns a tensor like the layer's output, and its
+backward a tensor like the gradient of the layer's input. The schedule, the embedding, the loss and the optimizer are
+Megatron's own, and the allocator gets every request.
+
+What repeats is a *unit*: a layer, or under full recompute the layers of one checkpoint. A pass is replayed only if
+
+- a pass of a unit at the same kind of place (first, last or between others) has been recorded,
+- the recorded pass had the same events as the recorded pass before it,
+- every storage that the events are about is known: the layer's own, its input, the gradient of its output, or what the
+  unit's earlier pass left allocated.
+
+Otherwise it is stepped.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from memlab.meter.labels import Labels
+from memlab.meter.recording import FORWARD, GRADIENT, INPUT, OWN, PREVIOUS, RETAINED, Recording, Replay, Role
+from memlab.meter.simulated_meter import SimulatedMeter
+from memlab.meter.storage_meter import StorageAllocation
+from memlab.model.build import LiveModel
+from memlab.upstream.patching import patched
+from memlab.vocabulary import POOLS
+
+_DEVICE = POOLS.index("device")
+_LAYER = re.compile(r"^decoder\.layers\.\d+")
+_Spec = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+
+class NotReplayableError(RuntimeError):
+    """A pass was replayed whose backward did not turn out like the others."""
+
+
+@dataclass(slots=True, eq=False)
+class _Unit:
+    """A layer, or the layers of a checkpoint."""
+
+    layers: list[int]
+    is_first: bool = False
+    is_last: bool = False
+    end_distance: int = 0
+    """Units of its run that follow it."""
+    run: int = 0
+    """Which sequence of equal units it is in."""
+    modules: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    places: dict[int, int] = field(default_factory=dict)
+    kind: Any = None
+    last_pass: _Pass | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Retained:
+    """What a pass left allocated until the layer's next one."""
+
+    allocation: StorageAllocation
+    storage: weakref.ref[Any] | None
+    """What holds it, or held what an earlier pass left here."""
+
+
+@dataclass(slots=True, eq=False)
+class _Pass:
+    """One pass through a unit: forward, and later backward."""
+
+    unit: _Unit
+    number: int
+    """Of the unit's passes in this step."""
+    output: int = -1
+    """The role of its output; -1 if it cannot be recorded."""
+    roles: list[StorageAllocation] = field(default_factory=list)
+    """The allocations by role, of a pass that is stepped."""
+    replay: Replay | None = None
+    input: StorageAllocation | None = None
+    backward_from: int = -1
+    """The meter's position when backward reached it."""
+    span: int = 0
+    gradient: StorageAllocation | None = None
+    end: Any = None
+    source: _Pass | None = None
+    """The stepped pass whose backward was replayed."""
+    result: StorageAllocation | None = None
+    """The gradient of its input."""
+    left: list[StorageAllocation] = field(default_factory=list)
+    """What backward left allocated, without `result`."""
+    kept: torch.Tensor | None = None
+    """`result`, if the layer itself would keep it."""
+    held: list[weakref.ref[Any] | None] = field(default_factory=list)
+    """What held the unit's retained storages when it was stepped last."""
+    is_over: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Known:
+    """A recorded pass."""
+
+    recording: Recording
+    result: int
+    """The role of the output, or of the gradient of the input."""
+    spec: _Spec
+    """Of the result."""
+    is_proven: bool
+    source: _Pass
+
+
+class LayerReplay:
+    """Steps a layer, or replays what equal layers did.
+
+    Args:
+        live: The model.
+        labels: Its labels.
+        meter: Its meter.
+    """
+
+    def __init__(self, live: LiveModel, labels: Labels, meter: SimulatedMeter) -> None:
+        self._live, self._labels, self._meter = live, labels, meter
+        self._kinds = [_kind(layer) for layer in live.layers]
+        self._numbers = {id(layer): number for number, layer in enumerate(live.layers)}
+        self._names: dict[str, int] = {}
+        self._places = [self._places_of(number) for number in range(len(live.layers))]
+        self._units: dict[tuple[int, ...], _Unit] = {}
+        self._retained: list[list[_Retained]] = [[] for _ in live.layers]
+        """What the last pass through each layer left allocated."""
+        self._replays = False
+        self._reference: dict[int, Recording] = {}
+        self._inside = False
+        self._known: dict[tuple[Any, ...], _Known] = {}
+        self._freed_by_pass: dict[int, StorageAllocation] = {}
+        """What a unit's next pass freed, by its identity."""
+        self._last_signature: dict[tuple[int, bool], bytes] = {}
+        self._in_flight: list[_Pass] = []
+        self.num_replayed = 0
+        """Forward passes through layers that the last step replayed."""
+
+    @contextmanager
+    def during_step(self, *, replays: bool) -> Iterator[None]:
+        """Replays in the block, which takes one step.
+
+        Args:
+            replays: False steps every pass. The block is then needed only if an earlier step has replayed passes.
+        """
+        self._replays = replays and not self._retains_checkpoints()
+        self._plan()
+        self._reference.clear()
+        self._in_flight.clear()
+        self._inside, self.num_replayed = False, 0
+        for unit in self._units.values():
+            unit.last_pass = None
+        originals = [(layer, layer.forward) for layer in self._live.layers]
+        checkpoint = torch_checkpoint()
+        try:
+            for layer, forward in originals:
+                layer.forward = self._layer_forward(layer, forward)
+            with patched({"megatron.core.tensor_parallel.checkpoint": self._checkpoint(checkpoint)}):
+                yield
+            for unit in self._units.values():
+                self._retain_result(unit)
+        finally:
+            for layer, _ in originals:
+                del layer.forward
+
+    def forget(self) -> None:
+        """Forgets what was recorded: the settings or the workload change."""
+        for known in (self._known, self._last_signature, self._reference, self._freed_by_pass):
+            known.clear()
+
+    def release(self) -> None:
+        """Frees what replayed passes retain, and drops the model."""
+        for each in [each for of_layer in self._retained for each in of_layer]:
+            if each.allocation.key < 0 and each.allocation.num_bytes:
+                self._meter.let_go(each.allocation)
+        self.forget()
+        self._units.clear()
+        self._retained.clear()
+        self._in_flight.clear()
+        del self._live
+
+    @property
+    def has_orphans(self) -> bool:
+        """Whether a replayed pass has left something allocated that no storage stands for."""
+        return any(each.allocation.key < 0 for of_layer in self._retained for each in of_layer)
+
+    def abandon(self) -> None:
+        """Frees what replayed passes have allocated, after an error."""
+        self._meter.abandon()
+        self._in_flight.clear()
+
+    def categorise_retained(self) -> None:
+        """Gives what replayed passes left allocated the category of what stepped passes of equal layers left."""
+        known: dict[Any, int | None] = {}
+        by_layer = zip(self._kinds, self._retained, strict=True)
+        retained = [(kind, each.allocation) for kind, of_layer in by_layer for each in of_layer]
+        for kind, allocation in retained:
+            if allocation.key >= 0:
+                known[kind, self._label(allocation)] = allocation.category
+        for kind, allocation in retained:
+            if allocation.key < 0:
+                allocation.category = known.get((kind, self._label(allocation)))
+
+    def _label(self, allocation: StorageAllocation) -> tuple[str, int, int]:
+        """Returns what a retained storage has in common with those of equal layers."""
+        module = _LAYER.sub("", self._labels.modules[allocation.module])
+        return module, allocation.phase, allocation.requested_bytes
+
+    def _places_of(self, layer: int) -> dict[int, int]:
+        """Returns the places of a layer's modules in the names of all layers' modules, by code."""
+        prefix = f"decoder.layers.{layer}"
+        places = {}
+        for code, name in enumerate(self._labels.modules):
+            if name == prefix or name.startswith(prefix + "."):
+                places[code] = self._names.setdefault(name[len(prefix) :], len(self._names))
+        return places
+
+    def _plan(self) -> None:
+        """Divides the layers into units, as Megatron's transformer block does under the current settings."""
+        config, first = self._live.config, 0
+        former, self._units = self._units, {}
+        run = 0
+        for chunk in self._live.chunks:
+            num_layers = len(chunk.module.decoder.layers)
+            size = 1
+            if config.recompute_granularity == "full" and config.recompute_method == "uniform":
+                size = config.recompute_num_layers
+            units = [list(range(at, min(at + size, num_layers))) for at in range(0, num_layers, size)]
+            kinds = []
+            for layers in units:
+                is_checkpoint = config.recompute_granularity == "full" and (
+                    config.recompute_method == "uniform" or layers[0] < config.recompute_num_layers
+                )
+                kinds.append((is_checkpoint, *(self._kinds[first + layer] for layer in layers)))
+            for place, layers in enumerate(units):
+                starts = place == 0 or kinds[place] != kinds[place - 1]
+                ends = place == len(units) - 1 or kinds[place] != kinds[place + 1]
+                run += starts
+                after = next((n for n, kind in enumerate(kinds[place:]) if kind != kinds[place]), len(kinds) - place)
+                key = tuple(first + layer for layer in layers)
+                self._units[key] = self._unit(key, former, run, starts, ends, after - 1)
+            first += num_layers
+
+    def _unit(
+        self, key: tuple[int, ...], former: dict[tuple[int, ...], _Unit], run: int, starts: bool, ends: bool, after: int
+    ) -> _Unit:
+        unit = former.get(key)
+        if unit is None:
+            unit = _Unit(list(key))
+            width = len(self._names)
+            unit.modules = np.zeros(width * len(key), dtype=np.int64)
+            for number, layer in enumerate(key):
+                for code, place in self._places[layer].items():
+                    unit.places[code] = number * width + place
+                    unit.modules[number * width + place] = code
+        unit.is_first, unit.is_last, unit.end_distance, unit.run = starts, ends, after, run
+        return unit
+
+    def _layer_forward(self, layer: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        key = (self._numbers[id(layer)],)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            unit = self._units.get(key)
+            hidden_states: Any = kwargs.get("hidden_states", args[0] if args else None)
+            if self._inside or self._labels.recomputing or unit is None or kwargs.get("context") is not None:
+                return original(*args, **kwargs)
+            result = self._pass(unit, hidden_states, lambda: original(*args, **kwargs)[0])
+            return result, None
+
+        return forward
+
+    def _checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def checkpoint(function: Any, distribute: bool, *args: Any) -> Any:
+            unit = None if self._inside or self._labels.recomputing else self._unit_of_checkpoint(function)
+            if unit is None:
+                return original(function, distribute, *args)
+            return self._pass(unit, args[0], lambda: original(function, distribute, *args)[0]), None
+
+        return checkpoint
+
+    def _unit_of_checkpoint(self, function: Any) -> _Unit | None:
+        """Returns the unit that ``TransformerBlock._checkpointed_forward`` checkpoints; None for another checkpoint."""
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        names = {name: cell.cell_contents for name, cell in cells if name in ("self", "start", "end")}
+        if len(names) < 3 or not hasattr(names["self"], "layers"):
+            return None
+        layers = names["self"].layers
+        return self._units.get(tuple(self._numbers[id(layers[at])] for at in range(names["start"], names["end"])))
+
+    def _pass(self, unit: _Unit, given: torch.Tensor, step: Callable[[], torch.Tensor]) -> torch.Tensor:
+        previous = unit.last_pass
+        self._retain_result(unit)
+        one = _Pass(unit, 0 if previous is None else previous.number + 1)
+        one.input = self._meter.allocation_of(given)
+        unit.last_pass = one
+        known = self._known.get(self._key(one, given))
+        if known is not None and self._can_replay(one, known, given):
+            return self._replay_forward(one, known, given)
+        return self._step_forward(one, previous, given, step)
+
+    def _place(self, one: _Pass) -> tuple[Any, ...]:
+        unit = one.unit
+        return unit.run, unit.is_first, unit.is_last, one.number > 0
+
+    def _key(self, one: _Pass, given: torch.Tensor) -> tuple[Any, ...]:
+        """Returns what decides about a forward pass beside the model and the settings."""
+        unit = one.unit
+        earlier = len(self._retained_by(unit)), self._previous(one) is not None
+        return "forward", unit.run, unit.is_first, one.number > 0, earlier, _spec(given), given.requires_grad
+
+    def _retained_by(self, unit: _Unit) -> list[_Retained]:
+        return [each for layer in unit.layers for each in self._retained[layer]]
+
+    def _retain(self, unit: _Unit, left: list[_Retained]) -> None:
+        for layer in unit.layers:
+            self._retained[layer] = []
+        for each in left:
+            at = unit.places.get(each.allocation.module, 0) // len(self._names)
+            self._retained[unit.layers[at]].append(each)
+
+    def _can_replay(self, one: _Pass, known: _Known, given: torch.Tensor) -> bool:
+        unit = one.unit
+        if not self._replays or not known.is_proven or one.input is None:
+            return False
+        if not given.requires_grad or not torch.is_grad_enabled():
+            return False
+        if any(self._other(one, role) is None for _, role in known.recording.others):
+            return False
+        backward = self._known.get(("backward", *self._place(one)))
+        if backward is not None and backward.is_proven:
+            return True
+        # Backward begins at the last unit, with the earliest micro-batch: two passes that it reaches before this one
+        # must be stepped.
+        waiting = [each for each in self._in_flight if each.replay is None and self._place(each) == self._place(one)]
+        if sum(each.unit is unit and each.output >= 0 for each in waiting) + (backward is not None) >= 2:
+            return given.grad_fn is not None
+        return not unit.is_first and not unit.is_last and unit.end_distance >= 3
+
+    def _other(self, one: _Pass, role: Role) -> Any:
+        """Returns what stands for a role of others in a pass: an allocation, or a replay and its role; None if none."""
+        unit = one.unit
+        if role.owner == INPUT:
+            return one.input
+        if role.owner == GRADIENT:
+            return one.gradient
+        if role.owner == RETAINED:
+            retained = self._retained_by(unit)
+            return retained[role.number].allocation if role.number < len(retained) else None
+        previous = self._previous(one)
+        if role.owner != PREVIOUS or previous is None:
+            return None
+        if previous.replay is not None:
+            has_it = previous.replay.blocks[role.number] is not None
+            return (previous.replay, role.number) if has_it else None
+        return previous.roles[role.number] if role.number < len(previous.roles) else None
+
+    def _previous(self, one: _Pass) -> _Pass | None:
+        return next((other for other in reversed(self._in_flight) if other.unit is one.unit and other is not one), None)
+
+    def _roles_of_others(self, one: _Pass) -> dict[int, Role]:
+        retained = enumerate(self._retained_by(one.unit))
+        known = {id(each.allocation): Role(RETAINED, place) for place, each in retained}
+        previous = self._previous(one)
+        if previous is not None and previous.replay is None:
+            known |= {id(allocation): Role(PREVIOUS, role) for role, allocation in enumerate(previous.roles)}
+        if one.input is not None:
+            known[id(one.input)] = Role(INPUT, 0)
+        return known
+
+    def _step_forward(
+        self, one: _Pass, previous: _Pass | None, given: torch.Tensor, step: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        key, known = self._key(one, given), self._roles_of_others(one)
+        at, span = self._meter.position(), self._labels.span
+        if torch.is_grad_enabled() and given.grad_fn is not None:
+            given.grad_fn.register_prehook(lambda gradients: self._end_backward(one, gradients[0]))
+        self._inside = True
+        self._meter.after_event = self._frees_of_orphans(one.unit)
+        try:
+            result = step()
+        finally:
+            self._inside = False
+            if self._meter.after_event is not None:
+                self._meter.after_event = None
+                self._let_go(one.unit)
+        self._drop_freed(one.unit, by_pass=True)
+        recorded = self._meter.record(at, self._meter.position(), known, (span, self._labels.span), one.unit.places)
+        if recorded is not None:
+            recording, one.roles = recorded
+            of_result = self._meter.allocation_of(result)
+            one.output = next((role for role, each in enumerate(one.roles) if each is of_result), -1)
+            if one.output >= 0:
+                self._learn(key, one, False, recording, one.output, result)
+            self._reference[one.unit.run] = recording
+        else:
+            self._last_signature.pop((one.unit.run, False), None)
+        node = result.grad_fn
+        if node is not None:
+            self._in_flight.append(one)
+            node.register_prehook(lambda gradients: self._begin_backward(one, gradients[0]))
+        return result
+
+    def _retains_checkpoints(self) -> bool:
+        """Whether a graph that a layer retains keeps checkpoints of other layers, whose passes do not free them."""
+        return any(each.allocation.pool != _DEVICE for of_layer in self._retained for each in of_layer)
+
+    def _retain_result(self, unit: _Unit) -> None:
+        """Counts what a unit's last pass returned as retained, if it is still allocated: a checkpoint's leaf has it."""
+        one = unit.last_pass
+        if one is None or not one.is_over:
+            return
+        self._drop_freed(unit)
+        retained = self._retained_by(unit)
+        result = one.result
+        if result is not None and result.num_bytes and not any(result is known.allocation for known in retained):
+            if one.kept is None:
+                retained.append(_Retained(result, _storage_of(result)))
+            else:
+                retained.append(self._hold(one, result, len(one.left)))
+        one.kept = None
+        self._retain(unit, retained)
+
+    def _hold(self, one: _Pass, allocation: StorageAllocation, place: int) -> _Retained:
+        """Keeps what a replayed pass leaves, in the storage that a stepped pass has left there, if it still exists."""
+        meter = self._meter
+        meter.hand_over(allocation)
+        held = one.held[place] if place < len(one.held) else None
+        storage = None if held is None else held()
+        if storage is not None and storage.nbytes() == allocation.requested_bytes:
+            meter.follow(storage, allocation)
+        else:
+            meter.keep(allocation)
+        return _Retained(allocation, held)
+
+    def _drop_freed(self, unit: _Unit, *, by_pass: bool = False) -> None:
+        for each in self._retained_by(unit) if by_pass else ():
+            if not each.allocation.num_bytes:
+                self._freed_by_pass[id(each.allocation)] = each.allocation
+        for layer in unit.layers:
+            self._retained[layer] = [each for each in self._retained[layer] if each.allocation.num_bytes]
+
+    def _let_go(self, unit: _Unit) -> None:
+        for each in self._retained_by(unit):
+            if each.allocation.key < 0 and each.allocation.num_bytes:
+                self._meter.let_go(each.allocation)
+
+    def _frees_of_orphans(self, unit: _Unit) -> Callable[[], None] | None:
+        """Returns what frees, in a stepped pass, what a replayed one left: at the places of an equal layer's pass."""
+        retained = self._retained_by(unit)
+        orphans = {place: each.allocation for place, each in enumerate(retained) if each.allocation.key < 0}
+        if not orphans:
+            return None
+        reference = self._reference.get(unit.run)
+        rows = iter([] if reference is None else zip(reference.owner.tolist(), reference.role.tolist(), strict=True))
+        meter, waiting = self._meter, [next(rows, None)]
+
+        def after_event() -> None:
+            meter.after_event = None
+            waiting[0] = next(rows, None)
+            while waiting[0] is not None and waiting[0][0] == RETAINED and waiting[0][1] in orphans:
+                meter.let_go(orphans.pop(waiting[0][1]))
+                waiting[0] = next(rows, None)
+            meter.after_event = after_event
+
+        return after_event
+
+    def _learn(
+        self, key: tuple[Any, ...], one: _Pass, is_backward: bool, recording: Recording, result: int, tensor: Any
+    ) -> None:
+        former = self._known.get(key)
+        of_run = one.unit.run, is_backward
+        same = self._last_signature.get(of_run) == recording.signature
+        same |= former is not None and former.recording.signature == recording.signature
+        self._last_signature[of_run] = recording.signature
+        self._known[key] = _Known(recording, result, _spec(tensor), same, one)
+
+    def _begin_backward(self, one: _Pass, gradient: torch.Tensor) -> None:
+        one.backward_from, one.span = self._meter.position(), self._labels.span
+        one.gradient = self._meter.allocation_of(gradient)
+
+    def _end_backward(self, one: _Pass, gradient: torch.Tensor) -> None:
+        """Records the backward of a pass that was stepped."""
+        meter, unit = self._meter, one.unit
+        if one.is_over or one.backward_from < 0:
+            return
+        one.is_over = True
+        self._in_flight = [other for other in self._in_flight if other is not one]
+        known = {id(allocation): Role(FORWARD, role) for role, allocation in enumerate(one.roles)}
+        if one.input is not None:
+            known[id(one.input)] = Role(INPUT, 0)
+        if one.gradient is not None:
+            known[id(one.gradient)] = Role(GRADIENT, 0)
+        spans = one.span, self._labels.span
+        recorded = None
+        if one.output >= 0 and one.gradient is not None:
+            recorded = meter.record(one.backward_from, meter.position(), known, spans, unit.places)
+        if recorded is None:
+            self._last_signature.pop((unit.run, True), None)
+            return
+        recording, own = recorded
+        of_result = meter.allocation_of(gradient)
+        result = next((role for role, each in enumerate(own) if each is of_result), -1)
+        one.result = own[result] if result >= 0 else None
+        left = [each for role, each in enumerate(one.roles) if role != one.output and each.num_bytes]
+        left += [each for role, each in enumerate(own) if role != result and each.num_bytes]
+        if one.input is not None and one.input.num_bytes:
+            left.append(one.input)
+        one.left = left
+        if unit.last_pass is one:
+            self._retain(unit, [_Retained(each, _storage_of(each)) for each in left])
+        if result < 0 or Role(FORWARD, one.output) in recording.totals:
+            return
+        self._learn(("backward", *self._place(one)), one, True, recording, result, gradient)
+
+    def _replay_forward(self, one: _Pass, known: _Known, given: torch.Tensor) -> torch.Tensor:
+        self.num_replayed += len(one.unit.layers)
+        self._enter(one.unit.layers)
+        one.output = known.result
+        result: torch.Tensor = _StandIn.apply(given, self, one, known)
+        return result
+
+    def forward_of(self, one: _Pass, known: _Known) -> torch.Tensor:
+        """Replays a forward pass, and returns its output."""
+        self._in_flight.append(one)
+        one.replay = self._run(one, known.recording, None)
+        return self._result(one.replay, known)
+
+    def backward_of(self, one: _Pass, gradient: torch.Tensor) -> torch.Tensor:
+        """Replays a backward pass, and returns the gradient of the input."""
+        unit, meter, forward = one.unit, self._meter, one.replay
+        assert forward is not None
+        self._enter(reversed(unit.layers))
+        one.gradient = meter.allocation_of(gradient)
+        known = self._known.get(("backward", *self._place(one)))
+        if known is None or not known.is_proven:
+            raise NotReplayableError(f"the backward of layer {unit.layers[0]} is not known")
+        done = self._run(one, known.recording, forward)
+        result = self._result(done, known)
+        one.result = meter.allocation_of(result)
+        between = self._known.get(("backward", unit.run, False, False, one.number > 0))
+        if between is not None and Role(GRADIENT, 0) not in between.recording.freed:
+            one.kept = result
+        of_forward = set(forward.recording.live) - {role for owner, role in known.recording.freed if owner == FORWARD}
+        left = [(forward, role) for role in sorted(of_forward) if forward.has(role)]
+        left += [(done, role) for role in known.recording.live if done.has(role)]
+        forward.is_over = done.is_over = one.is_over = True
+        self._in_flight = [other for other in self._in_flight if other is not one]
+        retained = []
+        for place, (replay, role) in enumerate(left):
+            size = replay.recording.totals[Role(OWN, role)]
+            size += known.recording.totals.get(Role(FORWARD, role), 0) if replay is forward else 0
+            retained.append(self._hold(one, meter.separate(replay, role, size), place))
+        if Role(INPUT, 0) not in known.recording.freed:
+            assert one.input is not None
+            retained.append(self._hold(one, one.input, len(left)))
+        one.left = [each.allocation for each in retained]
+        one.source = known.source
+        if unit.last_pass is one:
+            self._retain(unit, retained)
+        return result
+
+    def at_end_of_graph(self, one: _Pass) -> Any:
+        """Returns an object with which `graph_freed` is called when it is freed."""
+        with self._meter.paused():
+            storage = torch.empty(0, device="meta").untyped_storage()
+        one.end = self._meter.when_freed(storage, lambda: self.graph_freed(one))
+        return storage
+
+    def graph_freed(self, one: _Pass) -> None:
+        """Frees what a layer would free when its part of the graph is freed."""
+        source = one.source
+        if source is None:  # backward did not reach it
+            return
+        for place, allocation in enumerate(source.left):
+            freed_with_graph = not allocation.num_bytes and id(allocation) not in self._freed_by_pass
+            if freed_with_graph and one.left[place].num_bytes:
+                self._meter.let_go(one.left[place])
+
+    def _run(self, one: _Pass, recording: Recording, forward: Replay | None) -> Replay:
+        others = {role: self._other(one, role) for _, role in recording.others}
+        one.held = one.held or [each.storage for each in self._retained_by(one.unit)]
+        for role in recording.freed:
+            other = others.get(role)
+            if isinstance(other, StorageAllocation):
+                self._meter.hand_over(other)
+        done = self._meter.replay(recording, one.unit.modules, forward, others)
+        if forward is None:
+            self._drop_freed(one.unit, by_pass=True)
+        return done
+
+    def _result(self, replay: Replay, known: _Known) -> torch.Tensor:
+        shape, stride, dtype = known.spec
+        with self._meter.paused():
+            tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        allocation = self._meter.separate(replay, known.result, replay.recording.totals[Role(OWN, known.result)])
+        self._meter.follow(tensor.untyped_storage(), allocation)
+        return tensor
+
+    def _enter(self, layers: Any) -> None:
+        """Reports the layers to whoever follows the step."""
+        labels, outer = self._labels, self._labels.module
+        for layer in layers:
+            labels.enter_module(labels.code(f"decoder.layers.{layer}"))
+        labels.module = outer
+
+
+class _StandIn(torch.autograd.Function):
+    """Takes the place of a unit."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, replay: LayerReplay, one: _Pass, known: _Known) -> torch.Tensor:
+        ctx.replay, ctx.one = replay, one
+        ctx.given = given  # as the layer saves it for backward
+        ctx.end = replay.at_end_of_graph(one)
+        return replay.forward_of(one, known)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        result = ctx.replay.backward_of(ctx.one, gradient)
+        del ctx.given
+        return result, None, None, None
+
+
+def torch_checkpoint() -> Callable[..., Any]:
+    """Returns Megatron's checkpoint as it is now."""
+    from megatron.core import tensor_parallel
+
+    checkpoint: Callable[..., Any] = tensor_parallel.checkpoint
+    return checkpoint
+
+
+def _storage_of(allocation: StorageAllocation) -> weakref.ref[Any] | None:
+    storage = None if allocation.reference is None else allocation.reference()
+    return None if storage is None else weakref.ref(storage)
+
+
+def _spec(tensor: torch.Tensor) -> _Spec:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _kind(layer: Any) -> Any:
+    """Returns what two equal layers have in common: the shapes of all parameters, and the classes of all modules."""
+    classes = tuple(type(module).__name__ for module in layer.modules())
+    return classes, tuple((name, value.shape, value.dtype) for name, value in layer.named_parameters())
