@@ -61,7 +61,8 @@ class Lab:
         layout: How the job is spread over ranks, each of which opens the same lab under ``torchrun``; None is one rank.
         routing: Which experts tokens go to on the simulated backend, a `memlab.config.routing.Routing` or its text.
         replay: Lets a simulated step give a layer the events of equal layers that it has stepped, where they are known
-            to be the same; False steps every layer. The record is the same, and takes longer.
+            to be the same. The record is the same, up to the order of frees between two allocations, and takes less
+            time; False steps every layer.
         expert_buffers: Gives experts DDP buffers of their own, as they have when they are spread over ranks.
         state: Precision and place of gradients and optimizer state, and how loss, attention and matrices are computed;
             None is plain Megatron in bf16.
@@ -97,7 +98,7 @@ class Lab:
         allocator: AllocatorSettings | None = None,
         backend: str | Backend = "auto",
         ranks: Ranks | None = None,
-        replay: bool = True,
+        replay: bool = False,
     ) -> None:
         scenario = Scenario.of(
             architecture,

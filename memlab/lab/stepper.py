@@ -59,7 +59,7 @@ class ModelLost(RuntimeError):  # noqa: N818  # what happened, not a kind of err
 class Stepper:
     """One live model, its current settings and its meter."""
 
-    def __init__(self, scenario: Scenario, backend: Backend, *, replays: bool = True) -> None:
+    def __init__(self, scenario: Scenario, backend: Backend, *, replays: bool = False) -> None:
         self.scenario = scenario
         self.settings = MemorySettings()
         """The current settings: the next step runs under them."""
@@ -105,7 +105,7 @@ class Stepper:
         self.live = live
         data_parallel_overlap.connect(live)
         self.labels.attach(live.working_modules())
-        if isinstance(self.meter, SimulatedMeter):
+        if self.replays and isinstance(self.meter, SimulatedMeter):
             self._replay = LayerReplay(live, self.labels, self.meter)
         self._make_transfers()
         with self.labels.category("workspace"):

@@ -20,7 +20,6 @@ from memlab.meter.allocations import Allocation, Event
 from memlab.meter.labels import Labels
 from memlab.meter.recording import Recording, Replay, Role, record
 from memlab.meter.storage_meter import StorageAllocation, StorageMeter
-from memlab.record.timeline import Timeline
 from memlab.upstream.patching import patched
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
@@ -65,9 +64,6 @@ class SimulatedMeter(StorageMeter):
         self._reserved = self._reserved_allocation()
         self._reserved.num_bytes = self._allocator.reserved_bytes
         self._opening.append(Event.opening(self._reserved))
-
-    def finish(self) -> Timeline:
-        return super().finish().with_sorted_frees()
 
     @staticmethod
     def _reserved_allocation() -> Allocation:
