@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # the one list of public names; the module reads it below
     from memlab.analysis.diagnosis import diagnose as diagnose
     from memlab.analysis.diagnosis import probability_of_exceeding as probability_of_exceeding
     from memlab.analysis.diagnosis import worst as worst
+    from memlab.analysis.kept import kept_by_module as kept_by_module
     from memlab.config.allocator_settings import AllocatorSettings as AllocatorSettings
     from memlab.config.architectures import ARCHITECTURES as ARCHITECTURES
     from memlab.config.architectures import Architecture as Architecture
@@ -39,10 +40,13 @@ if TYPE_CHECKING:  # the one list of public names; the module reads it below
     from memlab.record.transfer import GROUPS as GROUPS
     from memlab.units import format_bytes as format_bytes
     from memlab.views.display import compare as compare
+    from memlab.views.display import line_by_line as line_by_line
     from memlab.views.display import peaks as peaks
     from memlab.views.display import savings as savings
     from memlab.views.display import show as show
     from memlab.views.panel.panel import panel as panel
+    from memlab.views.questions import guess as guess
+    from memlab.views.questions import quiz as quiz
     from memlab.watching.watch import watch as watch
 
 

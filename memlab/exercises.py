@@ -1,4 +1,4 @@
-"""Checks for the exercises in the labs: goals for a record or an audit, each of which prints one line."""
+"""Checks for the exercises in the labs: goals for a record, an audit or a formula, each of which prints one line."""
 
 from __future__ import annotations
 
@@ -183,15 +183,35 @@ class ResidencyCheck(_Goals):
         return self._goal(False, f"the audit says '{self._audit}', must say '{other}'", "look at the holder it names")
 
 
+class FormulaCheck(_Goals):
+    """Goals for a number of bytes that a formula gave."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__()
+        self._num_bytes = num_bytes
+
+    def is_exactly(self, num_bytes: int) -> Self:
+        """Requires a number of bytes that memlab metered. The line says how far off the formula is, and not the sum."""
+        missing = num_bytes - self._num_bytes
+        if not missing:
+            return self._goal(True, f"the formula gives {self._num_bytes:,} bytes, exactly what memlab metered")
+        direction = "too few" if missing > 0 else "too many"
+        hint = "go through the modules one by one, and ask which tensors each of them keeps"
+        what = f"the formula gives {self._num_bytes:,} bytes, {abs(missing):,} {direction}"
+        return self._goal(False, what, hint)
+
+
 @overload
 def check(measured: StepRecord) -> Check: ...
 @overload
 def check(measured: ResidencyAudit) -> ResidencyCheck: ...
-def check(measured: StepRecord | ResidencyAudit) -> Check | ResidencyCheck:
+@overload
+def check(measured: int) -> FormulaCheck: ...
+def check(measured: StepRecord | ResidencyAudit | int) -> Check | ResidencyCheck | FormulaCheck:
     """Begins the check of an exercise: ``check(record).peak_below(...).same_loss_as(plain)``.
 
     Args:
-        measured: What `Lab.step` or `Lab.audit_residency` returned.
+        measured: What `Lab.step` or `Lab.audit_residency` returned, or the number of bytes that a formula gave.
 
     Returns:
         A check whose goals print a line each, up to the first that is missed. It is true if all were reached.
@@ -203,8 +223,11 @@ def check(measured: StepRecord | ResidencyAudit) -> Check | ResidencyCheck:
         return Check(measured)
     if isinstance(measured, ResidencyAudit):
         return ResidencyCheck(measured)
+    if isinstance(measured, int) and not isinstance(measured, bool):
+        return FormulaCheck(measured)
     raise ValueError(
-        f"check got a {type(measured).__name__}, must be a record or an audit: pass what lab.step(...) returned"
+        f"check got a {type(measured).__name__}, must be a record, an audit or a whole number of bytes: "
+        "pass what lab.step(...) returned, or an int"
     )
 
 

@@ -34,6 +34,7 @@ from memlab.views.text.audits import (
 from memlab.views.text.columns import Block, Table, as_html, as_text
 from memlab.views.text.compare import peak_blocks
 from memlab.views.text.difference import comparison_blocks
+from memlab.views.text.formula import formula_blocks
 from memlab.views.text.ranks import rank_by_rank_blocks, ranks_blocks
 from memlab.views.text.record import out_of_memory_blocks, record_table, timeline_table
 from memlab.views.text.savings import savings_blocks
@@ -258,3 +259,27 @@ def savings(records: Mapping[str, StepRecord]) -> View:
         raise ValueError("savings got 0 records, must be at least 1: pass {'a name': lab.step()}")
     blocks = savings_blocks(records)
     return View(savings_figure(records), as_text(blocks), as_html(blocks))
+
+
+def line_by_line(
+    formula: Mapping[str, int],
+    metered: Mapping[str, int],
+    *,
+    tokens: int = 1,
+    titles: tuple[str, str] = ("formula", "metered"),
+    with_sum: bool = True,
+) -> View:
+    """Shows the bytes that a formula gives next to those that memlab metered, line by line, with the difference.
+
+    Args:
+        formula: Bytes by name, as derived by hand.
+        metered: Bytes by name, for example what `memlab.kept_by_module` returned.
+        tokens: By which the first column of numbers divides the metered bytes; with 1 there is no such column.
+        titles: Of the two columns that are compared.
+        with_sum: Whether the last line is the sum.
+
+    Raises:
+        ValueError: If there is nothing to compare.
+    """
+    blocks = formula_blocks(formula, metered, tokens=tokens, titles=titles, with_sum=with_sum)
+    return View(None, as_text(blocks), as_html(blocks))

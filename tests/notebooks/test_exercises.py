@@ -12,7 +12,7 @@ import nbformat
 import pytest
 
 from memlab import MemorySettings, predict_ranks
-from memlab.exercises import Check, ResidencyCheck
+from memlab.exercises import Check, FormulaCheck, ResidencyCheck
 from memlab.record.job_record import JobRecord
 
 LABS = Path(__file__).parents[2] / "labs"
@@ -192,6 +192,21 @@ EXERCISES = {
         Exercise(solution=offload(*ALL_MODULES), wrong=(step("full_recompute"), offload("core_attn"))),
         Exercise(solution=layout(tp=2, dp=2), wrong=(layout(dp=4), layout(pp=4))),
     ],
+    "10_one_layer": [
+        Exercise(
+            solution="mine = (6 * h + 4 + 2 * (a + 2 * g) * d + 2 * (a + g) * d + 8 * d + 2 * a * d) * t",
+            wrong=(
+                # Without what the slice holds, without the tables, without the output that linear_proj needs.
+                "mine = (6 * h + 4 + 2 * (a + g) * d + 8 * d + 2 * a * d) * t",
+                "mine = (6 * h + 4 + 2 * (a + 2 * g) * d + 2 * (a + g) * d + 2 * a * d) * t",
+                "mine = (6 * h + 4 + 2 * (a + 2 * g) * d + 2 * (a + g) * d + 8 * d) * t",
+            ),
+        ),
+        Exercise(
+            solution="mine = 4 * one - 3 * (5 * E * t + 8 * E)",
+            wrong=("mine = 8 * one", "mine = 4 * one", "mine = one", "mine = 4 * one - 3 * 8 * E"),
+        ),
+    ],
 }
 SMALLER: dict[str, dict[str, Any]] = {
     "01_recompute": {"seq_length": 256},
@@ -203,6 +218,12 @@ SMALLER: dict[str, dict[str, Any]] = {
     "07_full_size": {"num_layers": 8, "gpu_memory": "18GiB"},
     "08_training_state": {"num_layers": 1},
     "09_ranks": {"layouts": ["TP2"], "full_num_layers": 4},
+    "10_one_layer": {
+        "seq_length": 64,
+        "full_seq_length": 64,
+        "full_dense_architecture": "phi-4-tiny",
+        "full_architecture": "qwen3-moe-tiny",
+    },
 }
 """Parameters with which a lab is quick and its exercises are what they are."""
 
@@ -302,7 +323,7 @@ def test_a_solution_reaches_the_goal_and_no_wrong_answer_does(
             for cell in wrong:
                 capsys.readouterr()
                 outcome = value_of(cell, names)
-                assert isinstance(outcome, (Check, ResidencyCheck))
+                assert isinstance(outcome, (Check, FormulaCheck, ResidencyCheck))
                 assert not outcome, f"this answer is wrong, and the check accepts it:\n{cell}"
                 lines = capsys.readouterr().out.splitlines()
                 assert [line.startswith("not yet: ") for line in lines] == [False] * (len(lines) - 1) + [True]
