@@ -226,8 +226,8 @@ def check(measured: StepRecord | ResidencyAudit | int) -> Check | ResidencyCheck
     if isinstance(measured, int) and not isinstance(measured, bool):
         return FormulaCheck(measured)
     raise ValueError(
-        f"check got a {type(measured).__name__}, must be a record, an audit or a whole number of bytes: "
-        "pass what lab.step(...) returned, or an int"
+        f"check got a {type(measured).__name__}, must be a record (or an audit, or a whole number of bytes): "
+        "pass what lab.step(...) returned"
     )
 
 
