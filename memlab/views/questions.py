@@ -54,7 +54,7 @@ class Guess(ipywidgets.HBox):  # type: ignore[misc]  # ipywidgets ships no types
         """
         self._result = result
         self._show()
-        print(f"{self.question} {guess_and_result(self.guessed, result, self.unit)}")  # noqa: T201  # a cell's output
+        print(f"{self.question}\n  {guess_and_result(self.guessed, result, self.unit)}")  # noqa: T201  # a cell's output
 
     def __repr__(self) -> str:
         return f"Guess: {self.question}" + (f" ({self.unit})" if self.unit else "")
