@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from memlab.config.architectures import Architecture
 
-MARGIN_WITH_EXPERTS = 0.031
-"""The smallest limit of torch's allocator with which a step of Qwen3-30B-A3B completed on an H200 was 1.5 to 3.1 %
-higher than predicted, in five of five cases, before predicted experts had weights of their own. Of one case that was
-compared since, 63.25 GB are measured and 63.23 predicted (`labs/LOG.md`, "a verdict with a margin")."""
+MARGIN_WITH_EXPERTS = 0.003
+"""The smallest limit of torch's allocator with which a step of Qwen3-30B-A3B completed on an H200 was 0.04 and 0.27 %
+higher than predicted, in the two cases of ``labs/results/h200_limits.jsonl`` (`benchmarks/fit_boundary.py`)."""
 MARGIN_WITHOUT_EXPERTS = 0.001
 """The same of phi-4: within 0.1 %."""
 
@@ -24,6 +23,6 @@ def measured_margin(architecture: Architecture) -> float:
 def limit_with_margin(limit_bytes: int, architecture: Architecture) -> int:
     """Returns the limit in which a predicted step has to complete so that a real one fits the whole limit.
 
-    Example: of 80 GiB for torch a predicted step with experts may need 80 / 1.031 = 77.6 GiB.
+    Example: of 80 GiB for torch a predicted step with experts may need 80 / 1.003 = 79.8 GiB.
     """
     return int(limit_bytes / (1 + measured_margin(architecture)))
