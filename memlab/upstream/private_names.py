@@ -783,21 +783,6 @@ _MEGATRON = (
         why="The fault of verl #5105 copies each gradient there.",
     ),
     Internal(
-        owner="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
-        names=("_get_model_param_range_map",),
-        use="used",
-        where="model/build.py",
-        why="Which part of a parameter this rank updates.",
-    ),
-    Internal(
-        owner="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
-        names=("model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups"),
-        use="used",
-        where="model/build.py",
-        why="The parts of bf16 parameters that this rank updates, and their main parameters.",
-        on_instances=True,
-    ),
-    Internal(
         owner="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel",
         names=(
             *("bucket_groups", "expert_parallel_bucket_groups", "use_forward_hook"),
