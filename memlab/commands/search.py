@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memlab.atomic_files import written_aside
@@ -30,13 +31,14 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.cpu_info import num_cores
 from memlab.fitting.candidates import candidates
-from memlab.fitting.largest import WHATS, LargestInterrupted
+from memlab.fitting.largest import WHATS, LargestInterrupted, with_value
 from memlab.fitting.layouts import SIZES, LayoutSearchInterrupted, layouts_of
 from memlab.fitting.pareto_front import SearchResult, default_resolution_bytes
 from memlab.fitting.prediction import PredictionLostError
 from memlab.fitting.search import SearchInterrupted
 
 if TYPE_CHECKING:
+    from memlab.jobs.job import Job
     from memlab.lab.search_workers import Workers
 
 _FEW_LAYERS = 500
@@ -107,9 +109,9 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     Raises:
         ValueError: If a value breaks its rule, or the page exists or cannot be written.
     """
-    source = take_job(arguments)
     if arguments.gpus is not None:
         return _layout_search(arguments)
+    source = take_job(arguments)
     layout = layout_of_the_job(arguments, arguments.world_size, arguments.rank or 0)
     workload, base = checked_step(arguments, layout)
     scenarios = ranks_of(Scenario.of(**workload), arguments.rank)
@@ -123,7 +125,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
     if arguments.largest is not None:
         _check_largest(arguments)
-        return lambda: _find_largest(arguments, scenarios, base, limit_bytes)
+        return lambda: _find_largest(arguments, scenarios, base, limit_bytes, source)
     engines = _own_engines(scenarios, base, arguments.max_steps) if arguments.engines is None else arguments.engines
 
     def job() -> int:
@@ -151,7 +153,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
             return 1
         _show(found, arguments)
         if arguments.as_framework is not None and found.cheapest:
-            print(f"\n{lines_for(arguments.as_framework, scenarios[0], found.cheapest[0].settings, source)}")
+            print(f"\n{lines_for(arguments.as_framework, scenarios[0], found.best.settings, source)}")
         return 0 if found.cheapest else 1
 
     return job
@@ -159,6 +161,12 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
 def _layout_search(arguments: argparse.Namespace) -> Callable[[], int]:
     """Checks what `--gpus` can be combined with, and returns the search through layouts."""
+    if arguments.job is not None:
+        raise ValueError(
+            "--job cannot be combined with --gpus, whose layouts replace the job's: give ARCH and the job's settings "
+            "as flags (memlab job FILE shows them)"
+        )
+    take_job(arguments)  # checks that there is a model
     fixed = ("virtual_pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage")
     others = ("largest", "rank", "max_steps", "resolution", "out", *fixed, "num_layers_in_last_pipeline_stage")
     for flag in others:
@@ -211,6 +219,10 @@ def _find_layouts(arguments: argparse.Namespace, job: Scenario, given: dict[str,
         from memlab.views.text.layouts import layouts_table
 
         print(layouts_table(found))
+    if arguments.as_framework is not None and found.fitting:
+        best = found.fitting[0]
+        scenario = replace(job, layout=best.layout, num_microbatches=best.num_microbatches)
+        print(f"\n{lines_for(arguments.as_framework, scenario, best.settings)}")
     if code is not None:
         return code
     return 0 if found.fitting else 1
@@ -234,7 +246,11 @@ def _check_largest(arguments: argparse.Namespace) -> None:
 
 
 def _find_largest(
-    arguments: argparse.Namespace, scenarios: list[Scenario], settings: MemorySettings, limit_bytes: int
+    arguments: argparse.Namespace,
+    scenarios: list[Scenario],
+    settings: MemorySettings,
+    limit_bytes: int,
+    source: Job | None,
 ) -> int:
     from memlab.lab.search_workers import largest_of
 
@@ -263,6 +279,10 @@ def _find_largest(
         from memlab.views.text.largest import largest_table
 
         print(largest_table(found))
+    value = found.largest_that_fits or found.largest_that_may_fit
+    if arguments.as_framework is not None and value is not None:
+        scenario = with_value(scenarios[0], arguments.largest, value)
+        print(f"\n{lines_for(arguments.as_framework, scenario, settings, source)}")
     if code is not None:
         return code
     return 0 if found.largest_that_may_fit is not None else 1

@@ -20,8 +20,8 @@ Step = Callable[[MemorySettings, int | None], StepRecord]
 
 
 Verdict = Literal["fits", "may fit", "does not fit"]
-"""Of a predicted step. "may fit": the step completes within the limit, but not if real steps need as much more than
-predicted ones as was measured (`memlab.fitting.measured_margin`)."""
+"""Of a predicted step. "may fit": the predicted step completes within the limit, but a real one that needs as much more
+than predicted as measured steps did (`memlab.fitting.measured_margin`) does not."""
 VERDICTS: tuple[Verdict, ...] = ("fits", "may fit", "does not fit")
 """From the best to the worst."""
 

@@ -23,7 +23,7 @@ What = Literal["tokens", "seq-length", "micro-batch-size"]
 WHATS: tuple[What, ...] = ("tokens", "seq-length", "micro-batch-size")
 
 _GUESSES = 2
-"""So many values are taken from the line through two others."""
+"""How many values are taken from the line through two others."""
 _MULTIPLE = 64
 """Long sequences are tried in multiples of it, which kernels like, and of what the layout requires."""
 _LONG = 1024
@@ -247,6 +247,8 @@ class _Bisection:
                 return
             if num_guesses < _GUESSES or upper > self.most or lower == 0:
                 value = self._on_line(lower, upper, target)
+                if lower == 0 and value >= upper:  # the peak is below the target, and fragmentation decides
+                    value = upper // 2
                 num_guesses += 1
             elif side:  # the line misses the limit, because fragmentation decides: away from it in steps that double
                 reach *= 2

@@ -23,7 +23,7 @@ class Point:
     rank: int = 0
     """The worst of the ranks that were judged: one that does not fit, or the one with the highest peak."""
     peak_allocated_bytes: int
-    """Of that rank. So are the other figures the largest over the ranks."""
+    """The highest of the ranks. Each of the other figures, too, is the largest of the ranks."""
     recomputed_operations: float
     """FLOPs that backward recomputes for one token, over the layers of the rank."""
     transferred_bytes: int
@@ -85,10 +85,15 @@ class SearchResult:
         return tuple(sorted(least, key=lambda point: point.work))
 
     @property
+    def best(self) -> Point:
+        """The answer: the first of the cheapest with the best verdict, or the lowest peak if none fits."""
+        best = min(self.cheapest, key=lambda point: VERDICTS.index(point.verdict), default=None)
+        return best or min(self.points, key=lambda point: point.peak_allocated_bytes)
+
+    @property
     def verdict(self) -> str:
         """The answer in one line: which setting fits at the least cost, by how much, and what that is based on."""
-        best = min(self.cheapest, key=lambda point: VERDICTS.index(point.verdict), default=None)
-        best = best or min(self.points, key=lambda point: point.peak_allocated_bytes)
+        best = self.best
         margin = verdict_margin(best.verdict, self.limit_bytes - best.peak_allocated_bytes)
         limit = format_bytes(self.limit_bytes + self.outside_torch_bytes)
         if self.outside_torch_bytes:

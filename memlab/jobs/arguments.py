@@ -9,8 +9,9 @@ from memlab.jobs.entries import UNKNOWN, Entries, parse_scalar, parse_value
 
 _FLAG = re.compile(r"--([A-Za-z][A-Za-z0-9_.-]*)(?:=(.*))?", re.DOTALL)
 _OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_][A-Za-z0-9_]*(?:[.][A-Za-z0-9_-]+)+|[a-z_]+)=(.*)", re.DOTALL)
-_BLOCK_START = re.compile(r"-{6,} arguments -{6,}\s*$")
-_BLOCK_END = re.compile(r"-{6,} end of arguments -{6,}\s*$")
+# A match begins where the dashes do: a search from every dash of a long line would take hours.
+_BLOCK_START = re.compile(r"(?<!-)-{6,} arguments -{6,}[ \t\r]*$", re.MULTILINE)
+_BLOCK_END = re.compile(r"(?<!-)-{6,} end of arguments -{6,}[ \t\r]*$")
 _BLOCK_LINE = re.compile(r"\s([A-Za-z_][A-Za-z0-9_]*) \.{2,}\s?(.*)$")
 
 
@@ -52,7 +53,7 @@ def read_overrides(words: Iterable[tuple[str, int]], entries: Entries) -> None:
 
 def has_argument_block(text: str) -> bool:
     """Whether a log contains the block of arguments that Megatron-LM prints."""
-    return re.search(r"-{6,} arguments -{6,}", text) is not None
+    return _BLOCK_START.search(text) is not None
 
 
 def read_argument_block(text: str, name: str) -> Entries:
@@ -61,7 +62,7 @@ def read_argument_block(text: str, name: str) -> Entries:
     Raises:
         ValueError: If the block does not end.
     """
-    lines = text.splitlines()
+    lines = text.split("\n")
     starts = [index for index, line in enumerate(lines) if _BLOCK_START.search(line)]
     start = starts[-1]
     entries = Entries()

@@ -54,8 +54,10 @@ def read_file(path: Path, variables: dict[str, str], format_name: str | None) ->
         return format_name or "ms-swift", _json_entries(text, path)
     if path.suffix in (".yaml", ".yml"):
         return _yaml_format(read_yaml(text, path.name), path, format_name)
-    if path.suffix in (".py", ".ipynb", ".toml"):
+    if path.suffix in (".py", ".ipynb"):
         raise ValueError(f"{path.name} is a program, which memlab never runs: {_ACTION}")
+    if path.suffix == ".toml":
+        raise ValueError(f"{path.name} is a TOML file, which memlab does not read: {_ACTION}")
     return _script_format(read_script(text, path, variables), path, format_name)
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.jobs.entries import Entries
 from memlab.jobs.keys import ABSENT, Effect, Key, Missing, refusal
 
 Style = Literal["flags", "overrides"]
+_MAY_BE_NONE = {one.name for cls in (MemorySettings, TrainingState) for one in fields(cls)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,8 @@ class Framework:
                 value = key.conversion.read(entry.value)
             except ValueError as error:
                 raise refusal(entry.place, key.name, entry.value, error) from error
+            if value is None and type(key.default) is int and key.field not in _MAY_BE_NONE:
+                value = key.default  # `complete` calculates with it
             present.add(key.field)
             reading.values[key.field] = value
             reading.taken.append(Taken(key.name, entry.value, key.field, value, entry.place))

@@ -77,7 +77,8 @@ class Job:
             framework_named(format_name)
         name, entries = read_file(path, variables, format_name)
         framework = framework_named(name)
-        _override(framework, entries, {key: text for key, text in given.items() if key not in variables})
+        read_by_script = variables.keys() & entries.environment.keys()
+        _override(framework, entries, {key: text for key, text in given.items() if key not in read_by_script})
         reading = Reading(path=path, entries=entries, version=version, warnings=list(entries.warnings))
         if world_size is not None:
             reading.values["world_size"] = world_size

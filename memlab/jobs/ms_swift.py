@@ -15,7 +15,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs import without_effect
 from memlab.jobs.framework import Framework, Reading
-from memlab.jobs.keys import DTYPE, NONE_WORD, SWITCH, TEXT, WHOLE, Key, Missing, with_defaults
+from memlab.jobs.keys import DTYPE, NONE_WORD, SWITCH, TEXT, WHOLE, Key, Missing, refusal, with_defaults
 from memlab.jobs.megatron_keys import CHUNKS, COMPUTE, OFFLOAD, OPTIMIZER, RECOMPUTE, SIZES
 from memlab.jobs.megatron_lm import CANNOT_WRITE, FLAGS_MISSING, common, note_fusion, note_sequence_parallel
 from memlab.jobs.model import HUGGING_FACE_NAMES
@@ -134,7 +134,12 @@ def _complete_extra(reading: Reading) -> None:
     known = {key.name: key for key in (*OFFLOAD, *COMPUTE)}
     for name, value in extra.items() if isinstance(extra, dict) else ():
         if name in known:
-            reading.take("megatron_extra_kwargs", known[name].field, known[name].conversion.read(value))
+            try:
+                taken = known[name].conversion.read(value)
+            except ValueError as error:
+                place = reading.entries.by_key["megatron_extra_kwargs"].place
+                raise refusal(place, f"megatron_extra_kwargs.{name}", value, error) from error
+            reading.take("megatron_extra_kwargs", known[name].field, taken)
         else:
             reading.miss(f"megatron_extra_kwargs.{name}", "unknown", "memlab does not know this key")
 

@@ -116,7 +116,7 @@ class _Reader:
                 status = self._test(words) if runs else status
                 continue
             if runs:
-                self._command(words, line, skip_assignments=False)
+                self._command(words, line)
                 status = words[0].raw != "false"
             elif undecided:
                 self._note_skipped(words, line)
@@ -169,8 +169,7 @@ class _Reader:
                 return
             self.skipped.setdefault(match[1], line)
 
-    def _command(self, words: list[Word], line: int, *, skip_assignments: bool) -> None:
-        assert not skip_assignments
+    def _command(self, words: list[Word], line: int) -> None:
         while words and (words[0].elements is not None or _is_assignment(words[0]) or words[0].raw in _DECLARING):
             word, words = words[0], words[1:]
             if word.raw in _DECLARING and word.elements is None:

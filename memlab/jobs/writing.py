@@ -89,7 +89,7 @@ def unsaid(framework: Framework, scenario: Scenario, settings: MemorySettings) -
     if scenario.expert_buffers:
         reasons["expert_buffers"] = "Megatron decides it by the layout"
     if scenario.layout.rank:
-        reasons["rank"] = "a framework's file is of all ranks"
+        reasons["rank"] = "a framework's file describes all ranks"
     names_model = any(key.field == "architecture" for key in framework.keys)
     if (
         names_model

@@ -2,8 +2,8 @@
 
 The simulated backend replaces torch's CUDA calls for the whole process, so a panel on a live lab cannot predict in its
 own. `PredictionProcess` starts ``python -m memlab.lab.prediction_process`` once and sends it one question per line.
-That process keeps its simulated lab as long as the questions are about the same scenario: the next answer then takes
-no longer than a step.
+That process keeps its simulated lab as long as the questions are about the same scenario and backend: the next answer
+then takes no longer than a step.
 """
 
 from __future__ import annotations
@@ -91,18 +91,18 @@ def main() -> None:
     """Answers each line of stdin by a line on stdout: a record as JSON, or why there is none."""
     os.nice(_NICENESS)
     answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
-    open_scenario: Scenario | None = None
+    open_for: tuple[Scenario, str] | None = None
     step: Step | None = None
     with ExitStack() as opened:
         for line in sys.stdin:
             question = json.loads(line)
-            scenario = Scenario.from_dict(question["scenario"])
+            scenario, backend_name = Scenario.from_dict(question["scenario"]), question["backend"]
             try:
-                if step is None or scenario != open_scenario:
+                if step is None or (scenario, backend_name) != open_for:
                     step = None
                     opened.close()
-                    backend = of_the_cpu_backend() if question["backend"] == "cpu" else "simulated"
-                    step, open_scenario = opened.enter_context(stepping(scenario, backend=backend)), scenario
+                    backend = of_the_cpu_backend() if backend_name == "cpu" else "simulated"
+                    step, open_for = opened.enter_context(stepping(scenario, backend=backend)), (scenario, backend_name)
                 record = step(MemorySettings.from_dict(question["settings"]), None)
                 answer = replace(record, timeline=None).to_dict()
             except ValueError as error:

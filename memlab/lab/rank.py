@@ -49,7 +49,8 @@ class Rank:
 
         Args:
             host: Where the ranks look for it. It listens there if that is this machine's own address, and else, as
-                torchrun's does, on every network: a host may know its own name as another address than the others do.
+                torchrun's does, on every network: a host may resolve its own name to another address than other hosts
+                do.
 
         Returns:
             Its port.

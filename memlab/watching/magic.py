@@ -27,7 +27,8 @@ def _watch_cell(shell: Any, line: str, cell: str) -> None:
     if not words or (" as " in line and not kept_as.isidentifier()):
         raise ValueError(f"%%memlab got '{line.strip()}', must name a model: {_USAGE}")
     model, *optimizers = (shell.ev(word) for word in words.split())
-    code = compile(ast.parse(shell.transform_cell(cell)), "<the cell below %%memlab>", "exec")
+    # Not with this module's `from __future__ import annotations`: the cell's annotations stay objects.
+    code = compile(ast.parse(shell.transform_cell(cell)), "<the cell below %%memlab>", "exec", dont_inherit=True)
     run = None
     try:
         with watch(model, *optimizers, name=kept_as) as run:

@@ -352,6 +352,18 @@ def test_defaults_of_a_nemo_rl_file_are_merged_and_set_overrides_them(tmp_path: 
     assert "not beside the file" in Job.read(path).warnings[0]
 
 
+def test_a_number_that_is_null_is_the_default_of_the_framework(tmp_path: Path) -> None:
+    path = write(tmp_path, "config.yaml", NEMO + "cluster: {num_nodes: null, gpus_per_node: 8}\n")
+    assert Job.read(path).required()[0].layout.world_size == 8
+
+
+def test_set_never_does_nothing(tmp_path: Path) -> None:
+    arguments = write(tmp_path, "args.json", '{"model": "phi-4", "max_length": 1024, "sequence_parallel": true}')
+    assert Job.read(arguments, overrides=["NPROC_PER_NODE=8"]).required()[0].layout.world_size == 8
+    with pytest.raises(ValueError, match="--set has the key 'NODES', which memlab does not know"):
+        Job.read(write(tmp_path, "config.yaml", NEMO), overrides=["NODES=2"])
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -366,9 +378,13 @@ def test_defaults_of_a_nemo_rl_file_are_merged_and_set_overrides_them(tmp_path: 
         ("run.py", "print(1)", "run.py is a program, which memlab never runs"),
         ("args.json", "{", "args.json is not valid JSON"),
         ("args.json", "[1]", "args.json holds no object"),
+        ("run.toml", "a = 1", "run.toml is a TOML file, which memlab does not read"),
+        ("args.json", '{"model": "phi-4", "megatron_extra_kwargs": "{\\"min_offloaded_tensor_size\\": \\"many\\"}"}', "line 1: megatron_extra_kwargs.min_offloaded_tensor_size is 'many', must be a whole number: correct it"),
         ("empty.sh", " \n", "empty.sh is empty"),
         ("run.sh", "a\0b", "run.sh is not a text"),
         ("train.log", "--------- arguments ---------\n  a .... 1\n", "train.log, line 1: the block of arguments has no end"),
+        ("train.log", "[--------- arguments ---------] of a run\n", "train.log is of no format that memlab reads"),
+        ("train.log", "-" * 2**20, "train.log is of no format that memlab reads"),
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_understood_is_refused_with_its_line(
@@ -503,6 +519,7 @@ def test_one_measured_rank_takes_the_model_and_not_the_layout(
         ("predict phi-4 --as verl --json", "leave one of the two out"),
         ("predict --job none.sh", "does not exist"),
         ("search --job none.sh --gpu-memory 80GiB", "does not exist"),
+        ("search --job none.sh --gpus 8 --gpu-memory 80GiB", "--job cannot be combined with --gpus"),
         ("measure --job none.sh", "does not exist"),
         ("job none.sh --format nobody", "must be one of megatron-lm"),
         ("job . --format verl", "is a folder without"),

@@ -83,6 +83,13 @@ def test_nothing_may_fit_or_everything() -> None:
     assert every.verdict.startswith("'none' fits with up to 16,384 sequences of 4,096 tokens in a micro-batch")
 
 
+def test_where_fragmentation_decides_everywhere_few_values_are_tried() -> None:
+    seen: list[int] = []
+    none = largest("tokens", MemorySettings(), [JOB], steps_of(400 * KIB, 100 * GIB, 60 * GIB, seen), 60 * GIB)
+    assert none.largest_that_may_fit is None and none.smallest_that_does_not_fit == none.unit
+    assert len(seen) <= 8
+
+
 def test_ctrl_c_keeps_what_was_found() -> None:
     steps = steps_of(400 * KIB, 0, 60 * GIB, [])
 

@@ -311,7 +311,8 @@ def test_the_cell_magic_keeps_the_run_also_if_the_cell_raises(x: torch.Tensor, c
     kept = shell.user_ns["run"].timeline
     assert kept.breakdown(len(kept) - 1)["gradients"] == bytes_of(model.parameters())
     with pytest.raises(ZeroDivisionError):
-        shell.run_cell_magic("memlab", "model as second", "y = model(x)\n1 / 0")
+        shell.run_cell_magic("memlab", "model as second", "def scaled(by: int): ...\ny = model(x)\n1 / 0")
+    assert shell.user_ns["scaled"].__annotations__ == {"by": int}, "the cell has no __future__ import"
     assert shell.user_ns["second"].status == "interrupted"
     with pytest.raises(ValueError, match=r"^%%memlab got '', must name a model: write %%memlab model"):
         shell.run_cell_magic("memlab", "", "pass")

@@ -11,6 +11,7 @@ import pytest
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.lab.prediction_process import PredictionProcess
 from memlab.record.step_record import StepRecord
 from memlab.views.panel.state import LabState
 from memlab.views.panel.what_if import WhatIf
@@ -148,3 +149,34 @@ def test_run_during_a_tried_step_keeps_it_when_it_ends(simulated: WhatIf) -> Non
     lab.end()
     running.result(60)
     assert [run.settings for run in state.runs] == [MemorySettings(offload_optimizer=True)]
+
+
+def test_run_keeps_what_was_selected_when_it_was_pressed(simulated: WhatIf) -> None:
+    state, lab = simulated._state, simulated._state.lab
+    lab.holds = True
+    busy, tried = threading.Event(), threading.Event()
+    state.observe(lambda change: change["new"] and busy.set(), names=["busy"])
+    state.observe(
+        lambda change: change["new"] and change["new"].settings.offload_parameters and tried.set(), names=["tried"]
+    )
+    state.edit(offload_optimizer=True)
+    assert busy.wait(60)
+    running = state.run()
+    state.edit(offload_parameters=True)
+    lab.holds = False
+    lab.end()
+    running.result(60)
+    assert tried.wait(60)
+    with state.lock:
+        assert [run.settings for run in state.runs] == [MemorySettings(offload_optimizer=True)]
+
+
+def test_the_process_predicts_the_backend_that_is_asked_for() -> None:
+    scenario, process = Scenario.of("phi-4-tiny", num_layers=1, seq_length=64), PredictionProcess()
+    on_cpu, on_gpu, again = (
+        process.predict(scenario, MemorySettings(), backend).peak_allocated_bytes for backend in ("cpu", "cuda", "cpu")
+    )
+    assert process._process is not None and process._process.stdin is not None
+    process._process.stdin.close()
+    assert process._process.wait(60) == 0, "it ends with its input"
+    assert on_cpu == again < on_gpu, "the cpu backend rounds nothing"

@@ -98,7 +98,8 @@ class LabState(traitlets.HasTraits):
         """Whether `validation_error` is a rule of the training state."""
         self._idle_options: dict[str, str] = {}
         self._trying: Future[StepRecord] | None = None
-        self._keeps_tried = False
+        self._pressed: tuple[Scenario, MemorySettings] | None = None
+        """What was selected when Run was pressed during a step that is tried: that one becomes a row."""
         self.form = SettingsForm.of(lab.settings, lab.scenario)
         self.refresh()
 
@@ -193,7 +194,7 @@ class LabState(traitlets.HasTraits):
             if self.tried is not None and self.is_selected(self.tried):
                 return self._keep_tried()
             if self._trying is not None:
-                self._keeps_tried = True  # it becomes a row when it ends
+                self._pressed = self.selection  # it becomes a row when it ends
                 return self._trying
         return self._start()
 
@@ -221,10 +222,7 @@ class LabState(traitlets.HasTraits):
 
     def is_selected(self, run: Run) -> bool:
         """Whether a run had the settings, the workload and the training state that the controls show."""
-        if self.selection is None:
-            return False
-        scenario, settings = self.selection
-        return (_of_job(run.scenario), run.settings) == (_of_job(scenario), settings)
+        return _had(run, self.selection)
 
     @property
     def base(self) -> Run | None:
@@ -241,7 +239,7 @@ class LabState(traitlets.HasTraits):
         least = base.record.peak_allocated_bytes
         saved = least - record.peak_allocated_bytes
         if abs(saved) * _ABOUT_THE_SAME < least:
-            return f", about as run {base.number}"
+            return f", about the same as run {base.number}"
         words = "less" if saved > 0 else "more"
         return f", {format_bytes(abs(saved))} ({abs(saved) / least:.0%}) {words} than run {base.number}"
 
@@ -432,6 +430,7 @@ class LabState(traitlets.HasTraits):
                     is_tried = self._trying is ended
                     self._trying = None
                     if error is not None:
+                        self._pressed = None if self._pressed == (scenario, settings) else self._pressed
                         self._fail(error, scenario, settings)
                     elif is_tried:
                         self._show_tried(done.result())
@@ -460,8 +459,8 @@ class LabState(traitlets.HasTraits):
         self.moment = None
         self.tried = self.shown = run
         self.notice = f"{run}: {run.status if run.is_ok else run.outcome}; Run keeps it in the table"
-        if self._keeps_tried and self.is_selected(run):
-            self._keeps_tried = False
+        if _had(run, self._pressed):
+            self._pressed = None
             self._keep_tried()
 
     def _fail(self, error: BaseException, scenario: Scenario, settings: MemorySettings) -> None:
@@ -478,6 +477,13 @@ class LabState(traitlets.HasTraits):
                 lab_is_in_order=lab_is_in_order,
             )
             self.notice = f"{self.shown}: {self.shown.outcome}" if self.shown is not None else ""
+
+
+def _had(run: Run, selection: tuple[Scenario, MemorySettings] | None) -> bool:
+    if selection is None:
+        return False
+    scenario, settings = selection
+    return (_of_job(run.scenario), run.settings) == (_of_job(scenario), settings)
 
 
 def _of_job(scenario: Scenario) -> Scenario:
