@@ -140,6 +140,7 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=1, help="of each kind (default: %(default)s)")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     wrong = [words for kind in arguments.kinds for words in soak(kind, arguments.rounds)]
     print("\n".join(wrong) or f"all {arguments.rounds * len(arguments.kinds)} failures ended well")
     return 1 if wrong else 0
