@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import subprocess
@@ -73,6 +74,8 @@ def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float) -> None:
 
 def _run_as_rank(folder: Path) -> None:
     job, arguments = pickle.loads((folder / "job").read_bytes())  # noqa: S301  # our own
+    gc.collect()
+    gc.freeze()  # as in tests/conftest.py: what the job has imported
     result = job(*arguments)
     (folder / f"{os.environ['RANK']}.result").write_bytes(pickle.dumps(result))
 

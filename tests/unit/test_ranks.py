@@ -130,7 +130,8 @@ def test_an_engine_that_has_just_been_killed_is_replaced(ranks: Ranks) -> None:
     assert lost not in {one.pid for one in ranks.engines}
 
 
-def test_an_engine_that_was_stopped_between_two_jobs_is_replaced(ranks: Ranks) -> None:
+def test_an_engine_that_was_stopped_between_two_jobs_is_replaced(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memlab.ranks.ranks.ANSWER_SECONDS", 4.0)
     stopped = ranks.engines[1]
     os.kill(stopped.pid, signal.SIGSTOP)
     ranks.refresh()

@@ -54,7 +54,7 @@ def test_loss_and_every_gradient_are_bit_identical_under_every_setting(
             assert torch.equal(mine, others), settings
 
 
-@pytest.mark.parametrize(("family", "num_draws"), [("qwen3-moe-tiny", 200), ("phi-4-tiny", 60)])  # MoE has more modules
+@pytest.mark.parametrize(("family", "num_draws"), [("qwen3-moe-tiny", 80), ("phi-4-tiny", 30)])  # MoE has more modules
 def test_random_settings_leave_flags_and_peak_as_a_fresh_model_has_them(
     family: str, num_draws: int, open_lab: Callable[..., Any]
 ) -> None:
