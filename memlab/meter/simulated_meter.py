@@ -70,18 +70,22 @@ class SimulatedMeter(StorageMeter):
         return Allocation(0, _RESERVED, 0, PHASES.index("idle"), 0, False, 0, CATEGORIES.index("workspace"))
 
     def require_capacity(self, num_bytes: int) -> None:
-        """Checks nothing: `_take` tries the allocator, block by block."""
+        """Checks that the allocator finds a block for a request within the limit.
+
+        Raises:
+            torch.OutOfMemoryError: If it does not, after it has returned what it caches.
+        """
+        allocator, limit = self._allocator, self.device_memory_bytes
+        if limit is not None and num_bytes and not allocator.makes_space(num_bytes, limit):
+            largest, reserved = allocator.largest_free_bytes, allocator.reserved_bytes
+            self._fail_allocation(num_bytes, limit, reserved_bytes=reserved, largest_free_bytes=largest)
 
     def _take(self, allocation: StorageAllocation, num_bytes: int) -> int:
         if self._labels.pinned_depth and num_bytes:
             self._pinned_blocks[id(allocation)] = self._pinned.allocate(num_bytes)
         if allocation.pool != _DEVICE or not num_bytes:
             return num_bytes
-        allocator, limit = self._allocator, self.device_memory_bytes
-        if limit is not None and not allocator.makes_space(num_bytes, limit):
-            largest, reserved = allocator.largest_free_bytes, allocator.reserved_bytes
-            self._fail_allocation(num_bytes, limit, reserved_bytes=reserved, largest_free_bytes=largest)
-        block = self._blocks[id(allocation)] = allocator.allocate(num_bytes)
+        block = self._blocks[id(allocation)] = self._allocator.allocate(num_bytes)
         self._update_reserved()
         allocation.rounding_bytes = block.num_bytes - num_bytes
         return block.num_bytes

@@ -176,6 +176,7 @@ class StorageMeter:
         if allocation is None:
             self._on_alloc(storage, key, self._pool_of_new(arguments))
         elif allocation.requested_bytes != storage.nbytes():
+            self.before_resize(storage, storage.nbytes())
             self.after_resize(storage)
 
     def _pool_of_new(self, arguments: Any) -> int:
@@ -189,7 +190,7 @@ class StorageMeter:
         return _DEVICE
 
     def require_capacity(self, num_bytes: int) -> None:
-        """Checks that the device has this many bytes left.
+        """Checks that the device has this many bytes left for one request.
 
         Raises:
             torch.OutOfMemoryError: If it has not; with the request, the allocated bytes and the limit.
@@ -260,8 +261,8 @@ class StorageMeter:
     def before_resize(self, storage: Any, num_bytes: int) -> None:
         """Checks the device's capacity before a storage grows in place."""
         allocation = self._live.get(storage._cdata)
-        if allocation is not None and allocation.pool == _DEVICE:
-            self.require_capacity(num_bytes - allocation.requested_bytes)
+        if allocation is not None and allocation.pool == _DEVICE and num_bytes > allocation.requested_bytes:
+            self.require_capacity(num_bytes)  # torch allocates the new memory before it frees the old
 
     def after_resize(self, storage: Any) -> None:
         """Counts a storage whose size changed in place."""
@@ -278,11 +279,11 @@ class StorageMeter:
         """Moves the storages that outlive a fused kernel from on chip to the device."""
         survivors = [allocation for allocation in self._in_kernel if allocation.freed_in_span is None]
         self._in_kernel.clear()
-        self.require_capacity(sum(allocation.num_bytes for allocation in survivors))
         for allocation in survivors:
             self._event(-allocation.num_bytes, allocation)
             allocation.pool, allocation.num_bytes = _DEVICE, 0
         for allocation in survivors:
+            self.require_capacity(allocation.requested_bytes)
             allocation.num_bytes = self._take(allocation, allocation.requested_bytes)
             self._event(allocation.num_bytes, allocation)
 

@@ -12,9 +12,11 @@ import memlab.lab.session
 from memlab.config.settings import MemorySettings
 from memlab.lab.stepper import Stepper
 from memlab.meter.labels import Labels, labelled_by, on_host, one_kernel
+from memlab.meter.simulated_meter import SimulatedMeter
 from memlab.meter.storage_meter import StorageMeter
 from memlab.model.layers.torch_functions import RmsNorm
 from memlab.record.timeline import Timeline
+from memlab.units import MIB
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 from tests.unit.live import FULL, offload, recompute
 
@@ -101,6 +103,26 @@ def test_a_resize_in_place_is_a_death_and_a_birth() -> None:
         del tensor
 
     assert metered(Labels(), work).delta_bytes.tolist() == [1000, -1000, 400, -400]
+
+
+@pytest.mark.parametrize("kind", [StorageMeter, SimulatedMeter])
+def test_a_storage_that_has_no_space_to_grow_keeps_its_size(kind: type[StorageMeter]) -> None:
+    labels = Labels()
+    meter = kind(labels)
+    with labelled_by(labels), meter.watching():
+        meter.start({})
+        tensor = torch.empty(3 * MIB, dtype=torch.uint8)
+        tensor.untyped_storage().resize_(0)
+        meter.device_memory_bytes = 2 * MIB
+        with pytest.raises(torch.OutOfMemoryError):
+            tensor.untyped_storage().resize_(3 * MIB)
+        assert tensor.untyped_storage().nbytes() == 0
+        tensor.detach()  # an operation that sees the storage again
+        meter.device_memory_bytes = None
+        tensor.untyped_storage().resize_(3 * MIB)
+        assert meter.live_bytes("device") == 3 * MIB
+        del tensor
+        meter.finish()
 
 
 def test_views_are_not_new_bytes_and_the_last_reference_ends_a_storage() -> None:
