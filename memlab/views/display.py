@@ -29,6 +29,7 @@ from memlab.views.text.audits import (
     groups_used_blocks,
     offload_blocks,
     residency_blocks,
+    residency_moments_blocks,
     retained_blocks,
 )
 from memlab.views.text.columns import Block, Table, as_html, as_text
@@ -110,8 +111,9 @@ def show(*things: Any, pool: str = "device", axis: Axis = "time", above_start: b
     Args:
         *things: One of: a `StepRecord`, a `Timeline` or what `memlab.watch` yields; a `JobRecord`, of which the figure
             shows a small timeline per rank, and the table a row; one audit or several, of activation offload or of
-            residency; an `OutOfMemory`; what `Lab.groups_used`, `Lab.retained`, `Lab.fit` or `diagnose` returned; a
-            dict of names to bytes (int) or words.
+            residency; a dict of moments to audits of residency, of which the figure shows a bar per moment; an
+            `OutOfMemory`; what `Lab.groups_used`, `Lab.retained`, `Lab.fit` or `diagnose` returned; a dict of names to
+            bytes (int) or words.
         pool: Of a step's figure: one of ``"device"``, ``"host"``, ``"on_chip"``. The table contains all.
         axis: Of a step's figure: ``"time"`` in milliseconds, or ``"event"``.
         above_start: Starts the figure's bytes axis at what the pool held throughout the step, as in
@@ -136,8 +138,17 @@ def show(*things: Any, pool: str = "device", axis: Axis = "time", above_start: b
         else:
             text = record_table(step) if isinstance(step, StepRecord) else timeline_table(step)
         return View(timeline_figure(step, pool, axis, above_start=above_start), text)
+    if len(things) == 1 and isinstance(things[0], Mapping) and _are_audits(things[0]):
+        from memlab.views.figures.residency import residency_figure
+
+        blocks = residency_moments_blocks(things[0])
+        return View(residency_figure(things[0]), as_text(blocks), as_html(blocks))
     blocks = _blocks_of(things)
     return View(None, as_text(blocks), as_html(blocks))
+
+
+def _are_audits(values: Mapping[Any, Any]) -> bool:
+    return bool(values) and all(isinstance(value, ResidencyAudit) for value in values.values())
 
 
 def _blocks_of(things: Sequence[Any]) -> list[Block]:

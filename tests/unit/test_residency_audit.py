@@ -17,6 +17,7 @@ from memlab.model.residency.residency import Residency
 from memlab.record.residency_audit import Holding, HostCopy, RequestedPlacement, ResidencyAudit
 from memlab.record.transfer import GROUPS
 from memlab.units import format_bytes
+from memlab.views.display import show
 from memlab.views.text.audits import groups_used_table, residency_table
 from memlab.views.text.columns import LINE_WIDTH
 from tests.unit.live import FULL
@@ -332,3 +333,24 @@ def test_a_fault_that_is_refused_leaves_the_audit_as_it_was(open_lab: Callable[.
     with pytest.raises(ValueError, match="expert_buffers=True"), lab.residency_fault("expert_buffers_forgotten"):
         pass
     assert not lab.audit_residency().complaints
+
+
+def test_several_moments_are_a_table_and_bars_that_add_up() -> None:
+    def one(group: str, num_bytes: int) -> Holding:
+        return Holding(group=group, holder="here", expected_bytes=num_bytes, device_bytes=num_bytes)
+
+    late = Holding(group="gradients", holder="there", expected_bytes=0, device_bytes=4 * 2**20)
+    moments = {
+        "<training>": audit_of(one("parameters", 2**20), one("optimizer state", 6 * 2**20)),
+        "weight sync": audit_of(one("parameters", 2**20), late),
+        "generation": audit_of(),
+    }
+    view = show(moments)
+    assert view.figure is not None
+    sums = [sum(bar.y[place] for bar in view.figure.data) for place in range(3)]
+    assert sums == [7.0, 5.0, 0.0]
+    assert [note.text for note in view.figure.layout.annotations] == ["<b>7.00</b>", "<b>5.00</b>", "<b>0.00</b>"]
+    assert view.figure.layout.xaxis.ticktext[0] == "&lt;training&gt;"
+    rows = [line.split() for line in str(view).splitlines()]
+    assert ["weight", "sync", "1.00", "4.00", "0.00", "5.00"] in rows
+    assert f"weight sync: {late.complaint}" in str(view)

@@ -40,6 +40,26 @@ def residency_blocks(audit: ResidencyAudit) -> list[Block]:
     return [Table(rows), audit.complaints or (str(audit),)]
 
 
+def residency_moments_blocks(audits: Mapping[str, ResidencyAudit]) -> list[Block]:
+    """Describes which bytes are on the device at several moments, one row per moment.
+
+    Args:
+        audits: What `Lab.audit_residency` returned, at least one, by the name of its moment.
+
+    Returns:
+        A table of the groups' device bytes and their sum, and the complaints, each after the name of its moment.
+    """
+    sizes = {name: [audit.device_bytes(group) for group in GROUPS] for name, audit in audits.items()}
+    unit_bytes, unit = binary_unit(max(map(sum, sizes.values())))
+    rows = [["on the device", *(f"{group} {unit}" for group in GROUPS), f"sum {unit}"]]
+    rows += [
+        [name, *(in_unit(size, unit_bytes) for size in (*of_groups, sum(of_groups)))]
+        for name, of_groups in sizes.items()
+    ]
+    complaints = [f"{name}: {complaint}" for name, audit in audits.items() for complaint in audit.complaints]
+    return [Table(rows), *([complaints] if complaints else [])]
+
+
 def groups_used_table(used: Mapping[str, Sequence[str]]) -> str:
     """Writes `groups_used_blocks` as text."""
     return as_text(groups_used_blocks(used))
