@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -79,6 +80,30 @@ def test_a_run_leaves_notebook_page_metrics_records_environment_and_log(tmp_path
     headings = [line.split("s  ")[-1] for line in progress]
     assert headings == ["A small lab", "the parameters of this run", "Part 1", "Record"]
     assert progress[0].startswith("[ 1/4]")
+
+
+QUIZ = "from IPython.display import HTML\ndisplay(HTML('<details><summary>Two?</summary>Right.</details>'))"
+
+
+def test_a_page_reads_like_a_report(tmp_path: Path) -> None:
+    lab = write_lab(tmp_path, QUIZ, "print(count)", parameters="count: int = 1  # of something\nname: str = 'a'")
+    set_tag(lab, 3, "hide-input")
+    page = (run_lab(lab, {"count": 8}, tmp_path / "run", timeout_seconds=120).folder / "page.html").read_text()
+    assert "<tr><th>count</th><td><strong>8</strong></td><td>of something</td></tr><tr><th>name</th><td>a</td>" in page
+    assert page.index("</h1>") < page.index("<th>count</th>") < page.index("Part 1")
+    assert re.search(r"<details open[^>]*><summary>Two\?", page)
+    code = "".join(re.findall(r'<div class="highlight.*?</div>', page, re.DOTALL))
+    assert "count" in code, "the code of the second part, and none that only runs the lab"
+    assert [word for word in ("HTML", "injected", "name", "finish") if word in code] == []
+
+
+def test_a_page_shows_the_code_of_a_failed_cell_whatever_its_tag(tmp_path: Path) -> None:
+    lab = write_lab(tmp_path, "wrong = 1 / 0")
+    set_tag(lab, 3, "hide-input")
+    with pytest.raises(LabFailedError) as failure:
+        run_lab(lab, {}, tmp_path / "run", timeout_seconds=120)
+    page = (failure.value.folder / "page.html").read_text()
+    assert re.search(r'<div class="highlight.*?wrong', page, re.DOTALL)
 
 
 def test_an_interactive_cell_is_skipped_and_the_run_still_whole(tmp_path: Path) -> None:

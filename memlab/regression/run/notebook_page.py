@@ -1,7 +1,7 @@
-"""An executed notebook as an HTML file that opens without a network: text, tables and interactive figures.
+"""An executed notebook as an HTML file that reads like a report and opens without a network.
 
 nbconvert's own pages load scripts from the network and leave out plotly's figures. So the body is nbconvert's, and this
-module adds one copy of plotly.js for all figures, and the text of each figure under it.
+module adds one copy of plotly.js for all figures, and the parameters of the run under the title.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from pathlib import Path
 
 import nbformat
 
-from memlab.regression.suite.notebooks import INTERACTIVE_TAG, has_tag, headings, read_notebook
-
-PLOTLY_MIMETYPE = "application/vnd.plotly.v1+json"
+from memlab.regression.run.readable_notebook import PLUMBING_TAGS, REMOVE_INPUT_TAG, make_readable
+from memlab.regression.suite.notebooks import PARAMETERS_TAG, headings, read_notebook
+from memlab.regression.suite.parameters import INTERACTIVE, read_parameters
 
 _STYLE = Path(__file__).with_name("notebook_page.css").read_text(encoding="utf-8")
 
 
 def write_page(notebook_path: Path, page_path: Path, failure: str = "", plotly_js: str = "") -> None:
     """Writes an executed notebook as a page.
+
+    The page leaves out the code of cells that only run the lab, shows the parameters as a table, and opens the answers.
 
     Args:
         notebook_path: The executed notebook.
@@ -33,13 +35,17 @@ def write_page(notebook_path: Path, page_path: Path, failure: str = "", plotly_j
     from nbconvert import HTMLExporter
     from plotly.offline import get_plotlyjs
     from pygments.formatters import HtmlFormatter
+    from traitlets.config import Config
 
     notebook = read_notebook(notebook_path)
     title = next(filter(None, headings(notebook, with_injected=False)), notebook_path.stem)
-    num_figures = _draw_figures(notebook)
-    notebook.cells = [cell for cell in notebook.cells if not has_tag(cell, INTERACTIVE_TAG)]
-    exporter = HTMLExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True)
+    parameters = _parameters_table(notebook)
+    num_figures = make_readable(notebook, hidden_tags=PLUMBING_TAGS | {PARAMETERS_TAG}, open_answers=True)
+    hiding = Config({"TagRemovePreprocessor": {"enabled": True, "remove_input_tags": {REMOVE_INPUT_TAG}}})
+    exporter = HTMLExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True, config=hiding)
     body, _ = exporter.from_notebook_node(notebook)
+    before, heading_end, after = body.partition("</h1>")
+    body = f"{before}{heading_end}{parameters}{after}" if heading_end else f"{parameters}{body}"
     source = f' src="{escape(plotly_js)}">' if plotly_js else f">{get_plotlyjs()}"
     script = f"<script{source}</script>" if num_figures else ""
     banner = f'<p class="failure">{escape(failure)}</p>' if failure else ""
@@ -53,25 +59,19 @@ def write_page(notebook_path: Path, page_path: Path, failure: str = "", plotly_j
     )
 
 
-def _draw_figures(notebook: nbformat.NotebookNode) -> int:
-    """Replaces plotly's MIME type by HTML with the figure's text folded under it; returns the number of figures."""
-    from plotly.io import to_html
-
-    num_figures = 0
-    for cell in notebook.cells:
-        for output in cell.get("outputs", []):
-            data = output.get("data", {})
-            if PLOTLY_MIMETYPE not in data:
-                continue
-            figure = data.pop(PLOTLY_MIMETYPE)
-            html = to_html(
-                {"data": figure["data"], "layout": figure["layout"]},
-                config={"displaylogo": False, "responsive": True},
-                include_plotlyjs=False,
-                full_html=False,
-                validate=False,
-            )
-            twin = f"<details><summary>Show as text</summary><pre>{escape(data.get('text/plain', ''))}</pre></details>"
-            data["text/html"] = html + twin
-            num_figures += 1
-    return num_figures
+def _parameters_table(notebook: nbformat.NotebookNode) -> str:
+    """Writes the parameters with their values; those that the run was given are bold."""
+    given = notebook.metadata.get("papermill", {}).get("parameters", {})
+    rows = []
+    for name, parameter in read_parameters(notebook).items():
+        if name == INTERACTIVE:
+            continue
+        value = escape(str(given.get(name, parameter.default)))
+        shown = f"<strong>{value}</strong>" if name in given else value
+        rows.append(f"<tr><th>{escape(name)}</th><td>{shown}</td><td>{escape(parameter.help_text)}</td></tr>")
+    note = " Values in bold were given to it." if given.keys() - {INTERACTIVE} else ""
+    return (
+        f'<table class="parameters"><caption>The parameters of this run.{note}</caption>{"".join(rows)}</table>'
+        if rows
+        else ""
+    )

@@ -10,7 +10,11 @@ import nbformat
 from nbformat.warnings import DuplicateCellId, MissingIDFieldWarning
 
 PARAMETERS_TAG = "parameters"
+INJECTED_TAG = "injected-parameters"
+"""papermill gives it to the cell with the values of a run."""
 RECORD_TAG = "record"
+HIDE_INPUT_TAG = "hide-input"
+"""Code that a page leaves out, such as a quiz's, which names the right answer."""
 INTERACTIVE_TAG = "interactive-only"
 """Cells that only make sense for a user at the screen; a headless run skips them."""
 

@@ -8,8 +8,10 @@ value has the parameter's type.
 from __future__ import annotations
 
 import ast
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -34,6 +36,9 @@ class Parameter:
     name: str
     type_name: str
     """One of ``int``, ``float``, ``bool``, ``str`` and ``list[str]``."""
+    default: ParameterValue
+    help_text: str
+    """The comment at the end of its line; may be empty."""
 
     def read(self, value: object) -> ParameterValue:
         """Returns a value as this parameter's type. Text is read the way the command line gives it.
@@ -124,16 +129,21 @@ def read_parameters(notebook: nbformat.NotebookNode) -> dict[str, Parameter]:
         raise ValueError(f"parameters cell, line {error.lineno}: {error.msg}: {rule}") from error
     except (RecursionError, MemoryError, ValueError) as error:  # deep nesting, or a null character
         raise ValueError(f"parameters cell: Python cannot read it ({type(error).__name__}): write literals") from error
+    comments = {
+        token.start[0]: token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(io.StringIO(cells[0].source).readline)
+        if token.type == tokenize.COMMENT
+    }
     parameters: dict[str, Parameter] = {}
     for statement in statements:
-        parameter = _parameter(statement)
+        parameter = _parameter(statement, comments.get(statement.end_lineno or statement.lineno, ""))
         if parameter.name in parameters:
             raise ValueError(f"parameter {parameter.name} is twice in the parameters cell: keep one line")
         parameters[parameter.name] = parameter
     return parameters
 
 
-def _parameter(statement: ast.stmt) -> Parameter:
+def _parameter(statement: ast.stmt, help_text: str) -> Parameter:
     line = (
         f"parameters cell, line {statement.lineno}, `{' '.join(ast.unparse(statement).split())[:_MAX_SHOWN_LETTERS]}`"
     )
@@ -156,7 +166,7 @@ def _parameter(statement: ast.stmt) -> Parameter:
     # A str is the one type whose values are all text; the others do not take their default in quotes.
     if not isinstance(default, str) if type_name == "str" else kind.from_value(default) is None:
         raise ValueError(f"{line}, has the default {_shown(default)}, must be {kind.rule}: change it")
-    return Parameter(name=name, type_name=type_name)
+    return Parameter(name=name, type_name=type_name, default=default, help_text=help_text)
 
 
 def resolve(parameters: Mapping[str, Parameter], given: Mapping[str, object]) -> dict[str, ParameterValue]:

@@ -1,0 +1,72 @@
+"""An executed notebook as a page shows it: figures that draw themselves, and no code that only runs the lab."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from html import escape
+
+import nbformat
+
+from memlab.regression.suite.notebooks import HIDE_INPUT_TAG, INJECTED_TAG, INTERACTIVE_TAG, RECORD_TAG, has_tag
+
+PLOTLY_MIMETYPE = "application/vnd.plotly.v1+json"
+PLUMBING_TAGS = frozenset({HIDE_INPUT_TAG, INJECTED_TAG, RECORD_TAG})
+"""Tags of cells whose code a page leaves out: it runs the lab, and explains nothing."""
+REMOVE_INPUT_TAG = "remove-input"
+"""nbconvert (as `make_readable`'s callers configure it) and MyST-NB leave out the code of a cell with this tag."""
+_WIDGET_MIMETYPE = "application/vnd.jupyter.widget-view+json"  # an executed notebook has no widget state to draw from
+_FOLDED = re.compile(r"<details(?![^>]*\sopen\b)")
+
+
+def make_readable(
+    notebook: nbformat.NotebookNode, *, hidden_tags: Collection[str] = PLUMBING_TAGS, open_answers: bool
+) -> int:
+    """Prepares an executed notebook for a page, in place.
+
+    Args:
+        notebook: An executed notebook.
+        hidden_tags: Cells with one of these tags show their outputs, but not their code. A cell that failed shows both.
+        open_answers: Unfolds what is folded in the text and the quizzes. The text of a figure stays folded.
+
+    Returns:
+        The number of figures. The page must load plotly.js if there is one.
+    """
+    num_figures = 0
+    kept = []
+    for cell in notebook.cells:
+        if has_tag(cell, INTERACTIVE_TAG):
+            continue
+        outputs = cell.get("outputs", [])
+        if cell.cell_type == "markdown" and open_answers:
+            cell.source = _FOLDED.sub("<details open", cell.source)
+        for output in outputs:
+            data = output.get("data", {})
+            data.pop(_WIDGET_MIMETYPE, None)
+            if open_answers and isinstance(data.get("text/html"), str):
+                data["text/html"] = _FOLDED.sub("<details open", data["text/html"])
+            if PLOTLY_MIMETYPE in data:
+                data["text/html"] = _figure_html(data.pop(PLOTLY_MIMETYPE), data.get("text/plain", ""))
+                num_figures += 1
+        if cell.cell_type == "code" and any(has_tag(cell, tag) for tag in hidden_tags):
+            if not outputs:
+                continue
+            if not any(output.output_type == "error" for output in outputs):
+                cell.metadata["tags"] = [*cell.metadata.get("tags", []), REMOVE_INPUT_TAG]
+        kept.append(cell)
+    notebook.cells = kept
+    return num_figures
+
+
+def _figure_html(figure: nbformat.NotebookNode, text: str) -> str:
+    """Returns a figure that draws itself with the page's plotly.js, with its text folded under it."""
+    from plotly.io import to_html
+
+    html = to_html(
+        {"data": figure["data"], "layout": figure["layout"]},
+        config={"displaylogo": False, "responsive": True},
+        include_plotlyjs=False,
+        full_html=False,
+        validate=False,
+    )
+    return f"{html}<details><summary>Show as text</summary><pre>{escape(text)}</pre></details>"
