@@ -79,14 +79,14 @@ FROM_OUTSIDE: dict[str, Callable[[Ranks], None]] = {
 def provoke(kind: str, lab: Lab, ranks: Ranks, delay: float) -> tuple[float, str]:
     """Steps until the failure; returns the seconds from there to the end of the call, and what it raised."""
     happened = [time.monotonic()]
-    if kind in FROM_OUTSIDE:
 
-        def happen() -> None:
-            happened[0] = time.monotonic()
-            FROM_OUTSIDE[kind](ranks)
+    def happen() -> None:
+        happened[0] = time.monotonic()
+        FROM_OUTSIDE[kind](ranks)
 
-        threading.Timer(delay, happen).start()
     try:
+        if kind in FROM_OUTSIDE:
+            threading.Timer(delay, happen).start()  # without a delay, Ctrl-C may come before the step
         for number in range(1000):
             if kind in WITHIN_A_STEP:
                 happened[0] = time.monotonic()  # the step that does not return began here

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-import ast
 from typing import Any
 
 from memlab.watching.watch import watch
 
 _USAGE = "write %%memlab model, or %%memlab model optimizer as run"
+
+
+class CellSyntaxError(ValueError):
+    """The cell is no Python. IPython shows this as it shows any other such cell, without the frames of the magic."""
+
+    def __init__(self, shell: Any, error: SyntaxError) -> None:
+        super().__init__(f"the cell below %%memlab cannot be compiled: {error}: correct it, and run it again")
+        self._shell = shell
+        self._error = error
+
+    def _render_traceback_(self) -> list[str]:
+        # IPython's hook for errors that say how they are shown (`InteractiveShell.showtraceback`).
+        shown: list[str] = self._shell.SyntaxTB.structured_traceback(SyntaxError, self._error, [])
+        return shown
 
 
 def register(shell: Any) -> None:
@@ -22,13 +35,21 @@ def _watch_cell(shell: Any, line: str, cell: str) -> None:
         shell: Whose names the cell uses and sets.
         line: The names of the model and of its optimizers, and ``as NAME`` where the run is to be kept.
         cell: Its last expression is not shown.
+
+    Raises:
+        ValueError: If the line names no model, or the cell is no Python.
     """
     words, _, kept_as = (part.strip() for part in line.partition(" as "))
     if not words or (" as " in line and not kept_as.isidentifier()):
         raise ValueError(f"%%memlab got '{line.strip()}', must name a model: {_USAGE}")
     model, *optimizers = (shell.ev(word) for word in words.split())
-    # Not with this module's `from __future__ import annotations`: the cell's annotations stay objects.
-    code = compile(ast.parse(shell.transform_cell(cell)), "<the cell below %%memlab>", "exec", dont_inherit=True)
+    source = "\n" + shell.transform_cell(cell)  # numbers the lines as the notebook does, where %%memlab is the first
+    file_name = shell.compile.cache(source, shell.execution_count, raw_code=source)  # tracebacks show the lines
+    try:
+        # Not with this module's `from __future__ import annotations`: the cell's annotations stay objects.
+        code = compile(source, file_name, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        raise CellSyntaxError(shell, error) from None
     run = None
     try:
         with watch(model, *optimizers, name=kept_as) as run:

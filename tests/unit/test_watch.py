@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -317,6 +318,15 @@ def test_the_cell_magic_keeps_the_run_also_if_the_cell_raises(x: torch.Tensor, c
     with pytest.raises(ValueError, match=r"^%%memlab got '', must name a model: write %%memlab model"):
         shell.run_cell_magic("memlab", "", "pass")
     assert "device, the step's peak" in capsys.readouterr().out
+    for cell, line, words in (("y = (1 +\n", "y = (1 +", "SyntaxError"), ("x\n1 / 0\n", "1 / 0", "ZeroDivisionError")):
+        done = shell.run_cell(f"%%memlab model\n{cell}")
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+        assert isinstance(done.error_in_exec, (ValueError, ZeroDivisionError)) and words in shown
+        number = 2 + cell.splitlines().index(line)
+        assert re.search(rf"(, line |>:|\]:){number}\b", shown) and line in shown, shown
+        assert ("magic.py" in shown) == (words == "ZeroDivisionError"), (
+            "a cell that is no Python is shown without frames"
+        )
 
 
 def test_a_program_without_megatron_can_be_watched() -> None:
