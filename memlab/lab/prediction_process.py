@@ -35,12 +35,15 @@ class PredictionProcess:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
+        self._starting = threading.Lock()
         self._asking = threading.Lock()
 
-    def start(self) -> None:
-        """Starts the process, so that it has imported torch and Megatron when the first question comes."""
-        if self._process is None or self._process.poll() is not None:
-            self._process = _start()
+    def start(self) -> subprocess.Popen[str]:
+        """Starts the process, so that it has imported torch and Megatron when the first question comes; returns it."""
+        with self._starting:  # not the lock of a question, for whose answer a panel would wait
+            if self._process is None or self._process.poll() is not None:
+                self._process = _start()
+            return self._process
 
     def predict(self, scenario: Scenario, settings: MemorySettings, backend: str) -> StepRecord:
         """Predicts a step on one rank, and waits for the answer.
@@ -59,12 +62,12 @@ class PredictionProcess:
         question: dict[str, Any] = {"scenario": routed_by_chance(scenario).to_dict(), "settings": settings.to_dict()}
         question["backend"] = backend
         with self._asking:
-            self.start()
-            assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+            process = self.start()
+            assert process.stdin is not None and process.stdout is not None
             try:
-                self._process.stdin.write(json.dumps(question) + "\n")
-                self._process.stdin.flush()
-                line = self._process.stdout.readline()
+                process.stdin.write(json.dumps(question) + "\n")
+                process.stdin.flush()
+                line = process.stdout.readline()
             except BrokenPipeError:
                 line = ""
         if not line:

@@ -14,7 +14,7 @@ import tokenize
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,20 +76,6 @@ class Timeline:
         """Returns the bytes in use by category after each event, int64 of shape [categories, events]."""
         in_pool = np.where(self.pool == POOLS.index(pool), self.delta_bytes, 0)
         return np.stack([np.cumsum(np.where(self.category == code, in_pool, 0)) for code in range(len(CATEGORIES))])
-
-    def with_sorted_frees(self) -> Timeline:
-        """Returns it with each row of frees, between two allocations of a phase, in the order of the storages' numbers.
-
-        A graph of autograd frees its storages in an order that depends on how deep its objects are nested (CPython
-        defers nested deallocations, ``Py_TRASHCAN_BEGIN``). No total after the row depends on it.
-        """
-        is_free = (self.delta_bytes < 0) & (self.pool != POOLS.index("reserved"))
-        goes_on = is_free[1:] & is_free[:-1] & (self.phase[1:] == self.phase[:-1])
-        row = np.concatenate([[0], np.cumsum(~goes_on)]) if len(self) else np.zeros(0, dtype=np.int64)
-        order = np.lexsort((self.storage, row))
-        columns = {name: getattr(self, name)[order] for name in _COLUMNS if name != "nanoseconds"}
-        rounding_bytes = None if self.rounding_bytes is None else self.rounding_bytes[order]
-        return replace(self, **columns, rounding_bytes=rounding_bytes)
 
     @property
     def first_step_event(self) -> int:

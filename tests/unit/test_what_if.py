@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from queue import Queue
 from typing import Any
@@ -17,7 +18,7 @@ from memlab.views.panel.state import LabState
 from memlab.views.panel.what_if import WhatIf
 
 from .builders import record_of, training_step
-from .fake_lab import FakeBackend, FakeLab
+from .fake_lab import FakeBackend, FakeJobLab, FakeLab
 
 FULL = {"recompute_granularity": "full"}
 
@@ -169,6 +170,87 @@ def test_run_keeps_what_was_selected_when_it_was_pressed(simulated: WhatIf) -> N
     assert tried.wait(60)
     with state.lock:
         assert [run.settings for run in state.runs] == [MemorySettings(offload_optimizer=True)]
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_run_for_other_settings_than_those_that_are_tried_follows_whatever_the_controls_do(
+    simulated: WhatIf, stops: bool
+) -> None:
+    state, lab = simulated._state, simulated._state.lab
+    lab.holds = True
+    busy, ready = threading.Event(), threading.Event()
+    state.observe(lambda change: (busy if change["new"] else ready).set(), names=["busy"])
+    state.edit(offload_optimizer=True)
+    assert busy.wait(60)
+    state.edit(offload_parameters=True)
+    pressed, wanted = state.run(), state.settings
+    assert pressed is state.run(), "pressed twice, it runs once"
+    simulated.is_on = False
+    state.edit(offload_optimizer=False)
+    assert state.run() is None and "press it again" in state.notice
+    lab.holds = False
+    if stops:
+        state.stop()
+        assert pressed.cancelled() and ready.wait(60)
+    else:
+        lab.end()
+        assert pressed.result(60).settings == wanted
+    with state.lock:
+        assert [run.settings for run in state.runs] == ([] if stops else [wanted])
+        assert not state.busy and len(lab.submitted) == (1 if stops else 2)
+
+
+def test_an_unforeseen_error_is_said_and_logged_and_the_next_selection_is_predicted(
+    what_if: WhatIf, caplog: pytest.LogCaptureFixture
+) -> None:
+    state, process = what_if._state, what_if._process
+    answer, process.predict = process.predict, lambda *_: 1 // 0
+    state.edit(offload_optimizer=True)
+    wait_until(what_if, "notice", lambda notice: "predicting" not in notice)
+    assert what_if.words == (
+        "not predicted (ZeroDivisionError: integer division or modulo by zero): change a setting to try again"
+    )
+    assert "Traceback" in caplog.text and "could not be predicted" in caplog.text
+    process.predict = answer
+    process.goes_on.put("")
+    state.edit(offload_parameters=True)
+    wait_until(what_if, "predicted", lambda record: record is not None)
+
+
+def test_of_a_job_the_worst_rank_of_the_shown_run_is_predicted() -> None:
+    lab = FakeJobLab()
+    state = LabState(lab)
+    what_if = WhatIf(state, HeldProcess())
+    for _ in range(10):
+        what_if._process.goes_on.put("")
+    what_if.is_on = True
+    state.edit(offload_optimizer=True)
+    for worst, lost in ((0, ()), (1, (0,))):
+        lab.lost = lost
+        state.run()
+        wait_until(what_if, "predicted", lambda record, worst=worst: record and record.scenario.layout.rank == worst)
+    what_if.close()
+
+
+def test_two_threads_start_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+
+    class Running:
+        def poll(self) -> None: ...
+
+    def start() -> Any:
+        time.sleep(0.1)  # the other thread asks meanwhile
+        started.append(Running())
+        return started[-1]
+
+    monkeypatch.setattr("memlab.lab.prediction_process._start", start)
+    process = PredictionProcess()
+    threads = [threading.Thread(target=process.start) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(started) == 1
 
 
 def test_the_process_predicts_the_backend_that_is_asked_for() -> None:

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import traitlets
@@ -33,6 +33,7 @@ from memlab.views.panel.presets import Preset
 from memlab.views.panel.run import TRIED, Run
 from memlab.views.panel.settings_form import SettingsForm
 
+Selection = tuple[Scenario, MemorySettings]
 _logger = logging.getLogger(__name__)
 # An error of a step is a row of the table. Without this handler it would also be printed under the cell that runs.
 _logger.addHandler(logging.NullHandler())
@@ -43,6 +44,16 @@ _ABOUT_THE_SAME = 2000
 """A difference of less than this part of a peak is none: a prediction leaves out counters of a few bytes."""
 POOLS_SHOWN = ("device", "host")
 FLOORS = ("held", "zero")
+
+
+@dataclass(frozen=True, slots=True)
+class _Pressed:
+    """What was selected when Run was pressed during a step that is tried: it becomes a row when that step has ended."""
+
+    form: SettingsForm
+    settings: MemorySettings
+    selection: Selection
+    ended: Future[StepRecord] = field(default_factory=Future)
 
 
 class LabState(traitlets.HasTraits):
@@ -98,8 +109,7 @@ class LabState(traitlets.HasTraits):
         """Whether `validation_error` is a rule of the training state."""
         self._idle_options: dict[str, str] = {}
         self._trying: Future[StepRecord] | None = None
-        self._pressed: tuple[Scenario, MemorySettings] | None = None
-        """What was selected when Run was pressed during a step that is tried: that one becomes a row."""
+        self._pressed: _Pressed | None = None
         self.form = SettingsForm.of(lab.settings, lab.scenario)
         self.refresh()
 
@@ -187,15 +197,14 @@ class LabState(traitlets.HasTraits):
     def run(self) -> Future[StepRecord] | None:
         """Starts a step with the settings of the form, or says in `notice` why not.
 
+        During a step that is tried, the step with these settings starts when that one has ended.
+
         Returns:
             The future of the record, which ends after the state has the record; None if no step was started.
         """
         with self.lock:
             if self.tried is not None and self.is_selected(self.tried):
                 return self._keep_tried()
-            if self._trying is not None:
-                self._pressed = self.selection  # it becomes a row when it ends
-                return self._trying
         return self._start()
 
     def try_out(self) -> None:
@@ -214,7 +223,7 @@ class LabState(traitlets.HasTraits):
                 ended.result()
 
     @property
-    def selection(self) -> tuple[Scenario, MemorySettings] | None:
+    def selection(self) -> Selection | None:
         """What Run would run; None while the form breaks a rule."""
         if self.settings is None:
             return None
@@ -255,20 +264,24 @@ class LabState(traitlets.HasTraits):
         ended.set_result(tried.record)
         return ended
 
-    def _start(self, *, is_tried: bool = False) -> Future[StepRecord] | None:
+    def _start(self, *, is_tried: bool = False, pressed: _Pressed | None = None) -> Future[StepRecord] | None:
         # The worker never takes this lock, so the lab may be called under it.
         with self._pressing:
-            settings, form = self.settings, self.form
+            form, settings = (self.form, self.settings) if pressed is None else (pressed.form, pressed.settings)
             if settings is None:
                 self._say(f"Not started: {self.validation_error}")
                 return None
+            with self.lock:
+                if self._trying is not None and not is_tried:
+                    return self._start_after_tried(form, settings)
             try:
                 scenario = form.scenario(self.lab.scenario)
                 workload = {"seq_length": scenario.seq_length, "micro_batch_size": scenario.micro_batch_size}
                 if any(getattr(self.lab.scenario, name) != value for name, value in workload.items()):
                     self.lab.set_workload(**workload)
                 self.refresh()
-                rebuilds, num_changes = self.rebuilds, len(self.lab.state_changes)
+                rebuilds = what_rebuilds(self.lab.scenario.state, scenario.state)
+                num_changes = len(self.lab.state_changes)
                 running = self.lab.submit(settings, state=scenario.state, on_progress=self._note_progress)
             except ValueError as error:
                 self._say(f"Not started: {error}")
@@ -276,7 +289,7 @@ class LabState(traitlets.HasTraits):
             except Exception as error:  # noqa: BLE001 - any error becomes a row of the table, and the panel stays usable
                 self._fail(error, form.scenario(self.lab.scenario), settings)
                 return None
-            ended: Future[StepRecord] = Future()
+            ended: Future[StepRecord] = Future() if pressed is None else pressed.ended
             with self.lock:
                 self.progress, self.busy = None, True
                 self._trying = ended if is_tried else None
@@ -285,8 +298,30 @@ class LabState(traitlets.HasTraits):
             running.add_done_callback(lambda done: self._finish(done, ended, scenario, settings, num_changes))
             return ended
 
+    def _start_after_tried(self, form: SettingsForm, settings: MemorySettings) -> Future[StepRecord] | None:
+        """Notes what Run was pressed for, until the step that is tried has ended."""
+        selection = form.scenario(self.lab.scenario), settings
+        if self._pressed is None:
+            self._pressed = _Pressed(form, settings, selection)
+        elif self._pressed.selection != selection:
+            waiting = self._pressed.settings
+            self._say(f"Not started: Run already waits to take a step ({waiting}): press it again after that step")
+            return None
+        self.notice = f"Run follows when this step has ended: {settings}"
+        return self._pressed.ended
+
+    def _start_pressed(self, pressed: _Pressed) -> None:
+        if self._start(pressed=pressed) is None:  # `notice` says why
+            with self.lock:
+                self.progress, self.busy = None, False
+            pressed.ended.cancel()
+
     def stop(self) -> None:
         """Ends the running step before its next phase or layer; its row says ``interrupted``."""
+        with self.lock:
+            pressed, self._pressed = self._pressed, None
+        if pressed is not None:
+            pressed.ended.cancel()
         was_running = self.lab.stop()
         self._say(
             "Stopping: the step ends after this layer." if was_running else "Nothing is running: press Run first."
@@ -423,29 +458,36 @@ class LabState(traitlets.HasTraits):
         settings: MemorySettings,
         num_changes: int,
     ) -> None:
-        error = done.exception()
+        error, pressed, is_kept = done.exception(), None, False
         try:
             with self.lock:
                 try:
                     is_tried = self._trying is ended
                     self._trying = None
+                    pressed, self._pressed = self._pressed, None
+                    is_kept = pressed is not None and pressed.selection == (scenario, settings)
                     if error is not None:
-                        self._pressed = None if self._pressed == (scenario, settings) else self._pressed
                         self._fail(error, scenario, settings)
                     elif is_tried:
                         self._show_tried(done.result())
+                        if is_kept:
+                            self._keep_tried()
                     else:
                         self.refresh()
                         assert self.shown is not None
                         rebuilt = [f"{change}. " for change in self.lab.state_changes[num_changes:]]
                         self.notice = f"{''.join(rebuilt)}{self.shown}: {self.shown.outcome}"
                 finally:  # what draws the new run may raise
-                    self.progress, self.busy = None, False
+                    self.progress, self.busy = None, pressed is not None and not is_kept
         finally:
-            if error is not None:
-                ended.set_exception(error)
-            else:
-                ended.set_result(done.result())
+            for each in [ended, pressed.ended] if pressed is not None and is_kept else [ended]:
+                if error is not None:
+                    each.set_exception(error)
+                else:
+                    each.set_result(done.result())
+            if pressed is not None and not is_kept:
+                # The lab's worker, which runs this, cannot start a step.
+                threading.Thread(target=self._start_pressed, args=(pressed,), name="memlab-run", daemon=True).start()
 
     def _show_tried(self, record: StepRecord) -> None:
         _remove(self.lab.records, record)
@@ -459,9 +501,6 @@ class LabState(traitlets.HasTraits):
         self.moment = None
         self.tried = self.shown = run
         self.notice = f"{run}: {run.status if run.is_ok else run.outcome}; Run keeps it in the table"
-        if _had(run, self._pressed):
-            self._pressed = None
-            self._keep_tried()
 
     def _fail(self, error: BaseException, scenario: Scenario, settings: MemorySettings) -> None:
         _logger.error("the step under %s ended in an error", settings, exc_info=error)
@@ -479,7 +518,7 @@ class LabState(traitlets.HasTraits):
             self.notice = f"{self.shown}: {self.shown.outcome}" if self.shown is not None else ""
 
 
-def _had(run: Run, selection: tuple[Scenario, MemorySettings] | None) -> bool:
+def _had(run: Run, selection: Selection | None) -> bool:
     if selection is None:
         return False
     scenario, settings = selection

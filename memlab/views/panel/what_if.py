@@ -6,6 +6,7 @@ lab another process predicts the step, so that the model and the kernel stay usa
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import replace
 from typing import Any
@@ -13,13 +14,14 @@ from typing import Any
 import traitlets
 
 from memlab.config.scenario import Scenario
-from memlab.config.settings import MemorySettings
 from memlab.lab.prediction_process import PredictionProcess
 from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes
-from memlab.views.panel.state import LabState
+from memlab.views.panel.state import LabState, Selection
 
-Selection = tuple[Scenario, MemorySettings]
+_logger = logging.getLogger(__name__)
+# An error of a prediction is a notice. Without this handler it would also be printed under the cell that runs.
+_logger.addHandler(logging.NullHandler())
 _SETTLE_SECONDS = 0.1
 """A prediction starts when the controls have not changed for this long."""
 _MOST_KEPT = 200
@@ -52,7 +54,8 @@ class WhatIf(traitlets.HasTraits):
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._known: dict[Selection, StepRecord] = {}
-        state.observe(lambda _: self._select(), names=["form"])
+        # The shown run of a job decides which rank is predicted; on a simulated lab it is the prediction.
+        state.observe(lambda _: self._select(), names=["form"] if self._takes_steps else ["form", "shown"])
         state.observe(lambda _: self._wake(), names=["busy"])
 
     @property
@@ -79,7 +82,8 @@ class WhatIf(traitlets.HasTraits):
 
     @traitlets.observe("is_on")
     def _turned(self, _change: object) -> None:
-        self.predicted, self.notice = None, ""
+        with self._state.lock:
+            self._wanted, self.predicted, self.notice = None, None, ""
         if self.is_on and not self._takes_steps:
             self._process.start()
 
@@ -95,6 +99,7 @@ class WhatIf(traitlets.HasTraits):
             self._wanted, self.predicted, self.notice = None, None, ""
             if not self.is_on or selection is None:
                 return
+            selection = self._of_worst_rank(selection[0]), selection[1]
             if selection in self._known:
                 self.predicted = self._known[selection]
                 return
@@ -119,16 +124,20 @@ class WhatIf(traitlets.HasTraits):
                     if self._is_closed or self._wanted != selection:
                         continue
             assert selection is not None
-            if self._takes_steps:
-                self._finish(selection, None, "")
-                state.try_out()
-                continue
+            found, notice = None, ""
             try:
-                scenario = self._of_worst_rank(selection[0])
-                found, refusal = self._process.predict(scenario, selection[1], state.lab.backend.name), ""
+                if self._takes_steps:
+                    self._finish(selection, None, "")
+                    state.try_out()
+                    continue
+                found = self._process.predict(*selection, state.lab.backend.name)
             except ValueError as error:
-                found, refusal = None, f"not predicted: {error}"
-            self._finish(selection, found, refusal)
+                notice = f"not predicted: {error}"
+            except Exception as error:  # the thread goes on with the next selection
+                _logger.exception("the step under %s could not be predicted", selection[1])
+                words = " ".join(f"{type(error).__name__}: {error}".split())
+                notice = f"not predicted ({words}): change a setting to try again"
+            self._finish(selection, found, notice)
 
     def _finish(self, selection: Selection, found: StepRecord | None, notice: str) -> None:
         with self._state.lock:
