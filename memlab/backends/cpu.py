@@ -29,7 +29,7 @@ from memlab.config.scenario import Scenario
 from memlab.meter.labels import one_kernel
 from memlab.meter.storage_meter import StorageMeter
 from memlab.model.layers import torch_moe
-from memlab.model.layers.fused_rope import fused_apply_rotary_pos_emb
+from memlab.model.layers.fused_rope import fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd
 from memlab.model.layers.torch_layers import TorchProvider
 from memlab.model.process_group import join_with_gloo, require_started_ranks, started_ranks
 from memlab.units import format_bytes
@@ -139,6 +139,7 @@ def _replacements() -> dict[str, Any]:
         "multi_tensor_applier": utils.local_multi_tensor_applier,
         "multi_tensor_scale_impl": _as_one_kernel(utils.local_multi_tensor_scale),
     }
+    rope = "megatron.core.models.common.embeddings.rope_utils"
     return {
         **{f"torch.cuda.{name}": value for name, value in CUDA_API.items()},
         "torch.get_rng_state": random_state,
@@ -152,7 +153,8 @@ def _replacements() -> dict[str, Any]:
         f"{random}._get_share_storage": lambda: _move_block,
         f"{offload}.ChunkOffloadHandler._can_manage_tensor_for_offload": staticmethod(_is_offloadable),
         "megatron.core.extensions.transformer_engine.cpu_offload": SimpleNamespace(CPUOffloadEnabled=False),
-        "megatron.core.models.common.embeddings.rope_utils.fused_apply_rotary_pos_emb": fused_apply_rotary_pos_emb,
+        f"{rope}.fused_apply_rotary_pos_emb": fused_apply_rotary_pos_emb,
+        f"{rope}.fused_apply_rotary_pos_emb_thd": fused_apply_rotary_pos_emb_thd,
         f"{moe}.HAVE_TE": True,
         f"{moe}.te_general_gemm": None,
         f"{moe}.fused_permute": torch_moe.permute,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,6 +47,9 @@ class Scenario:
     """Sequences in one forward and backward pass."""
     num_microbatches: int = 1
     """Passes whose gradients are accumulated before one optimizer step."""
+    packed_sequences: int | None = None
+    """Sequences that share the row of a micro-batch (Megatron's ``PackedSeqParams``, format ``thd``), `seq_length`
+    tokens together and about equally long; None gives each sequence a row of its own."""
     seed: int = 1234
     """Seed of the weights and of the batch; every step uses the same batch."""
     dtype: Dtype = "bf16"
@@ -98,6 +101,7 @@ class Scenario:
         self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
         self._check_experts()
         self._check_attention()
+        self._check_packing()
         check_fp8(self)
 
     def _check_attention(self) -> None:
@@ -112,6 +116,27 @@ class Scenario:
             raise ValueError(
                 f"attention_backend is {backend!r} with dtype fp32, must be auto or unfused there, since Transformer "
                 "Engine's fused kernels take 16 bits: choose one of them, or dtype bf16"
+            )
+
+    def _check_packing(self) -> None:
+        if self.packed_sequences is None:
+            return
+        check_whole_number("packed_sequences", self.packed_sequences, at_most=self.seq_length)
+        given = f"packed_sequences is {self.packed_sequences}"
+        if self.micro_batch_size != 1:
+            raise ValueError(
+                f"{given} with micro_batch_size {self.micro_batch_size}, must be with 1, because packed sequences "
+                "share one row: make seq_length larger instead, or leave packed_sequences out"
+            )
+        if self.layout.context_parallel_size > 1:
+            raise ValueError(
+                f"{given} with context_parallel_size {self.layout.context_parallel_size}, which memlab does not "
+                "predict yet: leave packed_sequences out, so that the row is one sequence"
+            )
+        if self.state.attention_backend == "unfused":
+            raise ValueError(
+                f"{given} with attention_backend 'unfused', which memlab does not predict for packed sequences: choose "
+                "auto, fused or flash"
             )
 
     def _check_experts(self) -> None:
@@ -160,6 +185,21 @@ class Scenario:
     def tokens_per_step(self) -> int:
         """Tokens that one step trains on, over all copies of the model."""
         return self.seq_length * self.micro_batch_size * self.num_microbatches * self.layout.data_parallel_size
+
+    @property
+    def sequence_lengths(self) -> tuple[int, ...] | None:
+        """Lengths of the sequences that are packed into a row; None if rows are not packed."""
+        if self.packed_sequences is None:
+            return None
+        length, longer = divmod(self.seq_length, self.packed_sequences)
+        return (length + 1,) * longer + (length,) * (self.packed_sequences - longer)
+
+    def with_tokens_of_a_row(self, seq_length: int) -> Scenario:
+        """Returns the scenario with rows of another length; packed sequences stay as long as they are."""
+        if self.packed_sequences is None:
+            return replace(self, seq_length=seq_length)
+        packed = max(1, seq_length * self.packed_sequences // self.seq_length)
+        return replace(self, seq_length=seq_length, packed_sequences=packed)
 
     @property
     def layers_of_chunks(self) -> tuple[int, ...]:
@@ -252,8 +292,9 @@ class Scenario:
         state = f", {self.state}" if self.state != TrainingState() else ""
         allocator = f", {self.allocator}" if self.allocator != AllocatorSettings() else ""
         buffers = " with expert buffers" if self.expert_buffers else ""
+        packed = f" in {self.packed_sequences} packed sequences" if self.packed_sequences is not None else ""
         return (
             f"{self.architecture.name}, {self.num_layers} layers{buffers}, "
-            f"{self.micro_batch_size}{batches} x {self.seq_length} tokens, {self.dtype}{ranks}{rank}"
+            f"{self.micro_batch_size}{batches} x {self.seq_length} tokens{packed}, {self.dtype}{ranks}{rank}"
             f"{routing}{state}{allocator}"
         )

@@ -158,7 +158,7 @@ def with_value(scenario: Scenario, what: What, value: int) -> Scenario:
     if what == "micro-batch-size":
         return replace(scenario, micro_batch_size=value)
     sequences = 1 if what == "tokens" else scenario.micro_batch_size
-    return replace(scenario, seq_length=value, micro_batch_size=sequences)
+    return replace(scenario, micro_batch_size=sequences).with_tokens_of_a_row(value)
 
 
 def largest(

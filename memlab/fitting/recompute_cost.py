@@ -14,10 +14,11 @@ def recomputed_operations(settings: MemorySettings, scenario: Scenario) -> float
     """
     model = scenario.architecture
     hidden, query = model.hidden_size, model.num_attention_heads * model.kv_channels
+    attended = scenario.seq_length / (scenario.packed_sequences or 1)
     expert_width = model.moe_router_topk * model.moe_ffn_hidden_size
     of = {
         "attention": 4.0 * hidden * (query + model.num_query_groups * model.kv_channels),
-        "core_attn": 2.0 * scenario.seq_length * query,  # causal: half of all pairs, scores and values
+        "core_attn": 2.0 * attended * query,  # causal: half of all pairs, scores and values
         "layernorm": 4.0 * hidden,
         "moe_act": 6.0 * expert_width,
         "mlp": 6.0 * hidden * model.ffn_hidden_size,

@@ -136,7 +136,7 @@ class JobSession:
 
         def set_workload() -> None:
             self._on_all("call", "set_workload", (), workload)
-            self.scenario = replace(self.scenario, **workload)
+            self.scenario = scenario
 
         self.worker.run_exclusive(set_workload)
 

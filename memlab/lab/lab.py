@@ -56,6 +56,7 @@ class Lab:
         seq_length: Tokens in a sequence; None takes the architecture's default.
         micro_batch_size: Sequences in one forward pass.
         num_microbatches: Forward and backward passes before one optimizer step.
+        packed_sequences: How many sequences share the one row of a micro-batch; None gives each a row of its own.
         seed: Of weights and data.
         dtype: Of parameters and activations, ``bf16`` or ``fp32``.
         layout: How the job is spread over ranks, each of which opens the same lab under ``torchrun``; None is one rank.
@@ -89,6 +90,7 @@ class Lab:
         seq_length: int | None = None,
         micro_batch_size: int = 1,
         num_microbatches: int = 1,
+        packed_sequences: int | None = None,
         seed: int = 1234,
         dtype: Dtype = "bf16",
         layout: Layout | None = None,
@@ -106,6 +108,7 @@ class Lab:
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
             num_microbatches=num_microbatches,
+            packed_sequences=packed_sequences,
             seed=seed,
             dtype=dtype,
             layout=layout or Layout(),
@@ -188,7 +191,8 @@ class Lab:
         """Changes what the next step trains on; the model stays as it is.
 
         Args:
-            seq_length: Tokens in a sequence; None leaves it.
+            seq_length: Tokens in a sequence, or in a row of packed ones, which stay as long as they are; None leaves
+                it.
             micro_batch_size: Sequences in a pass; None leaves it.
             num_microbatches: Passes before an optimizer step; None leaves it.
 
@@ -319,11 +323,11 @@ class Lab:
         self, seq_length: int | None, micro_batch_size: int | None, num_microbatches: int | None
     ) -> Scenario:
         given: dict[str, Any] = {
-            "seq_length": seq_length,
             "micro_batch_size": micro_batch_size,
             "num_microbatches": num_microbatches,
         }
-        return replace(self.scenario, **{name: value for name, value in given.items() if value is not None})
+        scenario = self.scenario if seq_length is None else self.scenario.with_tokens_of_a_row(seq_length)
+        return replace(scenario, **{name: value for name, value in given.items() if value is not None})
 
     @property
     def pinned_host_memory(self) -> bool:

@@ -18,6 +18,7 @@ from memlab.model import data_parallel_overlap
 from memlab.model.activation_offload import manager as offload_manager
 from memlab.model.build import LiveModel
 from memlab.model.megatron_versions import zero_auxiliary_losses
+from memlab.model.packed_sequences import packed_sequence_params, shifted
 from memlab.upstream.patching import patched
 
 
@@ -101,19 +102,23 @@ def _over_the_copies(loss: float) -> float:
 
 
 def _forward_step(live: LiveModel, batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
-    tokens = next(batches).cuda()
-    positions = torch.arange(tokens.shape[1] - 1, device="cuda").unsqueeze(0)
-    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    tokens, lengths = next(batches).cuda(), live.scenario.sequence_lengths
+    if lengths is None:
+        positions = torch.arange(tokens.shape[1] - 1, device="cuda").unsqueeze(0)
+        inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    else:
+        inputs, positions, labels = shifted(tokens, lengths)
+    packed = {"packed_seq_params": packed_sequence_params(live.scenario)}
     arguments, own_labels = (chunks_of_this_rank(inputs), chunks_of_this_rank(positions)), chunks_of_this_rank(labels)
     state = live.scenario.state
     if state.loss == "cross_entropy":
-        return model(*arguments, None, labels=own_labels), _mean_loss
+        return model(*arguments, None, labels=own_labels, **packed), _mean_loss
 
     def mean_loss(logits: torch.Tensor) -> tuple[torch.Tensor, float]:
         return _mean_loss(live.loss(logits, own_labels, state.logprobs_chunk_size))
 
     # Without labels the model returns the logits.
-    return model(*arguments, None), mean_loss
+    return model(*arguments, None, **packed), mean_loss
 
 
 def _mean_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, float]:
@@ -127,10 +132,11 @@ def _mean_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, float]:
 def _batches(scenario: Scenario) -> Iterator[torch.Tensor]:
     """Yields random tokens int64 [micro_batch_size, seq_length + 1] on the host, the same in every step.
 
-    Each copy of the model has its own tokens; the ranks of one copy have the same.
+    A packed row has one token more for each of its sequences. Each copy of the model has its own tokens; the ranks of
+    one copy have the same.
     """
     generator = torch.Generator().manual_seed(scenario.seed + parallel_state.get_data_parallel_rank())
-    shape = (scenario.micro_batch_size, scenario.seq_length + 1)
+    shape = (scenario.micro_batch_size, scenario.seq_length + (scenario.packed_sequences or 1))
     for _ in range(scenario.num_microbatches):
         yield torch.randint(scenario.architecture.vocab_size, shape, generator=generator)
 

@@ -406,7 +406,7 @@ _WITHOUT_TE = (
     ),
     Internal(
         owner="megatron.core.models.common.embeddings.rope_utils",
-        names=("fused_apply_rotary_pos_emb",),
+        names=("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"),
         use="replaced",
         where="backends/cpu.py",
         why="TE's fused rotation in torch (`fused_rope`); Megatron refuses apply_rope_fusion where it is None.",

@@ -61,6 +61,13 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-microbatches", type=whole_number, metavar="N", help="micro-batches in a step (default 1)"
     )
     workload.add_argument(
+        "--packed-sequences",
+        type=whole_number,
+        metavar="N",
+        help="pack N sequences into the one row of a micro-batch, whose tokens --seq-length gives (default: each "
+        "sequence has a row of its own)",
+    )
+    workload.add_argument(
         "--seed", type=whole_number, metavar="N", help="seed of the weights and the data (default 1234)"
     )
     workload.add_argument("--dtype", metavar=_choices(DTYPES), help="type of parameters and activations (default bf16)")

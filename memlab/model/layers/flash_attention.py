@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from memlab.meter.labels import one_kernel
-from memlab.model.layers.torch_functions import attend, attend_backward
+from memlab.model.layers.torch_functions import attend, attend_backward, attend_each, attend_each_backward
 
 _QUERIES_PER_BLOCK = 128
 _CHANNELS_PER_BLOCK = 32
@@ -32,6 +32,49 @@ def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     output = _FlashAttention.apply(*(tensor.transpose(0, 1).contiguous() for tensor in copied), scale)
     result: torch.Tensor = output.flatten(2).transpose(0, 1).contiguous()
     return result
+
+
+def packed_flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, ends: torch.Tensor
+) -> torch.Tensor:
+    """Attends each packed sequence by itself, from [tokens, heads, channels] (``mha_varlen_fwd``, ``mha_varlen_bwd``).
+
+    Args:
+        query: Shape [tokens, heads, channels].
+        key: The same, of as many or fewer heads.
+        value: Like `key`.
+        scale: Of the scores.
+        ends: Where the sequences end, int32 [sequences + 1] with a 0 in front.
+
+    Returns:
+        Shape [tokens, heads * channels].
+    """
+    copied = [tensor.contiguous() for tensor in (query, key, value)]
+    output: torch.Tensor = _PackedFlashAttention.apply(*copied, scale, ends)
+    return output.flatten(1)
+
+
+class _PackedFlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, ends: torch.Tensor
+    ) -> torch.Tensor:
+        output, log_sum_exp = attend_each(query, key, value, scale, ends)
+        random_state = query.new_empty(2, dtype=torch.int64)
+        ctx.save_for_backward(query, key, value, output, log_sum_exp, random_state, ends)
+        ctx.scale = scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, output, log_sum_exp, _, ends = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        # Each sequence gets a block of rows more, where it may not be a multiple of one.
+        rows = query.shape[0] + _QUERIES_PER_BLOCK * (len(ends) - 1)
+        buffers = _backward_buffers(query.unsqueeze(0), key.unsqueeze(0), rows)
+        parts = attend_each_backward(grad, query, key, value, output, log_sum_exp, ctx.scale, ends)
+        del buffers
+        return *parts, None, None
 
 
 class _FlashAttention(torch.autograd.Function):
@@ -53,20 +96,20 @@ class _FlashAttention(torch.autograd.Function):
         query, key, value, output, log_sum_exp, _ = ctx.saved_tensors
         grad = grads[0].contiguous()
         results = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
-        buffers = _backward_buffers(query, key)
+        rows = -(-query.shape[1] // _QUERIES_PER_BLOCK) * _QUERIES_PER_BLOCK
+        buffers = _backward_buffers(query, key, rows)
         _attend_backward(results, grad, query, key, value, output, log_sum_exp, ctx.scale)
         del buffers
         return *results, None
 
 
-def _backward_buffers(query: torch.Tensor, key: torch.Tensor) -> list[torch.Tensor]:
-    """Returns what ``mha_bwd`` allocates and frees.
+def _backward_buffers(query: torch.Tensor, key: torch.Tensor, rows: int) -> list[torch.Tensor]:
+    """Returns what ``mha_bwd`` allocates and frees, for the queries of a sequence in so many rows.
 
     These are sums of rows, the query's gradient in fp32, and with grouped queries the gradients of key and value for
     each head.
     """
     batch, tokens, heads, channels = query.shape
-    rows = -(-tokens // _QUERIES_PER_BLOCK) * _QUERIES_PER_BLOCK
     columns = -(-channels // _CHANNELS_PER_BLOCK) * _CHANNELS_PER_BLOCK
     buffers = [
         query.new_empty(batch, heads, rows, dtype=torch.float32),

@@ -12,6 +12,7 @@ import torch
 
 from memlab.meter.labels import one_kernel
 from memlab.model.layers.tensor_parallel import WHOLE, Split
+from memlab.model.packed_sequences import lengths_of
 
 
 class RmsNorm(torch.autograd.Function):
@@ -135,6 +136,74 @@ class CausalAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         query, key, value, output, log_sum_exp = ctx.saved_tensors
         return *attend_backward(grads[0], query, key, value, output, log_sum_exp, ctx.scale), None
+
+
+class PackedAttention(torch.autograd.Function):
+    """`CausalAttention` of sequences that share a row: shapes are [tokens, heads, channels].
+
+    Saves the same tensors, and where the sequences end. cuDNN's log-sum-exp is fp32 [tokens, heads, 1] here
+    (``fused_attn_f16_arbitrary_seqlen.cu``, Transformer Engine 2.12); how large cuDNN's workspace for packed sequences
+    is, was not measured.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, ends: torch.Tensor
+    ) -> torch.Tensor:
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        output, log_sum_exp = attend_each(query, key, value, scale, ends)
+        ctx.save_for_backward(query, key, value, output, log_sum_exp, ends)
+        ctx.scale = scale
+        return output.view(len(output), -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        query, key, value, output, log_sum_exp, ends = ctx.saved_tensors
+        parts = attend_each_backward(grads[0], query, key, value, output, log_sum_exp, ctx.scale, ends)
+        return *parts, None, None
+
+
+@one_kernel()
+def attend_each(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, ends: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attends each packed sequence by itself; returns output [tokens, heads, channels] and log-sum-exp [heads, tokens].
+
+    Args:
+        query: Shape [tokens, heads, channels].
+        key: The same, of as many or fewer heads.
+        value: Like `key`.
+        scale: Of the scores.
+        ends: Where the sequences end, int32 [sequences + 1] with a 0 in front.
+    """
+    lengths = lengths_of(ends)
+    queries, keys, values = (tensor.unsqueeze(1).split(lengths) for tensor in (query, key, value))
+    rows = [attend(*row, scale) for row in zip(queries, keys, values, strict=True)]
+    outputs, log_sums = zip(*rows, strict=True)
+    return torch.cat(outputs).squeeze(1), torch.cat(log_sums, dim=-1).squeeze(0)
+
+
+@one_kernel()
+def attend_each_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    scale: float,
+    ends: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Returns the gradients of query, key and value of `attend_each`."""
+    lengths = lengths_of(ends)
+    grads, queries, keys, values, outputs = (
+        tensor.unsqueeze(1).split(lengths) for tensor in (grad.view(output.shape), query, key, value, output)
+    )
+    # Torch's kernel wants the log-sum-exp contiguous.
+    log_sums = [part.contiguous() for part in log_sum_exp.unsqueeze(0).split(lengths, dim=-1)]
+    rows = zip(grads, queries, keys, values, outputs, log_sums, strict=True)
+    parts = [attend_backward(one, q, k, v, out, log_sum, scale) for one, q, k, v, out, log_sum in rows]
+    return tuple(torch.cat(of_rows).squeeze(1) for of_rows in zip(*parts, strict=True))
 
 
 def _heads_first(

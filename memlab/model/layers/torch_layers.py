@@ -12,15 +12,23 @@ from typing import Any, ClassVar, Literal
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from memlab.model.layers.context_parallel import RingAttention
-from memlab.model.layers.flash_attention import flash_attention
+from memlab.model.layers.flash_attention import flash_attention, packed_flash_attention
 from memlab.model.layers.tensor_parallel import split_of
-from memlab.model.layers.torch_functions import CausalAttention, GroupedLinear, Linear, NormLinear, RmsNorm
+from memlab.model.layers.torch_functions import (
+    CausalAttention,
+    GroupedLinear,
+    Linear,
+    NormLinear,
+    PackedAttention,
+    RmsNorm,
+)
 from memlab.model.layers.unfused_attention import unfused_attention
 from memlab.model.megatron_versions import grouped_experts
 
@@ -182,9 +190,24 @@ class TorchAttention(torch.nn.Module):
         self.config = config
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None, **_: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
     ) -> torch.Tensor:
-        """Attends from [sequence, batch, heads, channels]; returns [sequence, batch, heads * channels]."""
+        """Attends from [sequence, batch, heads, channels]; returns [sequence, batch, heads * channels].
+
+        Packed sequences have no batch dimension.
+        """
+        if packed_seq_params is not None:
+            ends = packed_seq_params.cu_seqlens_q
+            is_flash = self.config.attention_backend is AttnBackend.flash
+            attend = packed_flash_attention if is_flash else PackedAttention.apply
+            packed: torch.Tensor = attend(query, key, value, self.softmax_scale, ends)
+            return packed
         if self.context_parallel_group is not None:
             ring: torch.Tensor = RingAttention.apply(query, key, value, self.softmax_scale, self.context_parallel_group)
             return ring
