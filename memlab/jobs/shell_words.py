@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from itertools import groupby
 
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _ENDS = "\n;&|"
+_ORDINARY = re.compile(r"[^\\#()'\"$` \t\r<>\n;&|]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,13 @@ class Word:
     def raw(self) -> str:
         """The text as written, without quotes."""
         return "".join(piece.text for piece in self.pieces)
+
+    def join_plain_pieces(self) -> None:
+        """Makes one piece of plain ones that follow each other: an expansion may consist of several."""
+        pieces: list[Piece] = []
+        for kind, equal in groupby(self.pieces, lambda piece: piece.kind):
+            pieces += [Piece("".join(each.text for each in equal), kind)] if kind == "plain" else equal
+        self.pieces = pieces
 
 
 def split_expansions(text: str) -> list[tuple[str, bool]]:
@@ -118,8 +127,10 @@ class _Scanner:
         return self.done
 
     def _plain(self) -> None:
-        self._add(self.text[self.position], "plain")
-        self.position += 1
+        match = _ORDINARY.match(self.text, self.position)
+        text = match[0] if match else self.text[self.position]
+        self._add(text, "plain")
+        self.position += len(text)
 
     def _blank(self) -> None:
         self._end_word()
@@ -135,11 +146,7 @@ class _Scanner:
     def _add(self, text: str, kind: str) -> None:
         if self.word is None:
             self.word = Word(self.line)
-        pieces = self.word.pieces
-        if pieces and pieces[-1].kind == kind and kind == "plain":
-            pieces[-1] = Piece(pieces[-1].text + text, kind)
-        else:
-            pieces.append(Piece(text, kind))
+        self.word.pieces.append(Piece(text, kind))
 
     def _backslash(self) -> None:
         following = self.text[self.position + 1 : self.position + 2]
@@ -203,6 +210,7 @@ class _Scanner:
     def _open(self) -> None:
         word = self.word
         if word is not None and self.array is None and re.fullmatch(rf"{NAME}\+?=", word.raw):
+            word.join_plain_pieces()
             self.array, self.array_word, self.word = [], word, None
         elif self.array is None:
             self._end_word()
@@ -268,6 +276,7 @@ class _Scanner:
         if self.word is None:
             return
         word, self.word = self.word, None
+        word.join_plain_pieces()
         if self.drop_next:
             self.drop_next = False
         elif self.array is not None:
