@@ -36,7 +36,8 @@ class Word:
     def join_plain_pieces(self) -> None:
         """Makes one piece of plain ones that follow each other: an expansion may consist of several."""
         pieces: list[Piece] = []
-        for kind, equal in groupby(self.pieces, lambda piece: piece.kind):
+        for kind, group in groupby(self.pieces, lambda piece: piece.kind):
+            equal = list(group)
             pieces += [Piece("".join(each.text for each in equal), kind)] if kind == "plain" else equal
         self.pieces = pieces
 
