@@ -1,6 +1,6 @@
 # memlab: everything here works in a fresh clone with nothing but Python 3.11 or 3.12 and pip. Start with `make run`.
 .DEFAULT_GOAL := help
-.PHONY: help run test lab hooks clean
+.PHONY: help run test lab docs hooks clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,6 +28,18 @@ test: $(VENV)/.installed-dev ## Lint, check types and the import order of the pa
 lab: $(VENV)/.installed ## Open JupyterLab on labs/
 	@$(BIN)/memlab lab
 
+# The largest labs first, so that two that run at the same time end together.
+LABS := $(patsubst labs/%.ipynb,build/book/labs/%/notebook.ipynb,$(shell ls -S labs/*.ipynb))
+
+docs: $(VENV)/.installed-docs ## Run each lab once, and build the book with them: build/book/html/index.html
+	@$(MAKE) --no-print-directory --jobs=2 $(LABS)
+	@$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c labs/book -d build/book/doctrees . build/book/html
+	@echo "the book is in build/book/html: open index.html"
+
+build/book/labs/%/notebook.ipynb: labs/%.ipynb $(shell find memlab -name '*.py')
+	@rm -rf $(@D) $(@D).failed && mkdir -p build/book/labs
+	@$(BIN)/memlab run $< --out $(@D) > $(@D).log && echo "ran $<"
+
 hooks: $(VENV)/.installed-dev ## Check every commit with pre-commit
 	@$(BIN)/pre-commit install
 
@@ -43,6 +55,10 @@ $(BIN)/python:
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@echo "installing memlab, torch, megatron-core and JupyterLab into $(VENV) (minutes, once)"
 	@$(PIP) install --editable '.[cpu]'
+	@touch $@
+
+$(VENV)/.installed-docs: pyproject.toml | $(VENV)/.installed
+	@$(PIP) install --editable '.[cpu,docs]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.installed

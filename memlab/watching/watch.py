@@ -25,15 +25,15 @@ def watch(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, name: str 
     """Meters the block: any code that trains or evaluates a model of PyTorch, on the CPU or on one GPU.
 
     Example:
-        ```python
-        with memlab.watch(model, optimizer) as run:
-            loss = model(x).sum()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        run  # a table: the peak by category, phase and module
-        run.show()  # the timeline; `memlab.compare` draws several runs on one axis
-        ```
+        After the block, ``run`` is a table and a timeline; `memlab.compare` draws several runs on one axis::
+
+            with memlab.watch(model, optimizer) as run:
+                loss = model(x).sum()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            run  # a table: the peak by category, phase and module
+            run.show()  # the timeline
 
     Every allocation and every free gets its category, phase and module. What is allocated when the block begins is
     counted too: parameters and buffers, gradients, and the state of the optimizers. Other tensors are ``unlabelled``.

@@ -1,7 +1,8 @@
-"""What README.md names exists: paths, commands, flags, names of the package and keys of a record."""
+"""What README.md and the pages of the book name exists: paths, commands, flags, names of the package, keys of a record."""
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 from pathlib import Path
@@ -14,19 +15,31 @@ from memlab.config.architectures import ARCHITECTURES
 from memlab.record.step_record import StepRecord
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+BOOK = ROOT / "labs" / "book"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {
+    path: path.read_text(encoding="utf-8")
+    for path in (ROOT / "README.md", ROOT / "labs" / "SCALING_UP.md", *sorted(BOOK.glob("*.md")))
+}
+EVERYTHING = "\n".join(PAGES.values())
+COMMAND = r"memlab (?:measure|predict|search|job|compare|run|nightly|baseline|results|doctor|lab)\b"
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 
 
-def test_every_path_exists() -> None:
-    written = set(
-        re.findall(
-            r"`((?:memlab|labs|tests|benchmarks|papermill_runs|\.github)/[\w./]*|[\w]+\.(?:md|yml|toml))`", README
-        )
-    )
-    written |= set(re.findall(r"\]\(([\w./]+)\)", README))
-    examples = {"labs/NN_name.ipynb"}
-    assert [path for path in sorted(written - examples) if not (ROOT / path).exists()] == []
-    assert len(written) > 8
+@every_page
+def test_every_path_exists(page: Path) -> None:
+    text = PAGES[page]
+    named = re.findall(r"`((?:memlab|labs|tests|benchmarks|papermill_runs|\.github)/[\w./]*)`", text)
+    examples = {"labs/NN_name.ipynb", "papermill_runs/suites/mine.yaml"}
+    linked = re.findall(r"\]\(([\w./]+)(?:#[\w-]+)?\)", text)
+    assert [path for path in named if path not in examples and not (ROOT / path).exists()] == []
+    assert [path for path in linked if not (page.parent / path).exists()] == []
+
+
+def test_the_readme_is_one_screen_that_names_every_how_to_page() -> None:
+    assert README.count("\n") < 80
+    pages = {path.name for path in PAGES if path.parent == BOOK} - {"contents.md", "api.md"}
+    assert pages <= {Path(link).name for link in re.findall(r"\]\(([\w./]+)", README)}
 
 
 def test_the_file_tree_is_the_one_that_is_there() -> None:
@@ -42,36 +55,66 @@ def test_the_file_tree_is_the_one_that_is_there() -> None:
     assert {name for name in own if not name.startswith("_")} <= set(inside), "a package without a phrase"
 
 
-@pytest.mark.parametrize(
-    "line",
-    re.findall(
-        r"^memlab (?:measure|predict|search|job|compare|run|nightly|baseline|doctor|lab)\b.*$", README, re.MULTILINE
-    ),
-)
+@pytest.mark.parametrize("line", sorted(set(re.findall(rf"^ *({COMMAND}.*)$", EVERYTHING, re.MULTILINE))))
 def test_every_command_parses(line: str) -> None:
-    build_parser().parse_args(shlex.split(line)[1:])
+    build_parser().parse_args(shlex.split(line.partition(" > ")[0])[1:])
+
+
+@every_page
+def test_every_flag_exists(page: Path) -> None:
+    (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    known = {flag for parser in commands.choices.values() for flag in parser._option_string_actions}
+    of_others = {"--nproc-per-node", "--gpu-bind", "--ip", "--file", "--fail-on-warning"}
+    inline = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
+    named = {
+        flag
+        for code in re.findall(r"`([^`]+)`", inline)
+        if not code.startswith(("pip ", "ip", "sbatch"))
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", code)
+    }
+    assert named - known - of_others == set()
 
 
 def test_make_targets_names_and_keys_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    assert [name for name in set(re.findall(r"\bmake (\w+)", README)) if f"\n{name}:" not in makefile] == []
-    imported = re.search(r"from memlab import (.*)", README)
-    assert imported is not None
-    assert [name for name in imported.group(1).split(", ") if name not in memlab.__all__] == []
-    keys = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", README, re.MULTILINE)))
+    assert [name for name in set(re.findall(r"`?\bmake (\w+)`", EVERYTHING)) if f"\n{name}:" not in makefile] == []
+    imported = {name for names in re.findall(r"from memlab import (.*)", EVERYTHING) for name in names.split(", ")}
+    assert len(imported) > 5
+    assert [name for name in imported if name not in memlab.__all__] == []
+    table = (BOOK / "live_model.md").read_text().partition("| key of a record |")[2]
+    keys = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)))
     assert len(keys) > 8
     assert [key for key in keys if key not in StepRecord.__slots__] == []
-    assert [name for name in ARCHITECTURES if f"`{name}`" not in README] == []
+    assert [name for name in ARCHITECTURES if f"`{name}`" not in (BOOK / "commands.md").read_text()] == []
 
 
-def test_the_example_runs() -> None:
-    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
-    assert code is not None
-    small = code.group(1).replace('Lab("qwen3-moe-tiny")', 'Lab("qwen3-moe-tiny", seq_length=32)')
+def test_the_examples_run() -> None:
+    live, offload = ((BOOK / name).read_text() for name in ("live_model.md", "offload_frees_nothing.md"))
+    blocks = [
+        *re.findall(r"```python\n(.*?)```", live, re.DOTALL)[:1],
+        *re.findall(r"```python\n(.*?)```", offload, re.DOTALL),
+    ]
     names: dict[str, object] = {}
-    exec(small, names)  # noqa: S102  # the README's own lines
+    for code in blocks:
+        small = code.replace(
+            'Lab("qwen3-moe-tiny")', 'lab if "lab" in globals() else Lab("qwen3-moe-tiny", seq_length=32)'
+        )
+        exec(small, names)  # noqa: S102  # the pages' own lines
     names["lab"].close()  # type: ignore[attr-defined]
     assert names["full"].peak_allocated_bytes < names["plain"].peak_allocated_bytes  # type: ignore[attr-defined]
+    assert names["record"].offloaded_bytes_by_module  # type: ignore[attr-defined]
+
+
+def test_the_book_lists_every_page() -> None:
+    listed = re.findall(r"^(?:labs|CON|CHA)[\w/\[\]*-]*$", (BOOK / "contents.md").read_text(), re.MULTILINE)
+    pages = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "labs").glob("*.md"), *BOOK.glob("*.md")]
+    names = {str(path.relative_to(ROOT).with_suffix("")) for path in pages} - {"labs/book/contents"}
+    assert set(listed) == names | {"labs/[0-9]*"}
+
+
+def test_the_reference_has_every_public_name() -> None:
+    named = re.findall(r"^\.\. (?:auto|py:)\w+:: (\w+)$", (BOOK / "api.md").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(memlab.__all__)
 
 
 def test_the_labs_page_names_every_lab_and_no_other() -> None:

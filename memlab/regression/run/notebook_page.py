@@ -11,8 +11,8 @@ from pathlib import Path
 
 import nbformat
 
-from memlab.regression.run.readable_notebook import PLUMBING_TAGS, REMOVE_INPUT_TAG, make_readable
-from memlab.regression.suite.notebooks import PARAMETERS_TAG, headings, read_notebook
+from memlab.regression.run.readable_notebook import REMOVE_INPUT_TAG, make_readable
+from memlab.regression.suite.notebooks import headings, read_notebook
 from memlab.regression.suite.parameters import INTERACTIVE, read_parameters
 
 _STYLE = Path(__file__).with_name("notebook_page.css").read_text(encoding="utf-8")
@@ -40,7 +40,7 @@ def write_page(notebook_path: Path, page_path: Path, failure: str = "", plotly_j
     notebook = read_notebook(notebook_path)
     title = next(filter(None, headings(notebook, with_injected=False)), notebook_path.stem)
     parameters = _parameters_table(notebook)
-    num_figures = make_readable(notebook, hidden_tags=PLUMBING_TAGS | {PARAMETERS_TAG}, open_answers=True)
+    num_figures = make_readable(notebook, as_report=True)
     hiding = Config({"TagRemovePreprocessor": {"enabled": True, "remove_input_tags": {REMOVE_INPUT_TAG}}})
     exporter = HTMLExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True, config=hiding)
     body, _ = exporter.from_notebook_node(notebook)

@@ -3,47 +3,52 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from html import escape
 
 import nbformat
 
-from memlab.regression.suite.notebooks import HIDE_INPUT_TAG, INJECTED_TAG, INTERACTIVE_TAG, RECORD_TAG, has_tag
+from memlab.regression.suite.notebooks import (
+    EXERCISE_TAG,
+    HIDE_INPUT_TAG,
+    INJECTED_TAG,
+    INTERACTIVE_TAG,
+    PARAMETERS_TAG,
+    RECORD_TAG,
+    has_tag,
+)
 
 PLOTLY_MIMETYPE = "application/vnd.plotly.v1+json"
-PLUMBING_TAGS = frozenset({HIDE_INPUT_TAG, INJECTED_TAG, RECORD_TAG})
-"""Tags of cells whose code a page leaves out: it runs the lab, and explains nothing."""
+_PLUMBING_TAGS = frozenset({HIDE_INPUT_TAG, INJECTED_TAG, RECORD_TAG})
 REMOVE_INPUT_TAG = "remove-input"
-"""nbconvert (as `make_readable`'s callers configure it) and MyST-NB leave out the code of a cell with this tag."""
+"""MyST-NB leaves out the code of a cell with this tag, and so does nbconvert as `notebook_page` configures it."""
 _WIDGET_MIMETYPE = "application/vnd.jupyter.widget-view+json"  # an executed notebook has no widget state to draw from
 _FOLDED = re.compile(r"<details(?![^>]*\sopen\b)")
 
 
-def make_readable(
-    notebook: nbformat.NotebookNode, *, hidden_tags: Collection[str] = PLUMBING_TAGS, open_answers: bool
-) -> int:
-    """Prepares an executed notebook for a page, in place.
+def make_readable(notebook: nbformat.NotebookNode, *, as_report: bool) -> int:
+    """Prepares an executed notebook for a page, in place: cells that only run the lab show their outputs alone.
 
     Args:
         notebook: An executed notebook.
-        hidden_tags: Cells with one of these tags show their outputs, but not their code. A cell that failed shows both.
-        open_answers: Unfolds what is folded in the text and the quizzes. The text of a figure stays folded.
+        as_report: For a reader who wants the results: answers are open, and exercises and the code of the parameters
+            are left out. Otherwise the page is for a reader who learns: answers are folded, and exercises are shown.
 
     Returns:
         The number of figures. The page must load plotly.js if there is one.
     """
+    hidden_tags = _PLUMBING_TAGS | ({PARAMETERS_TAG} if as_report else set())
     num_figures = 0
     kept = []
     for cell in notebook.cells:
-        if has_tag(cell, INTERACTIVE_TAG):
+        if has_tag(cell, INTERACTIVE_TAG) and (as_report or not has_tag(cell, EXERCISE_TAG)):
             continue
         outputs = cell.get("outputs", [])
-        if cell.cell_type == "markdown" and open_answers:
+        if cell.cell_type == "markdown" and as_report:
             cell.source = _FOLDED.sub("<details open", cell.source)
         for output in outputs:
             data = output.get("data", {})
             data.pop(_WIDGET_MIMETYPE, None)
-            if open_answers and isinstance(data.get("text/html"), str):
+            if as_report and isinstance(data.get("text/html"), str):
                 data["text/html"] = _FOLDED.sub("<details open", data["text/html"])
             if PLOTLY_MIMETYPE in data:
                 data["text/html"] = _figure_html(data.pop(PLOTLY_MIMETYPE), data.get("text/plain", ""))
