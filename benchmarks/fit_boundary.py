@@ -4,8 +4,8 @@
     python -m benchmarks.fit_boundary predict labs/results/h200_limits.jsonl
 
 On a GPU each try is a process of its own, in which torch's memory fraction caps the allocator: a process that has run
-out of memory once has other holes in its segments. A prediction opens a new lab for each try. A try takes two steps,
-because the first one allocates the optimizer state in between.
+out of memory once has other holes in its segments. A try takes two steps, because the first one allocates the optimizer
+state in between. `memlab results --limits` writes the page that has both.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy import full, recompute
-from memlab import Lab, MemorySettings
-from memlab.lab.environment import versions
+from memlab import Lab, MemorySettings, Scenario, StepRecord
+from memlab.analysis.limits import Limit
+from memlab.lab.predictions import predict_limit
 
-TOLERANCE = 0.0005
-"""Of the limit: how near both ends of the bisection come."""
 QWEN, PHI = "qwen3-30b-a3b", "phi-4"
 USUAL: dict[str, Any] = {"num_layers": 4, "seq_length": 4096}
 CASES: dict[str, tuple[str, dict[str, Any], MemorySettings]] = {
@@ -52,66 +52,46 @@ CASES: dict[str, tuple[str, dict[str, Any], MemorySettings]] = {
 }
 
 
-def succeeds(name: str, cap_bytes: int | None, backend: str) -> tuple[bool, int, int]:
-    """Takes two steps of a case; returns whether both finished, the allocated and the reserved peak in bytes."""
+def take_step(name: str, limit_bytes: int | None) -> StepRecord:
+    """Takes two steps of a case on the GPU; returns the record of the second one."""
     architecture, workload, settings = CASES[name]
-    with Lab(architecture, **workload, backend=backend) as lab:
-        lab.device_memory_bytes = cap_bytes
-        record = lab.step(settings)
-    return record.status == "ok", record.peak_allocated_bytes, record.peak_reserved_bytes or 0
+    with Lab(architecture, **workload, backend="cuda") as lab:
+        lab.device_memory_bytes = limit_bytes
+        return replace(lab.step(settings), timeline=None)
 
 
-def succeeds_in_a_process(name: str, cap_bytes: int | None, backend: str) -> tuple[bool, int, int]:
-    """As `succeeds`, in a process of its own; one that ends with an error has not succeeded."""
-    command = [sys.executable, "-m", "benchmarks.fit_boundary", "try", name, str(cap_bytes or 0), backend]
+def take_step_in_a_process(name: str, limit_bytes: int | None) -> StepRecord | None:
+    """As `take_step`, in a process of its own; None if that ended with an error."""
+    command = [sys.executable, "-m", "benchmarks.fit_boundary", "try", name, str(limit_bytes or 0)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # this interpreter
-    if done.returncode:
-        return False, 0, 0
-    ok, allocated, reserved = json.loads(done.stdout.splitlines()[-1])
-    return ok, allocated, reserved
-
-
-def bisect(name: str, backend: str, attempt: Callable[[str, int | None, str], tuple[bool, int, int]]) -> dict[str, Any]:
-    """Returns the largest cap that failed and the smallest that succeeded, and the peaks without a cap."""
-    ok, allocated, reserved = attempt(name, None, backend)
-    assert ok, f"{name} does not finish without a cap"
-    fails, fits = int(allocated * (1 - TOLERANCE)), int(reserved * (1 + TOLERANCE))
-    while fits - fails > TOLERANCE * fits:
-        cap = (fails + fits) // 2
-        if attempt(name, cap, backend)[0]:
-            fits = cap
-        else:
-            fails = cap
-    return {
-        "case": name,
-        "fails_bytes": fails,
-        "fits_bytes": fits,
-        "peak_allocated_bytes": allocated,
-        "peak_reserved_bytes": reserved,
-        "versions": versions(),
-    }
+    return None if done.returncode else StepRecord.from_dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def measure(out: Path, names: list[str]) -> None:
     """Bisects on the GPU, and appends a line for each case that the file lacks."""
-    known = {json.loads(line)["case"] for line in out.read_text().splitlines()} if out.exists() else set()
+    lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
+    known = [Limit.from_dict(json.loads(line)) for line in lines]
     for name in names:
-        if name not in known:
-            row = bisect(name, "cuda", succeeds_in_a_process)
+        architecture, workload, settings = CASES[name]
+        scenario = Scenario.of(architecture, **workload)
+        if not any((one.scenario, one.settings) == (scenario, settings) for one in known):
+            limit = Limit.find(partial(take_step_in_a_process, name))
             with out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-            print(f"{name}: {row['fails_bytes'] / 1e9:.2f} to {row['fits_bytes'] / 1e9:.2f} GB", flush=True)
+                file.write(json.dumps(limit.to_dict()) + "\n")
+            print(f"{name}: {limit.fails_bytes / 1e9:.2f} to {limit.fits_bytes / 1e9:.2f} GB", flush=True)
 
 
 def predict(measured: Path) -> None:
-    """Predicts the limits of a file of rows, and prints both and the error; positive is too pessimistic."""
-    print(f"{'case':40} {'measured, GB':>16} {'predicted, GB':>16} {'error':>8}")
+    """Predicts the limits of a file, and prints both and the error; below zero, "fits" is said too early."""
     for line in measured.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        found = bisect(row["case"], "simulated", succeeds)
-        middles = [(each["fails_bytes"] + each["fits_bytes"]) / 2 for each in (row, found)]
-        ranges = [f"{each['fails_bytes'] / 1e9:.2f} to {each['fits_bytes'] / 1e9:.2f}" for each in (row, found)]
-        print(f"{row['case']:40} {ranges[0]:>16} {ranges[1]:>16} {middles[1] / middles[0] - 1:8.2%}", flush=True)
+        limit = Limit.from_dict(json.loads(line))
+        found = predict_limit(limit)
+        ranges = [f"{each.fails_bytes / 1e9:.2f} to {each.fits_bytes / 1e9:.2f} GB" for each in (limit, found)]
+        print(
+            f"{limit.scenario}, {limit.settings}: measured {ranges[0]}, predicted {ranges[1]}, "
+            f"error {limit.error_of(found):+.2%}",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -124,15 +104,14 @@ def main() -> None:
     actions.add_parser("predict", help="predict what was measured").add_argument("measured", type=Path)
     trying = actions.add_parser("try", help="one try of `measure`")
     trying.add_argument("name", choices=list(CASES))
-    trying.add_argument("cap_bytes", type=int, help="0 is no cap")
-    trying.add_argument("backend")
+    trying.add_argument("limit_bytes", type=int, help="what torch may reserve; 0 is no limit")
     arguments = parser.parse_args()
     if arguments.action == "measure":
         measure(arguments.out, arguments.only)
     elif arguments.action == "predict":
         predict(arguments.measured)
     else:
-        print(json.dumps(succeeds(arguments.name, arguments.cap_bytes or None, arguments.backend)))
+        print(json.dumps(take_step(arguments.name, arguments.limit_bytes or None).to_dict()))
 
 
 if __name__ == "__main__":

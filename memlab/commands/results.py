@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memlab.analysis.accuracy import pairs_of
+from memlab.analysis.limits import Limit
 from memlab.atomic_files import written_aside
 from memlab.commands.shared.output import check_new_file, out_path
 from memlab.commands.shared.process import stdout_reserved_for_result
@@ -30,6 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="file of records of measured steps; memlab predicts each step and compares the two",
+    )
+    parser.add_argument(
+        "--limits",
+        type=Path,
+        metavar="FILE",
+        help="file of measured limits, such as labs/results/h200_limits.jsonl: the smallest memory with which a step "
+        "completes; memlab predicts each limit and compares the two (minutes)",
     )
     parser.add_argument(
         "--hardware",
@@ -56,10 +64,11 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     given = arguments.hardware.strip()
     page = results_page([_read(Result.from_dict, *line) for line in _lines(arguments.records)], given)
     steps = [_read(StepRecord.from_dict, *line) for line in _lines(arguments.steps)] if arguments.steps else []
+    limits = [_read(Limit.from_dict, *line) for line in _lines(arguments.limits)] if arguments.limits else []
     failed = next((step for step in steps if step.status != "ok"), None)
     if failed is not None:
         raise ValueError(f"{arguments.steps}: {failed.scenario}, {failed}, did not finish: leave its line out")
-    return lambda: _write(page, steps, given, arguments.out)
+    return lambda: _write(page, steps, limits, given, arguments.out)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -76,13 +85,15 @@ def _read(read: Callable[[dict[str, Any]], Any], place: str, line: str) -> Any:
         raise ValueError(f"{place}: {error}") from error
 
 
-def _write(page: str, steps: list[StepRecord], hardware: str, out: Path | None) -> int:
-    if steps:
-        with stdout_reserved_for_result():
-            from memlab.lab.predictions import predict_measured
-            from memlab.views.text.accuracy import accuracy_page
-
-            page = f"{page}\n{accuracy_page(pairs_of(steps, predict_measured(steps)), hardware)}".rstrip()
+def _write(page: str, steps: list[StepRecord], limits: list[Limit], hardware: str, out: Path | None) -> int:
+    with stdout_reserved_for_result():
+        if steps or limits:
+            from memlab.lab.predictions import predict_limit, predict_measured
+            from memlab.views.text.accuracy import accuracy_page, limits_page
+        if limits:
+            page = f"{page}\n{limits_page([(limit, predict_limit(limit)) for limit in limits])}".rstrip()
+        if steps:
+            page = f"{page}\n\n{accuracy_page(pairs_of(steps, predict_measured(steps)), hardware)}".rstrip()
     if out is None:
         print(page)
     else:

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from memlab.analysis.limits import Limit
 from memlab.config.architectures import Architecture
 from memlab.config.layout import Layout
 from memlab.config.routing import Routing
@@ -97,6 +98,23 @@ def _predictions(measured: Sequence[StepRecord]) -> Iterator[StepRecord]:
     finally:
         if lab is not None:
             lab.close()
+
+
+def predict_limit(measured: Limit) -> Limit:
+    """Predicts the smallest memory with which a measured step completes; each attempt has a lab of its own.
+
+    Args:
+        measured: The limit of a step on one rank.
+    """
+    scenario = routed_by_chance(measured.scenario)
+
+    def attempt(limit_bytes: int | None) -> StepRecord:
+        model, workload = _split(scenario)
+        with Lab(**model, **workload, backend="simulated") as lab:
+            lab.device_memory_bytes = limit_bytes
+            return lab.step(measured.settings)
+
+    return Limit.find(attempt)
 
 
 def routed_by_chance(scenario: Scenario) -> Scenario:

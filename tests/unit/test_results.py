@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from memlab.analysis.limits import Limit
 from memlab.cli import main
+from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.lab.predictions import predict_limit
 from memlab.record.step_record import StepRecord
+from memlab.views.text.accuracy import limits_page
 from memlab.views.text.results import Result, results_page
 from tests.unit.builders import record_of
+from tests.unit.corruption import corruptions
 
 GIB = 2**30
 PLAIN = record_of(None, peak_allocated_bytes=10 * GIB)
@@ -101,3 +107,46 @@ def test_scenarios_that_read_alike_have_tables_of_their_own() -> None:
 def test_a_page_in_no_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["results", "labs/results/h200_settings.jsonl", "--out", "/nowhere/page.md"]) == 2
     assert "make it, or choose another file" in capsys.readouterr().err
+
+
+def test_a_limit_is_bisected_and_read_back() -> None:
+    def attempt(limit_bytes: int | None) -> StepRecord | None:
+        if limit_bytes is not None and limit_bytes < 11 * GIB:
+            return None  # the model did not fit
+        completes = limit_bytes is None or limit_bytes >= 12 * GIB
+        return replace(PLAIN, peak_reserved_bytes=20 * GIB, status="ok" if completes else "out_of_memory")
+
+    found = Limit.find(attempt)
+    assert found.fails_bytes < 12 * GIB <= found.fits_bytes <= found.fails_bytes * 1.0006
+    text = json.dumps(found.to_dict())
+    assert Limit.from_dict(json.loads(text)) == found
+    for damaged in corruptions(text.encode(), "json", seed=1):
+        with suppress(ValueError):
+            Limit.from_dict(json.loads(damaged))
+    with pytest.raises(ValueError, match="has no fits_bytes"):
+        Limit.from_dict({name: value for name, value in found.to_dict().items() if name != "fits_bytes"})
+    with pytest.raises(ValueError, match="must be two positive numbers in ascending order"):
+        Limit.from_dict(found.to_dict() | {"fails_bytes": found.fits_bytes})
+    with pytest.raises(ValueError, match="so it has no limit"):
+        Limit.find(lambda _: replace(PLAIN, status="out_of_memory"))
+
+
+def test_limits_that_are_predicted_too_low_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scenario = Scenario.of("phi-4-tiny", num_layers=1, seq_length=32)
+    predicted = predict_limit(replace(Limit.find(free), scenario=scenario))
+    for factor, error, is_too_early in ((1.0, "+0.00%", "no"), (1.25, "-20.00%", "yes")):
+        ends = {name: int(getattr(predicted, name) * factor) for name in ("fails_bytes", "fits_bytes")}
+        page = limits_page([(replace(predicted, **ends), predicted)])
+        (row,) = (line.split(" | ") for line in page.splitlines() if line.startswith("| phi-4-tiny"))
+        assert (row[4], row[6].rstrip(" |")) == (error, is_too_early)
+        assert f"{factor > 1:.0%} of the verdicts" in page
+    records, limits = tmp_path / "gpu.jsonl", tmp_path / "limits.jsonl"
+    records.write_text(json.dumps(Result(PLAIN, (0.1,)).to_dict()) + "\n")
+    limits.write_text(json.dumps(predicted.to_dict() | {"fits_bytes": "12"}) + "\n")
+    assert main(["results", str(records), "--limits", str(limits)]) == 2
+    assert "limits.jsonl, line 1: fits_bytes is '12', must be a whole number" in capsys.readouterr().err
+
+
+def free(limit_bytes: int | None) -> StepRecord:
+    """A step that completes with any memory."""
+    return replace(PLAIN, peak_reserved_bytes=20 * GIB)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memlab.analysis.accuracy import FIGURES, Errors, Pair
+from memlab.analysis.limits import Limit
+from memlab.fitting.measured_margin import measured_margin
 from memlab.units import GIB
 from memlab.views.text.results import hardware_of
 
@@ -72,3 +74,52 @@ def _steps(pairs: Sequence[Pair]) -> list[str]:
         )
         rows.append("| " + " | ".join(cells) + " |")
     return rows
+
+
+_LIMITS_HEAD = """
+## The limit of what fits
+The smallest memory with which a step completes, found by bisection: each attempt is a fresh process on the GPU, and a
+fresh lab in a prediction, whose torch may reserve only so much. If the predicted limit is the lower one (an error below
+zero), memlab says "fits" of a GPU on which the step runs out of memory; to such a limit it adds a margin before it says
+"fits", so the last column judges the limit with that margin.
+"""
+
+
+def limits_page(limits: Sequence[tuple[Limit, Limit]]) -> str:
+    """Writes measured limits beside predicted ones.
+
+    Args:
+        limits: Pairs of a measured and a predicted limit; at least one.
+    """
+    rows = [
+        '| step | setting | measured GB | predicted GB | error | "fits" is said from GB | too early |',
+        "| --- | --- | ---: | ---: | ---: | ---: | --- |",
+    ]
+    num_too_early = 0
+    for measured, predicted in limits:
+        said_from = predicted.fits_bytes * (1 + measured_margin(measured.scenario.architecture))
+        is_too_early = said_from <= measured.fails_bytes
+        num_too_early += is_too_early
+        cells = (
+            str(measured.scenario),
+            str(measured.settings),
+            f"{measured.fails_bytes / 1e9:.2f} to {measured.fits_bytes / 1e9:.2f}",
+            f"{predicted.fails_bytes / 1e9:.2f} to {predicted.fits_bytes / 1e9:.2f}",
+            f"{measured.error_of(predicted):+.2%}",
+            f"{said_from / 1e9:.2f}",
+            "yes" if is_too_early else "no",
+        )
+        rows.append("| " + " | ".join(cells) + " |")
+    errors = [abs(measured.error_of(predicted)) for measured, predicted in limits]
+    summary = (
+        f"Of {len(limits)} limits the worst error is {max(errors):.2%}, and {num_too_early / len(limits):.0%} of the "
+        f'verdicts say "fits" too early. {_hardware(limits)}'
+    )
+    return "\n".join([_LIMITS_HEAD.strip(), "", summary, "", *rows, ""])
+
+
+def _hardware(limits: Sequence[tuple[Limit, Limit]]) -> str:
+    measured, predicted = limits[0]
+    seen = sorted({", ".join(f"{name} {value}" for name, value in one.hardware.items()) for one, _ in limits})
+    versions = [", ".join(f"{name} {value}" for name, value in one.versions.items()) for one in (measured, predicted)]
+    return f"Measured on {'; '.join(seen)} ({versions[0]}). Predicted with {versions[1]}."

@@ -1,0 +1,99 @@
+"""The limit of a step: the smallest device memory with which it completes, measured or predicted, by bisection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from memlab.config.from_json import build
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.record.step_record import StepRecord
+
+_TOLERANCE = 0.0005
+"""Of the limit: how near both ends of a bisection come."""
+
+Attempt = Callable[[int | None], StepRecord | None]
+"""Takes a step with so many bytes that torch may reserve (None: without a limit), in a fresh process or lab; None if
+even the model did not fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """Between which two sizes of memory a step begins to complete; the bytes are those that torch may reserve."""
+
+    scenario: Scenario
+    settings: MemorySettings
+    fails_bytes: int
+    """The most memory with which the step ran out of memory."""
+    fits_bytes: int
+    """The least memory with which the step completed."""
+    peak_allocated_bytes: int
+    """Of the step without a limit, as the next one."""
+    peak_reserved_bytes: int
+    versions: dict[str, str]
+    hardware: dict[str, str]
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fails_bytes < self.fits_bytes:
+            raise ValueError(
+                f"a limit lies between {self.fails_bytes} and {self.fits_bytes} bytes, must be two positive numbers "
+                "in ascending order: measure it again"
+            )
+
+    @classmethod
+    def find(cls, attempt: Attempt) -> Limit:
+        """Bisects the limit of a step.
+
+        Args:
+            attempt: Takes the step.
+
+        Raises:
+            ValueError: If the step does not complete without a limit.
+        """
+        free = attempt(None)
+        if free is None or free.status != "ok" or free.peak_reserved_bytes is None:
+            raise ValueError(f"{free or 'the step'} did not complete on a GPU, so it has no limit: choose another step")
+        fails = int(free.peak_allocated_bytes * (1 - _TOLERANCE))
+        fits = int(free.peak_reserved_bytes * (1 + _TOLERANCE))
+        while fits - fails > _TOLERANCE * fits:
+            middle = (fails + fits) // 2
+            record = attempt(middle)
+            if record is not None and record.status == "ok":
+                fits = middle
+            else:
+                fails = middle
+        return cls(
+            scenario=free.scenario,
+            settings=free.settings,
+            fails_bytes=fails,
+            fits_bytes=fits,
+            peak_allocated_bytes=free.peak_allocated_bytes,
+            peak_reserved_bytes=free.peak_reserved_bytes,
+            versions=dict(free.versions),
+            hardware=dict(free.hardware),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values, for JSON."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return values | {"scenario": self.scenario.to_dict(), "settings": self.settings.to_dict()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Limit:
+        """Builds a limit from what `to_dict` returned.
+
+        Raises:
+            ValueError: If a field is missing or has a wrong value.
+        """
+        if not isinstance(values, dict) or not {"scenario", "settings"} <= set(values):
+            raise ValueError("a limit has no scenario or no settings: measure it with benchmarks/fit_boundary.py")
+        scenario, settings = Scenario.from_dict(values["scenario"]), MemorySettings.from_dict(values["settings"])
+        others = {name: value for name, value in values.items() if name not in ("scenario", "settings")}
+        return build(cls, others, "a limit", scenario=scenario, settings=settings)
+
+    def error_of(self, predicted: Limit) -> float:
+        """Returns how far a predicted limit is off, as a share of this one; below 0 a verdict says "fits" too early."""
+        measured = self.fails_bytes + self.fits_bytes
+        return (predicted.fails_bytes + predicted.fits_bytes) / measured - 1
