@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # the one list of public names; the module reads it below
     from memlab.lab.predictions import predict_ranks as predict_ranks
     from memlab.ranks.ranks import Ranks as Ranks
     from memlab.record.job_record import JobRecord as JobRecord
+    from memlab.record.measured_steps import measured_steps as measured_steps
     from memlab.record.notebook_result import finish as finish
     from memlab.record.step_record import StepRecord as StepRecord
     from memlab.record.timeline import Timeline as Timeline
@@ -41,6 +42,7 @@ if TYPE_CHECKING:  # the one list of public names; the module reads it below
     from memlab.units import format_bytes as format_bytes
     from memlab.views.display import compare as compare
     from memlab.views.display import line_by_line as line_by_line
+    from memlab.views.display import over_steps as over_steps
     from memlab.views.display import peaks as peaks
     from memlab.views.display import savings as savings
     from memlab.views.display import show as show

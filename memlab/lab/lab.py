@@ -454,18 +454,20 @@ class Lab:
         """Finds what module attributes keep alive between steps through their autograd graphs, and by which path."""
         return Probes(self._one_rank("retained")).retained()
 
-    def tap(self, layer: int, *, guarded: bool = True) -> AbstractContextManager[Tap]:
+    def tap(self, layer: int, *, guarded: bool = True, every: bool = False) -> AbstractContextManager[Tap]:
         """Within the block, keeps one layer's output alive after each forward, as a probe or an auxiliary head does.
 
         Args:
             layer: Counted from 0.
+            every: Keeps the outputs of all forwards and not only the last checkpointed one, as a program does that
+                appends them to a list: a leak, until the block ends.
             guarded: False lets ``release_storage`` empty the tapped storage too, as upstream's patch does (verl #7328);
                 `Tap.look` then shows what a probe would have read, without a read.
 
         Raises:
             ValueError: If there is no such layer.
         """
-        return Probes(self._one_rank("tap")).tap(layer, guarded=guarded)
+        return Probes(self._one_rank("tap")).tap(layer, guarded=guarded, every=every)
 
     def unmetered_step_seconds(self) -> float:
         """Takes a step without metering it and returns its duration, to compare with a metered one.

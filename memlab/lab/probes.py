@@ -63,12 +63,12 @@ class Probes:
         return self._session.run_exclusive(lambda: find_retained(self._stepper.live))
 
     @contextmanager
-    def tap(self, layer: int, *, guarded: bool) -> Iterator[Tap]:
+    def tap(self, layer: int, *, guarded: bool, every: bool) -> Iterator[Tap]:
         """Implements `Lab.tap`."""
         last = self._stepper.scenario.num_layers_of_stage - 1
         if not 0 <= layer <= last:
             raise ValueError(f"layer is {layer!r}, must be from 0 to {last}: tap another layer")
-        tap = self._session.run_exclusive(lambda: self._stepper.tap(layer, guarded=guarded))
+        tap = self._session.run_exclusive(lambda: self._stepper.tap(layer, guarded=guarded, every=every))
         try:
             yield tap
         finally:

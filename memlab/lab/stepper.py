@@ -227,11 +227,11 @@ class Stepper:
             self._replay.forget()
         self._offload_watch.misled = False
 
-    def tap(self, layer: int, *, guarded: bool) -> Tap:
+    def tap(self, layer: int, *, guarded: bool, every: bool) -> Tap:
         """Taps a layer's output; unguarded, ``release_storage`` empties what is tapped too, until `untap`."""
         self._remedy.spares_shared = guarded
         self._num_taps += 1
-        return Tap(self.live, layer)
+        return Tap(self.live, layer, every=every)
 
     def untap(self, tap: Tap) -> None:
         """Ends a tap."""

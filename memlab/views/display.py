@@ -36,6 +36,7 @@ from memlab.views.text.columns import Block, Table, as_html, as_text
 from memlab.views.text.compare import peak_blocks
 from memlab.views.text.difference import comparison_blocks
 from memlab.views.text.formula import formula_blocks
+from memlab.views.text.over_steps import over_steps_blocks
 from memlab.views.text.ranks import rank_by_rank_blocks, ranks_blocks
 from memlab.views.text.record import out_of_memory_blocks, record_table, timeline_table
 from memlab.views.text.savings import savings_blocks
@@ -294,3 +295,20 @@ def line_by_line(
     """
     blocks = formula_blocks(formula, metered, tokens=tokens, titles=titles, with_sum=with_sum)
     return View(None, as_text(blocks), as_html(blocks))
+
+
+def over_steps(runs: Mapping[str, Sequence[StepRecord]]) -> View:
+    """Shows how start and peak go on from step to step, in a small chart for each of several runs.
+
+    Args:
+        runs: The steps of each run in their order, by the name of the run.
+
+    Raises:
+        ValueError: If there is no run, or one has no step.
+    """
+    from memlab.views.figures.over_steps import over_steps_figure
+
+    if not runs or not all(runs.values()):
+        raise ValueError("over_steps got no steps, must be at least one for each run: pass {'a name': [lab.step()]}")
+    blocks = over_steps_blocks(runs)
+    return View(over_steps_figure(runs), as_text(blocks), as_html(blocks))

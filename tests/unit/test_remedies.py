@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -63,6 +64,9 @@ def test_a_storage_that_something_else_refers_to_is_never_emptied(open_lab: Call
     assert lab.step(remedied("release_storage")).without_effect == {}
     with pytest.raises(ValueError, match="from 0 to 3"), lab.tap(4):
         pass
+    with lab.tap(3, every=True):
+        starts = [lab.step(MemorySettings(), warm_up=False).static_bytes for _ in range(3)]
+    assert [later - earlier for earlier, later in pairwise(starts)] == [128 * 128 * 2] * 2, "a leak of one output"
 
 
 def test_unguarded_the_remedy_leaves_a_tap_with_an_empty_storage_and_a_clean_record(

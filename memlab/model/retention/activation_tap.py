@@ -37,22 +37,31 @@ class Tapped:
 
 
 class Tap:
-    """Keeps a layer's output after each forward without gradients: its storage is also the next checkpoint's input."""
+    """Keeps a layer's output after each forward without gradients: its storage is also the next checkpoint's input.
 
-    def __init__(self, live: LiveModel, layer: int) -> None:
+    Args:
+        live: The model.
+        layer: Counted from 0.
+        every: Appends the output of every forward to a list, with or without gradients: a leak.
+    """
+
+    def __init__(self, live: LiveModel, layer: int, *, every: bool = False) -> None:
         self._layer = layer
-        self._kept: torch.Tensor | None = None
+        self._every = every
+        self._kept: list[torch.Tensor] = []
         self._handle = live.layers[layer].register_forward_hook(self._keep)
 
     def _keep(self, _module: Any, _inputs: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
-            self._kept = output[0]
+        if self._every:
+            self._kept.append(output[0])
+        elif not torch.is_grad_enabled():
+            self._kept = [output[0]]
 
     def look(self) -> Tapped | None:
-        """Returns facts about the last output; None if no checkpointed forward has run."""
-        tensor = self._kept
-        if tensor is None:
+        """Returns facts about the last output; None if nothing has been kept."""
+        if not self._kept:
             return None
+        tensor = self._kept[-1]
         return Tapped(
             layer=self._layer,
             shape=tuple(tensor.shape),
@@ -63,4 +72,4 @@ class Tap:
     def take_off(self) -> None:
         """Removes the hook and drops the output."""
         self._handle.remove()
-        self._kept = None
+        self._kept.clear()

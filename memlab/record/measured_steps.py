@@ -1,0 +1,53 @@
+"""Measured steps that are kept in a file, one JSON object per line, such as labs/results/h200_steps.jsonl."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from memlab.config.allocator_settings import AllocatorSettings
+from memlab.config.scenario import Scenario
+from memlab.record.step_record import StepRecord
+
+
+def measured_steps(path: Path | str, architecture: str, **scenario: Any) -> dict[str, StepRecord]:
+    """Reads the steps of one scenario from a file of measured steps.
+
+    Args:
+        path: Of the file, one record per line. A line may also have the record under ``record``, beside further keys.
+        architecture: A known name (`memlab.ARCHITECTURES`).
+        **scenario: Further arguments of a `Scenario`, such as ``num_layers``, ``seq_length``, ``layout`` and ``state``.
+            What is left out has its default. The seed and the options of the allocator may be any.
+
+    Returns:
+        The first finished step under each memory setting, by the text of the setting (``"none"`` is plain Megatron).
+        The records have no timelines.
+
+    Raises:
+        ValueError: If there is no such file, a line is not a record, or no step of this scenario is in the file.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(
+            f"{path} is not a file: give a file such as results/h200_steps.jsonl in the folder of the labs"
+        )
+    wanted = _without_seed_and_allocator(Scenario.of(architecture, **scenario))
+    found: dict[str, StepRecord] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            values = json.loads(line)
+            record = StepRecord.from_dict(values.get("record", values))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+        is_wanted = _without_seed_and_allocator(record.scenario) == wanted
+        if is_wanted and record.status == "ok" and not record.forward_only:
+            found.setdefault(f"{record.settings}", record)
+    if not found:
+        raise ValueError(f"{path} has no step of {wanted}: choose a scenario that was measured")
+    return found
+
+
+def _without_seed_and_allocator(scenario: Scenario) -> Scenario:
+    return replace(scenario, seed=0, allocator=AllocatorSettings())
