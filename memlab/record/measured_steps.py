@@ -38,7 +38,10 @@ def measured_steps(path: Path | str, architecture: str, **scenario: Any) -> dict
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             values = json.loads(line)
-            record = StepRecord.from_dict(values.get("record", values))
+            values = values.get("record", values)
+            if values["scenario"]["architecture"]["name"] != wanted.architecture.name:
+                continue
+            record = StepRecord.from_dict(values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
         is_wanted = _without_seed_and_allocator(record.scenario) == wanted

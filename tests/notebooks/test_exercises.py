@@ -248,7 +248,7 @@ class PredictedJob:
     def set_workload(self, **_: int) -> None:
         """No answer depends on the longer workload, which takes as long as all answers together."""
 
-    def step(self, settings: MemorySettings | None = None) -> JobRecord:
+    def step(self, settings: MemorySettings | None = None, *, warm_up: bool = True) -> JobRecord:
         key = repr((self.job, settings))
         if key not in self.known:
             ranks = range(self.job["layout"].world_size)

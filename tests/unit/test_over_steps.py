@@ -17,7 +17,7 @@ GROWING = [replace(PLAIN, static_bytes=number * MIB, peak_allocated_bytes=(numbe
 def test_each_run_has_a_chart_with_its_peaks_and_starts_from_zero() -> None:
     figure = over_steps({"<A>": GROWING, "B": GROWING[:2], "C": GROWING}).figure
     assert figure is not None
-    assert [list(trace.y) for trace in figure.data][:4] == [[9, 10, 11], [0, 1, 2], [9, 10], [0, 1]]
+    assert [list(trace.y) for trace in figure.data][:5] == [[9, 10, 11], [0, 1, 2], [0] * 3, [9, 10], [0, 1]]
     assert [note.text for note in figure.layout.annotations] == ["<b>&lt;A&gt;</b>", "<b>B</b>", "<b>C</b>"]
     assert figure.layout.yaxis3.range[0] == 0
     assert figure.layout.yaxis3.domain[1] <= figure.layout.yaxis.domain[0], "the second row is below the first"

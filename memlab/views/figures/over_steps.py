@@ -1,4 +1,4 @@
-"""Bytes over the steps of several runs: a small chart per run, with a line for the starts and one for the peaks."""
+"""Bytes over the steps of several runs: a small chart per run, with lines for starts, peaks and residuals."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ from memlab.views.figures.palette import series_look
 _COLUMNS = 2
 _COLUMN_GAP = 0.09
 _SPACE_ABOVE = 1.12
+_LINES = {
+    "peak of the step": ("peak_allocated_bytes", "diamond"),
+    "start of the step": ("static_bytes", "circle"),
+    "residual after the step": ("residual_bytes", "square"),
+}
+"""What is drawn: a field of the record, and the mark of its points."""
 # Pixels.
 _SMALL_HEIGHT = 130
 _ROW_GAP = 62
@@ -46,7 +52,8 @@ def over_steps_figure(runs: Mapping[str, Sequence[StepRecord]]) -> go.Figure:
         left = column * (width + _COLUMN_GAP)
         top = 1.0 - (_HEAD_HEIGHT + row * (_SMALL_HEIGHT + _ROW_GAP)) / height
         number = "" if at == 0 else str(at + 1)
-        starts, peaks = start_and_peak(records)
+        series = {title: [getattr(record, field) for record in records] for title, (field, _) in _LINES.items()}
+        peaks = series[next(iter(_LINES))]
         unit_bytes, unit = binary_unit(max(peaks))
         axes[f"xaxis{number}"] = x | {
             "domain": [left, left + width],
@@ -66,9 +73,7 @@ def over_steps_figure(runs: Mapping[str, Sequence[StepRecord]]) -> go.Figure:
             "title": {"text": unit, "standoff": 6},
         }
         place = {"xaxis": f"x{number}", "yaxis": f"y{number}"}
-        for position, (title, sizes, symbol) in enumerate(
-            (("peak of the step", peaks, "diamond"), ("start of the step", starts, "circle"))
-        ):
+        for position, (title, sizes) in enumerate(series.items()):
             look = series_look(position)
             figure.add_scatter(
                 x=list(range(len(records))),
@@ -78,15 +83,10 @@ def over_steps_figure(runs: Mapping[str, Sequence[StepRecord]]) -> go.Figure:
                 showlegend=at == 0,
                 mode="lines+markers",
                 line={"color": look.colour, "dash": look.dash, "width": 2},
-                marker={"symbol": symbol, "size": 7, "color": look.colour},
+                marker={"symbol": _LINES[title][1], "size": 7, "color": look.colour},
                 hovertemplate=f"%{{y:.2f}} {unit}",
                 **place,
             )
         head = {"x": left, "xref": "paper", "xanchor": "left", "y": top, "yref": "paper", "yanchor": "bottom"}
         notes.append(head | {"text": f"<b>{html.escape(name, quote=False)}</b>", "showarrow": False, "yshift": 3})
     return figure.update_layout(axes | {"annotations": notes})
-
-
-def start_and_peak(records: Sequence[StepRecord]) -> tuple[list[int], list[int]]:
-    """Returns the bytes at the start and at the peak of each step."""
-    return [record.static_bytes for record in records], [record.peak_allocated_bytes for record in records]
