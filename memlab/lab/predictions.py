@@ -26,7 +26,6 @@ def predict_ranks(
     *,
     ranks: Sequence[int] | None = None,
     routing: Routing | str = "balanced",
-    replay: bool = False,
     **workload: Any,
 ) -> dict[str, StepRecord]:
     """Predicts a step on ranks of a job, one after the other, as ``memlab predict --rank all`` does.
@@ -38,7 +37,6 @@ def predict_ranks(
         ranks: Which to predict; None takes one of every kind (`Scenario.ranks_of_every_kind`).
         routing: Which experts tokens go to. Unless it is balanced, ranks with different experts are of different kinds;
             with random routing every rank is.
-        replay: As a `Lab` takes it: equal layers are stepped once, which takes less time.
         **workload: Further arguments of a `Lab`.
 
     Returns:
@@ -53,7 +51,7 @@ def predict_ranks(
     records = {}
     for rank in ranks:
         spread = replace(layout, rank=rank)
-        with Lab(architecture, layout=spread, routing=routing, backend="simulated", replay=replay, **workload) as lab:
+        with Lab(architecture, layout=spread, routing=routing, backend="simulated", **workload) as lab:
             records[f"rank-{rank}"] = lab.step(settings)
     return records
 

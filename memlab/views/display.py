@@ -310,5 +310,4 @@ def over_steps(runs: Mapping[str, Sequence[StepRecord]]) -> View:
 
     if not runs or not all(runs.values()):
         raise ValueError("over_steps got no steps, must be at least one for each run: pass {'a name': [lab.step()]}")
-    blocks = over_steps_blocks(runs)
-    return View(over_steps_figure(runs), as_text(blocks), as_html(blocks))
+    return View(over_steps_figure(runs), as_text(over_steps_blocks(runs)))
