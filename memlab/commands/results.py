@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from memlab.analysis.limits import Limit
 from memlab.atomic_files import written_aside
 from memlab.commands.shared.output import check_new_file, out_path
 from memlab.commands.shared.process import stdout_reserved_for_result
+from memlab.config.from_json import parse_json
 
 if TYPE_CHECKING:
     from memlab.record.step_record import StepRecord
@@ -80,7 +80,7 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
 
 def _read(read: Callable[[dict[str, Any]], Any], place: str, line: str) -> Any:
     try:
-        return read(json.loads(line))
+        return read(parse_json(line, "the line", "measure it again"))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{place}: {error}") from error
 

@@ -11,6 +11,7 @@ import pytest
 
 from memlab.analysis.limits import Limit
 from memlab.cli import main
+from memlab.config.from_json import parse_json
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -122,7 +123,7 @@ def test_a_limit_is_bisected_and_read_back() -> None:
     assert Limit.from_dict(json.loads(text)) == found
     for damaged in corruptions(text.encode(), "json", seed=1):
         with suppress(ValueError):
-            Limit.from_dict(json.loads(damaged))
+            Limit.from_dict(parse_json(damaged, "the line", "measure it again"))
     with pytest.raises(ValueError, match="has no fits_bytes"):
         Limit.from_dict({name: value for name, value in found.to_dict().items() if name != "fits_bytes"})
     with pytest.raises(ValueError, match="must be two positive numbers in ascending order"):
