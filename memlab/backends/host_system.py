@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+import psutil
 
 _NODES = Path("/sys/devices/system/node")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -31,11 +34,40 @@ def cgroup_limits_bytes(own_cgroups: Path, root: Path) -> list[int]:
         own_cgroups: ``/proc/self/cgroup``, with lines such as ``0::/user.slice`` or ``4:memory:/docker/1f``.
         root: ``/sys/fs/cgroup``.
     """
+    return [limit_bytes for limit_bytes, _ in _limited_groups(own_cgroups, root)]
+
+
+def free_host_memory_bytes() -> int:
+    """Returns the host memory that processes may still take: the machine's, or what the container's limit leaves."""
+    return min([psutil.virtual_memory().available, *cgroup_free_bytes(_OWN_CGROUPS, _CGROUPS)])
+
+
+def cgroup_free_bytes(own_cgroups: Path, root: Path) -> list[int]:
+    """Returns what the limits of this process's control groups leave; the arguments are those of `cgroup_limits_bytes`.
+
+    The group's use counts its file cache. The kernel drops the inactive part of that before it refuses memory, so that
+    part is free, as in Kubernetes' working set.
+    """
+    free: list[int] = []
+    for limit_bytes, group in _limited_groups(own_cgroups, root):
+        use, cache = (
+            ("current", "inactive_file") if group.name == "memory.max" else ("usage_in_bytes", "total_inactive_file")
+        )
+        try:
+            used_bytes = int(group.with_name(f"memory.{use}").read_text())
+            facts = dict(line.split() for line in group.with_name("memory.stat").read_text().splitlines())
+            free.append(max(0, limit_bytes - used_bytes + int(facts.get(cache, 0))))
+        except (OSError, ValueError):
+            free.append(limit_bytes)
+    return free
+
+
+def _limited_groups(own_cgroups: Path, root: Path) -> Iterator[tuple[int, Path]]:
+    """Yields the limit of each group that has one, and the file that says so."""
     try:
         lines = own_cgroups.read_text().splitlines()
     except OSError:
-        return []
-    limits: list[int] = []
+        return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -48,8 +80,7 @@ def cgroup_limits_bytes(own_cgroups: Path, root: Path) -> list[int]:
             except OSError:
                 continue
             if text.isdigit():
-                limits.append(int(text))
-    return limits
+                yield int(text), tree / group / name
 
 
 def pin_to_numa_node(device: int) -> None:

@@ -29,7 +29,6 @@ from memlab.commands.shared.step_flags import (
 )
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.cpu_info import num_cores
 from memlab.fitting.candidates import candidates
 from memlab.fitting.largest import WHATS, LargestInterrupted, with_value
 from memlab.fitting.layouts import SIZES, LayoutSearchInterrupted, layouts_of
@@ -80,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N|PROFILE",
         help="predict in N processes of this machine, or on the ipyparallel engines of a running cluster "
         "(ipcluster start --profile=PROFILE); the result is the same on any number; 0 and 1 use this process alone "
-        "(default: one process per core, or this process alone if the search is short)",
+        "(default: one process per core, fewer if host memory is short, or this process alone if the search is short)",
     )
     parser.add_argument(
         "--gpus",
@@ -126,13 +125,13 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     if arguments.largest is not None:
         _check_largest(arguments)
         return lambda: _find_largest(arguments, scenarios, base, limit_bytes, source)
-    engines = _own_engines(scenarios, base, arguments.max_steps) if arguments.engines is None else arguments.engines
+    most_engines = _most_engines(scenarios, base, arguments.max_steps)
 
     def job() -> int:
         from memlab.lab.search_workers import front_of
 
         try:
-            with stdout_reserved_for_result(), _workers(engines) as workers:
+            with stdout_reserved_for_result(), _workers(arguments.engines, most_engines) as workers:
                 found = front_of(
                     base,
                     scenarios,
@@ -200,10 +199,7 @@ def _find_layouts(arguments: argparse.Namespace, job: Scenario, given: dict[str,
 
     code = None
     try:
-        with (
-            stdout_reserved_for_result(),
-            _workers(num_cores() if arguments.engines is None else arguments.engines) as workers,
-        ):
+        with stdout_reserved_for_result(), _workers(arguments.engines) as workers:
             found = layouts_that_fit(job, given, base, arguments.gpu_memory, workers)
     except LayoutSearchInterrupted as interrupted:
         found, code = interrupted.found, 130
@@ -240,8 +236,9 @@ def _check_largest(arguments: argparse.Namespace) -> None:
             )
     if arguments.largest == "tokens" and (arguments.micro_batch_size or 1) > 1:
         raise ValueError(
-            f"--micro-batch-size is {arguments.micro_batch_size}, must be 1 with --largest tokens, which packs all "
-            "tokens of a micro-batch into one row: leave it out, or choose --largest seq-length"
+            f"--micro-batch-size is {arguments.micro_batch_size}, must be 1 with --largest tokens, whose micro-batch "
+            "is one packed sequence: leave --micro-batch-size out, or choose --largest seq-length, which keeps "
+            f"{arguments.micro_batch_size} sequences in a micro-batch"
         )
 
 
@@ -255,12 +252,10 @@ def _find_largest(
     from memlab.lab.search_workers import largest_of
 
     code = None
-    engines = arguments.engines
-    if engines is None:  # of one rank, two values at a time are worth trying
-        few = scenarios[0].num_layers_of_stage * scenarios[0].num_microbatches * len(scenarios) * 8 < _FEW_LAYERS
-        engines = 1 if few else min(num_cores(), 2 * len(scenarios))
+    few = scenarios[0].num_layers_of_stage * scenarios[0].num_microbatches * len(scenarios) * 8 < _FEW_LAYERS
+    most_engines = 1 if few else 2 * len(scenarios)  # of one rank, two values at a time are worth trying
     try:
-        with stdout_reserved_for_result(), _workers(engines) as workers:
+        with stdout_reserved_for_result(), _workers(arguments.engines, most_engines) as workers:
             outside_torch_bytes = arguments.gpu_memory - limit_bytes
             found = largest_of(
                 arguments.largest, settings, scenarios, workers, limit_bytes, outside_torch_bytes=outside_torch_bytes
@@ -288,22 +283,22 @@ def _find_largest(
     return 0 if found.largest_that_may_fit is not None else 1
 
 
-def _own_engines(scenarios: list[Scenario], base: MemorySettings, max_steps: int | None) -> int:
-    """Returns in how many processes a search predicts by itself; 1 is this process alone."""
+def _most_engines(scenarios: list[Scenario], base: MemorySettings, max_steps: int | None) -> int:
+    """Returns in how many processes a search predicts at most by itself; 1 is this process alone."""
     scenario = scenarios[0]
     num_steps = min(len(candidates(base, scenario)), max_steps or sys.maxsize) * len(scenarios)
     if num_steps * scenario.num_layers_of_stage * scenario.num_microbatches < _FEW_LAYERS:
         return 1
-    return max(1, min(num_cores(), num_steps // _STEPS_PER_ENGINE))
+    return num_steps // _STEPS_PER_ENGINE
 
 
 @contextmanager
-def _workers(engines: int | str) -> Iterator[Workers]:
-    """Opens processes of this machine, or connects to the engines of a profile."""
+def _workers(engines: int | str | None, at_most: int = sys.maxsize) -> Iterator[Workers]:
+    """Opens processes of this machine, by default at most so many, or connects to the engines of a profile."""
     from memlab.lab.search_workers import open_workers
 
-    if isinstance(engines, int):
-        with open_workers(engines) as workers:
+    if not isinstance(engines, str):
+        with open_workers(engines, at_most=at_most) as workers:
             yield workers
         return
     with open_engines(engines) as ranks, open_workers(ranks) as workers:

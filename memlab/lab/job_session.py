@@ -219,13 +219,19 @@ class JobSession:
         forward_only: bool = False,
     ) -> JobRecord:
         former, self.settings = self.settings, arguments["settings"]
+        failed: list[Exception] = []
 
         def report(progress: Progress) -> None:
             # The labs of the ranks forget a request that reaches them before their step begins, as it now has.
             if self._stop.is_set() and self._tell_to_stop():
                 self._stop.clear()
-            if on_progress is not None:
+            if on_progress is None or failed:
+                return
+            try:
                 on_progress(progress)
+            except Exception as error:  # noqa: BLE001  # raised below: a callback of this process ends no rank's process
+                failed.append(error)
+                self._stop.set()
 
         try:
             records = self._on_all("step", forward_only, arguments, on_progress=report)
@@ -237,6 +243,8 @@ class JobSession:
                     self.settings = former  # all ranks have refused them
                 raise
         self.num_steps += 1
+        if failed:
+            raise failed[0]
         record = JobRecord.of(records)
         self.records.append(record)
         return record

@@ -98,7 +98,7 @@ class SearchProcess:
         with process, self._folder:
             for line in process.stderr:
                 last = line.strip() or last
-                if " predicted, " in line:
+                if " predicted, " in line or " processes predict: " in line:
                     on_line(last)
             code = process.wait()
             if code == 0:

@@ -7,7 +7,6 @@ in a process (`memlab.ranks.engine`) that says every second that it lives.
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from collections import deque
@@ -22,7 +21,8 @@ import ipyparallel
 from memlab.ranks import engine
 from memlab.ranks.group import SILENT_SECONDS
 from memlab.ranks.local_processes import LocalProcess, LocalProcesses
-from memlab.ranks.ranks import ANSWER_SECONDS, NO_ENGINE, Engine, Ranks
+from memlab.ranks.messages import read, request
+from memlab.ranks.ranks import ANSWER_SECONDS, NO_ENGINE, Engine, Ranks, why_lost
 
 MOST_TRIES = 3
 """How often a call is begun at most, if it is lost each time."""
@@ -219,8 +219,7 @@ class Balanced:
                 answer = self._ranks.call(one.number, function, self._ranks.owner, *args)
             return answer.get(ANSWER_SECONDS)
         except ipyparallel.error.RemoteError as error:
-            has_ended = error.ename == "EngineError"
-            raise _EngineLostError("has ended" if has_ended else f"answers: {error.evalue}") from None
+            raise _EngineLostError(why_lost(error)) from None
         except TimeoutError:
             self._ranks.kill(one)
             raise _EngineLostError(f"has not answered for {ANSWER_SECONDS:.0f} s") from None
@@ -268,24 +267,22 @@ class _Process:
             self._place.start(self._served, self._variables)
             self._is_started = True
         self._number += 1
-        self._place.send(pickle.dumps((self._number, call.method, call.args, {})))
+        self._place.send(request(self._number, call.method, call.args))
         self.has_begun = True
         heard = time.monotonic()
         while True:
             messages, ended = self._place.receive(_POLL_SECONDS)
             if messages:
                 heard = time.monotonic()
-            for packed in messages:
-                kind, *values = pickle.loads(packed)  # noqa: S301  # from an engine of this user's
+            for kind, value in read(messages, self._number, self._name):
                 if kind == "progress":
-                    call.on_report(values[0])
-                elif kind == "answer" and values[0] == self._number:
+                    call.on_report(value)
+                elif kind == "answer":
                     with suppress(InvalidStateError):
-                        call.future.set_result(values[1])
+                        call.future.set_result(value)
                     return
-                elif kind == "error" and values[0] == self._number:
-                    values[1].add_note(f"on {self._name}:\n{values[2]}")
-                    call.fail(values[1])
+                elif kind == "error":
+                    call.fail(value)
                     return
             if ended:
                 raise _ProcessLostError(f"lost its process, which {ended}")

@@ -10,7 +10,6 @@ import platform
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -22,10 +21,10 @@ from typing import Any
 import psutil
 
 from memlab._version import __version__
+from memlab.ranks.process_log import ProcessLog
 
 LEASE_SECONDS = 25.0
 """An engine ends its process if the notebook that started it has not asked for messages for so long."""
-_LOG_LINES = 5
 # Not as the main module, whose classes the notebook could not unpickle.
 _RANK_PROCESS = "from memlab.ranks.rank_process import main; main()"
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "ipyparallel")
@@ -37,7 +36,7 @@ class _RankProcess:
     def __init__(self, owner: str, served: str, variables: dict[str, str]) -> None:
         self.owner = owner
         self.serves = served, variables
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
+        self._log = ProcessLog()
         self.connection, other_end = Pipe()
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -46,8 +45,8 @@ class _RankProcess:
                 [sys.executable, "-c", _RANK_PROCESS, str(other_end.fileno()), served],
                 pass_fds=[other_end.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
+                stdout=self._log.file,
+                stderr=self._log.file,
                 env=os.environ | {"PYTHONPATH": path} | variables,
             )
         finally:
@@ -76,15 +75,14 @@ class _RankProcess:
         self.connection.close()
         self._log.close()
 
+    def hear(self) -> None:
+        """Notes that the owner is there. The engine's main thread calls this often, as it calls `end`."""
+        self.heard = time.monotonic()
+        self._log.shorten()
+
     def last_words(self) -> str:
         """Returns how the process ended, and the last lines that it printed."""
-        code = self._process.wait()
-        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - 4000))
-        lines = [line for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
-        how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
-        if code == -9:
-            how += " (by hand, or by the system where host memory ran out)"
-        return f"{how}; it printed last: {' / '.join(lines[-_LOG_LINES:])}" if lines else how
+        return self._log.last_words(self._process.wait())
 
     def _end_if_forgotten(self) -> None:
         while self.is_running:
@@ -153,7 +151,7 @@ def receive(owner: str, seconds: float) -> tuple[list[bytes], str]:
         The pickled messages, and how the process ended, empty while it runs.
     """
     process = _of(owner)
-    process.heard = time.monotonic()
+    process.hear()
     messages = process.receive(seconds)
     return messages, "" if messages or process.is_running else process.last_words()
 
@@ -161,7 +159,7 @@ def receive(owner: str, seconds: float) -> tuple[list[bytes], str]:
 def keep(owner: str) -> None:
     """Notes that the owner is still there."""
     if _own is not None and _own.owner == owner:
-        _own.heard = time.monotonic()
+        _own.hear()
 
 
 def end(owner: str) -> None:

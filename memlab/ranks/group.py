@@ -6,7 +6,6 @@ reaches them. So the whole group ends with the first rank that fails, and a new 
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
@@ -17,8 +16,9 @@ from typing import Any
 import ipyparallel
 
 from memlab.ranks import engine
+from memlab.ranks.messages import read, request
 from memlab.ranks.rank_process import Whereabouts
-from memlab.ranks.ranks import ANSWER_SECONDS, NO_ENGINE, Engine, Ranks
+from memlab.ranks.ranks import ANSWER_SECONDS, NO_ENGINE, Engine, Ranks, why_lost
 
 _POLL_SECONDS = 0.5
 """How long an engine waits for a message before it answers that there is none."""
@@ -69,25 +69,20 @@ class _Member:
     text: str = ""
     done: bool = False
 
-    def hear(self, kind: str, values: list[Any], number: int) -> None:
-        """Notes a message of its process; answers to earlier calls than `number` are dropped."""
+    def hear(self, kind: str, value: Any) -> None:
+        """Notes a message of its process."""
         self.alive = now = time.monotonic()
         if kind == "alive":
-            before, (self.whereabouts,) = self.whereabouts, values
-            if before is None or before.calls != self.whereabouts.calls:
+            before, self.whereabouts = self.whereabouts, value
+            if before is None or before.calls != value.calls:
                 self._move(now)
-            self.cpu_seconds += self.whereabouts.cpu_seconds
-            self.computes = self.whereabouts.cpu_seconds > _IDLE_CPU_SECONDS
+            self.cpu_seconds += value.cpu_seconds
+            self.computes = value.cpu_seconds > _IDLE_CPU_SECONDS
         elif kind == "progress":
             self._move(now)
-        elif values[0] == number:
+        else:
             self.done = True
-            if kind == "answer":
-                self.answer = values[1]
-            else:
-                self.error = values[1]
-                if not isinstance(self.error, ValueError):  # a refusal, whose words say all
-                    self.error.add_note(f"on rank {self.rank}:\n{values[2]}")
+            self.answer, self.error = (value, None) if kind == "answer" else (None, value)
 
     def _move(self, now: float) -> None:
         self.moved, self.cpu_seconds = now, 0.0
@@ -150,7 +145,7 @@ class RankGroup:
         Args:
             method: Of the served object.
             arguments: For each rank, from rank 0 on; ranks without arguments are not called.
-            on_progress: Called with what the object of rank 0 reports.
+            on_progress: Called with what the object of rank 0 reports. If it raises, the group ends.
 
         Returns:
             The answers, in the order of the ranks.
@@ -162,8 +157,7 @@ class RankGroup:
         self._number += 1
         members = [_Member(rank, self._engines[rank]) for rank in range(len(arguments))]
         for member in members:
-            request = pickle.dumps((self._number, method, arguments[member.rank], {}))
-            self._ask(member.rank, engine.send, request)
+            self._ask(member.rank, engine.send, request(self._number, method, arguments[member.rank]))
         try:
             self._wait(members, on_progress)
         except BaseException:  # of `on_progress`, or an interrupt: the ranks are in the middle of something
@@ -191,7 +185,7 @@ class RankGroup:
 
     def notify(self, method: str, *args: Any) -> None:
         """Calls a method on every rank at once, next to what it does now, without an answer."""
-        self._tell(engine.send, pickle.dumps((0, method, args, {})))
+        self._tell(engine.send, request(0, method, args))
 
     def _tell(self, function: Any, *args: Any) -> None:
         for one in self._engines:
@@ -210,8 +204,7 @@ class RankGroup:
         except ipyparallel.error.RemoteError as error:
             if error.ename == "ValueError" and function is engine.start:
                 raise ValueError(f"rank {rank} cannot run on {one}: {error.evalue}") from None
-            why = "has ended" if error.ename == "EngineError" else f"answers: {error.evalue}"
-            raise self._failure(rank, f"is lost: {one} {why}") from None
+            raise self._failure(rank, f"is lost: {one} {why_lost(error)}") from None
         except (TimeoutError, *NO_ENGINE):
             raise self._failure(rank, f"is lost: {one} does not answer") from None
 
@@ -242,14 +235,12 @@ class RankGroup:
         try:
             messages, ended = poll.get()
         except ipyparallel.error.RemoteError as error:
-            why = "has ended" if error.ename == "EngineError" else f"answers: {error.evalue}"
-            member.text, member.done = f"is lost: {member.engine} {why}", True
+            member.text, member.done = f"is lost: {member.engine} {why_lost(error)}", True
             return
-        for packed in messages:
-            kind, *values = pickle.loads(packed)  # noqa: S301  # from this notebook's own engines
+        for kind, value in read(messages, self._number, f"rank {member.rank}"):
             if kind == "progress" and member.rank == 0 and on_progress is not None:
-                on_progress(values[0])
-            member.hear(kind, values, self._number)
+                on_progress(value)
+            member.hear(kind, value)
         if ended and not member.done:
             member.text, member.done = f"is lost: its process on {member.engine} {ended}", True
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from memlab.ranks.process_log import ProcessLog
 from memlab.ranks.rank_process import serve
-
-_LOG_BYTES = 2000
 
 
 class LocalProcess:
@@ -25,7 +23,7 @@ class LocalProcess:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self._log = tempfile.NamedTemporaryFile(prefix="memlab-process-")  # noqa: SIM115  # lives as long as this
+        self._log = ProcessLog()
         self._process: multiprocessing.process.BaseProcess | None = None
         self._connection: Connection | None = None
 
@@ -38,7 +36,8 @@ class LocalProcess:
         """
         context = multiprocessing.get_context("forkserver")
         self._connection, other_end = context.Pipe()
-        self._process = context.Process(target=_run, args=(other_end, served, variables, self._log.name), daemon=True)
+        arguments = other_end, served, variables, self._log.file.name
+        self._process = context.Process(target=_run, args=arguments, daemon=True)
         self._process.start()
         other_end.close()
 
@@ -52,25 +51,20 @@ class LocalProcess:
         """Returns pickled messages, and how the process ended, empty while it runs; waits for either."""
         assert self._connection is not None
         assert self._process is not None
+        self._log.shorten()
         received: list[bytes] = []
         wait([self._connection, self._process.sentinel], seconds)
         with suppress(EOFError, OSError):
             while self._connection.poll():
                 received.append(self._connection.recv_bytes())
-        return received, "" if received or self._process.exitcode is None else self._last_words()
+        code = self._process.exitcode
+        return received, "" if received or code is None else self._log.last_words(code)
 
     def end(self) -> None:
         """Ends the process, whatever it does."""
         if self._process is not None:
             self._process.kill()
             self._process.join()
-
-    def _last_words(self) -> str:
-        assert self._process is not None
-        code = self._process.exitcode or 0
-        how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
-        printed = Path(self._log.name).read_text(errors="replace")[-_LOG_BYTES:].strip()
-        return f"{how}; it printed last: {' / '.join(printed.splitlines()[-3:])}" if printed else how
 
     def __str__(self) -> str:
         number = self._process.pid if self._process is not None else "not started"

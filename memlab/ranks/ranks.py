@@ -35,6 +35,10 @@ ANSWER_SECONDS = 15.0
 _KEEP_SECONDS = 5.0
 NO_ENGINE = (IndexError, ipyparallel.error.NoEnginesRegistered, OSError)
 """What `Ranks.call` raises for an engine that has left, and once the ranks are closed."""
+_MOST_REFRESHES = 3
+"""How often engines that have ended are replaced in one go."""
+_HAS_ENDED = "EngineError"
+"""What ipyparallel's controller answers for an engine that has left."""
 _END_SECONDS = 3.0
 """How long an engine has to end its process."""
 
@@ -125,12 +129,28 @@ class Ranks:
         """Asks which engines there are now; a local cluster first replaces the ones that have ended.
 
         Raises:
-            ValueError: If these ranks are closed, an engine does not answer, or the engines have different versions.
+            ValueError: If these ranks are closed, an engine does not answer, engines end again and again, or they have
+                different versions.
         """
         if self.closed:
             raise ValueError("these engines were given back: start others, with Ranks.start, and open a lab on them")
-        if self._local is not None:
-            self._local.replace_lost(self._present, {known.number for known in self.engines})
+        for _ in range(_MOST_REFRESHES):
+            if self._local is not None:
+                self._local.replace_lost(self._present, {known.number for known in self.engines})
+            found = self._describe_all()
+            if found is not None:
+                # Neighbouring ranks, which share tensors, on one host.
+                self.engines = sorted(found, key=lambda one: (one.host, one.number))
+                _require_equal_versions(self.engines)
+                return
+        assert self._local is not None  # others are not replaced
+        raise ValueError(
+            f"engines on this machine ended as soon as they had started, {_MOST_REFRESHES} times: look at free memory "
+            f"and at the logs in {self._local.folder}/log, and start engines again"
+        )
+
+    def _describe_all(self) -> list[Engine] | None:
+        """Asks all engines where they run; None if one of a local cluster has left, or was silent and is ended."""
         asked, numbers = {}, self._present()
         for number in numbers:
             with suppress(*NO_ENGINE):  # it has just left
@@ -139,24 +159,18 @@ class Ranks:
         silent = [number for number, answer in asked.items() if not answer.done()]
         if silent:
             self._end_silent(silent)
-            self.refresh()  # replaces them
-            return
+            return None
         found = []
         for number, answer in asked.items():
             try:
                 found.append(Engine(number, **answer.get()))
             except ipyparallel.error.RemoteError as error:
-                if error.ename != "EngineError":  # which says that it has just left
+                if error.ename != _HAS_ENDED:
                     raise ValueError(
                         f"engine {number} answers {error.ename}: {error.evalue}: install memlab where it runs, and "
                         "start it again"
                     ) from None
-        if self._local is not None and len(found) < len(numbers):
-            self.refresh()  # replaces the one that has left meanwhile
-            return
-        # Neighbouring ranks, which share tensors, on one host.
-        self.engines = sorted(found, key=lambda one: (one.host, one.number))
-        _require_equal_versions(self.engines)
+        return None if self._local is not None and len(found) < len(numbers) else found
 
     def _end_silent(self, silent: list[int]) -> None:
         known = [one for one in self.engines if one.number in silent]
@@ -243,6 +257,11 @@ class Ranks:
     def __repr__(self) -> str:
         hosts = {one.host for one in self.engines}
         return f"Ranks({len(self)} engines on {', '.join(sorted(hosts))})"
+
+
+def why_lost(error: ipyparallel.error.RemoteError) -> str:
+    """Says in words what became of an engine that answers with an error."""
+    return "has ended" if error.ename == _HAS_ENDED else f"answers: {error.evalue}"
 
 
 def _require_equal_versions(engines: list[Engine]) -> None:

@@ -37,6 +37,10 @@ class Served:
             sys.stdout.flush()
             os._exit(code)
 
+    def chat(self, num_bytes: int) -> None:
+        sys.stdout.write("the first words\n" + "x" * num_bytes + "\nthe last words\n")
+        sys.stdout.flush()
+
     def note(self, words: str) -> None:
         self._noted = words
 

@@ -9,7 +9,13 @@ import pytest
 
 from memlab.backends import host_system
 from memlab.backends.cpu import bytes_per_parameter, require_host_memory
-from memlab.backends.host_system import cgroup_limits_bytes, host_memory_bytes, processors_of
+from memlab.backends.host_system import (
+    cgroup_free_bytes,
+    cgroup_limits_bytes,
+    free_host_memory_bytes,
+    host_memory_bytes,
+    processors_of,
+)
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
 from memlab.lab.lab import Lab
@@ -48,6 +54,13 @@ def test_a_group_is_bound_by_its_own_limit_and_those_around_it(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
     assert cgroup_limits_bytes(tmp_path / "own", tmp_path) == limits
+    assert cgroup_free_bytes(tmp_path / "own", tmp_path) == limits, "nothing is known to be used"
+    for name in files:
+        group, is_first_version = tmp_path / name, name.endswith("in_bytes")
+        group.with_name("memory.usage_in_bytes" if is_first_version else "memory.current").write_text("600\n")
+        cache = "total_inactive_file" if is_first_version else "inactive_file"
+        group.with_name("memory.stat").write_text(f"anon 500\n{cache} 100\n")
+    assert cgroup_free_bytes(tmp_path / "own", tmp_path) == [max(0, limit - 500) for limit in limits]
 
 
 def test_a_system_without_control_groups_has_no_limits(tmp_path: Path) -> None:
@@ -61,7 +74,7 @@ def test_a_model_larger_than_the_container_is_refused(tmp_path: Path, monkeypatc
     (tmp_path / "memory.max").write_text(f"{1024**2}\n")
     monkeypatch.setattr(host_system, "_OWN_CGROUPS", tmp_path / "own")
     monkeypatch.setattr(host_system, "_CGROUPS", tmp_path)
-    assert host_memory_bytes() == 1024**2
+    assert host_memory_bytes() == 1024**2 == free_host_memory_bytes()
     with pytest.raises(ValueError, match=r"this process may use 1\.00 MiB"):
         require_host_memory(scenario)
 

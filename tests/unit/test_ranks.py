@@ -19,7 +19,7 @@ from memlab import JobRecord, Lab, Layout, MemorySettings, Ranks, TrainingState
 from memlab.config.scenario import Scenario
 from memlab.lab.job_session import JobSession
 from memlab.lab.stepper import ModelLost
-from memlab.ranks import engine, group
+from memlab.ranks import engine, group, messages
 from memlab.ranks.group import RankFailed, RankGroup
 from memlab.ranks.ranks import Engine, _require_equal_versions
 
@@ -176,6 +176,43 @@ def test_a_process_is_kept_only_for_the_same_object_and_the_same_variables() -> 
     engine.end("a notebook")
 
 
+def test_a_rank_that_prints_for_days_fills_no_disk_and_its_last_words_are_kept() -> None:
+    engine.start("a notebook", SERVED, {})
+    assert engine._own is not None
+    log = engine._own._log.file.fileno()
+
+    def call(number: int, method: str, *args: object) -> tuple[list[bytes], str]:
+        engine.send("a notebook", messages.request(number, method, args))
+        answers: list[bytes] = []
+        while True:
+            answered, ended = engine.receive("a notebook", 10.0)
+            answers += answered
+            if ended or any(kind == "answer" for kind, _ in messages.read(answers, number, "here")):
+                return answers, ended
+
+    call(1, "chat", 3 * 2**20)
+    assert os.fstat(log).st_size > 3 * 2**20
+    call(2, "chat", 10)  # receiving its answer shortens the log of before
+    engine.keep("a notebook")
+    assert os.fstat(log).st_size < 2**14
+    _, ended = call(3, "leave", 4)
+    assert ended == "ended with code 4; it printed last: " + " / ".join(
+        ["the last words", "the first words", "x" * 10, "the last words", "the last words"]
+    )
+    engine.end("a notebook")
+
+
+def test_engines_that_end_again_and_again_are_not_replaced_for_ever(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def has_left(*_: object) -> None:
+        raise IndexError("it has just left")
+
+    monkeypatch.setattr(ranks, "call", has_left)
+    with pytest.raises(ValueError, match=r"^engines on this machine ended as soon as they had started, 3 times: look"):
+        ranks.refresh()
+
+
 def test_another_process_with_the_number_of_a_lost_engine_is_not_ended(ranks: Ranks) -> None:
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     ranks.kill(Engine(99, socket.gethostname(), other.pid, {}, started=1.0))
@@ -286,6 +323,15 @@ def test_a_step_that_one_rank_cannot_finish_ends_on_all_and_the_job_is_built_aga
         # Stop ends a step on both ranks together, and the model stays.
         processes = [process_of(ranks, rank).pid for rank in range(2)]
         lab.set_workload(num_microbatches=8)
+
+        def fail(_: object) -> None:
+            raise OSError("the progress bar is gone")
+
+        num_records = len(lab.records)
+        with pytest.raises(OSError, match="the progress bar is gone"):
+            lab.step(FULL, on_progress=fail)
+        assert (len(lab.records), lab.settings) == (num_records, FULL)
+        lab.apply(MemorySettings())
         running = lab.submit()
         lab.stop()  # before the ranks have begun
         assert running.result(timeout=60).status == "interrupted"

@@ -33,12 +33,13 @@ from memlab.fitting.pareto_front import Point, SearchResult
 from memlab.fitting.prediction import Predict, Prediction
 from memlab.fitting.recompute_cost import recomputed_operations
 from memlab.fitting.search import SearchInterrupted, search
+from memlab.lab import search_workers
 from memlab.lab.lab import Lab
 from memlab.lab.search_process import SearchProcess
 from memlab.lab.search_steps import stepping
 from memlab.lab.search_workers import front_of, open_workers
 from memlab.record.step_record import StepRecord
-from memlab.units import GIB, MIB, remaining
+from memlab.units import GIB, MIB, format_bytes, remaining
 from memlab.views.text.search import search_table
 from tests.unit.live import FULL, offload, recompute
 
@@ -401,6 +402,23 @@ def test_a_search_in_a_process_of_its_own_ends_in_what_it_found_or_in_words() ->
     object.__setattr__(broken, "seq_length", 0)
     _, words = run(broken)
     assert isinstance(words, str) and "seq_length is 0" in words
+
+
+@pytest.mark.parametrize(
+    ("free", "at_most", "number"),
+    [(9 * GIB, 99, 4), (9 * GIB, 3, 3), (9 * GIB, 0, 1), (GIB, 99, 1), (99 * GIB, 99, 16)],
+)
+def test_processes_of_a_search_leave_half_of_the_free_host_memory_and_say_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], free: int, at_most: int, number: int
+) -> None:
+    monkeypatch.setattr(search_workers, "num_cores", lambda: 16)
+    monkeypatch.setattr(search_workers, "free_host_memory_bytes", lambda: free)
+    with open_workers(at_most=at_most) as workers:
+        assert len(workers._processes) == number
+    wanted = max(1, min(16, at_most))
+    said = f"only {number} of {wanted} processes predict: {format_bytes(free)} of host memory are free, of which they"
+    told = capsys.readouterr().err
+    assert (said in told) == (number < wanted) == bool(told), told
 
 
 def test_a_search_process_that_ends_before_it_reads_its_request_is_reported_and_leaves_no_folder(

@@ -1,0 +1,51 @@
+"""What a process printed: a file that keeps the last lines, and says how the process ended."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+
+_MOST_BYTES = 2**20
+_KEPT_BYTES = 4000
+_LINES = 5
+
+
+class ProcessLog:
+    """A temporary file to which a process appends its output, which is removed with this object.
+
+    Who opens it by its name has to append (``O_APPEND``): the process then goes on at the new end after `shorten`.
+    """
+
+    def __init__(self) -> None:
+        self.file = tempfile.NamedTemporaryFile(prefix="memlab-process-")  # noqa: SIM115  # lives as long as this
+        # `tempfile` leaves out this flag, which a process that inherits the file needs too.
+        fcntl.fcntl(self.file.fileno(), fcntl.F_SETFL, os.O_APPEND)
+
+    def shorten(self) -> None:
+        """Drops all but the last lines of a file that has become long: a job may run for days."""
+        number = self.file.fileno()
+        if os.fstat(number).st_size > _MOST_BYTES:
+            last = self._tail()
+            os.ftruncate(number, 0)
+            os.write(number, last)
+
+    def last_words(self, code: int) -> str:
+        """Returns how the process ended, and the last lines that it printed.
+
+        Args:
+            code: The process's exit code; negative if a signal ended it.
+        """
+        how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+        if code == -9:
+            how += " (by hand, or by the system where host memory ran out)"
+        lines = [line for line in self._tail().decode(errors="replace").splitlines() if line.strip()]
+        return f"{how}; it printed last: {' / '.join(lines[-_LINES:])}" if lines else how
+
+    def close(self) -> None:
+        """Removes the file."""
+        self.file.close()
+
+    def _tail(self) -> bytes:
+        number = self.file.fileno()
+        return os.pread(number, _KEPT_BYTES, max(0, os.fstat(number).st_size - _KEPT_BYTES))
