@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from memlab.allocator.rules import SMALL_SEGMENT_BYTES, rounded_bytes, splits_remainder
+from memlab.allocator.rules import SMALL_REQUEST_BYTES, SMALL_SEGMENT_BYTES, rounded_bytes, splits_remainder
 
 Change = Literal["allocated", "freed", "completed", "reserved", "returned"]
 
@@ -75,12 +75,13 @@ class Blocks:
     def __iter__(self) -> Iterator[Block]:
         return iter(self._blocks.values())
 
-    @property
-    def largest_free_bytes(self) -> int | None:
-        """The largest request that needs no new segment; None where segments are expandable."""
+    def largest_free_bytes(self, requested_bytes: int) -> int | None:
+        """Returns the largest free block that such a request may take; None where segments are expandable."""
         if self._expandable:
             return None
-        return max((block.num_bytes for block in self if block.is_free), default=0)
+        is_small = rounded_bytes(requested_bytes) <= SMALL_REQUEST_BYTES
+        free = (block for block in self if block.is_free and self._is_small(block) == is_small)
+        return max((block.num_bytes for block in free), default=0)
 
     def replay(self, entry: Mapping[str, Any]) -> tuple[Change, int, int] | None:
         """Applies one entry of the history.
@@ -127,8 +128,11 @@ class Blocks:
         return block.num_bytes
 
     def _splits(self, block: Block, remaining_bytes: int) -> bool:
-        is_small = self._segment_bytes[block.segment] == SMALL_SEGMENT_BYTES
-        return splits_remainder(remaining_bytes, in_small_segment=is_small)
+        return splits_remainder(remaining_bytes, in_small_segment=self._is_small(block))
+
+    def _is_small(self, block: Block) -> bool:
+        """Whether a block is in a segment of requests up to 1 MiB."""
+        return self._segment_bytes[block.segment] == SMALL_SEGMENT_BYTES
 
     def _free(self, address: int) -> int:
         block = self._block(address)

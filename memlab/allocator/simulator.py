@@ -35,10 +35,9 @@ class CachingAllocator:
         """What the allocator has taken from the device, used or not."""
         return self._small.reserved_bytes + self._large.reserved_bytes
 
-    @property
-    def largest_free_bytes(self) -> int:
-        """The largest free block."""
-        return max(self._small.largest_free_bytes, self._large.largest_free_bytes)
+    def largest_free_bytes(self, requested_bytes: int) -> int:
+        """Returns the largest free block that such a request may take."""
+        return self._pool_of(rounded_bytes(requested_bytes)).largest_free_bytes
 
     def allocate(self, requested_bytes: int) -> Block:
         """Returns the block that a request gets."""

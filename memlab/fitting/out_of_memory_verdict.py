@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from memlab.allocator.rules import SMALL_REQUEST_BYTES
 from memlab.fitting.estimate import StepEstimate
 from memlab.fitting.suggestions import suggestions
 from memlab.record.out_of_memory import FailedAllocation, Suggestion, Verdict
@@ -27,8 +28,8 @@ def judge(record: StepRecord, earlier_records: Sequence[StepRecord]) -> StepReco
 
     - ``outside torch``: CUDA had less left than was requested, what torch may hold would have been enough, and what
       others hold beyond `USUAL_OUTSIDE_BYTES` is the difference.
-    - ``fragmentation``: what is not allocated is at least what was requested, no free block is that large, and the
-      whole step would have fitted without gaps.
+    - ``fragmentation``: what is not allocated is at least what was requested, no free block that the request may take
+      is that large, and the whole step would have fitted without gaps.
     - ``retention``: what was allocated before the step and is not parameters, gradients, optimizer state or workspaces
       (in backward: up to what earlier steps under these settings left) is at least what the whole step is short by.
     - ``spike``: a shorter step under the same settings fitted into this memory; or some other setting fits, so it is
@@ -61,7 +62,7 @@ def judge(record: StepRecord, earlier_records: Sequence[StepRecord]) -> StepReco
         or _spike(estimate, suggestion)
         or _capacity(estimate, least)
     )
-    advice = _advice(verdict, suggestion)
+    advice = _advice(verdict, suggestion, has_expandable_segments=record.scenario.allocator.expandable_segments)
     judged = replace(failure, verdict=verdict, evidence=evidence, advice=advice, suggestion=suggestion)
     message = f"{verdict} in {_request(failure.failed_allocation)}: {evidence}. {advice}"
     return name_smaller_loss(replace(record, out_of_memory=judged, message=message))
@@ -111,9 +112,14 @@ def _fragmentation(estimate: StepEstimate) -> _Found:
     if estimate.expected_peak_bytes > estimate.limit_bytes:
         return None
     more = f", and {format_bytes(not_allocated - unused)} are not reserved" if not_allocated > unused else ""
+    where = f"in blocks of at most {format_bytes(largest)}"
+    if failed.requested_bytes <= SMALL_REQUEST_BYTES:
+        where = (
+            f"of which the largest free block is {format_bytes(largest)} in the segments that torch keeps for requests "
+            f"of at most {format_bytes(SMALL_REQUEST_BYTES)}"
+        )
     return "fragmentation", (
-        f"{format_bytes(unused)} of {format_bytes(failed.reserved_bytes or 0)} reserved are unused, in blocks of at "
-        f"most {format_bytes(largest)}{more}"
+        f"{format_bytes(unused)} of {format_bytes(failed.reserved_bytes or 0)} reserved are unused, {where}{more}"
     )
 
 
@@ -180,12 +186,16 @@ def _request(failed: FailedAllocation) -> str:
     return f"{failed.place}, {format_bytes(failed.requested_bytes)} requested with {allocated}"
 
 
-def _advice(verdict: Verdict, suggestion: Suggestion | None) -> str:
-    cause = {
+def _advice(verdict: Verdict, suggestion: Suggestion | None, *, has_expandable_segments: bool) -> str:
+    causes = {
         "outside torch": "Free it (nvidia-smi names processes)",
-        "fragmentation": "Restart Python with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
         "retention": "Release it (lab.retained() names what modules hold)",
-    }.get(verdict)
+    }
+    if not has_expandable_segments:
+        causes["fragmentation"] = (
+            "Restart Python with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves less memory unused"
+        )
+    cause = causes.get(verdict)
     if suggestion is not None:
         peak = format_bytes(suggestion.peak_bytes)
         is_measured = suggestion.source == "measured"

@@ -77,7 +77,7 @@ class SimulatedMeter(StorageMeter):
         """
         allocator, limit = self._allocator, self.device_memory_bytes
         if limit is not None and num_bytes and not allocator.makes_space(num_bytes, limit):
-            largest, reserved = allocator.largest_free_bytes, allocator.reserved_bytes
+            largest, reserved = allocator.largest_free_bytes(num_bytes), allocator.reserved_bytes
             self._fail_allocation(num_bytes, limit, reserved_bytes=reserved, largest_free_bytes=largest)
 
     def _take(self, allocation: StorageAllocation, num_bytes: int) -> int:
@@ -212,7 +212,7 @@ class SimulatedMeter(StorageMeter):
         row = int(recording.on_device[len(done.num_bytes)])
         labels.phase, module = int(recording.phase[row]), int(recording.module[row])
         labels.module = int(done.modules[module]) if module >= 0 else -1 - module
-        largest, reserved = self._allocator.largest_free_bytes, self._allocator.reserved_bytes
+        largest, reserved = self._allocator.largest_free_bytes(requested), self._allocator.reserved_bytes
         self._fail_allocation(requested, limit, reserved_bytes=reserved, largest_free_bytes=largest)
 
     def _forget(self, allocation: StorageAllocation) -> None:

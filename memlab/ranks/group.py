@@ -30,7 +30,7 @@ STALL_SECONDS = 20.0
 """Ranks of which none has moved for so long, and none computes, wait for each other."""
 _IDLE_CPU_SECONDS = 0.1
 """A process that computes less than this in a second waits."""
-_MOST_CPU_SECONDS = 25.0
+_MOST_CPU_SECONDS = 15.0
 """A process that computes for longer within one call waits for its GPU, or does not end: no operation takes so long."""
 
 

@@ -38,7 +38,8 @@ class FailedAllocation:
     reserved_bytes: int | None = None
     """Bytes that the allocator had reserved, after it had returned every segment without a block in use."""
     largest_free_bytes: int | None = None
-    """The largest free block inside the reserved bytes; None also where segments are expandable."""
+    """The largest free block inside the reserved bytes that the request may take: torch keeps requests of at most 1 MiB
+    in segments of their own. None also where segments are expandable."""
     device_free_bytes: int | None = None
     """Bytes that CUDA could still give."""
     device_total_bytes: int | None = None

@@ -195,6 +195,15 @@ def test_expandable_segments_fit_where_fragments_of_two_segments_do_not() -> Non
     assert fits == {AllocatorSettings(): False, EXPANDABLE: True}
 
 
+def test_a_small_request_finds_no_place_in_a_large_segment_and_a_large_one_none_in_a_small_segment() -> None:
+    allocator = CachingAllocator()
+    for size in (2 * MIB, MIB // 2):
+        allocator.allocate(size)
+    assert (allocator.largest_free_bytes(2 * MIB), allocator.largest_free_bytes(512)) == (18 * MIB, 3 * MIB // 2)
+    allocator.allocate(MIB), allocator.allocate(MIB // 2)
+    assert not allocator.makes_space(512, 23 * MIB) and allocator.largest_free_bytes(512) == 0
+
+
 def test_predicted_reserved_bytes_are_those_of_an_h200_with_expandable_segments() -> None:
     """Qwen3-30B-A3B, 2 layers, 4096 tokens, measured without memlab; torch 2.11.0, TE 2.12.0, megatron-core 0.16.1."""
     with Lab("qwen3-30b-a3b", num_layers=2, seq_length=4096, allocator=EXPANDABLE, backend="simulated") as lab:

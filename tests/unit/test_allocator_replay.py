@@ -78,9 +78,10 @@ def test_free_neighbours_are_merged() -> None:
     blocks = Blocks([segment])
     for address in (0, 4 * 1024**2, 8 * 1024**2):
         blocks.replay({"action": "alloc", "addr": address, "size": 4 * 1024**2})
-    assert blocks.largest_free_bytes == 8 * 1024**2
+    assert blocks.largest_free_bytes(2 * 1024**2) == 8 * 1024**2
+    assert blocks.largest_free_bytes(1024**2) == 0, "a small request gets no block of a large segment"
     for address in (0, 8 * 1024**2, 4 * 1024**2):
         blocks.replay({"action": "free_requested", "addr": address, "size": 4 * 1024**2})
         blocks.replay({"action": "free_completed", "addr": address, "size": 4 * 1024**2})
-    assert blocks.largest_free_bytes == 20 * 1024**2
+    assert blocks.largest_free_bytes(2 * 1024**2) == 20 * 1024**2
     assert [block.num_bytes for block in blocks] == [20 * 1024**2]

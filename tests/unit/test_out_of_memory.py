@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.layout import Layout
 from memlab.config.model_restrictions import check_on_model, without_effect
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
@@ -20,7 +21,7 @@ from memlab.fitting.suggestions import suggestions
 from memlab.lab.lab import Lab
 from memlab.record.out_of_memory import FailedAllocation, OutOfMemory, Suggestion
 from memlab.record.step_record import StepRecord
-from memlab.units import GIB
+from memlab.units import GIB, KIB
 from memlab.views.text.record import record_table
 from memlab.vocabulary import CATEGORIES
 from tests.unit.live import FULL, offload, recompute
@@ -110,6 +111,16 @@ def test_unused_pieces_that_are_each_too_small_are_fragmentation() -> None:
         verdict_of(refused({LAYER: 18 * GIB}, **both)).evidence
     )
     assert "expandable_segments" in judged.advice
+    expandable = refused(**pieces)
+    expandable = replace(
+        expandable, scenario=replace(expandable.scenario, allocator=AllocatorSettings(expandable_segments=True))
+    )
+    assert "expandable" not in verdict_of(expandable).advice, "they are in use already"
+    small = verdict_of(refused(**pieces | {"requested_bytes": 32 * KIB, "largest_free_bytes": 24 * KIB}))
+    assert small.evidence.endswith(
+        "are unused, of which the largest free block is 24.0 KiB in the segments that torch keeps for requests of at "
+        "most 1.00 MiB, and 1.000 GiB are not reserved"
+    )
     assert verdict_of(refused(**pieces, largest_free_bytes=None)).verdict != "fragmentation", (
         "pages can be put together"
     )

@@ -126,7 +126,7 @@ class DeviceStorages:
             limit_bytes=min(total, self.limit_bytes or total),
             pending_free_bytes=sum(allocation.num_bytes for allocation in self.pending.values()),
             reserved_bytes=self.blocks.reserved_bytes,
-            largest_free_bytes=self.blocks.largest_free_bytes,
+            largest_free_bytes=self.blocks.largest_free_bytes(entry["size"]),
             device_free_bytes=entry.get("device_free", entry.get("addr", 0)),
             device_total_bytes=total,
         )
