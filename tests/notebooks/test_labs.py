@@ -108,4 +108,4 @@ def test_the_quickstart_runs_headless(tmp_path: Path) -> None:
     assert page.count("Plotly.newPlot(") == 8, "six timelines and two comparisons, and plotly.js does not call itself"
     assert page.count("plotly.js v") == 1
     assert ' src="http' not in page
-    assert len(progress) == 15
+    assert len(progress) == 19
