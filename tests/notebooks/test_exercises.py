@@ -72,6 +72,11 @@ EXERCISES = {
             solution=selective("moe_act"),
             wrong=(offload("moe_act"), selective("moe"), selective("core_attn"), step("MemorySettings()")),
         ),
+        Exercise(
+            solution="mine = (2 * h + 4 + 2 * m * k) * t",
+            # Without the norm's fp32 number, without the experts, all of the MoE part.
+            wrong=("mine = (2 * h + 2 * m * k) * t", "mine = (2 * h + 4) * t", 'mine = by_hand["moe"]'),
+        ),
     ],
     "02_activation_offload": [
         Exercise(
@@ -133,6 +138,11 @@ EXERCISES = {
                 step("MemorySettings(offload_gradients=True)"),
                 step("MemorySettings(offload_optimizer=True, offload_gradients=False)"),
             ),
+        ),
+        Exercise(
+            solution="mine = 3 * 2 * buffer",
+            # One direction only, without the offload's copy, the gradients as well, without the padding.
+            wrong=("mine = 2 * buffer", "mine = 2 * 2 * buffer", "mine = 3 * 6 * buffer", "mine = 3 * 2 * P"),
         ),
     ],
     "07_full_size": [

@@ -49,7 +49,10 @@ def residency_figure(audits: Mapping[str, ResidencyAudit]) -> go.Figure:
             x=place, y=size / unit_bytes, text=f"<b>{in_unit(size, unit_bytes)}</b>", yanchor="bottom", showarrow=False
         )
     letters = max(9, _LETTERS_OF_NAMES // len(audits))
-    folded = [[html.escape(line, quote=False) for line in textwrap.wrap(name, letters)] for name in audits]
+    folded = [
+        [html.escape(line, quote=False) for line in textwrap.wrap(name, letters, break_long_words=False)]
+        for name in audits
+    ]
     most_lines = max(map(len, folded))
     figure.update_xaxes(range=[-0.6, len(audits) - 0.4], tickvals=places, ticktext=["<br>".join(n) for n in folded])
     figure.update_xaxes(ticks="", tickangle=0)

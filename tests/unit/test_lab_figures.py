@@ -1,0 +1,120 @@
+"""The tables in which labs quote an H200: each number is the one in the files of what was measured."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from memlab import ARCHITECTURES, Scenario
+from memlab.fitting.recompute_cost import recomputed_operations
+from tests.unit.live import FULL, recompute
+
+ROOT = Path(__file__).parents[2]
+MODELS = {"Qwen3-30B-A3B": "qwen3-30b-a3b", "phi-4": "phi-4"}
+
+
+def text_of(lab: str) -> str:
+    return "\n".join(cell.source for cell in nbformat.read(ROOT / "labs" / f"{lab}.ipynb", as_version=4).cells)
+
+
+def table_after(head: str, text: str) -> dict[str, list[str]]:
+    """Returns the cells of a Markdown table's rows by their first cell; the head is that of the first column."""
+    (body,) = re.findall(rf"^\| {re.escape(head)} \|.*\n\|[ :|-]+\n((?:\|.*\n?)+)", text, flags=re.MULTILINE)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in body.splitlines()]
+    return {first: rest for first, *rest in rows}
+
+
+def lab_metrics(case: str) -> dict[str, int]:
+    """Returns what a lab itself measured on an H200 in the case of a suite, apart from its records."""
+    path = ROOT / "papermill_runs" / "baselines" / "h200" / f"{case}-seq_length=4096.json"
+    metrics: dict[str, int] = json.loads(path.read_text())["measured"]["records"]["(lab)"]["metrics"]
+    return metrics
+
+
+@pytest.mark.parametrize(
+    ("lab", "case", "names"),
+    [
+        (
+            "03_parameters_gradients_optimizer",
+            "residency",
+            {
+                "bytes of parameters": "parameters_bytes",
+                "bytes of gradients": "gradients_bytes",
+                "bytes of optimizer state": "optimizer_state_bytes",
+            },
+        ),
+        (
+            "06_weight_sync",
+            "weight-sync",
+            {
+                "on the device before a sync, bytes": "idle_device_bytes",
+                "on the device during a sync, bytes": "sync_device_bytes",
+                "more if the gradients are loaded too, bytes": "wasted_device_bytes",
+            },
+        ),
+    ],
+)
+def test_labs_quote_what_they_measured_on_an_h200(lab: str, case: str, names: dict[str, str]) -> None:
+    table = table_after("H200, 4 layers", text_of(lab))
+    for column, model in enumerate(MODELS.values()):
+        measured = lab_metrics(f"{case}-architecture={model}")
+        quoted = {name: int(cells[column].replace(",", "")) for name, cells in table.items()}
+        num_parameters = quoted.pop("parameters of the model", None)
+        assert quoted == {name: measured[key] for name, key in names.items()}
+        if num_parameters is not None:
+            assert num_parameters == replace(ARCHITECTURES[model], num_layers=4).num_parameters
+            assert [size / num_parameters for size in quoted.values()] == [2, 4, 12]
+
+
+def settings_on_h200(model: str) -> dict[str, list[str]]:
+    """Returns a table of RESULTS.md, 4 layers and 4096 tokens, by setting: its cells as they are."""
+    text = (ROOT / "labs" / "RESULTS.md").read_text()
+    section = text.partition(f"## {model}, 4 layers, 1 x 4096 tokens, bf16\n")[2].partition("\n## ")[0]
+    return table_after("setting", section)
+
+
+PEAK, SAVED, TRANSFERRED, R, SPREAD, RATIO, TOKENS = 0, 1, 2, 4, 8, 9, 10  # columns of RESULTS.md, after the setting
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_lab_02_quotes_what_offload_saves_and_costs(model: str) -> None:
+    measured = settings_on_h200(MODELS[model])
+    for name, cells in table_after(f"offload, {model}", text_of("02_activation_offload")).items():
+        setting = name.strip("`")
+        row = measured[setting if setting == "none" else f"offload {setting}"]
+        assert cells == [row[column] for column in (SAVED, TRANSFERRED, R, TOKENS, SPREAD)]
+
+
+def test_lab_01_quotes_flops_and_what_recompute_saves_and_costs() -> None:
+    text = text_of("01_recompute")
+    for name, (_, *cells) in table_after("recompute", text).items():
+        module = name.strip("`")
+        settings = FULL if module == "whole layers" else recompute(module)
+        for column, (model, saved) in enumerate([("qwen3-30b-a3b", cells[2]), ("phi-4", cells[3])]):
+            setting = "full uniform 1" if module == "whole layers" else f"recompute {module}"
+            row = settings_on_h200(model).get(setting, [""] * 11)
+            assert saved in ("", row[SAVED])
+            if cells[column] not in ("", "no effect"):
+                flops = recomputed_operations(settings, Scenario.of(model, num_layers=1, seq_length=4096))
+                assert cells[column] == (f"{flops:,.0f}" if flops < 1e6 else f"{flops / 1e6:.1f} million")
+            if model == "phi-4":
+                assert cells[4] in ("", row[RATIO])
+
+
+@pytest.mark.parametrize("lab", ["01_recompute", "02_activation_offload"])
+def test_the_job_of_the_story_is_the_predicted_one(lab: str) -> None:
+    path = ROOT / "papermill_runs" / "baselines" / "simulated" / "full-size-seq_length=4096.json"
+    records = json.loads(path.read_text())["measured"]["records"]
+    cases = {
+        "none": "experts-none",
+        "recompute moe": "experts-recompute-moe",
+        "full uniform 1": "experts-full",
+        "offload expert_fc1+moe_act": "experts-offload-experts",
+    }
+    for setting, (peak,) in table_after("your job with", text_of(lab)).items():
+        assert f"{records[cases[setting]]['metrics']['peak_allocated_bytes'] / 2**30:.2f}" == peak
