@@ -28,11 +28,14 @@ from memlab.commands.shared.step_flags import (
     ranks_of,
 )
 from memlab.config.layout import Layout
+from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.does_it_fit import VERDICTS, Fit, Verdict, fits, judge, judge_fit
 from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.lab.job_phases import predict_phases
 from memlab.lab.search_steps import stepping
+from memlab.record.job_phases import JobPhases
 from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes, remaining
@@ -86,7 +89,8 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     claimed.enter_context(claimed_folder(arguments.out))
 
     def job() -> int:
-        exit_code = _predict(workload, layouts, settings, arguments, claimed)
+        rollout = None if source is None or arguments.device_memory or arguments.forward_only else source.rollout
+        exit_code = _predict(workload, layouts, settings, arguments, claimed, rollout)
         if arguments.as_framework is not None:
             print(f"\n{lines_for(arguments.as_framework, Scenario.of(**workload), settings, source)}")
         return exit_code
@@ -100,10 +104,11 @@ def _predict(
     settings: MemorySettings,
     arguments: argparse.Namespace,
     claimed: ExitStack,
+    rollout: Rollout | None,
 ) -> int:
     records: list[StepRecord] = []
     verdicts: list[Verdict] = []
-    fit, interrupted, started = None, False, time.monotonic()
+    fit, phases, interrupted, started = None, None, False, time.monotonic()
     with claimed, stdout_reserved_for_result():
         try:
             for number, layout in enumerate(layouts, 1):
@@ -136,9 +141,12 @@ def _predict(
             with stepping(judged.scenario) as step:
                 fit = judge_fit(judged, step, arguments.gpu_memory)
             fit = _on_all_ranks(fit, [record.scenario for record in records if record is not judged])
-    print(_result(records, judged, fit, as_json=arguments.json))
+        if rollout is not None and not interrupted:
+            phases = predict_phases(judged.scenario, settings, rollout, arguments.gpu_memory)
+    print(_result(records, judged, fit, phases, as_json=arguments.json))
     is_complete = all(record.status == "ok" for record in records)
-    return 130 if interrupted else 0 if is_complete and (fit is None or fit.fits) else 1
+    fits_all = (fit is None or fit.fits) and (phases is None or phases.fits is not False)
+    return 130 if interrupted else 0 if is_complete and fits_all else 1
 
 
 def _on_all_ranks(fit: Fit, others: list[Scenario]) -> Fit:
@@ -162,12 +170,16 @@ def _save_page(records: list[StepRecord], folder: Path) -> None:
     peaks({f"rank {record.scenario.layout.rank}": record for record in records}).save(folder / "ranks.html")
 
 
-def _result(records: list[StepRecord], judged: StepRecord, fit: Fit | None, *, as_json: bool) -> str:
+def _result(
+    records: list[StepRecord], judged: StepRecord, fit: Fit | None, phases: JobPhases | None, *, as_json: bool
+) -> str:
     layout = judged.scenario.layout
     if as_json:
         values = records[0].to_dict() if len(records) == 1 else JobRecord.of(records).to_dict()
         verdict = {} if fit is None else {"fit": fit.to_dict() | {"rank": layout.rank}}
-        return json.dumps(values | verdict, indent=2)
+        of_job = {} if phases is None else {"phases": phases.to_dict()}
+        return json.dumps(values | verdict | of_job, indent=2)
+    from memlab.views.text.job_phases import phases_table
     from memlab.views.text.ranks import ranks_table
     from memlab.views.text.record import record_table
 
@@ -177,6 +189,8 @@ def _result(records: list[StepRecord], judged: StepRecord, fit: Fit | None, *, a
         lines.append(f"one rank of every kind: each other of the {layout.world_size} ranks equals one of these")
     elif len(records) == 1 and len(judged.scenario.ranks_of_every_kind) > 1:
         lines.append(other_ranks_line(layout))
+    if phases is not None:
+        lines += ["", phases_table(phases)]
     return "\n".join([*lines, "", str(estimate_outside_torch(layout))])
 
 

@@ -86,6 +86,7 @@ def scenario_of(reading: Reading, architecture: Architecture) -> Scenario:
         seq_length=seq_length,
         micro_batch_size=values.get("micro_batch_size") or 1,
         num_microbatches=num_microbatches,
+        packed_sequences=values.get("packed_sequences"),
         dtype=values.get("dtype") or "bf16",
         layout=layout,
         state=TrainingState(**state),

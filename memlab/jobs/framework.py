@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -59,6 +60,8 @@ class Reading:
     warnings: list[str] = field(default_factory=list)
     questions: list[str] = field(default_factory=list)
     """What the user has to decide before memlab can predict the job, in whole sentences."""
+    rollout: Rollout | None = None
+    """What a job of reinforcement learning does between training steps."""
     known: set[str] = field(default_factory=set)
     """Keys that memlab has understood."""
 
@@ -108,6 +111,8 @@ class Framework:
     """The same, where it depends on the settings."""
     render: Callable[[dict[str, Any]], list[str]]
     """Writes keys and values as lines to paste."""
+    packs: Callable[[Scenario], bool] = lambda _: False
+    """Whether the framework's budget of tokens makes a scenario's packed rows."""
     complete_loss: str | None = None
     """The only loss that the framework trains with; None where its keys choose."""
     versions: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from memlab.config.architectures import Architecture, find_architecture
+from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
@@ -35,6 +36,8 @@ class Job:
     """None if the job cannot start, or if memlab does not model it."""
     settings: MemorySettings | None
     """None where `scenario` is None."""
+    rollout: Rollout | None = None
+    """What a job of reinforcement learning does between training steps; None for other jobs."""
     cannot_start: str | None = None
     """The rule by which the framework itself refuses the job."""
     not_supported: str | None = None
@@ -94,6 +97,7 @@ class Job:
             "framework": self.framework,
             "scenario": None if self.scenario is None else self.scenario.to_dict(),
             "settings": None if self.settings is None else self.settings.to_dict(),
+            "rollout": None if self.rollout is None else self.rollout.to_dict(),
             "cannot_start": self.cannot_start,
             "not_supported": self.not_supported,
             "taken": [
@@ -172,6 +176,7 @@ def _built(
         not_supported, scenario = str(error), None
     if reading.questions and cannot_start is None:
         not_supported, scenario, settings = not_supported or reading.questions[0], None, None
+    rollout = _rollout(reading, scenario)
     without_effect = dict(reading.without_effect)
     for key, entry in reading.entries.by_key.items():
         if any(taken.key == key for taken in reading.taken) or any(one.key == key for one in reading.not_modelled):
@@ -189,6 +194,7 @@ def _built(
         framework=framework.name,
         scenario=scenario,
         settings=settings if scenario is not None else None,
+        rollout=rollout,
         cannot_start=cannot_start,
         not_supported=not_supported,
         taken=tuple(_last(reading.taken)),
@@ -196,6 +202,18 @@ def _built(
         not_modelled=tuple(dict.fromkeys(_hashable(reading.not_modelled))),
         warnings=tuple(dict.fromkeys(reading.warnings)),
     )
+
+
+def _rollout(reading: Reading, scenario: Scenario | None) -> Rollout | None:
+    """Returns what the job does between training steps, if memlab can predict its log-probabilities."""
+    if reading.rollout is None or scenario is None:
+        return None
+    try:
+        reading.rollout.of_log_probabilities(scenario)
+    except ValueError as error:
+        reading.warnings.append(f"the pass for log-probabilities is not predicted: {error}")
+        return None
+    return reading.rollout
 
 
 def _drop_experts(reading: Reading, architecture: Architecture) -> None:

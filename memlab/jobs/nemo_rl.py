@@ -11,7 +11,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs import without_effect
 from memlab.jobs.framework import Framework, Reading
-from memlab.jobs.keys import ABSENT, LONG_DTYPE, SWITCH, TEXT, WHOLE, Key, Missing, missing_under, under
+from memlab.jobs.keys import ABSENT, LONG_DTYPE, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, missing_under, under
 from memlab.jobs.lines import yaml_lines
 from memlab.jobs.megatron_keys import (
     BUCKETS,
@@ -28,7 +28,16 @@ from memlab.jobs.megatron_keys import (
 )
 from memlab.jobs.megatron_lm import common
 from memlab.jobs.model import HUGGING_FACE_NAMES
-from memlab.jobs.reinforcement import FROZEN_ROUTER, LORA, is_packed, take_passes, take_rows
+from memlab.jobs.reinforcement import (
+    FROZEN_ROUTER,
+    LORA,
+    is_packed,
+    longest_sequence,
+    sequences_of_a_step,
+    take_passes,
+    take_rollout,
+    take_rows,
+)
 
 _MEGATRON = "policy.megatron_cfg"
 _OVERRIDES = f"{_MEGATRON}.model_overrides"
@@ -76,6 +85,11 @@ KEYS = (
     Key("policy.sequence_packing.train_mb_tokens", "packed_tokens", WHOLE),
     Key("policy.dynamic_batching.enabled", "is_dynamic", SWITCH, False),
     Key("policy.dynamic_batching.train_mb_tokens", "dynamic_tokens", WHOLE),
+    Key("policy.logprob_batch_size", "log_prob_micro_batch_size", WHOLE, 4),
+    Key("policy.sequence_packing.logprob_mb_tokens", "log_prob_packed_tokens", WHOLE),
+    Key("policy.dynamic_batching.logprob_mb_tokens", "log_prob_dynamic_tokens", WHOLE),
+    Key("policy.generation.vllm_cfg.gpu_memory_utilization", "engine_share", NUMBER, 0.6),
+    Key("policy.generation.vllm_cfg.tensor_parallel_size", "engine_ranks", WHOLE, 1),
     Key("policy.generation.colocated.enabled", "is_colocated", SWITCH, True),
     Key("policy.generation.colocated.resources.num_nodes", "generation_nodes", WHOLE, None),
     Key("policy.generation.colocated.resources.gpus_per_node", "generation_ranks", WHOLE, None),
@@ -99,7 +113,7 @@ FRAMEWORK_MISSING = (
 def complete(reading: Reading) -> None:
     """Derives ranks, workload, recompute and what leaves the device around generation."""
     values = reading.values
-    _complete_ranks(reading)
+    per_node = _complete_ranks(reading)
     values["loss"] = "logprobs"
     if not values.pop("is_checkpointing"):
         values["recompute_granularity"] = None
@@ -110,11 +124,23 @@ def complete(reading: Reading) -> None:
         values["fp8_format"] = None
     for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
         values[name] = values["is_colocated"]
-    values.pop("is_colocated")
+    is_colocated = values.pop("is_colocated")
     longest, sequences = values.pop("longest"), values.pop("sequences")
     is_packed_row, is_dynamic = values.pop("is_packed"), values.pop("is_dynamic")
     per_micro_batch = longest * values["micro_batch_size"]
     packed, dynamic = values.pop("packed_tokens", None), values.pop("dynamic_tokens", None)
+    rows = values.pop("log_prob_micro_batch_size")
+    of_packed, of_dynamic = values.pop("log_prob_packed_tokens", None), values.pop("log_prob_dynamic_tokens", None)
+    of_log_probs = longest
+    if is_packed_row or is_dynamic:
+        of_log_probs, rows = (of_packed if is_packed_row else of_dynamic) or longest * rows, 1
+    take_rollout(
+        reading,
+        is_colocated=is_colocated,
+        ranks_per_node=per_node,
+        seq_length=of_log_probs,
+        micro_batch_size=rows,
+    )
     if is_packed_row or is_dynamic:
         key = f"policy.{'sequence_packing' if is_packed_row else 'dynamic_batching'}.train_mb_tokens"
         tokens = (packed if is_packed_row else dynamic) or per_micro_batch
@@ -126,7 +152,7 @@ def complete(reading: Reading) -> None:
     take_passes(reading, sequences)
 
 
-def _complete_ranks(reading: Reading) -> None:
+def _complete_ranks(reading: Reading) -> int:
     values = reading.values
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     other_nodes, other_ranks = values.pop("generation_nodes"), values.pop("generation_ranks")
@@ -134,6 +160,7 @@ def _complete_ranks(reading: Reading) -> None:
     if not values["is_colocated"]:
         ranks -= (other_nodes * per_node) if nodes > 1 and other_nodes else (other_ranks or 0)
     values.setdefault("world_size", ranks)
+    return int(per_node)
 
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
@@ -141,7 +168,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     values = common(scenario, settings)
     del values["recompute_method"], values["recompute_num_layers"]  # `complete` sets both
     world_size, state = scenario.layout.world_size, scenario.state
-    is_row = is_packed(scenario)
+    is_row, longest = is_packed(scenario), longest_sequence(scenario)
     return values | {
         "architecture": HUGGING_FACE_NAMES.get(scenario.architecture.name, scenario.architecture.name),
         "nodes": world_size // 8 if world_size % 8 == 0 else 1,
@@ -154,8 +181,8 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         "is_packed": is_row,
         "is_dynamic": False,
         "packed_tokens": scenario.seq_length if is_row else None,
-        "longest": scenario.seq_length,
-        "sequences": values["global_batch_size"],
+        "longest": longest if is_row else scenario.seq_length,
+        "sequences": sequences_of_a_step(scenario),
         "is_colocated": settings.offload_parameters,
         "allocator": values["allocator"],
     }
@@ -186,6 +213,7 @@ NEMO_RL = Framework(
     complete=complete,
     compose=compose,
     complete_loss="logprobs",
+    packs=is_packed,
     cannot_write={
         "checkpoint_input_remedy": "NeMo-RL has no remedy for the inputs that checkpoints of MoE layers keep",
         "offload_optimizer_except_update": "NeMo-RL loads the optimizer state before the step",

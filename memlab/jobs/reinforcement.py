@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.jobs.framework import Reading
 from memlab.jobs.keys import Missing
@@ -36,6 +37,10 @@ def take_rows(reading: Reading, key: str, tokens_per_rank: int, longest: int | N
     context = values.get("context_parallel_size") or 1
     reading.take(key, "seq_length", max(1, tokens_per_rank) * context)
     values["micro_batch_size"] = 1
+    if context == 1 and values.get("attention_backend") != "unfused":
+        values["packed_sequences"] = math.ceil(values["seq_length"] / longest) if longest else 1
+    else:
+        reading.miss(key, "either", "the sequences of a row are predicted as a single one")
     rows = None
     if longest and sequences:
         rows = math.ceil(sequences / copies(reading) * longest / values["seq_length"])
@@ -55,8 +60,57 @@ def _full_rows(rows: int | None, stages: int) -> int:
 def is_packed(scenario: Scenario) -> bool:
     """Whether a budget of tokens describes the workload, so that `take_rows` reads it back."""
     stages, passes = scenario.layout.pipeline_model_parallel_size, scenario.num_microbatches
-    divides = scenario.seq_length % scenario.layout.context_parallel_size == 0
-    return scenario.micro_batch_size == 1 and divides and _full_rows(passes, stages) == passes
+    if scenario.micro_batch_size > 1 or _full_rows(passes, stages) != passes:
+        return False
+    if scenario.layout.context_parallel_size > 1 or scenario.state.attention_backend == "unfused":
+        return scenario.packed_sequences is None and scenario.seq_length % scenario.layout.context_parallel_size == 0
+    return math.ceil(scenario.seq_length / longest_sequence(scenario)) == scenario.packed_sequences
+
+
+def longest_sequence(scenario: Scenario) -> int:
+    """Returns the tokens of the longest sequence."""
+    return max(scenario.sequence_lengths or (scenario.seq_length,))
+
+
+def sequences_of_a_step(scenario: Scenario) -> int:
+    """Returns the sequences of a step over all copies, so many that `take_rows` makes as many rows of them."""
+    rows, copies_of_model = scenario.num_microbatches, scenario.layout.data_parallel_size
+    if not is_packed(scenario):
+        return scenario.micro_batch_size * rows * copies_of_model
+    return rows * scenario.seq_length // longest_sequence(scenario) * copies_of_model
+
+
+def take_rollout(
+    reading: Reading,
+    *,
+    is_colocated: bool,
+    ranks_per_node: int,
+    seq_length: int | None,
+    micro_batch_size: int | None = 1,
+    bucket_bytes: int | None = None,
+) -> None:
+    """Takes what the job does between training steps.
+
+    Args:
+        reading: The job, with the engine's keys among its values.
+        is_colocated: Whether the inference engine has the GPUs that the training has.
+        ranks_per_node: Of the training.
+        seq_length: Tokens of a row for log-probabilities; None takes those of training.
+        micro_batch_size: Rows of such a pass; None takes 1.
+        bucket_bytes: Of the weight sync, where a key says it.
+    """
+    values = reading.values
+    share = values.pop("engine_share", None)
+    reading.rollout = Rollout(
+        is_colocated=is_colocated,
+        ranks_per_node=max(1, ranks_per_node),
+        seq_length=max(1, seq_length or values.get("seq_length") or 1),
+        micro_batch_size=max(1, micro_batch_size or 1),
+        gpu_memory_utilization=share if share is not None and 0 <= share <= 1 else None,
+        engine_sleeps=values.pop("engine_sleeps", True),
+        engine_ranks=max(1, values.pop("engine_ranks", None) or 1),
+        bucket_bytes=bucket_bytes,
+    )
 
 
 def take_passes(reading: Reading, sequences: int | None) -> None:

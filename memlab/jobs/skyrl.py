@@ -11,7 +11,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs import without_effect
 from memlab.jobs.framework import Framework, Reading
-from memlab.jobs.keys import SWITCH, TEXT, WHOLE, Key, Missing, missing_under, under
+from memlab.jobs.keys import NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, missing_under, under
 from memlab.jobs.lines import plain_lines
 from memlab.jobs.megatron_keys import (
     BUCKETS,
@@ -28,7 +28,16 @@ from memlab.jobs.megatron_keys import (
 )
 from memlab.jobs.megatron_lm import common
 from memlab.jobs.model import HUGGING_FACE_NAMES
-from memlab.jobs.reinforcement import FROZEN_ROUTER, LORA, is_packed, take_passes, take_rows
+from memlab.jobs.reinforcement import (
+    FROZEN_ROUTER,
+    LORA,
+    is_packed,
+    longest_sequence,
+    sequences_of_a_step,
+    take_passes,
+    take_rollout,
+    take_rows,
+)
 
 _MEGATRON = "trainer.policy.megatron_config"
 _TRANSFORMER = f"{_MEGATRON}.transformer_config_kwargs"
@@ -58,6 +67,13 @@ KEYS = (
     Key("trainer.policy.optimizer_config.offload_after_step", "offload_after_step", SWITCH, True),
     Key("trainer.micro_train_batch_size_per_gpu", "micro_batch_size", WHOLE, 1),
     Key("trainer.max_tokens_per_microbatch", "tokens_per_rank", WHOLE, -1),
+    Key("trainer.micro_forward_batch_size_per_gpu", "log_prob_micro_batch_size", WHOLE, 1),
+    Key("generator.inference_engine.gpu_memory_utilization", "engine_share", NUMBER, 0.8),
+    Key("generator.gpu_memory_utilization", "engine_share", NUMBER),
+    Key("generator.inference_engine.tensor_parallel_size", "engine_ranks", WHOLE, 1),
+    Key("generator.inference_engine_tensor_parallel_size", "engine_ranks", WHOLE),
+    Key("generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB", "bucket", NUMBER, 1.0),
+    Key("generator.weight_transfer_threshold_cuda_ipc_GB", "bucket", NUMBER),
     Key("trainer.policy_mini_batch_size", "prompts", WHOLE, 256),
     Key("generator.n_samples_per_prompt", "responses_per_prompt", WHOLE, 5),
     Key("trainer.max_prompt_length", "prompt_length", WHOLE, 512),
@@ -93,7 +109,15 @@ def complete(reading: Reading) -> None:
     values["offload_optimizer"] = is_colocated and after_step
     longest = values.pop("prompt_length") + values.pop("response_length")
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
-    tokens = values.pop("tokens_per_rank")
+    tokens, rows = values.pop("tokens_per_rank"), values.pop("log_prob_micro_batch_size")
+    take_rollout(
+        reading,
+        is_colocated=is_colocated,
+        ranks_per_node=values["ranks_per_node"],
+        seq_length=tokens * (values.get("context_parallel_size") or 1) if tokens > 0 else longest,
+        micro_batch_size=1 if tokens > 0 else rows,
+        bucket_bytes=int((values.pop("bucket") or 0) * 2**30),
+    )
     if tokens > 0:
         take_rows(reading, "trainer.max_tokens_per_microbatch", tokens, longest, sequences)
         return
@@ -104,7 +128,7 @@ def complete(reading: Reading) -> None:
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     values = common(scenario, settings)
-    world_size, is_row = scenario.layout.world_size, is_packed(scenario)
+    world_size, is_row, longest = scenario.layout.world_size, is_packed(scenario), longest_sequence(scenario)
     return values | {
         "architecture": HUGGING_FACE_NAMES.get(scenario.architecture.name, scenario.architecture.name),
         "nodes": world_size // 8 if world_size % 8 == 0 else 1,
@@ -118,9 +142,9 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         "is_colocated": settings.offload_parameters,
         "offload_after_step": settings.offload_optimizer or not settings.offload_parameters,
         "tokens_per_rank": scenario.seq_length // scenario.layout.context_parallel_size if is_row else -1,
-        "prompt_length": scenario.seq_length // 2,
-        "response_length": scenario.seq_length - scenario.seq_length // 2,
-        "prompts": values["global_batch_size"],
+        "prompt_length": longest // 2,
+        "response_length": longest - longest // 2,
+        "prompts": sequences_of_a_step(scenario),
         "responses_per_prompt": 1,
     }
 
@@ -146,6 +170,7 @@ SKYRL = Framework(
     complete=complete,
     compose=compose,
     complete_loss="logprobs",
+    packs=is_packed,
     cannot_write={
         "checkpoint_input_remedy": "SkyRL has no remedy for the inputs that checkpoints of MoE layers keep",
         "offload_optimizer_except_update": "SkyRL loads the optimizer state before the step",

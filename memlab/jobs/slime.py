@@ -11,7 +11,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs import without_effect
 from memlab.jobs.framework import Framework, Reading
-from memlab.jobs.keys import SWITCH, TEXT, WHOLE, Key, Missing, with_defaults
+from memlab.jobs.keys import NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, with_defaults
 from memlab.jobs.megatron_lm import (
     CANNOT_WRITE,
     FLAGS_MISSING,
@@ -25,7 +25,15 @@ from memlab.jobs.megatron_lm import KEYS as MEGATRON_KEYS
 from memlab.jobs.megatron_lm import compose as compose_megatron
 from memlab.jobs.megatron_lm import render as render_flags
 from memlab.jobs.model import HUGGING_FACE_NAMES
-from memlab.jobs.reinforcement import LORA, is_packed, take_passes, take_rows
+from memlab.jobs.reinforcement import (
+    LORA,
+    is_packed,
+    longest_sequence,
+    sequences_of_a_step,
+    take_passes,
+    take_rollout,
+    take_rows,
+)
 
 KEYS = (
     Key("hf_checkpoint", "architecture", TEXT),
@@ -33,6 +41,10 @@ KEYS = (
     Key("actor_num_gpus_per_node", "ranks_per_node", WHOLE, 8),
     Key("use_dynamic_batch_size", "is_dynamic", SWITCH, False),
     Key("max_tokens_per_gpu", "tokens_per_rank", WHOLE, None),
+    Key("log_probs_max_tokens_per_gpu", "log_prob_tokens", WHOLE, None),
+    Key("sglang_mem_fraction_static", "engine_share", NUMBER, None),
+    Key("rollout_num_gpus_per_engine", "engine_ranks", WHOLE, 1),
+    Key("update_weight_buffer_size", "bucket", WHOLE, 512 * 2**20),
     Key("log_probs_chunk_size", "logprobs_chunk_size", WHOLE, -1),
     Key("colocate", "is_colocated", SWITCH, False),
     Key("offload_train", "is_offloaded", SWITCH, False),
@@ -68,6 +80,7 @@ def complete(reading: Reading) -> None:
     values["loss"] = "logprobs"
     if (values.get("logprobs_chunk_size") or -1) < 0:
         values["logprobs_chunk_size"] = None
+    is_colocated = values["is_colocated"]
     is_offloaded = [values.pop(name) for name in ("is_colocated", "is_offloaded", "is_offloaded_too")]
     for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
         values[name] = any(is_offloaded)
@@ -75,6 +88,16 @@ def complete(reading: Reading) -> None:
     longest = sum(length or 0 for length in lengths) or None
     sequences, is_dynamic = values.pop("sequences"), values.pop("is_dynamic")
     tokens = values.pop("tokens_per_rank")
+    of_log_probs = values.pop("log_prob_tokens") or tokens
+    context = values.get("context_parallel_size") or 1
+    take_rollout(
+        reading,
+        is_colocated=is_colocated,
+        ranks_per_node=per_node,
+        seq_length=of_log_probs * context if is_dynamic and of_log_probs else longest,
+        micro_batch_size=1 if is_dynamic else values.get("micro_batch_size"),
+        bucket_bytes=values.pop("bucket"),
+    )
     if is_dynamic and tokens:
         take_rows(reading, "max_tokens_per_gpu", tokens, longest, sequences)
         return
@@ -84,7 +107,7 @@ def complete(reading: Reading) -> None:
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
-    world_size, is_row = scenario.layout.world_size, is_packed(scenario)
+    world_size, is_row, longest = scenario.layout.world_size, is_packed(scenario), longest_sequence(scenario)
     chunk = scenario.state.logprobs_chunk_size
     return compose_megatron(scenario, settings) | {
         "architecture": HUGGING_FACE_NAMES.get(scenario.architecture.name, scenario.architecture.name),
@@ -96,9 +119,9 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         "is_colocated": settings.offload_parameters,
         "is_offloaded": False,
         "is_offloaded_too": False,
-        "prompt_length": scenario.seq_length // 2,
-        "response_length": scenario.seq_length - scenario.seq_length // 2,
-        "sequences": scenario.micro_batch_size * scenario.num_microbatches * scenario.layout.data_parallel_size,
+        "prompt_length": longest // 2,
+        "response_length": longest - longest // 2,
+        "sequences": sequences_of_a_step(scenario),
     }
 
 
@@ -122,6 +145,7 @@ SLIME = Framework(
     complete=complete,
     compose=compose,
     complete_loss="logprobs",
+    packs=is_packed,
     cannot_write=_NEVER
     | {
         "offload_optimizer_except_update": "slime loads the optimizer state before the step",

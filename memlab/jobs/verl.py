@@ -12,7 +12,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs import without_effect
 from memlab.jobs.framework import Framework, Reading
-from memlab.jobs.keys import ABSENT, LONG_DTYPE, SWITCH, TEXT, WHOLE, Key, Missing, missing_under, under
+from memlab.jobs.keys import ABSENT, LONG_DTYPE, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, missing_under, under
 from memlab.jobs.lines import hydra_lines
 from memlab.jobs.megatron_keys import (
     BUCKETS,
@@ -29,13 +29,23 @@ from memlab.jobs.megatron_keys import (
 )
 from memlab.jobs.megatron_lm import common
 from memlab.jobs.model import HUGGING_FACE_NAMES
-from memlab.jobs.reinforcement import FROZEN_ROUTER, LORA, is_packed, take_passes, take_rows
+from memlab.jobs.reinforcement import (
+    FROZEN_ROUTER,
+    LORA,
+    is_packed,
+    longest_sequence,
+    sequences_of_a_step,
+    take_passes,
+    take_rollout,
+    take_rows,
+)
 
 _ACTOR = "actor_rollout_ref.actor"
 _MEGATRON = f"{_ACTOR}.megatron"
 _TRANSFORMER = f"{_MEGATRON}.override_transformer_config"
 _DDP = f"{_MEGATRON}.override_ddp_config"
 _OPTIM = f"{_ACTOR}.optim"
+_ROLLOUT = "actor_rollout_ref.rollout"
 _FP32_SINCE, _BEFORE = "2026-08-20", "before-2026-08-20"
 
 KEYS = (
@@ -58,6 +68,15 @@ KEYS = (
     Key(f"{_ACTOR}.ppo_micro_batch_size_per_gpu", "micro_batch_size", WHOLE, None),
     Key(f"{_ACTOR}.ppo_mini_batch_size", "prompts", WHOLE, 256),
     Key("actor_rollout_ref.rollout.n", "responses_per_prompt", WHOLE, 1),
+    Key("actor_rollout_ref.hybrid_engine", "is_colocated", SWITCH, True),
+    Key(f"{_ROLLOUT}.log_prob_use_dynamic_bsz", "log_prob_is_dynamic", SWITCH),
+    Key(f"{_ROLLOUT}.log_prob_max_token_len_per_gpu", "log_prob_tokens", WHOLE),
+    Key(f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu", "log_prob_micro_batch_size", WHOLE),
+    Key(f"{_ROLLOUT}.gpu_memory_utilization", "engine_share", NUMBER, 0.5),
+    Key(f"{_ROLLOUT}.free_cache_engine", "engine_sleeps", SWITCH, True),
+    Key(f"{_ROLLOUT}.tensor_model_parallel_size", "engine_ranks", WHOLE, 2),
+    Key(f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes", "bucket", WHOLE, 2048),
+    Key(f"{_ROLLOUT}.update_weights_bucket_megabytes", "bucket", WHOLE),
     Key("data.max_prompt_length", "prompt_length", WHOLE, 512),
     Key("data.max_response_length", "response_length", WHOLE, 512),
 )
@@ -101,6 +120,20 @@ def complete(reading: Reading) -> None:
     longest = values.pop("prompt_length") + values.pop("response_length")
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
     is_dynamic, tokens = values.pop("is_dynamic"), values.pop("tokens_per_rank")
+    of_log_probs = (values.pop("log_prob_tokens", None) or tokens) * (values.get("context_parallel_size") or 1)
+    rows = values.pop("log_prob_micro_batch_size", None)
+    if values.pop("log_prob_is_dynamic", is_dynamic):
+        rows = 1
+    else:
+        of_log_probs = longest
+    take_rollout(
+        reading,
+        is_colocated=values.pop("is_colocated"),
+        ranks_per_node=per_node,
+        seq_length=of_log_probs,
+        micro_batch_size=rows,
+        bucket_bytes=values.pop("bucket") * 2**20,
+    )
     if is_dynamic:
         take_rows(reading, f"{_ACTOR}.ppo_max_token_len_per_gpu", tokens, longest, sequences)
         return
@@ -137,7 +170,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     values = common(scenario, settings)
     world_size, context = scenario.layout.world_size, scenario.layout.context_parallel_size
-    is_row = is_packed(scenario)
+    is_row, longest = is_packed(scenario), longest_sequence(scenario)
     return values | {
         "architecture": HUGGING_FACE_NAMES.get(scenario.architecture.name, scenario.architecture.name),
         "nodes": world_size // 8 if world_size % 8 == 0 else 1,
@@ -146,9 +179,9 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         "is_dynamic": is_row,
         "tokens_per_rank": scenario.seq_length // context if is_row else 16384,
         "micro_batch_size": None if is_row else scenario.micro_batch_size,
-        "prompt_length": scenario.seq_length // 2,
-        "response_length": scenario.seq_length - scenario.seq_length // 2,
-        "prompts": values["global_batch_size"],
+        "prompt_length": longest // 2,
+        "response_length": longest - longest // 2,
+        "prompts": sequences_of_a_step(scenario),
         "responses_per_prompt": 1,
     }
 
@@ -164,6 +197,7 @@ VERL = Framework(
     complete=complete,
     compose=compose,
     complete_loss="logprobs",
+    packs=is_packed,
     cannot_write={
         "checkpoint_input_remedy": "verl always applies release_storage, and only where it recomputes whole layers",
         "offload_optimizer_except_update": "verl loads the optimizer state before the step",

@@ -84,6 +84,8 @@ def unsaid(framework: Framework, scenario: Scenario, settings: MemorySettings) -
         changed.pop("loss", None)
     reasons = {name: reason for name, reason in framework.cannot_write.items() if name in changed}
     reasons |= framework.cannot_write_of(settings)
+    if scenario.packed_sequences is not None and not framework.packs(scenario):
+        reasons["packed_sequences"] = f"{framework.title} has no key for so many sequences of a row"
     if scenario.routing != Routing():
         reasons["routing"] = "a router decides where tokens go"
     if scenario.expert_buffers:

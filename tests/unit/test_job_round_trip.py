@@ -55,6 +55,7 @@ def random_job(dice: random.Random) -> tuple[Scenario, MemorySettings]:
                     else None,
                     data_parallel_size=dice.choice((1, 2, 8)),
                 ),
+                packed_sequences=dice.choice((None, None, 1, 4)),
                 state=TrainingState(**values),
             )
             settings = random_settings(dice)
@@ -134,7 +135,8 @@ def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettin
             kept |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     if name == "verl" and (kept["recompute_granularity"] == "full" or "moe" in (kept["recompute_modules"] or ())):
         kept["checkpoint_input_remedy"] = "release_storage"
-    return replace(scenario, state=TrainingState(**state)), MemorySettings(**kept)
+    packed = scenario.packed_sequences if FRAMEWORKS[name].packs(scenario) else None
+    return replace(scenario, state=TrainingState(**state), packed_sequences=packed), MemorySettings(**kept)
 
 
 UNREAD: dict[str, tuple[str, ...]] = {

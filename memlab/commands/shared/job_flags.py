@@ -103,19 +103,13 @@ def take_job(arguments: argparse.Namespace, *, num_ranks: int | None = None) -> 
         if arguments.json:
             raise ValueError("--as prints lines to paste, and --json one object: leave one of the two out")
     if arguments.job is None:
-        for flag in ("format", "framework_version", "set"):
-            if getattr(arguments, flag):
-                raise ValueError(
-                    f"--{flag.replace('_', '-')} concerns a job's file, and there is none: give --job FILE"
-                )
-        if arguments.architecture is None:
-            raise ValueError(
-                f"ARCH is missing: give one of {', '.join(ARCHITECTURES)}, the path of a config.json, or --job FILE"
-            )
+        _require_a_model(arguments)
         return None
     given_ranks = getattr(arguments, "world_size", None)
     job = job_of(arguments.job, arguments, architecture=arguments.architecture, world_size=given_ranks)
     scenario, settings = job.required()
+    if getattr(arguments, "forward_only", False) and job.rollout is not None:
+        scenario = job.rollout.of_log_probabilities(scenario)
     arguments.architecture = scenario.architecture
     _fill(arguments, scenario, settings, has_layout=num_ranks != 1)
     if hasattr(arguments, "world_size"):
@@ -126,6 +120,16 @@ def take_job(arguments: argparse.Namespace, *, num_ranks: int | None = None) -> 
     for note in notes:
         print(f"{job.path.name}: {note}", file=sys.stderr)
     return job
+
+
+def _require_a_model(arguments: argparse.Namespace) -> None:
+    for flag in ("format", "framework_version", "set"):
+        if getattr(arguments, flag):
+            raise ValueError(f"--{flag.replace('_', '-')} concerns a job's file, and there is none: give --job FILE")
+    if arguments.architecture is None:
+        raise ValueError(
+            f"ARCH is missing: give one of {', '.join(ARCHITECTURES)}, the path of a config.json, or --job FILE"
+        )
 
 
 def _notes(job: Job, scenario: Scenario, num_microbatches: int) -> list[str]:
@@ -150,6 +154,7 @@ def _fill(arguments: argparse.Namespace, scenario: Scenario, settings: MemorySet
     allocator = {field.name: getattr(scenario.allocator, field.name) for field in fields(AllocatorSettings)}
     of_job = (
         {name: getattr(scenario, name) for name in _WORKLOAD}
+        | {"packed_sequences": _packed_sequences(arguments, scenario)}
         | layout
         | {name: value for name, value in allocator.items() if value}
         | scenario.state.changed()
@@ -166,6 +171,14 @@ def _fill(arguments: argparse.Namespace, scenario: Scenario, settings: MemorySet
         replaced = any(name.startswith(start) and any(one.startswith(start) for one in given) for start in _TOGETHER)
         if name not in given and not replaced:
             setattr(arguments, name, value)
+
+
+def _packed_sequences(arguments: argparse.Namespace, scenario: Scenario) -> int | None:
+    """Returns the job's packed sequences; those of a row of another length are as long as the job's."""
+    rows, ranks = arguments.micro_batch_size or 1, getattr(arguments, "context_parallel_size", None) or 1
+    if rows > 1 or ranks > 1 or arguments.attention_backend == "unfused":
+        return None
+    return scenario.with_tokens_of_a_row(max(1, arguments.seq_length or scenario.seq_length)).packed_sequences
 
 
 def lines_for(framework_name: str, scenario: Scenario, settings: MemorySettings, source: Job | None = None) -> str:

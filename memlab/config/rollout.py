@@ -1,0 +1,49 @@
+"""What a job of reinforcement learning does between training steps, as far as it takes memory."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from memlab.config.scenario import Scenario
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollout:
+    """Generation, log-probabilities and weight sync of a job, as its own file says."""
+
+    is_colocated: bool
+    """Whether the inference engine has the GPUs that the training has."""
+    ranks_per_node: int
+    seq_length: int
+    """Tokens of a row in a forward-only pass, which computes log-probabilities."""
+    micro_batch_size: int = 1
+    """Rows of such a pass."""
+    gpu_memory_utilization: float | None = None
+    """Share of a GPU's memory that the inference engine takes; None where only the engine knows."""
+    engine_sleeps: bool = True
+    """Whether the engine frees its memory while the model trains."""
+    engine_ranks: int = 1
+    """GPUs that share the weights of one engine."""
+    bucket_bytes: int | None = None
+    """How much of the weights is gathered and sent at a time; None where the framework decides by free memory."""
+
+    def of_log_probabilities(self, scenario: Scenario) -> Scenario:
+        """Returns the scenario of a forward-only pass of this job.
+
+        Raises:
+            ValueError: If memlab refuses the pass's workload.
+        """
+        layout = scenario.layout
+        # Frameworks pad rows to what the layout divides; a budget is then used up to the last such row.
+        unit = layout.tensor_model_parallel_size * layout.context_parallel_size
+        unit *= 2 if layout.context_parallel_size > 1 else 1
+        if scenario.packed_sequences is not None:
+            tokens = self.seq_length * self.micro_batch_size
+            return scenario.with_tokens_of_a_row(max(1, tokens // unit) * unit)
+        tokens = max(1, self.seq_length // unit) * unit
+        return replace(scenario, seq_length=tokens, micro_batch_size=self.micro_batch_size)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns JSON-ready values."""
+        return asdict(self)

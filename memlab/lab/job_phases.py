@@ -1,0 +1,107 @@
+"""Predicts the phases of a job of reinforcement learning on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from memlab.config.rollout import Rollout
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.record.job_phases import JobPhase, JobPhases
+from memlab.record.step_record import StepRecord
+
+if TYPE_CHECKING:
+    from memlab.backends import Backend
+
+_BYTES_OF_A_WEIGHT = 2
+"""Engines take weights in bf16."""
+
+
+def predict_phases(
+    scenario: Scenario,
+    settings: MemorySettings,
+    rollout: Rollout,
+    gpu_memory_bytes: int | None = None,
+    *,
+    backend: str | Backend = "simulated",
+) -> JobPhases:
+    """Predicts a training step and a forward-only pass on the same model, and adds up the phases between them.
+
+    A training step begins with loading what is on the host, and ends with offloading it again.
+
+    Args:
+        scenario: The training steps, on the rank to predict.
+        settings: Of the steps.
+        rollout: What the job does between them.
+        gpu_memory_bytes: Of each GPU; None leaves out what is left.
+        backend: That takes the steps.
+
+    Raises:
+        ValueError: If memlab refuses the workload of the forward-only pass.
+    """
+    from memlab.lab.lab import Lab
+
+    values = {field.name: getattr(scenario, field.name) for field in fields(Scenario)}
+    of_pass = rollout.of_log_probabilities(scenario)
+    with Lab(**values, backend=backend, replay=True) as lab:
+        trained = lab.step(settings)
+        passed = lab.forward_only(
+            seq_length=of_pass.seq_length, micro_batch_size=of_pass.micro_batch_size, warm_up=True
+        )
+    between = trained.static_bytes
+    parameters = trained.offloaded_bytes_by_group.get("parameters", 0)
+    outside = estimate_outside_torch(scenario.layout).total_bytes
+    engine = _engine_bytes(rollout, gpu_memory_bytes)
+    asleep = 0 if rollout.engine_sleeps else engine
+    gathered = _gathered_bytes(scenario, rollout)
+    weights = _BYTES_OF_A_WEIGHT * scenario.architecture.num_parameters // rollout.engine_ranks
+    if not rollout.is_colocated:
+        weights = 0
+    of_sync = weights if rollout.engine_sleeps else engine
+    training = (
+        ("generation", between, engine),
+        ("log-probabilities", _held_bytes(passed), asleep),
+        ("training step", _held_bytes(trained), asleep),
+        ("weight sync", between + parameters + (gathered or 0), of_sync),
+    )
+    return JobPhases(
+        rank=scenario.layout.rank,
+        is_colocated=rollout.is_colocated,
+        gpu_memory_bytes=gpu_memory_bytes,
+        outside_torch_bytes=outside,
+        gathered_bytes=gathered,
+        phases=tuple(
+            JobPhase(
+                name=name,
+                training_bytes=num_bytes,
+                engine_bytes=engine_bytes,
+                left_for_engine_bytes=None if gpu_memory_bytes is None else gpu_memory_bytes - outside - num_bytes,
+            )
+            for name, num_bytes, engine_bytes in training
+        ),
+        host_bytes_of_rank=max(trained.host_bytes, trained.host_reserved_bytes or 0),
+        ranks_per_node=min(rollout.ranks_per_node, scenario.layout.world_size),
+    )
+
+
+def _held_bytes(record: StepRecord) -> int:
+    return record.peak_reserved_bytes or record.peak_allocated_bytes
+
+
+def _engine_bytes(rollout: Rollout, gpu_memory_bytes: int | None) -> int | None:
+    if not rollout.is_colocated:
+        return 0
+    if gpu_memory_bytes is None or rollout.gpu_memory_utilization is None:
+        return None
+    return int(gpu_memory_bytes * rollout.gpu_memory_utilization)
+
+
+def _gathered_bytes(scenario: Scenario, rollout: Rollout) -> int | None:
+    """Returns what one bucket takes: what its key says, but at least the largest weight as a whole."""
+    if rollout.bucket_bytes is None:
+        return None
+    model = scenario.architecture
+    widest = max(model.vocab_size, 2 * (model.moe_ffn_hidden_size if model.is_moe else model.ffn_hidden_size))
+    return max(rollout.bucket_bytes, _BYTES_OF_A_WEIGHT * widest * model.hidden_size)

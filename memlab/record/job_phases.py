@@ -1,0 +1,59 @@
+"""The phases of a job of reinforcement learning: what training and inference engine hold in each, and on the host."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobPhase:
+    """One phase on one rank. None stands for what is not known without the size of the GPU."""
+
+    name: str
+    training_bytes: int
+    """What torch's allocator holds for training: reserved at the peak of a pass, allocated between passes."""
+    engine_bytes: int | None
+    """What the inference engine takes; 0 where it has other GPUs or sleeps."""
+    left_for_engine_bytes: int | None
+    """What the GPU has left for an inference engine, apart from what is outside torch."""
+
+    @property
+    def left_bytes(self) -> int | None:
+        """What nothing takes; negative if the phase does not fit."""
+        if self.left_for_engine_bytes is None or self.engine_bytes is None:
+            return None
+        return self.left_for_engine_bytes - self.engine_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobPhases:
+    """All phases of a job on one rank."""
+
+    rank: int
+    is_colocated: bool
+    gpu_memory_bytes: int | None
+    outside_torch_bytes: int
+    """An estimate."""
+    gathered_bytes: int | None
+    """Of weights that one bucket of the weight sync gathers; None where the framework decides by free memory."""
+    phases: tuple[JobPhase, ...]
+    host_bytes_of_rank: int
+    """Pinned memory that is reserved, with pageable memory."""
+    ranks_per_node: int
+
+    @property
+    def host_bytes_of_node(self) -> int:
+        """What the ranks of one node hold in host memory, if each holds what this rank does."""
+        return self.host_bytes_of_rank * self.ranks_per_node
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every phase fits the GPU; None without its size."""
+        left = [phase.left_bytes for phase in self.phases if phase.left_bytes is not None]
+        return None if self.gpu_memory_bytes is None else min(left) >= 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns JSON-ready values."""
+        phases = [asdict(phase) | {"left_bytes": phase.left_bytes} for phase in self.phases]
+        return asdict(self) | {"phases": phases, "host_bytes_of_node": self.host_bytes_of_node, "fits": self.fits}

@@ -1,0 +1,37 @@
+"""The phases of a job of reinforcement learning as text."""
+
+from __future__ import annotations
+
+from memlab.record.job_phases import JobPhase, JobPhases
+from memlab.units import GIB, format_bytes
+
+
+def phases_table(job: JobPhases) -> str:
+    """Returns a row for each phase, and what the host holds."""
+    gpu = "" if job.gpu_memory_bytes is None else f" of {format_bytes(job.gpu_memory_bytes)}"
+    header = _row("", "training", "left for engine", "engine", "left")
+    lines = [f"phases of the job on rank {job.rank}{gpu}, GiB", header, *(_phase(phase) for phase in job.phases)]
+    if not job.is_colocated:
+        lines.append("the inference engine has other GPUs")
+    elif job.gpu_memory_bytes is None:
+        lines.append("what is left depends on the GPU: give --gpu-memory SIZE")
+    elif any(phase.engine_bytes is None for phase in job.phases):
+        lines.append("the file does not say which share of the GPU the inference engine takes")
+    if job.gathered_bytes is None:
+        lines.append("the framework chooses the bucket of the weight sync by free memory, so it is not counted above")
+    else:
+        lines.append(f"weight sync gathers {format_bytes(job.gathered_bytes)} at a time, which is counted above")
+    tight = [phase for phase in job.phases if (phase.left_bytes or 0) < 0]
+    lines += [f"{phase.name} does not fit: short by {format_bytes(-(phase.left_bytes or 0))}" for phase in tight]
+    node, rank = format_bytes(job.host_bytes_of_node), format_bytes(job.host_bytes_of_rank)
+    lines.append(f"host memory of a node: {node} ({job.ranks_per_node} ranks x {rank}, if all are like this rank)")
+    return "\n".join(lines)
+
+
+def _phase(phase: JobPhase) -> str:
+    values = (phase.training_bytes, phase.left_for_engine_bytes, phase.engine_bytes, phase.left_bytes)
+    return _row(phase.name, *("?" if value is None else f"{value / GIB:.2f}" for value in values))
+
+
+def _row(name: str, *values: str) -> str:
+    return f"  {name:18}" + "".join(f"{value:>17}" for value in values)

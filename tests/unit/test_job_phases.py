@@ -1,0 +1,126 @@
+"""Jobs of reinforcement learning: the budgets of their passes, and what their phases hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memlab.backends.simulated import of_the_cpu_backend
+from memlab.cli import main
+from memlab.config.rollout import Rollout
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.jobs.job import Job
+from memlab.lab.job_phases import predict_phases
+from memlab.lab.lab import Lab
+from memlab.units import GIB, MIB
+
+ROLLOUT = "actor_rollout_ref.rollout"
+VERL = (
+    "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=microsoft/phi-4 trainer.n_gpus_per_node=8 "
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 "
+    "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192 "
+    "data.max_prompt_length=1024 data.max_response_length=3072"
+)
+OF_SEQUENCES = f"{ROLLOUT}.log_prob_use_dynamic_bsz=False {ROLLOUT}.log_prob_micro_batch_size_per_gpu=3"
+OFFLOADED = " ".join(f"actor_rollout_ref.actor.megatron.{name}_offload=True" for name in ("param", "grad", "optimizer"))
+NEMO_RL = """policy:
+  model_name: microsoft/phi-4
+  megatron_cfg: {enabled: true}
+  max_total_sequence_length: 4096
+  train_micro_batch_size: 1
+  logprob_batch_size: 2
+  generation: {vllm_cfg: {gpu_memory_utilization: 0.7, tensor_parallel_size: 4}}
+cluster: {gpus_per_node: 8, num_nodes: 2}
+"""
+SKYRL = (
+    "uv run -m skyrl.train.entrypoints.main_base trainer.strategy=megatron trainer.policy.model.path=microsoft/phi-4 "
+    "trainer.micro_forward_batch_size_per_gpu=4 generator.inference_engine.gpu_memory_utilization=0.6"
+)
+SLIME = (
+    "python3 train.py --hf-checkpoint microsoft/phi-4 --actor-num-nodes 1 --actor-num-gpus-per-node 4 --colocate "
+    "--use-dynamic-batch-size --max-tokens-per-gpu 4096 --log-probs-max-tokens-per-gpu 16384 "
+    "--rollout-max-response-len 2048 --sglang-mem-fraction-static 0.7"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "packed", "expected"),
+    [
+        ("run.sh", VERL, 2, {"seq_length": 8192, "gpu_memory_utilization": 0.5, "bucket_bytes": 2 * GIB}),
+        (
+            "run.sh",
+            f"{VERL} actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=20480",
+            2,
+            {"seq_length": 20480, "engine_ranks": 2, "ranks_per_node": 8},
+        ),
+        (
+            "run.sh",
+            f"{VERL} {OF_SEQUENCES} {ROLLOUT}.free_cache_engine=False",
+            2,
+            {"seq_length": 4096, "micro_batch_size": 3, "engine_sleeps": False},
+        ),
+        ("config.yaml", NEMO_RL, 1, {"seq_length": 8192, "engine_ranks": 4, "bucket_bytes": None}),
+        ("run.sh", SKYRL, None, {"seq_length": 1536, "micro_batch_size": 4, "gpu_memory_utilization": 0.6}),
+        ("run.sh", SLIME, 2, {"seq_length": 16384, "is_colocated": True, "bucket_bytes": GIB // 2}),
+    ],
+)
+def test_the_budgets_of_training_and_of_log_probabilities_are_read(
+    name: str, text: str, packed: int | None, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    job = Job.read(tmp_path / name, version="2026-08-20" if "verl" in text else None)
+    assert job.scenario is not None, job.not_supported
+    assert job.scenario.packed_sequences == packed
+    rollout = job.to_dict()["rollout"]
+    assert {key: rollout[key] for key in expected} == expected
+
+
+AWAY = MemorySettings(offload_parameters=True, offload_gradients=True, offload_optimizer=True)
+
+
+@pytest.mark.parametrize("settings", [MemorySettings(), AWAY], ids=str)
+def test_the_phases_of_a_job_are_those_of_a_live_model(settings: MemorySettings) -> None:
+    gpu_memory_bytes, bucket_bytes = 8 * GIB, 4 * MIB
+    job = Scenario.of("qwen3-moe-tiny", num_layers=2, seq_length=128, packed_sequences=2)
+    rollout = Rollout(
+        is_colocated=True, ranks_per_node=8, seq_length=320, gpu_memory_utilization=0.5, bucket_bytes=bucket_bytes
+    )
+    predicted = predict_phases(job, settings, rollout, gpu_memory_bytes, backend=of_the_cpu_backend())
+    with Lab("qwen3-moe-tiny", num_layers=2, seq_length=128, packed_sequences=2, backend="cpu") as lab:
+        step, passed = lab.step(settings), lab.forward_only(seq_length=320, warm_up=True)
+        parameters = sum(p.nbytes for p in lab._stepper.live.parameters()) if settings == AWAY else 0
+    held = {phase.name: phase.training_bytes for phase in predicted.phases}
+    expected = {
+        "generation": step.static_bytes,
+        "log-probabilities": passed.peak_allocated_bytes,
+        "training step": step.peak_allocated_bytes,
+        "weight sync": step.static_bytes + parameters + bucket_bytes,
+    }
+    assert held == pytest.approx(expected, rel=0, abs=256), "a live model holds a few numbers more between its steps"
+    assert predicted.host_bytes_of_rank == pytest.approx(step.host_bytes, rel=1e-3)
+    by_name = {phase.name: phase for phase in predicted.phases}
+    assert by_name["training step"].engine_bytes == 0
+    left = gpu_memory_bytes - predicted.outside_torch_bytes - held["generation"]
+    assert by_name["generation"].left_for_engine_bytes == left
+    assert by_name["generation"].left_bytes == left - gpu_memory_bytes // 2
+
+
+def test_predict_shows_the_phases_of_a_job_and_judges_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"{VERL} {OFFLOADED} actor_rollout_ref.rollout.gpu_memory_utilization=0.99")
+    small = ["qwen3-moe-tiny", "--num-layers", "2", "--seq-length", "512", "--num-microbatches", "1"]
+    command = ["predict", *small, "--job", str(path), "--framework-version", "2026-08-20", "--gpu-memory", "80GiB"]
+    assert main([*command, "--json"]) == 1, "the engine leaves no room for what is outside torch"
+    phases = json.loads(capfd.readouterr().out)["phases"]
+    assert [phase["name"] for phase in phases["phases"]] == [
+        "generation", "log-probabilities", "training step", "weight sync"
+    ]  # fmt: skip
+    assert (phases["fits"], phases["ranks_per_node"]) == (False, 8)
+    assert main(command) == 1
+    out = capfd.readouterr().out
+    assert "generation does not fit: short by" in out
+    assert "host memory of a node" in out
