@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import memlab
 from memlab.cli import build_parser
 from memlab.config.architectures import ARCHITECTURES
 from memlab.record.step_record import StepRecord
+from memlab.regression.suite.notebooks import read_notebook
 
 ROOT = Path(__file__).parents[2]
 BOOK = ROOT / "labs" / "book"
@@ -115,6 +117,16 @@ def test_the_book_lists_every_page() -> None:
 def test_the_reference_has_every_public_name() -> None:
     named = re.findall(r"^\.\. (?:auto|py:)\w+:: (\w+)$", (BOOK / "api.md").read_text(), re.MULTILINE)
     assert sorted(named) == sorted(memlab.__all__)
+
+
+@pytest.mark.parametrize("lab", sorted((ROOT / "labs").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_the_book_can_show_a_lab(lab: Path) -> None:
+    cells = [cell.source for cell in read_notebook(lab).cells if cell.cell_type == "markdown"]
+    links = [link for text in cells for link in re.findall(r"\]\(([\w./]+)(?:#[\w-]+)?\)", text)]
+    assert [link for link in links if not (lab.parent / link).exists()] == []
+    levels = [len(marks) for text in cells for marks in re.findall(r"^(#+) ", text, re.MULTILINE)]
+    assert levels[0] == 1
+    assert all(deeper - level <= 1 for level, deeper in pairwise(levels)), "a heading skips a level"
 
 
 def test_the_labs_page_names_every_lab_and_no_other() -> None:
