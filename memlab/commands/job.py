@@ -7,8 +7,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from memlab.commands.shared.job_flags import add_job_file_options, add_writing_option, job_of, lines_for
-from memlab.views.text.job import job_table
+from memlab.commands.shared.job_flags import add_job_file_options, add_writing_option, job_of
+from memlab.views.text.job import job_table, lines_for
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

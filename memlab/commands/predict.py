@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memlab.analysis.diagnosis import worst
-from memlab.commands.shared.job_flags import add_writing_option, lines_for, take_job
+from memlab.commands.shared.job_flags import add_writing_option, take_job
 from memlab.commands.shared.output import add_record_arguments, claimed_folder, save_record
 from memlab.commands.shared.process import stdout_reserved_for_result
 from memlab.commands.shared.step_flags import (
@@ -39,6 +39,7 @@ from memlab.record.job_phases import JobPhases
 from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes, remaining
+from memlab.views.text.job import lines_for
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from memlab.atomic_files import written_aside
 from memlab.commands.predict import other_ranks_line
 from memlab.commands.shared.engines import EnginesNotStartedError, number_or_profile, open_engines
-from memlab.commands.shared.job_flags import add_writing_option, lines_for, take_job
+from memlab.commands.shared.job_flags import add_writing_option, take_job
 from memlab.commands.shared.output import check_new_file, out_path
 from memlab.commands.shared.process import stdout_reserved_for_result
 from memlab.commands.shared.step_flags import (
@@ -35,6 +35,7 @@ from memlab.fitting.layouts import SIZES, LayoutSearchInterrupted, layouts_of
 from memlab.fitting.pareto_front import SearchResult, default_resolution_bytes
 from memlab.fitting.prediction import PredictionLostError
 from memlab.fitting.search import SearchInterrupted
+from memlab.views.text.job import lines_for
 
 if TYPE_CHECKING:
     from memlab.jobs.job import Job

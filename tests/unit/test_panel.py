@@ -20,6 +20,7 @@ from ipywidgets.widgets.widget import _remove_buffers
 
 import memlab
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
+from memlab.jobs.job import Job
 from memlab.lab.lab import Lab
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
@@ -536,6 +537,25 @@ def test_the_lines_that_repeat_the_shown_run_are_on_the_page(make_panel: Callabl
 
     assert "MemorySettings(offload_parameters=True)\n" in shown.runs.repeat.value
     assert "memlab measure qwen3-moe-tiny --seq-length 64 --offload-parameters --backend cpu" in shown.runs.repeat.value
+
+
+def test_copy_as_gives_a_framework_s_lines_for_what_the_controls_show(
+    make_panel: Callable[..., Panel], tmp_path: Path
+) -> None:
+    shown = make_panel()
+    copy = shown.runs.copy_as
+    assert (copy.lines.value, copy.lines.layout.display) == ("", "none")
+    copy.framework.value = "verl"
+    drive(shown, "offload_parameters", 1)
+    assert copy.lines.value == shown.state.lines_to_copy
+
+    words = [line for line in copy.lines.value.splitlines() if line.startswith("++")]
+    (tmp_path / "run.sh").write_text(" ".join(["python3 -m verl.trainer.main_ppo", *words]))
+    scenario = shown.state.lab.scenario
+    job = Job.read(tmp_path / "run.sh", architecture=scenario.architecture, version="2026-08-20")
+    assert job.settings == shown.state.settings
+    assert job.scenario is not None
+    assert (job.scenario.seq_length, job.scenario.micro_batch_size) == (scenario.seq_length, scenario.micro_batch_size)
 
 
 def test_a_cell_that_is_run_again_has_the_same_panel() -> None:

@@ -16,7 +16,6 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.jobs.frameworks import FRAMEWORKS, framework_named
 from memlab.jobs.job import Job
-from memlab.jobs.writing import written
 
 _MANY_PASSES = 4
 """Per pipeline stage. Micro-batches beyond a few repeat what was allocated before."""
@@ -179,13 +178,3 @@ def _packed_sequences(arguments: argparse.Namespace, scenario: Scenario) -> int 
     if rows > 1 or ranks > 1 or arguments.attention_backend == "unfused":
         return None
     return scenario.with_tokens_of_a_row(max(1, arguments.seq_length or scenario.seq_length)).packed_sequences
-
-
-def lines_for(framework_name: str, scenario: Scenario, settings: MemorySettings, source: Job | None = None) -> str:
-    """Returns the lines to paste into a framework's job, after what the framework cannot say."""
-    done = written(framework_name, scenario, settings, source=source)
-    is_change = source is not None and source.framework == framework_name
-    title = "lines to change in the job" if is_change else "lines of the job"
-    unsaid = [f"# {framework_name} cannot say {name}: {reason}" for name, reason in done.unsaid.items()]
-    lines = done.lines or ("# nothing: the job has these settings already",)
-    return "\n".join([f"{title}, for {framework_name}:", *unsaid, *lines])

@@ -12,6 +12,7 @@ import ipywidgets
 
 from memlab.atomic_files import written_aside
 from memlab.views.panel.chart_data import chart_figure, mark_moment
+from memlab.views.panel.copy_as import CopyAs
 from memlab.views.panel.exports import (
     free_path,
     measure_command,
@@ -72,12 +73,13 @@ class RunsView:
         self.repeat = ipywidgets.HTML()
         self.repeat.add_class("memlab-repeat")
         self.export_toggle = ipywidgets.ToggleButton(description="Export, repeat")
-        self.export_toggle.tooltip = "Files of the shown run, and the command that repeats it"
+        self.export_toggle.tooltip = "Files and command of the shown run, and settings for other frameworks"
         self.export_toggle.add_class("memlab-export-toggle")
         self.export_toggle.observe(lambda change: state.set_trait("export_open", change["new"]), names=["value"])
         actions = ipywidgets.Box([self.pin, reuse, delete, *others, self.export_toggle])
         export_bar = ipywidgets.Box([self.folder, *exports])
-        self._exports = ipywidgets.VBox([export_bar, self.repeat])
+        self.copy_as = CopyAs(state)
+        self._exports = ipywidgets.VBox([export_bar, self.repeat, self.copy_as.box])
         for bar in (actions, export_bar):
             bar.add_class("memlab-actions")
         self.box = ipywidgets.VBox([self.table, actions, self._exports])

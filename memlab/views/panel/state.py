@@ -23,6 +23,7 @@ from memlab.config.rebuilds import Rebuilt, what_rebuilds
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.jobs.frameworks import FRAMEWORKS
 from memlab.ranks.group import RankFailed
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
@@ -32,6 +33,7 @@ from memlab.views.panel.lab_protocol import LabLike, ProgressLike
 from memlab.views.panel.presets import Preset
 from memlab.views.panel.run import TRIED, Run
 from memlab.views.panel.settings_form import SettingsForm
+from memlab.views.text.job import lines_for
 
 Selection = tuple[Scenario, MemorySettings]
 _logger = logging.getLogger(__name__)
@@ -97,6 +99,8 @@ class LabState(traitlets.HasTraits):
     export_open = traitlets.Bool()
     """Whether the exports of the shown run, and the lines that repeat it, are shown."""
     export_folder = traitlets.Unicode("memlab_exports")
+    copied_as = traitlets.Enum(("", *FRAMEWORKS), default_value="")
+    """The framework for which `lines_to_copy` are written; empty for none."""
 
     def __init__(self, lab: LabLike) -> None:
         super().__init__()
@@ -112,6 +116,15 @@ class LabState(traitlets.HasTraits):
         self._pressed: _Pressed | None = None
         self.form = SettingsForm.of(lab.settings, lab.scenario)
         self.refresh()
+
+    @property
+    def lines_to_copy(self) -> str:
+        """The lines to paste into a job of `copied_as` for what the controls show, or the rule that they break."""
+        if not self.copied_as:
+            return ""
+        if self.settings is None:
+            return self.validation_error
+        return lines_for(self.copied_as, self.form.scenario(self.lab.scenario), self.settings)
 
     @traitlets.observe("form")
     def _resolve(self, _change: object) -> None:

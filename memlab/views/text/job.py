@@ -9,12 +9,14 @@ from typing import Any
 
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.layout import Layout
+from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import shortened
 from memlab.jobs.framework import NotModelled, Taken
 from memlab.jobs.frameworks import FRAMEWORKS
 from memlab.jobs.job import Job
+from memlab.jobs.writing import written
 
 _WIDTH = 118
 _OWN_DEFAULTS: dict[str, Any] = {
@@ -37,6 +39,16 @@ def job_table(job: Job) -> str:
     if job.warnings:
         parts.append([f"warnings ({len(job.warnings)})", *(f"  {warning}" for warning in job.warnings)])
     return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def lines_for(framework_name: str, scenario: Scenario, settings: MemorySettings, source: Job | None = None) -> str:
+    """Returns the lines to paste into a framework's job, after what the framework cannot say."""
+    done = written(framework_name, scenario, settings, source=source)
+    is_change = source is not None and source.framework == framework_name
+    title = "lines to change in the job" if is_change else "lines of the job"
+    unsaid = [f"# {framework_name} cannot say {name}: {reason}" for name, reason in done.unsaid.items()]
+    lines = done.lines or ("# nothing: the job has these settings already",)
+    return "\n".join([f"{title}, for {framework_name}:", *unsaid, *lines])
 
 
 def _summary(job: Job) -> list[str]:
