@@ -46,6 +46,7 @@ html_theme = "furo"
 html_title = "memlab"
 html_static_path = ["static"]
 html_css_files = ["book.css"]
+html_js_files = ["book.js"]
 html_extra_path = ["index.html"]
 html_copy_source = False
 html_show_search_summary = False  # the search would fetch the pages, which browsers refuse for files on disk
