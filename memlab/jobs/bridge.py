@@ -115,6 +115,7 @@ BRIDGE = Framework(
     complete=complete,
     compose=compose,
     complete_loss="cross_entropy",
+    writes_sizes=True,
     cannot_write={
         "checkpoint_input_remedy": "Megatron-Bridge has no remedy for the inputs that checkpoints of MoE layers keep",
         "offload_parameters": "Megatron-Bridge keeps its parameters on the device between steps",

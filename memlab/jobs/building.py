@@ -13,7 +13,7 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
 from memlab.config.training_state import TrainingState
-from memlab.jobs.framework import Reading
+from memlab.jobs.framework import NotModelled, Reading
 
 LAYOUT_FIELDS = tuple(field.name for field in fields(Layout) if field.name not in ("rank", "data_parallel_size"))
 STATE_FIELDS = tuple(field.name for field in fields(TrainingState))
@@ -189,7 +189,10 @@ def settings_of(reading: Reading) -> MemorySettings:
 def _known(reading: Reading, name: str, modules: tuple[str, ...], choices: tuple[str, ...]) -> tuple[str, ...] | None:
     unknown = [module for module in modules if module not in choices]
     if unknown:
-        reading.miss(f"{name}:{'+'.join(unknown)}", "less", "memlab does not have these modules")
+        taken = [one for one in reading.taken if one.field == name and one.value is not None]
+        key, place = (taken[-1].key, taken[-1].place) if taken else (name, "default")
+        reason = f"memlab does not have the modules {', '.join(unknown)}"
+        reading.not_modelled.append(NotModelled(key, list(modules), "less", reason, place))
     return tuple(module for module in modules if module in choices) or None
 
 

@@ -11,6 +11,7 @@ from memlab.config.from_json import parse_json
 from memlab.config.validation import shortened
 from memlab.jobs.arguments import has_argument_block, read_argument_block, read_flags, read_overrides
 from memlab.jobs.entries import UNKNOWN, Entries, parse_scalar
+from memlab.jobs.frameworks import framework_named
 from memlab.jobs.shell_script import Command, Script, read_script
 from memlab.jobs.yaml_tree import Node, flat, read_yaml, resolve
 
@@ -23,7 +24,8 @@ LOOKED_FOR = (
     "bridge: the key model with ddp or train; verl: actor_rollout_ref; nemo-rl: policy.megatron_cfg; skyrl: "
     "trainer.policy; slime: --actor-num-nodes; ms-swift: args.json, or 'megatron sft'"
 )
-_FLAG_STYLE = ("megatron-lm", "slime", "ms-swift")
+_MOST_DEFAULTS = 40
+"""Files that ``defaults`` name, directly or through each other; real ones name a handful."""
 _FIRST_KEYS = {"verl": "actor_rollout_ref.", "nemo-rl": "policy.megatron_cfg.", "skyrl": "trainer.policy."}
 _SWIFT_COMMANDS = {"sft", "pt", "rlhf"}
 
@@ -43,13 +45,19 @@ def read_file(path: Path, variables: dict[str, str], format_name: str | None) ->
         ValueError: If it cannot be read, is larger than any real one, or is none of the known formats.
     """
     path = _file_of(path)
-    text = _text(path)
+    text, is_whole = _text(path)
     if has_argument_block(text):
         entries = read_argument_block(text, path.name)
+        if not is_whole:
+            entries.warnings.append(
+                "the log has more than 8 MiB, of which memlab reads the first: a block of arguments of a later start "
+                "is not seen"
+            )
         found = "slime" if "actor_num_nodes" in entries.by_key else "megatron-lm"
         return format_name or found, entries
     if len(text) > _MOST_BYTES_OF_A_CONFIGURATION:
-        raise ValueError(f"{path.name} has more than 2 MiB and no block of arguments: {_ACTION}")
+        where = "" if is_whole else " in its first 8 MiB"
+        raise ValueError(f"{path.name} has more than 2 MiB and no block of arguments{where}: {_ACTION}")
     if path.suffix == ".json" or text.lstrip()[:1] == "{":
         return format_name or "ms-swift", _json_entries(text, path)
     if path.suffix in (".yaml", ".yml"):
@@ -77,10 +85,11 @@ def _file_of(path: Path) -> Path:
     return path
 
 
-def _text(path: Path) -> str:
+def _text(path: Path) -> tuple[str, bool]:
+    """Returns the text of a file, at most 8 MiB of it, and whether that is all."""
     try:
         with path.open("rb") as file:
-            content = file.read(_MOST_BYTES)
+            content, rest = file.read(_MOST_BYTES), file.read(1)
     except OSError as error:
         reason = (error.strerror or type(error).__name__).lower()
         raise ValueError(f"{shortened(path)} cannot be read ({reason}): give a job's file") from error
@@ -89,7 +98,7 @@ def _text(path: Path) -> str:
         raise ValueError(f"{path.name} is not a text: {_ACTION}")
     if not text.strip():
         raise ValueError(f"{path.name} is empty: {_ACTION}")
-    return text
+    return text, not rest
 
 
 def _json_entries(text: str, path: Path) -> Entries:
@@ -119,7 +128,7 @@ def _yaml_format(root: Node, path: Path, format_name: str | None) -> tuple[str, 
         if variables is not None and isinstance(variables.value, dict):
             entries.environment = {key: str(node.value) for key, node in variables.value.items()}
         return format_name or "megatron-lm", entries
-    entries = _with_defaults(root, path, 0)
+    entries = _with_defaults(root, path, [])
     resolve(entries)
     _collapse_targets(entries)
     found = next((name for name, start in _FIRST_KEYS.items() if _any_starts(entries, start)), None)
@@ -157,13 +166,24 @@ def _any_starts(entries: Entries, start: str) -> bool:
     return any(key.startswith(start) for key in entries.by_key)
 
 
-def _with_defaults(root: Node, path: Path, depth: int) -> Entries:
-    """Returns the keys of a file over those of the files that its key ``defaults`` names, as NeMo-RL merges them."""
+def _with_defaults(root: Node, path: Path, named: list[Path], chain: tuple[Path, ...] = ()) -> Entries:
+    """Returns the keys of a file over those of the files that its key ``defaults`` names, as NeMo-RL merges them.
+
+    Args:
+        root: What the file contains.
+        path: The file.
+        named: Every file that was read so far; those that this one names are appended.
+        chain: The files that named this one, each the next.
+
+    Raises:
+        ValueError: If files name each other in a circle, or more than any real job's.
+    """
     own = flat(root, path.name)
     defaults = root.value.get("defaults")
     own.by_key.pop("defaults", None)
-    if defaults is None or depth > 10:
+    if defaults is None:
         return own
+    chain = (*chain, path.resolve())
     names = defaults.value if isinstance(defaults.value, list) else [defaults]
     merged = Entries()
     for name in names:
@@ -179,10 +199,18 @@ def _with_defaults(root: Node, path: Path, depth: int) -> Entries:
                 "takes the framework's own"
             )
             continue
-        content = _text(base)
+        if base.resolve() in chain:
+            raise ValueError(f"{path.name}, line {name.line}: the defaults name each other in a circle: correct them")
+        named.append(base)
+        if len(named) > _MOST_DEFAULTS:
+            raise ValueError(
+                f"{path.name}, line {name.line}: the defaults name more than {_MOST_DEFAULTS} files: give the resolved "
+                "configuration"
+            )
+        content, _ = _text(base)
         if len(content) > _MOST_BYTES_OF_A_CONFIGURATION:
             raise ValueError(f"{base.name} has more than 2 MiB: {_ACTION}")
-        parent = _with_defaults(read_yaml(content, base.name), base, depth + 1)
+        parent = _with_defaults(read_yaml(content, base.name), base, named, chain)
         merged.by_key |= parent.by_key
         merged.warnings += parent.warnings
     merged.by_key |= own.by_key
@@ -198,7 +226,7 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
     entries.environment = {name: value for name, value in script.variables.items() if isinstance(value, str)}
     start = _FIRST_KEYS.get(found)
     words = max(script.commands, key=lambda command: _score(command, start)).words if script.commands else []
-    read_flags(words, entries) if found in _FLAG_STYLE else read_overrides(words, entries)
+    read_flags(words, entries) if framework_named(found).style == "flags" else read_overrides(words, entries)
     if not entries.by_key:
         raise ValueError(f"{path.name} has no arguments of {found}: {_ACTION}")
     return found, entries

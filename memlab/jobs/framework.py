@@ -113,6 +113,8 @@ class Framework:
     """Writes keys and values as lines to paste."""
     packs: Callable[[Scenario], bool] = lambda _: False
     """Whether the framework's budget of tokens makes a scenario's packed rows."""
+    writes_sizes: bool = False
+    """Whether its lines give the sizes of the model, beside the model's name."""
     complete_loss: str | None = None
     """The only loss that the framework trains with; None where its keys choose."""
     versions: tuple[str, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -151,9 +152,11 @@ def _pair(text: str) -> tuple[str, str]:
 
 def _override(framework: Framework, entries: Entries, given: dict[str, str]) -> None:
     known = {key.name for key in framework.keys} | {missing.name for missing in framework.missing}
+    patterns = [name for name in known if "*" in name]
     for name, text in given.items():
         key = name.replace("-", "_") if framework.style == "flags" else name
-        if key not in known and key not in entries.by_key and not framework.ignores(key):
+        is_known = key in known or any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+        if not is_known and key not in entries.by_key and not framework.ignores(key):
             near = difflib.get_close_matches(key, sorted(known), 1, 0.5)
             mean = f"did you mean {near[0]}" if near else f"memlab job lists the keys of {framework.title}"
             raise ValueError(f"--set has the key {shortened(name)}, which memlab does not know: {mean}")
@@ -178,8 +181,9 @@ def _built(
         not_supported, scenario, settings = not_supported or reading.questions[0], None, None
     rollout = _rollout(reading, scenario)
     without_effect = dict(reading.without_effect)
+    said = {one.key for one in reading.taken} | {one.key for one in reading.not_modelled}
     for key, entry in reading.entries.by_key.items():
-        if any(taken.key == key for taken in reading.taken) or any(one.key == key for one in reading.not_modelled):
+        if key in said:
             continue
         if key in reading.known or entry.value in ({}, None):
             without_effect.setdefault(key, "it is off, or only read together with another key")

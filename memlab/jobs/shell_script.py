@@ -460,12 +460,13 @@ def _decided(texts: list[str]) -> bool | None:
 
 
 def _combined(operator: ast.operator, left: int, right: int) -> int:
-    """Calculates as the shell does: division rounds towards zero."""
+    """Calculates as the shell does: division rounds towards zero, and a remainder has the dividend's sign."""
     if isinstance(operator, (ast.Div, ast.FloorDiv)):
         quotient = abs(left) // abs(right)
         return quotient if (left < 0) == (right < 0) else -quotient
     if isinstance(operator, ast.Mod):
-        return left % right if left >= 0 else -(-left % right)
+        remainder = abs(left) % abs(right)
+        return remainder if left >= 0 else -remainder
     if isinstance(operator, ast.Mult):
         return left * right
     if isinstance(operator, (ast.Add, ast.Sub)):

@@ -145,6 +145,7 @@ SLIME = Framework(
     complete=complete,
     compose=compose,
     complete_loss="logprobs",
+    writes_sizes=True,
     packs=is_packed,
     cannot_write=_NEVER
     | {

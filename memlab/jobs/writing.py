@@ -93,10 +93,6 @@ def unsaid(framework: Framework, scenario: Scenario, settings: MemorySettings) -
     if scenario.layout.rank:
         reasons["rank"] = "a framework's file describes all ranks"
     names_model = any(key.field == "architecture" for key in framework.keys)
-    if (
-        names_model
-        and scenario.architecture.name not in HUGGING_FACE_NAMES
-        and framework.name not in ("bridge", "slime")
-    ):
+    if names_model and scenario.architecture.name not in HUGGING_FACE_NAMES and not framework.writes_sizes:
         reasons["architecture"] = "no published model has this name: give the path of the model's folder"
     return reasons

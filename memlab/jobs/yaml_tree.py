@@ -62,10 +62,9 @@ def flat(root: Node, name: str) -> Entries:
         if steps > 2 * _MOST_KEYS or len(entries.by_key) > _MOST_KEYS or depth > _DEEPEST:
             raise ValueError(f"{name}, line {node.line}: it has more than {_MOST_KEYS:,} keys: give another file")
         if isinstance(node.value, dict) and node.value:
-            children = [(f"{prefix}.{key}" if prefix else key, child) for key, child in node.value.items()]
-            stack += [
-                (key.removesuffix(".<<").removesuffix("<<"), child, depth + 1) for key, child in reversed(children)
-            ]
+            children = list(_merged(node).items())
+            steps += len(children) if "<<" in node.value else 0
+            stack += [(f"{prefix}.{key}" if prefix else key, child, depth + 1) for key, child in reversed(children)]
         elif isinstance(node.value, list):
             leaves = [child.value for child in node.value[:1000]]
             is_plain = all(not isinstance(leaf, (dict, list)) for leaf in leaves)
@@ -73,6 +72,30 @@ def flat(root: Node, name: str) -> Entries:
         else:
             entries.add(prefix, {} if isinstance(node.value, dict) else node.value, node.line)
     return entries
+
+
+def _merged(node: Node) -> dict[str, Node]:
+    """Returns a mapping's keys, with those of the mappings that ``<<`` names where it has none of its own.
+
+    Of several mappings the first counts (https://yaml.org/type/merge.html).
+    """
+    if "<<" not in node.value:
+        values: dict[str, Node] = node.value
+        return values
+    merged: dict[str, Node] = {}
+    pending, seen = [node], set[int]()
+    while pending:
+        mapping = pending.pop()
+        if id(mapping) in seen or not isinstance(mapping.value, dict):
+            continue
+        seen.add(id(mapping))
+        for key, child in mapping.value.items():
+            if key != "<<":
+                merged.setdefault(key, child)
+        others = mapping.value.get("<<")
+        if others is not None:
+            pending += reversed(others.value) if isinstance(others.value, list) else [others]
+    return merged
 
 
 def _compose(text: str, name: str) -> Node | None:

@@ -25,7 +25,7 @@ def words_of(text: str, path: Path = Path("run.sh"), **variables: str) -> list[s
         ("N=\nrun a${N:-8} b${N-9}", ["a8", "b"]),
         ("N=${M:=4}\nrun $N $M", ["4", "4"]),
         ("A=${B:-${C:-5}}\nrun $A", ["5"]),
-        ("run $((2 * (3 + 4) - 7 / 2)) $((-7 / 2)) $((-7 % 2))", ["11", "-3", "-1"]),
+        ("run $((2 * (3 + 4) - 7 / 2)) $((-7 / 2)) $((-7 % 2)) $((7 % -3))", ["11", "-3", "-1", "1"]),
         ("N=2\nG=8\nW=$((N * G))\nrun $W $(( $N + ${G} ))", ["16", "10"]),
         ("run $((2 ** 70)) $((1 / 0)) $((x)) $((__import__))", [UNKNOWN] * 4),
         ("run $(rm -rf /) `whoami` $(echo $(nproc)) a$(x)b", [UNKNOWN, UNKNOWN, UNKNOWN, f"a{UNKNOWN}b"]),

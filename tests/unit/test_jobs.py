@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from memlab.cli import build_parser, main
 from memlab.commands.shared.job_flags import take_job
@@ -18,6 +19,7 @@ from memlab.commands.shared.step_flags import checked_step, layout_of_the_job
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.jobs import yaml_tree
 from memlab.jobs.building import unused_gradient_bytes
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
@@ -355,6 +357,58 @@ def test_defaults_of_a_nemo_rl_file_are_merged_and_set_overrides_them(tmp_path: 
 def test_a_number_that_is_null_is_the_default_of_the_framework(tmp_path: Path) -> None:
     path = write(tmp_path, "config.yaml", NEMO + "cluster: {num_nodes: null, gpus_per_node: 8}\n")
     assert Job.read(path).required()[0].layout.world_size == 8
+
+
+def test_defaults_that_name_each_other_or_hundreds_of_files_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "config.yaml", f"defaults: [base.yaml, base.yaml]\n{NEMO}")
+    write(tmp_path, "base.yaml", "defaults: [config.yaml, config.yaml]\npolicy: {}\n")
+    with pytest.raises(ValueError, match="line 1: the defaults name each other in a circle"):
+        Job.read(path)
+    for number in range(10):  # 10^10 reads, if each were followed
+        write(tmp_path, f"d{number}.yaml", f"defaults: [{', '.join([f'd{number + 1}.yaml'] * 10)}]\n")
+    write(tmp_path, "d10.yaml", "policy: {}\n")
+    with pytest.raises(ValueError, match="the defaults name more than 40 files: give the resolved configuration"):
+        Job.read(write(tmp_path, "config.yaml", f"defaults: d0.yaml\n{NEMO}"))
+
+
+def test_a_log_that_is_read_in_part_is_said_to_be(tmp_path: Path) -> None:
+    block = f"{'-' * 8} arguments {'-' * 8}\n  num_layers ..... 4\n{'-' * 8} end of arguments {'-' * 8}\n"
+    job = Job.read(write(tmp_path, "short.log", block))
+    assert not [warning for warning in job.warnings if "8 MiB" in warning]
+    job = Job.read(write(tmp_path, "long.log", block + "step\n" * (2 * 2**20)))
+    assert [warning for warning in job.warnings if "8 MiB" in warning]
+    with pytest.raises(ValueError, match="no block of arguments in its first 8 MiB"):
+        Job.read(write(tmp_path, "late.log", "step\n" * (2 * 2**20) + block))
+
+
+def test_a_mapping_s_own_keys_count_more_than_merged_ones_as_for_pyyaml() -> None:
+    text = (
+        "one: &one {a: 1, b: 1, d: {x: 1, y: 1}}\ntwo: &two {<<: *one, b: 2, c: 2}\n"
+        "last: {a: 3, <<: *two, d: {x: 3}}\nboth: {<<: [*two, *one], c: 4}\nself: &self {<<: *self, e: 5}\n"
+    )
+    entries = yaml_tree.flat(yaml_tree.read_yaml(text, "merge.yaml"), "merge.yaml")
+    expected = yaml.safe_load(text.replace("<<: *self, ", ""))
+    for name, mapping in expected.items():
+        found = {key: entry.value for key, entry in entries.by_key.items() if key.startswith(f"{name}.")}
+        leaves = {f"{name}.{key}": value for key, value in mapping.items() if not isinstance(value, dict)}
+        leaves |= {f"{name}.d.{key}": value for key, value in mapping.get("d", {}).items()}
+        assert found == leaves, name
+
+
+def test_set_takes_a_key_that_is_known_by_a_pattern(tmp_path: Path) -> None:
+    job = Job.read(write(tmp_path, "config.yaml", NEMO), overrides=["policy.megatron_cfg.freeze_moe_router=true"])
+    assert ("policy.megatron_cfg.freeze_moe_router", "--set") in {(one.key, one.place) for one in job.not_modelled}
+
+
+def test_modules_that_memlab_does_not_have_are_named_with_their_line(tmp_path: Path) -> None:
+    text = (
+        NEMO
+        + "    activation_checkpointing: true\n    recompute_granularity: selective\n    recompute_modules: [mlp, mla_up_proj]\n"
+    )
+    job = Job.read(write(tmp_path, "config.yaml", text))
+    (one,) = [one for one in job.not_modelled if one.key == "policy.megatron_cfg.recompute_modules"]
+    assert one.place == f"line {text.count(chr(10))}"
+    assert "mla_up_proj" in one.reason
 
 
 def test_set_never_does_nothing(tmp_path: Path) -> None:
