@@ -130,31 +130,6 @@ def _normalise_state(reading: Reading, layout: Layout) -> None:
         values["attention_backend"] = "unfused"
 
 
-def unused_gradient_bytes(scenario: Scenario) -> int:
-    """Returns what gradients of every shape of weight take in bf16, one of each shape, on one rank.
-
-    Transformer Engine allocates them where weight gradients are added to the buffers inside the matrix multiplication
-    (``get_dummy_wgrad`` in transformer_engine/pytorch/module/base.py, 2.12).
-    """
-    architecture, layout = scenario.architecture, scenario.layout
-    hidden, tensor = architecture.hidden_size, layout.tensor_model_parallel_size
-    query = architecture.num_attention_heads * architecture.kv_channels
-    both = query + 2 * architecture.num_query_groups * architecture.kv_channels
-    width, ranks = (
-        (architecture.moe_ffn_hidden_size, layout.expert_tensor_size)
-        if architecture.is_moe
-        else (architecture.ffn_hidden_size, tensor)
-    )
-    shapes = {
-        (both // tensor, hidden),
-        (hidden, query // tensor),
-        (2 * width // ranks, hidden),
-        (hidden, width // ranks),
-        (architecture.vocab_size // tensor, hidden),
-    }
-    return sum(2 * rows * columns for rows, columns in shapes)
-
-
 def settings_of(reading: Reading) -> MemorySettings:
     """Builds the memory settings that the values of a job's file describe.
 

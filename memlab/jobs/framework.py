@@ -40,6 +40,8 @@ class NotModelled:
     effect: Effect
     reason: str
     place: str = ""
+    bound_bytes: int | None = None
+    """How much it changes at most, where that is known."""
 
 
 @dataclass(slots=True)

@@ -15,13 +15,13 @@ from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
-from memlab.jobs.building import CannotStartError, scenario_of, settings_of, unused_gradient_bytes
+from memlab.jobs.bounds import BOUNDS
+from memlab.jobs.building import CannotStartError, scenario_of, settings_of
 from memlab.jobs.entries import Entries, parse_value
 from memlab.jobs.formats import read_file
 from memlab.jobs.framework import Framework, NotModelled, Reading, Taken
 from memlab.jobs.frameworks import FRAMEWORKS, framework_named
 from memlab.jobs.model import architecture_named, architecture_of
-from memlab.units import format_bytes
 
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
 
@@ -118,6 +118,7 @@ class Job:
                     "value": _plain(one.value),
                     "effect": one.effect,
                     "reason": one.reason,
+                    "bound_bytes": one.bound_bytes,
                     "place": one.place,
                 }
                 for one in self.not_modelled
@@ -171,7 +172,7 @@ def _built(
         found = _architecture(reading, architecture)
         _drop_experts(reading, found)
         scenario = scenario_of(reading, found)
-        _bound_fusion(reading, scenario)
+        _bound(reading, scenario)
         settings = settings_of(reading)
     except CannotStartError as error:
         cannot_start, scenario = str(error), None
@@ -229,12 +230,12 @@ def _drop_experts(reading: Reading, architecture: Architecture) -> None:
         reading.without_effect[one.key] = "the model has no experts"
 
 
-def _bound_fusion(reading: Reading, scenario: Scenario) -> None:
-    """Says how much the unused gradients of fused accumulation take."""
+def _bound(reading: Reading, scenario: Scenario) -> None:
+    """Says how much what is not modelled can change, where that is known."""
     for index, one in enumerate(reading.not_modelled):
-        if one.key.endswith("gradient_accumulation_fusion"):
-            bound = format_bytes(unused_gradient_bytes(scenario))
-            reading.not_modelled[index] = replace(one, reason=f"{one.reason}: about {bound} on the last stage")
+        bound = BOUNDS.get(one.key.rpartition(".")[2])
+        if bound is not None and one.effect != "unknown":
+            reading.not_modelled[index] = replace(one, bound_bytes=bound(scenario))
 
 
 def _hashable(missing: list[NotModelled]) -> list[NotModelled]:

@@ -98,7 +98,6 @@ FRAMEWORK_MISSING = (
     Missing("policy.megatron_cfg.enabled", "either", "memlab predicts Megatron's jobs only, not DTensor's",
             lambda value: value is False, True),
     Missing(f"{_MEGATRON}.peft.enabled", "less", LORA),
-    Missing(f"{_MEGATRON}.defer_fp32_logits", "less", "logits become fp32 inside the loss, part by part"),
     Missing(f"{_MEGATRON}.use_fused_linear_logprobs", "less", "log-probabilities without whole logits"),
     Missing(f"{_MEGATRON}.use_linear_ce_fusion_loss", "less", "log-probabilities without whole logits"),
     Missing("policy.sequence_packing.fuse_loss", "less", "the loss of packed sequences is computed in one piece"),
@@ -125,6 +124,10 @@ def complete(reading: Reading) -> None:
     for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
         values[name] = values["is_colocated"]
     is_colocated = values.pop("is_colocated")
+    if not reading.get(f"{_MEGATRON}.defer_fp32_logits"):
+        reading.miss(
+            f"{_MEGATRON}.defer_fp32_logits", "more", "all logits are copied to fp32, which memlab's loss does not do"
+        )
     longest, sequences = values.pop("longest"), values.pop("sequences")
     is_packed_row, is_dynamic = values.pop("is_packed"), values.pop("is_dynamic")
     per_micro_batch = longest * values["micro_batch_size"]

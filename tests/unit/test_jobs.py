@@ -20,9 +20,12 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs import yaml_tree
-from memlab.jobs.building import unused_gradient_bytes
+from memlab.jobs.bounds import BOUNDS, unused_gradient_bytes
+from memlab.jobs.frameworks import FRAMEWORKS
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
+from memlab.units import format_bytes
+from memlab.views.text.job import job_table
 
 QWEN = """--num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --group-query-attention
 --num-query-groups 4 --kv-channels 128 --vocab-size 151936 --make-vocab-size-divisible-by 64 --normalization RMSNorm
@@ -393,6 +396,22 @@ def test_a_mapping_s_own_keys_count_more_than_merged_ones_as_for_pyyaml() -> Non
         leaves = {f"{name}.{key}": value for key, value in mapping.items() if not isinstance(value, dict)}
         leaves |= {f"{name}.d.{key}": value for key, value in mapping.get("d", {}).items()}
         assert found == leaves, name
+
+
+def test_what_is_not_modelled_has_a_bound_where_one_is_known(tmp_path: Path) -> None:
+    text = NEMO + "    freeze_moe_router: true\n    tensor_model_parallel_size: 2\n  train_micro_batch_size: 1\n"
+    text += "  max_total_sequence_length: 4096\ncluster: {num_nodes: 1, gpus_per_node: 8}\n"
+    path = write(tmp_path, "config.yaml", text)
+    job = Job.read(path)
+    bounds = {one.key.rpartition(".")[2]: (one.effect, one.bound_bytes) for one in job.not_modelled}
+    assert bounds["defer_fp32_logits"] == ("more", 4096 * 151936 // 2 * 4), job.not_modelled
+    assert bounds["freeze_moe_router"] == ("less", 48 * 2048 * 128 * 16)
+    assert f"by at most {format_bytes(48 * 2048 * 128 * 16)}" in job_table(job)
+    path.write_text(text.replace("freeze", "defer_fp32_logits: true\n    freeze"))
+    deferred = Job.read(path)
+    assert "defer_fp32_logits" not in {one.key.rpartition(".")[2] for one in deferred.not_modelled}
+    known = {name.name.rpartition(".")[2].strip("*") for framework in FRAMEWORKS.values() for name in framework.missing}
+    assert BOUNDS.keys() - {"defer_fp32_logits"} <= known, "a bound of a key that no framework has"
 
 
 def test_set_takes_a_key_that_is_known_by_a_pattern(tmp_path: Path) -> None:

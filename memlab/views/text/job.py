@@ -17,6 +17,7 @@ from memlab.jobs.framework import NotModelled, Taken
 from memlab.jobs.frameworks import FRAMEWORKS
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
+from memlab.units import format_bytes
 
 _WIDTH = 118
 _OWN_DEFAULTS: dict[str, Any] = {
@@ -102,11 +103,18 @@ def _missing(missing: tuple[NotModelled, ...]) -> list[str]:
             f"not modelled ({len(known)}): because of these, a step needs more or less memory than memlab says"
         )
         words = {"more": "more", "less": "less", "either": "more or less"}
-        lines += [f"  {one.place:9} {_named(one)}: {words[one.effect]}: {one.reason}" for one in known]
+        lines += [
+            f"  {one.place:9} {_named(one)}: {words[one.effect]}{_at_most(one.bound_bytes)}: {one.reason}"
+            for one in known
+        ]
     if unknown:
         lines.append(f"keys that memlab does not know ({len(unknown)})")
         lines += _wrapped(", ".join(one.key for one in unknown))
     return lines
+
+
+def _at_most(bound_bytes: int | None) -> str:
+    return "" if bound_bytes is None else f", by at most {format_bytes(bound_bytes)}"
 
 
 def _named(missing: NotModelled) -> str:

@@ -1,0 +1,69 @@
+"""How much what memlab does not model can change, on the rank of a job that it changes most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memlab.config.scenario import Scenario
+
+
+def unused_gradient_bytes(scenario: Scenario) -> int:
+    """Returns what gradients of every shape of weight take in bf16, one of each shape, on one rank.
+
+    Transformer Engine allocates them where weight gradients are added to the buffers inside the matrix multiplication
+    (``get_dummy_wgrad`` in transformer_engine/pytorch/module/base.py, 2.12).
+    """
+    architecture, layout = scenario.architecture, scenario.layout
+    hidden, tensor = architecture.hidden_size, layout.tensor_model_parallel_size
+    query = architecture.num_attention_heads * architecture.kv_channels
+    both = query + 2 * architecture.num_query_groups * architecture.kv_channels
+    width, ranks = (
+        (architecture.moe_ffn_hidden_size, layout.expert_tensor_size)
+        if architecture.is_moe
+        else (architecture.ffn_hidden_size, tensor)
+    )
+    shapes = {
+        (both // tensor, hidden),
+        (hidden, query // tensor),
+        (2 * width // ranks, hidden),
+        (hidden, width // ranks),
+        (architecture.vocab_size // tensor, hidden),
+    }
+    return sum(2 * rows * columns for rows, columns in shapes)
+
+
+def _logits(scenario: Scenario) -> int:
+    """Returns the elements of a micro-batch's logits on a rank of the last stage."""
+    layout = scenario.layout
+    tokens = scenario.seq_length * scenario.micro_batch_size // layout.context_parallel_size
+    return tokens * scenario.architecture.vocab_size // layout.tensor_model_parallel_size
+
+
+def _whole_loss_bytes(scenario: Scenario) -> int:
+    """Returns what the log-probabilities take at most: the logits, four tensors like them in fp32, and one in bf16."""
+    return _logits(scenario) * (2 + 4 * 4) + _logits(scenario) * 2
+
+
+def _dropout_bytes(scenario: Scenario) -> int:
+    """Returns a mask of 1 byte and a copy of 2 bytes for each element of both residuals of each layer in flight."""
+    elements = scenario.tokens_of_rank * scenario.architecture.hidden_size
+    return 2 * 3 * elements * scenario.num_layers_of_chunk * scenario.most_passes_in_flight
+
+
+def _router_bytes(scenario: Scenario) -> int:
+    """Returns the routers' gradients (4 bytes) and optimizer state (12 bytes), unsharded."""
+    architecture = scenario.architecture
+    return 16 * scenario.num_layers_of_stage * architecture.hidden_size * (architecture.num_moe_experts or 0)
+
+
+BOUNDS: dict[str, Callable[[Scenario], int]] = {
+    "gradient_accumulation_fusion": unused_gradient_bytes,
+    "defer_fp32_logits": lambda scenario: 4 * _logits(scenario),
+    "entropy_from_logits_with_chunking": lambda scenario: 4 * _logits(scenario),
+    "use_fused_kernels": _whole_loss_bytes,
+    "use_fused_linear_logprobs": _whole_loss_bytes,
+    "use_linear_ce_fusion_loss": _whole_loss_bytes,
+    "hidden_dropout": _dropout_bytes,
+    "freeze_moe_router": _router_bytes,
+}
+"""By the last part of a key: at most so many bytes more or less, as the key's effect says."""
