@@ -1,64 +1,134 @@
-"""What `memlab predict` costs as a model grows: processor seconds by layers and micro-batches, and the line through it.
+"""What predictions cost, now and at an earlier commit: processor seconds of whole models, and how they grow.
 
-Whole commands, each in a process of its own, interleaved; the median of user and system time, which another program on
-the machine disturbs less than the clock. The line is seconds = start + a layer's x layers + a pass's x layers x
-micro-batches; linear cost shows as a small largest deviation from it.
+Each case runs in processes of their own, which take turns between the two versions; the median of user and system time
+counts, which another program on the machine disturbs less than the clock. The earlier commit is checked out into a
+temporary folder and runs in the same environment. What it does not know (a flag, a model) has no ratio.
 
-    python benchmarks/prediction_time.py
+    python benchmarks/prediction_time.py                                     # this version alone
+    python benchmarks/prediction_time.py --against 1191acc                   # and the ratio to a commit
+    python benchmarks/prediction_time.py --against 1191acc --rounds 1 --only setting layers
 """
 
 from __future__ import annotations
 
-import itertools
+import argparse
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
-import numpy as np
+ROOT = Path(__file__).resolve().parents[1]
+EP8 = "Layout(data_parallel_size=8, expert_model_parallel_size=8)"
+PP8 = "Layout(pipeline_model_parallel_size=8, rank=1)"
+QWEN, LARGE = "'qwen3-30b-a3b', seq_length=4096", "'qwen3-235b-a22b', seq_length=4096"
+SETTING = """
+import time
+from memlab import Lab, Layout, MemorySettings
+other = MemorySettings(recompute_granularity="selective", recompute_modules=("layernorm",))
+with Lab({lab}, backend="simulated") as lab:
+    if {first}:
+        started = time.process_time()
+    lab.step(MemorySettings())
+    if not {first}:
+        started = time.process_time()
+        lab.step(other)
+    print("seconds", time.process_time() - started)
+"""
+"""Prints the processor seconds of a step: the first one of a lab, or one under a changed setting."""
+SEARCH = ("-m", "memlab", "search", "--gpu-memory", "79GiB", "--json")
+CASES: dict[str, tuple[str, ...]] = {
+    "setting: Qwen3-30B-A3B EP8, changed": ("-c", SETTING.format(lab=f"{QWEN}, layout={EP8}", first=False)),
+    "setting: phi-4, changed": ("-c", SETTING.format(lab="'phi-4', seq_length=4096", first=False)),
+    "batches: Qwen3-30B-A3B EP8, 16 micro-batches, changed": (
+        "-c",
+        SETTING.format(lab=f"{QWEN}, num_microbatches=16, layout={EP8}", first=False),
+    ),
+    "batches: Qwen3-235B-A22B PP8, 64 micro-batches, first": (
+        "-c",
+        SETTING.format(lab=f"{LARGE}, num_microbatches=64, layout={PP8}", first=True),
+    ),
+    "layers: Qwen3-235B-A22B, 12 layers, changed": ("-c", SETTING.format(lab=f"{LARGE}, num_layers=12", first=False)),
+    "layers: Qwen3-235B-A22B, 94 layers, changed": ("-c", SETTING.format(lab=f"{LARGE}, num_layers=94", first=False)),
+    "command: predict phi-4": ("-m", "memlab", "predict", "phi-4", "--seq-length", "4096"),
+    "command: predict Qwen3-30B-A3B": ("-m", "memlab", "predict", "qwen3-30b-a3b", "--seq-length", "4096"),
+    "search: phi-4 TP2": (*SEARCH, "phi-4", "--tensor-model-parallel-size", "2", "--world-size", "8"),
+    "search: Qwen3-30B-A3B EP8": (*SEARCH, "qwen3-30b-a3b", "--expert-model-parallel-size", "8", "--world-size", "8"),
+}
+"""What Python runs. A case that prints ``seconds`` measures a part of itself."""
 
-NUM_ROUNDS = 3
-LAYERS, MICROBATCHES = (12, 24, 48, 94), (1, 4, 8)
-GOALS = {"phi-4": 10, "qwen3-30b-a3b": 15, "qwen3-235b-a22b": 30}
-"""Seconds that a whole prediction at 4096 tokens may take."""
 
-
-def cost(architecture: str, *flags: str) -> tuple[float, float]:
-    """Returns processor seconds and the largest resident size in GB of one prediction."""
-    command = [sys.executable, "-m", "memlab", "predict", architecture, "--seq-length", "4096", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0, f"{command} failed"
+def cost(arguments: tuple[str, ...], folder: Path) -> tuple[float, float] | None:
+    """Returns processor seconds and the largest resident size in GB of a case; None if this version cannot run it."""
+    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONWARNINGS": "ignore"}
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            [sys.executable, *arguments], cwd=folder, env=environment, stdout=output, stderr=subprocess.DEVNULL
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        output.seek(0)
+        lines = output.read().splitlines()
+    if process.returncode not in (0, 1):  # 1: it was predicted that nothing fits
+        return None
+    if arguments[0] == "-c":
+        printed = [line.split()[1] for line in lines if line.startswith("seconds ")]
+        if not printed:
+            return None
+        return float(printed[-1]), usage.ru_maxrss * 1024 / 1e9
     return usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e9
 
 
-def whole_models() -> None:
-    """Prints the models at full depth beside their goals."""
-    print(f"{'':20}{'seconds':>10}{'goal':>6}{'GB':>7}")
-    for name, goal in GOALS.items():
-        seconds, sizes = zip(*(cost(name) for _ in range(NUM_ROUNDS)), strict=True)
-        print(f"{name:20}{statistics.median(seconds):10.1f}{goal:6}{max(sizes):7.2f}")
+@contextmanager
+def checked_out(commit: str) -> Iterator[Path]:
+    """Checks a commit out into a temporary folder, for the block."""
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "memlab"
+        subprocess.run(["git", "worktree", "add", "--quiet", "--detach", folder, commit], cwd=ROOT, check=True)  # noqa: S607
+        try:
+            yield folder
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", folder], cwd=ROOT, check=True)  # noqa: S607
 
 
-def by_size() -> None:
-    """Prints seconds by layers and micro-batches, and how far they are from a line."""
-    cells = list(itertools.product(LAYERS, MICROBATCHES))
-    seconds: dict[tuple[int, int], list[float]] = {cell: [] for cell in cells}
-    for _, (layers, batches) in itertools.product(range(NUM_ROUNDS), cells):
-        flags = ("--num-layers", str(layers), "--num-microbatches", str(batches))
-        seconds[layers, batches].append(cost("qwen3-235b-a22b", *flags)[0])
-    medians = {cell: statistics.median(each) for cell, each in seconds.items()}
-    print(f"\n{'layers':>6}" + "".join(f"{f'x {batches}':>9}" for batches in MICROBATCHES))
-    for layers in LAYERS:
-        print(f"{layers:6}" + "".join(f"{medians[layers, batches]:9.1f}" for batches in MICROBATCHES))
-    known = np.array([[1, layers, layers * batches] for layers, batches in cells])
-    line = np.linalg.lstsq(known, np.array(list(medians.values())), rcond=None)[0]
-    off = max(abs(medians[cell] / at - 1) for cell, at in zip(cells, known @ line, strict=True))
-    print(f"{line[0]:.1f} s + {line[1] * 1e3:.0f} ms a layer + {line[2] * 1e3:.1f} ms a layer and micro-batch")
-    print(f"largest deviation from that {off:.1%}")
+def compare(cases: dict[str, tuple[str, ...]], versions: list[Path], rounds: int) -> None:
+    """Prints a row per case: median seconds and largest GB of each version, and the ratio of the seconds."""
+    names = ["now"] if len(versions) == 1 else ["before", "now"]
+    print(f"{'':56}" + "".join(f"{name + ', s':>11}{'GB':>7}" for name in names) + f"{'ratio':>9}")
+    for case, arguments in cases.items():
+        costs: list[list[tuple[float, float]]] = [[] for _ in versions]
+        for _ in range(rounds):
+            for version, each in zip(versions, costs, strict=True):
+                one = cost(arguments, version)
+                if one is not None:
+                    each.append(one)
+        row, medians = f"{case:56}", []
+        for each in costs:
+            medians.append(statistics.median(seconds for seconds, _ in each) if each else None)
+            row += f"{medians[-1]:11.2f}{max(size for _, size in each):7.2f}" if each else f"{'-':>11}{'-':>7}"
+        if len(medians) == 2 and medians[0] is not None and medians[1]:
+            row += f"{medians[0] / medians[1]:8.1f}x"
+        print(row, flush=True)
+
+
+def main() -> None:
+    """Reads the command line, and compares."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", metavar="COMMIT", help="an earlier version; without it, only this one is measured")
+    parser.add_argument("--rounds", type=int, default=5, help="processes per case and version (default 5)")
+    kinds = sorted({case.split(":")[0] for case in CASES})
+    parser.add_argument("--only", nargs="+", choices=kinds, default=kinds, help="leave the other cases out")
+    arguments = parser.parse_args()
+    cases = {case: given for case, given in CASES.items() if case.split(":")[0] in arguments.only}
+    if arguments.against is None:
+        compare(cases, [ROOT], arguments.rounds)
+        return
+    with checked_out(arguments.against) as former:
+        compare(cases, [former, ROOT], arguments.rounds)
 
 
 if __name__ == "__main__":
-    whole_models()
-    by_size()
+    main()

@@ -8,6 +8,8 @@ pools: one for requests of at most 1 MiB, and one for larger ones.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Mapping
+from typing import Any, Self
 
 from memlab.allocator.replay import Block
 from memlab.allocator.rules import (
@@ -109,6 +111,26 @@ class SegmentPool:
         self.withdraw(segment)
         self.reserved_bytes -= segment.num_bytes
 
+    def blocks(self) -> list[Block]:
+        """Returns the free blocks."""
+        return list(self._free_blocks.values())
+
+    def state(self) -> tuple[Any, ...]:
+        """Returns what decides about later requests; see `CachingAllocator.state`."""
+        return self.reserved_bytes, self._top, tuple(self._free)
+
+    def copy(self, copies: Mapping[int, Block]) -> Self:
+        """Returns a pool in the same state.
+
+        Args:
+            copies: Its blocks, by the identity of the own ones.
+        """
+        other = type(self)(is_small=self.is_small)
+        other.reserved_bytes, other.num_searches, other._top = self.reserved_bytes, self.num_searches, self._top
+        other._free, other._offered_at = list(self._free), dict(self._offered_at)
+        other._free_blocks = {address: copies[id(block)] for address, block in self._free_blocks.items()}
+        return other
+
     def empty(self) -> None:
         """Returns everything that can be returned to the device."""
         for segment in self.free_segments():
@@ -174,6 +196,20 @@ class ExpandablePool(SegmentPool):
     def free_segments(self) -> list[Block]:
         """Returns none: only pages are returned to the device, and garbage collection leaves them alone."""
         return []
+
+    def blocks(self) -> list[Block]:
+        """Returns the free blocks, and those without memory."""
+        return [*super().blocks(), *self._unmapped.values()]
+
+    def state(self) -> tuple[Any, ...]:
+        """Returns what decides about later requests."""
+        return *super().state(), tuple((block.address, block.num_bytes) for block in self._unmapped.values())
+
+    def copy(self, copies: Mapping[int, Block]) -> Self:
+        """Returns a pool in the same state."""
+        other = super().copy(copies)
+        other._unmapped = {address: copies[id(block)] for address, block in self._unmapped.items()}
+        return other
 
     def empty(self) -> None:
         """Returns every page in which nothing is allocated to the device."""

@@ -8,6 +8,8 @@ for one stream. `Blocks` replays what a real allocator did; this class also sear
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from typing import Any
 
 from memlab.allocator.pools import ExpandablePool, SegmentPool
 from memlab.allocator.replay import Block
@@ -86,6 +88,38 @@ class CachingAllocator:
         """Returns the segments or pages in which nothing is allocated to the device."""
         self._large.empty()
         self._small.empty()
+
+    def state(self) -> tuple[Any, ...]:
+        """Returns what decides about later requests, beside the allocated blocks."""
+        # Garbage collection knows how long a block has been free.
+        clock = None if self._settings.garbage_collection_threshold is None else self._large.num_searches
+        return self._small.state(), self._large.state(), clock
+
+    def copy(self, blocks: Iterable[Block]) -> tuple[CachingAllocator, dict[int, Block]]:
+        """Returns an allocator in the same state, for requests that may have to be undone.
+
+        Args:
+            blocks: All that are allocated.
+
+        Returns:
+            The allocator, and its blocks by the identity of the own ones.
+        """
+        copies: dict[int, Block] = {}
+        originals: list[Block] = []
+        waiting = [*blocks, *self._small.blocks(), *self._large.blocks()]
+        while waiting:
+            block = waiting.pop()
+            if id(block) not in copies:
+                copies[id(block)] = Block(block.address, block.num_bytes, block.is_free, block.segment)
+                waiting += [each for each in (block.before, block.after) if each is not None]
+                originals.append(block)
+        for block in originals:
+            copied = copies[id(block)]
+            copied.before = None if block.before is None else copies[id(block.before)]
+            copied.after = None if block.after is None else copies[id(block.after)]
+        other = CachingAllocator(self._settings)
+        other._small, other._large = self._small.copy(copies), self._large.copy(copies)
+        return other, copies
 
     def _pool_of(self, num_bytes: int) -> SegmentPool:
         return self._small if num_bytes <= SMALL_REQUEST_BYTES else self._large

@@ -114,7 +114,7 @@ def _predict(
         try:
             for number, layout in enumerate(layouts, 1):
                 scenario = Scenario.of(**workload | {"layout": layout})
-                with stepping(scenario, forward_only=arguments.forward_only) as step:
+                with stepping(scenario, forward_only=arguments.forward_only, replay=arguments.replay) as step:
                     record = step(settings, arguments.device_memory)
                     if arguments.out is not None:
                         folder = arguments.out / f"rank-{layout.rank}" if len(layouts) > 1 else arguments.out
@@ -139,9 +139,11 @@ def _predict(
         of_least = [record for record, verdict in zip(records, verdicts, strict=False) if verdict == least]
         judged = worst(of_least or records)
         if arguments.gpu_memory is not None and not interrupted:
-            with stepping(judged.scenario) as step:
+            with stepping(judged.scenario, replay=arguments.replay) as step:
                 fit = judge_fit(judged, step, arguments.gpu_memory)
-            fit = _on_all_ranks(fit, [record.scenario for record in records if record is not judged])
+            fit = _on_all_ranks(
+                fit, [record.scenario for record in records if record is not judged], replay=arguments.replay
+            )
         if rollout is not None and not interrupted:
             phases = predict_phases(judged.scenario, settings, rollout, arguments.gpu_memory)
     print(_result(records, judged, fit, phases, as_json=arguments.json))
@@ -150,12 +152,12 @@ def _predict(
     return 130 if interrupted else 0 if is_complete and fits_all else 1
 
 
-def _on_all_ranks(fit: Fit, others: list[Scenario]) -> Fit:
+def _on_all_ranks(fit: Fit, others: list[Scenario], *, replay: bool) -> Fit:
     """Keeps the alternatives that fit on the other ranks too, each with the largest of their peaks."""
     left = list(fit.alternatives)
     for scenario in others if left else []:
         tried, left = left, []
-        with stepping(scenario) as step:
+        with stepping(scenario, replay=replay) as step:
             for choice in tried:
                 record = step(choice.settings, None)
                 if fits(record, step, fit.gpu_memory_bytes - fit.outside_torch_bytes):

@@ -132,7 +132,10 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         from memlab.lab.search_workers import front_of
 
         try:
-            with stdout_reserved_for_result(), _workers(arguments.engines, most_engines) as workers:
+            with (
+                stdout_reserved_for_result(),
+                _workers(arguments.engines, most_engines, replay=arguments.replay) as workers,
+            ):
                 found = front_of(
                     base,
                     scenarios,
@@ -200,7 +203,7 @@ def _find_layouts(arguments: argparse.Namespace, job: Scenario, given: dict[str,
 
     code = None
     try:
-        with stdout_reserved_for_result(), _workers(arguments.engines) as workers:
+        with stdout_reserved_for_result(), _workers(arguments.engines, replay=arguments.replay) as workers:
             found = layouts_that_fit(job, given, base, arguments.gpu_memory, workers)
     except LayoutSearchInterrupted as interrupted:
         found, code = interrupted.found, 130
@@ -256,7 +259,10 @@ def _find_largest(
     few = scenarios[0].num_layers_of_stage * scenarios[0].num_microbatches * len(scenarios) * 8 < _FEW_LAYERS
     most_engines = 1 if few else 2 * len(scenarios)  # of one rank, two values at a time are worth trying
     try:
-        with stdout_reserved_for_result(), _workers(arguments.engines, most_engines) as workers:
+        with (
+            stdout_reserved_for_result(),
+            _workers(arguments.engines, most_engines, replay=arguments.replay) as workers,
+        ):
             outside_torch_bytes = arguments.gpu_memory - limit_bytes
             found = largest_of(
                 arguments.largest, settings, scenarios, workers, limit_bytes, outside_torch_bytes=outside_torch_bytes
@@ -294,15 +300,15 @@ def _most_engines(scenarios: list[Scenario], base: MemorySettings, max_steps: in
 
 
 @contextmanager
-def _workers(engines: int | str | None, at_most: int = sys.maxsize) -> Iterator[Workers]:
+def _workers(engines: int | str | None, at_most: int = sys.maxsize, *, replay: bool) -> Iterator[Workers]:
     """Opens processes of this machine, by default at most so many, or connects to the engines of a profile."""
     from memlab.lab.search_workers import open_workers
 
     if not isinstance(engines, str):
-        with open_workers(engines, at_most=at_most) as workers:
+        with open_workers(engines, at_most=at_most, replay=replay) as workers:
             yield workers
         return
-    with open_engines(engines) as ranks, open_workers(ranks) as workers:
+    with open_engines(engines) as ranks, open_workers(ranks, replay=replay) as workers:
         print(f"predicting on {len(ranks)} engines", file=sys.stderr, flush=True)
         yield workers
 

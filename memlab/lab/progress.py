@@ -55,6 +55,7 @@ class StepMonitor:
         self._stops = stops
         self._on_progress = on_progress
         self._total = 2 * scenario.num_layers_of_stage * scenario.num_microbatches * num_steps
+        self._num_repeated_before = labels.num_repeated
         self._seen: set[tuple[int, int, str]] = set()
         self._place = (-1, "")
         self._layers: dict[int, str] = {}
@@ -78,7 +79,7 @@ class StepMonitor:
         if layer and phase in ("forward", "backward"):
             self._seen.add((labels.phase, labels.num_passes, layer))
         if self._on_progress is not None:
-            done = min(len(self._seen), self._total)
+            done = min(len(self._seen) + labels.num_repeated - self._num_repeated_before, self._total)
             self._on_progress(Progress(phase=self.prefix + phase, module=layer, done=done, total=self._total))
 
     def _layer(self, code: int) -> str:

@@ -23,21 +23,27 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 @contextmanager
-def stepping(scenario: Scenario, *, forward_only: bool = False, backend: str | Backend = "simulated") -> Iterator[Step]:
+def stepping(
+    scenario: Scenario,
+    *,
+    forward_only: bool = False,
+    backend: str | Backend = "simulated",
+    replay: bool = True,
+) -> Iterator[Step]:
     """Opens a simulated lab for the block, and yields a function that takes a step and keeps no record.
 
     The record of a step does not depend on the steps before it. Offload between steps reallocates parameters, gradients
     or optimizer state, which may leave unsplit remainders at their ends. So other settings then get a new lab.
     """
     with ExitStack() as opened:
-        lab = opened.enter_context(_simulated_lab(scenario, backend))
+        lab = opened.enter_context(_simulated_lab(scenario, backend, replay=replay))
         before: MemorySettings | None = None
 
         def step(settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
             nonlocal lab, before
             if before is not None and before != settings and _reallocates(before):
                 opened.close()
-                lab = opened.enter_context(_simulated_lab(scenario, backend))
+                lab = opened.enter_context(_simulated_lab(scenario, backend, replay=replay))
             before = settings
             lab.device_memory_bytes = limit_bytes
             record = lab.forward_only(settings, warm_up=True) if forward_only else lab.step(settings)
@@ -48,10 +54,11 @@ def stepping(scenario: Scenario, *, forward_only: bool = False, backend: str | B
 
 
 @contextmanager
-def _simulated_lab(scenario: Scenario, backend: str | Backend) -> Iterator[Lab]:
+def _simulated_lab(scenario: Scenario, backend: str | Backend, *, replay: bool) -> Iterator[Lab]:
     from memlab.lab.lab import Lab
 
-    with Lab(**{field.name: getattr(scenario, field.name) for field in fields(Scenario)}, backend=backend) as lab:
+    values = {field.name: getattr(scenario, field.name) for field in fields(Scenario)}
+    with Lab(**values, backend=backend, replay=replay) as lab:
         # The lab collects garbage after every change of settings. A collection that visits all objects of torch,
         # Megatron and this model takes longer than a small step, so they are excluded.
         was_frozen = gc.get_freeze_count() > 0
@@ -84,17 +91,20 @@ class Predictor:
         self._scenario: Scenario | None = None
         self._step: Step | None = None
 
-    def predict(self, scenario: Scenario, settings: MemorySettings, limit_bytes: int) -> Prediction:
+    def predict(
+        self, scenario: Scenario, settings: MemorySettings, limit_bytes: int, replay: bool = True
+    ) -> Prediction:
         """Takes one step, and a second one with the limit if only that shows whether the step fits.
 
         Args:
             scenario: What is run. Another one than in the last call needs another lab.
             settings: Of the step.
             limit_bytes: What torch may hold.
+            replay: As for a `Lab`.
         """
         if self._step is None or scenario != self._scenario:
             self.close()
-            self._step, self._scenario = self._lab.enter_context(stepping(scenario)), scenario
+            self._step, self._scenario = self._lab.enter_context(stepping(scenario, replay=replay)), scenario
         return Prediction.of(self._step(settings, None), self._step, limit_bytes)
 
     def close(self) -> None:

@@ -39,22 +39,25 @@ _IMPORTS = ("memlab.lab.lab", "memlab.lab.search_steps", "memlab.backends.simula
 
 
 @contextmanager
-def open_workers(engines: Ranks | int | None = None, *, at_most: int = sys.maxsize) -> Iterator[Workers]:
+def open_workers(
+    engines: Ranks | int | None = None, *, at_most: int = sys.maxsize, replay: bool = True
+) -> Iterator[Workers]:
     """Opens processes that predict, for the block.
 
     Args:
         engines: How many processes of this machine; 0 and 1 are this process alone, and None is one per core, as far as
             they fit into half of the free host memory. Or the engines of a cluster.
         at_most: How many processes None is at most.
+        replay: As for a `Lab`.
     """
     number = _num_processes(at_most) if engines is None else engines
     if number in (0, 1):
         with closing(_ThisProcess()) as alone:
-            yield Workers(alone)
+            yield Workers(alone, replay=replay)
         return
     places = number if isinstance(number, Ranks) else LocalProcesses(number, _IMPORTS)
     with Balanced(places, _SERVED, NO_GPU) as balanced:
-        yield Workers(balanced)
+        yield Workers(balanced, replay=replay)
 
 
 def _num_processes(at_most: int) -> int:
@@ -102,10 +105,12 @@ class Workers:
 
     Args:
         processes: They serve `Predictor`.
+        replay: As for a `Lab`.
     """
 
-    def __init__(self, processes: Balanced | _ThisProcess) -> None:
+    def __init__(self, processes: Balanced | _ThisProcess, *, replay: bool = True) -> None:
         self._processes = processes
+        self._replay = replay
         self._predictions: dict[tuple[Scenario, MemorySettings, int], Future[Prediction]] = {}
 
     def predict(
@@ -151,7 +156,7 @@ class Workers:
     def _begun(self, scenario: Scenario, settings: MemorySettings, limit_bytes: int) -> Future[Prediction]:
         key = scenario, settings, limit_bytes
         if key not in self._predictions:
-            self._predictions[key] = self._processes.submit("predict", *key, after=scenario)
+            self._predictions[key] = self._processes.submit("predict", *key, self._replay, after=scenario)
         return self._predictions[key]
 
 

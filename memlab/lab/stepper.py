@@ -36,6 +36,7 @@ from memlab.model.attention_environment import attention_backend_chosen, change_
 from memlab.model.build import LiveModel, build, build_model, build_optimizer, release_optimizer
 from memlab.model.change_state import check_configs, set_in_place
 from memlab.model.layer_replay import LayerReplay, NotReplayableError
+from memlab.model.microbatch_replay import MicrobatchReplay
 from memlab.model.recover_failed_step import recover, release_tensors
 from memlab.model.residency.audit import require_resident
 from memlab.model.residency.host_buffer import registered_bytes
@@ -49,6 +50,7 @@ from memlab.model.training_step import forward_only_step, train_step
 from memlab.record.out_of_memory import OutOfMemory
 from memlab.record.state_change import StateChange
 from memlab.record.step_record import Status, StepRecord
+from memlab.record.timeline import Timeline
 from memlab.record.transfer import GROUPS
 
 
@@ -77,6 +79,10 @@ class Stepper:
         self.replays = replays
         """Whether a simulated step replays passes through equal layers."""
         self._replay: LayerReplay | None = None
+        self._inserts = True
+        """Whether micro-batches may be inserted; no longer once some could not."""
+        self._repeatable: dict[str, Any] | None = None
+        """What was measured of the last step, if nothing but memory may differ in the next one."""
         self.live: LiveModel
         self.transfers: Transfers
 
@@ -103,6 +109,7 @@ class Stepper:
 
     def _adopt(self, live: LiveModel) -> None:
         self.live = live
+        self._repeatable = None
         data_parallel_overlap.connect(live)
         self.labels.attach(live.working_modules())
         if self.replays and isinstance(self.meter, SimulatedMeter):
@@ -144,6 +151,7 @@ class Stepper:
         )
 
     def _enter(self, scenario: Scenario) -> None:
+        self._repeatable = None
         self.scenario = scenario
         if self._replay is not None:
             self._replay.forget()
@@ -223,6 +231,7 @@ class Stepper:
         """Makes these the current settings; Megatron's offload manager starts over."""
         apply_settings.apply(self.live, settings)
         self.settings = settings
+        self._repeatable, self._inserts = None, True
         if self._replay is not None:
             self._replay.forget()
         self._offload_watch.misled = False
@@ -246,6 +255,7 @@ class Stepper:
 
     def set_workload(self, scenario: Scenario) -> None:
         """Uses another sequence length, micro-batch size or number of micro-batches from the next step on."""
+        self._repeatable = None
         is_rescheduled = scenario.num_microbatches != self.scenario.num_microbatches
         self.scenario = self.live.scenario = scenario
         if self._replay is not None:
@@ -323,6 +333,9 @@ class Stepper:
             The record of a step that finished, ran out of memory or was stopped. The model is usable after each.
         """
         labels, meter = self.labels, self.meter
+        if not forward_only and (repeated := self._repeated(on_move)) is not None:
+            return repeated
+        self._repeatable = None
         torch.cuda.synchronize()
         meter.start(self.transfers.categories())
         self._bookkeeping_seconds = 0.0
@@ -338,7 +351,7 @@ class Stepper:
             self._recover(error)
         except NotReplayableError as error:
             self._recover(error)
-            self.replays = False
+            self.replays, self._inserts = self.replays and self._inserts, False
             return self.step(on_move, forward_only=forward_only, suspend_offload=suspend_offload)
         except BaseException as error:
             self._recover(error)
@@ -348,7 +361,32 @@ class Stepper:
         torch.cuda.synchronize()
         measured["step_seconds"] = time.perf_counter() - started - self._bookkeeping_seconds
         self.num_steps += 1
-        return self._record(measured | {"forward_only": forward_only})
+        record = self._record(measured | {"forward_only": forward_only})
+        self._repeatable = measured if self._may_repeat(forward_only=forward_only) and record.status == "ok" else None
+        return record
+
+    def _repeated(self, on_move: Callable[[], None] | None) -> StepRecord | None:
+        """Returns the record of a step that only repeats the last one; None if it has to be taken."""
+        if self._repeatable is None or not isinstance(self.meter, SimulatedMeter) or not self._may_repeat():
+            return None
+        started = time.perf_counter()
+        timeline = self.meter.repeat_step()
+        if timeline is None:
+            return None
+        scenario = self.scenario
+        self.labels.num_repeated += 2 * scenario.num_layers_of_stage * scenario.num_microbatches
+        self.labels.on_move = on_move
+        try:
+            self.labels.enter_phase("idle")
+        finally:
+            self.labels.on_move = None
+        self.num_steps += 1
+        measured = self._repeatable | {"step_seconds": time.perf_counter() - started, "forward_only": False}
+        return self._record(measured, timeline)
+
+    def _may_repeat(self, *, forward_only: bool = False) -> bool:
+        """Whether a step depends only on the settings, the workload and what is allocated when it begins."""
+        return self.replays and not forward_only and not self._needs_real_passes()
 
     @contextmanager
     def recovering(self) -> Iterator[None]:
@@ -396,7 +434,7 @@ class Stepper:
                 self._offload_watch.misled |= not suspend_offload
                 loss = forward_only_step(self.live, self.labels, suspend_offload=suspend_offload)
             else:
-                loss = train_step(self.live, self.labels, load_for_update)
+                loss = train_step(self.live, self.labels, load_for_update, self._microbatches())
         with self._off_the_clock():  # the groups get their category before they leave the device
             self.meter.categorise(self.transfers.categories())
         with self.labels.phase_of("offload"):
@@ -417,24 +455,38 @@ class Stepper:
         several passes in flight. The graph that an MoE layer's dispatcher retains keeps more under full recompute, and
         what it keeps after an out-of-memory depends on where that happened.
         """
-        meter, state = self.meter, self.scenario.state
+        meter = self.meter
         if self._replay is None or not isinstance(meter, SimulatedMeter):
             return nullcontext()
         needs_real_passes = (
-            forward_only
-            or self.scenario.layout.pipeline_model_parallel_size > 1
-            or bool(self.settings.offload_modules)
-            or state.fp8_format is not None
-            or state.overlap_grad_reduce
-            or state.overlap_param_gather
-            or self._num_taps > 0
-            or self.transfers.has_fault
-            or meter.looks
+            forward_only or self.scenario.layout.pipeline_model_parallel_size > 1 or self._needs_real_passes()
         )
         if self.scenario.architecture.is_moe:
             needs_real_passes |= self.settings.recompute_granularity == "full" or meter.device_memory_bytes is not None
         replays = self.replays and not needs_real_passes
         return self._replay.during_step(replays=replays) if self.replays or self._replay.has_orphans else nullcontext()
+
+    def _needs_real_passes(self) -> bool:
+        """Whether something counts passes, keeps state between them, or looks at real tensors."""
+        state = self.scenario.state
+        return (
+            bool(self.settings.offload_modules)
+            or state.fp8_format is not None
+            or state.overlap_grad_reduce
+            or state.overlap_param_gather
+            or self._num_taps > 0
+            or self.transfers.has_fault
+            or getattr(self.meter, "looks", False)
+        )
+
+    def _microbatches(self) -> MicrobatchReplay | None:
+        """Returns what inserts micro-batches in the step; None if all are stepped."""
+        layout, meter = self.scenario.layout, self.meter
+        if not (self.replays and self._inserts and isinstance(meter, SimulatedMeter)) or self._needs_real_passes():
+            return None
+        if layout.virtual_pipeline_model_parallel_size > 1:
+            return None
+        return MicrobatchReplay(meter, self.labels, self.scenario)
 
     @contextmanager
     def _off_the_clock(self) -> Iterator[None]:
@@ -473,11 +525,12 @@ class Stepper:
             message = f"{error}: {remedy} the sequence"
         return {"status": status, "message": message}
 
-    def _record(self, measured: dict[str, Any]) -> StepRecord:
-        self.meter.categorise(self.transfers.categories())
-        if self._replay is not None:
-            self._replay.categorise_retained()
-        timeline = self.meter.finish()
+    def _record(self, measured: dict[str, Any], timeline: Timeline | None = None) -> StepRecord:
+        if timeline is None:
+            self.meter.categorise(self.transfers.categories())
+            if self._replay is not None:
+                self._replay.categorise_retained()
+            timeline = self.meter.finish()
         residual_bytes = self.meter.uncategorised_bytes()
         if measured.get("status") == "out_of_memory" and self.meter.out_of_memory is not None:
             measured["out_of_memory"] = OutOfMemory.at(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -112,10 +112,47 @@ def timeline_of(opening: Sequence[Event], events: Iterable[Any], started: int, m
         started: The step's start, in nanoseconds on the events' clock.
         modules: The names by the codes of `Allocation.module`.
     """
+    columns, _, _ = columns_of(opening, events, started)
+    columns[0] -= started
+    return timeline_of_columns(columns, len(opening), modules)
+
+
+def timeline_of_columns(columns: npt.NDArray[np.int64], num_opening_events: int, modules: Sequence[str]) -> Timeline:
+    """Makes a timeline of what `columns_of` returns, in nanoseconds since the step's start."""
+    return Timeline(
+        nanoseconds=columns[0].copy(),
+        delta_bytes=columns[1].copy(),
+        pool=columns[2].astype(np.uint8),
+        category=columns[3].astype(np.uint8),
+        phase=columns[4].astype(np.uint8),
+        module=columns[5].astype(np.int32),
+        storage=columns[6].astype(np.int32),
+        modules=tuple(modules),
+        num_opening_events=num_opening_events,
+        rounding_bytes=columns[7].copy(),
+    )
+
+
+def columns_of(
+    opening: Sequence[Event], events: Iterable[Any], started: int, marks: Collection[int] = ()
+) -> tuple[npt.NDArray[np.int64], dict[int, int], list[tuple[int, int]]]:
+    """Returns the columns of `timeline_of`.
+
+    Args:
+        opening: As for `timeline_of`.
+        events: As for `timeline_of`.
+        started: As for `timeline_of`.
+        marks: Places among the events.
+
+    Returns:
+        The columns, int64 of shape [8, events]; the storages' numbers by the identity of their allocations; and for
+        each of the marks how many rows and storages are before it.
+    """
     numbers: dict[int, int] = {}
-    count = 0
+    count, num_rows = 0, 0
     parts: list[npt.NDArray[np.int64]] = []
     rows: list[tuple[int, ...]] = []
+    found: list[tuple[int, int]] = []
 
     def add(nanoseconds: int, event: Event) -> None:
         nonlocal count
@@ -128,29 +165,24 @@ def timeline_of(opening: Sequence[Event], events: Iterable[Any], started: int, m
         rows.append((nanoseconds, delta_bytes, pool, *of_storage, rounding_bytes))
 
     def end_part() -> None:
+        nonlocal num_rows
         parts.append(np.array(rows, dtype=np.int64).reshape(-1, 8).T)
+        num_rows += len(rows)
         rows.clear()
 
     for event in opening:
         add(started, event)
-    for event in events:
+    for place, event in enumerate(events):
+        if place in marks:
+            found.append((num_rows + len(rows), count))
         if type(event) is Event:
             add(event.nanoseconds, event)
         else:
             end_part()
             parts.append(event.columns(numbers, count))
+            num_rows += parts[-1].shape[1]
             count += event.num_roles
     end_part()
-    columns = np.concatenate(parts, axis=1)
-    return Timeline(
-        nanoseconds=columns[0] - started,
-        delta_bytes=columns[1].copy(),
-        pool=columns[2].astype(np.uint8),
-        category=columns[3].astype(np.uint8),
-        phase=columns[4].astype(np.uint8),
-        module=columns[5].astype(np.int32),
-        storage=columns[6].astype(np.int32),
-        modules=tuple(modules),
-        num_opening_events=len(opening),
-        rounding_bytes=columns[7].copy(),
-    )
+    if len(found) < len(marks):  # the last mark is behind the last event
+        found.append((num_rows, count))
+    return np.concatenate(parts, axis=1), numbers, found

@@ -28,6 +28,8 @@ class Labels:
         in the same span never waited for backward."""
         self.num_passes = 0
         """Forward and backward passes begun in this lab."""
+        self.num_repeated = 0
+        """Passes through layers in this lab that only repeated others."""
         self.passes_in_flight = 0
         """Forward passes of this step whose backward has not ended; after a step that ended early, at its end."""
         self.recomputing = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -16,14 +16,82 @@ from memlab.allocator.pinned import PinnedMemory
 from memlab.allocator.replay import Block
 from memlab.allocator.simulator import CachingAllocator
 from memlab.config.allocator_settings import AllocatorSettings
-from memlab.meter.allocations import Allocation, Event
+from memlab.meter.allocations import Allocation, Event, columns_of, timeline_of_columns
 from memlab.meter.labels import Labels
 from memlab.meter.recording import Recording, Replay, Role, record
+from memlab.meter.repetition import DoesNotFitError, Inserted, Period, is_live, repeat, request
 from memlab.meter.storage_meter import StorageAllocation, StorageMeter
+from memlab.record.timeline import Timeline
 from memlab.upstream.patching import patched
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
 _DEVICE, _RESERVED = POOLS.index("device"), POOLS.index("reserved")
+
+
+class _Finished:
+    """A step that has ended, and which of the storages that it left stand for which that it found."""
+
+    def __init__(self, columns: npt.NDArray[np.int64], numbers: dict[int, int], num_opening_events: int) -> None:
+        self.columns = columns
+        self.num_opening_events = num_opening_events
+        self._numbers = numbers
+        self._stay: dict[int, StorageAllocation] = {}
+        """What exists before and after it, by number."""
+        self._replaced: list[tuple[int, int, StorageAllocation]] | None = None
+        """Number of a storage that the step found and freed, and that of the one that it left in its place."""
+        self._left: dict[int, tuple[int, int]] = {}
+
+    def leaves_what_it_found(
+        self, found: list[tuple[StorageAllocation, int, int]], live: list[StorageAllocation]
+    ) -> bool:
+        """Whether what is allocated now is, storage by storage, what the step found."""
+        left = {id(each): (each.requested_bytes, each.pool) for each in live}
+        if self._replaced is not None:  # of an earlier repetition
+            return self._left == left
+        known, numbers = {id(each) for each, _, _ in found}, self._numbers
+        freed = [each for each in found if id(each[0]) not in left]
+        new = [each for each in live if id(each) not in known]
+        if [(_kind(old), *then) for old, *then in freed] != [(_kind(each), *left[id(each)]) for each in new]:
+            return False
+        if any(left[id(each)] != (*then,) for each, *then in found if id(each) in left):
+            return False
+        if not {id(old) for old, _, _ in freed} | {id(each) for each in new} <= numbers.keys():
+            return False
+        self._left = left
+        self._stay = {numbers[id(each)]: each for each, _, _ in found if id(each) in left and id(each) in numbers}
+        self._replaced = [
+            (numbers[id(old)], numbers[id(each)], each) for (old, _, _), each in zip(freed, new, strict=True)
+        ]
+        return True
+
+    def found_by_number(self) -> dict[int, StorageAllocation]:
+        """Returns what a repetition finds, by number."""
+        return self._stay | {old: each for old, _, each in self._replaced or ()}
+
+    def left_by_number(self) -> dict[int, StorageAllocation]:
+        """Returns what a repetition leaves, by number."""
+        return self._stay | {new: each for _, new, each in self._replaced or ()}
+
+    def follow(self, opening: Sequence[Event], rows: npt.NDArray[np.int64]) -> None:
+        """Makes this the repetition: what it found has new numbers.
+
+        Args:
+            opening: Its opening events.
+            rows: Its other rows, with the numbers of this step; they are changed.
+        """
+        places = {id(event.allocation): place for place, event in enumerate(opening)}
+        numbers = np.arange(max(int(rows[6].max(initial=0)), len(opening), *self._stay, 0) + 1)
+        for number, each in self.found_by_number().items():
+            numbers[number] = places.get(id(each), number)
+        rows[6] = numbers[rows[6]]
+        self._stay = {int(numbers[number]): each for number, each in self._stay.items()}
+        self._replaced = [(int(numbers[old]), new, each) for old, new, each in self._replaced or ()]
+        of_opening, _, _ = columns_of(opening, (), 0)
+        self.columns = np.concatenate([of_opening, rows], axis=1)
+
+
+def _kind(allocation: StorageAllocation) -> tuple[int, int, bool, int | None]:
+    return allocation.module, allocation.phase, allocation.recomputed, allocation.category
 
 
 class SimulatedMeter(StorageMeter):
@@ -39,6 +107,12 @@ class SimulatedMeter(StorageMeter):
         self.after_event: Callable[[], None] | None = None
         """Called after each event, if it is set."""
         self._reserved = self._reserved_allocation()
+        self._is_special = False
+        """Whether the step has done what is not repeated: pinned memory, or returned what the allocator caches."""
+        self._found: list[tuple[StorageAllocation, int, int]] = []
+        """What the step found allocated, with requested bytes and pool."""
+        self._finished: _Finished | None = None
+        self._copies: dict[int, Block] = {}
         super().__init__(labels)
 
     @property
@@ -61,6 +135,8 @@ class SimulatedMeter(StorageMeter):
 
     def start(self, categories: Mapping[str, Iterable[torch.Tensor]], others: str | None = None) -> None:
         super().start(categories, others)
+        self._is_special, self._finished = False, None
+        self._found = [(each, each.requested_bytes, each.pool) for each in self._in_order()]
         self._reserved = self._reserved_allocation()
         self._reserved.num_bytes = self._allocator.reserved_bytes
         self._opening.append(Event.opening(self._reserved))
@@ -82,6 +158,7 @@ class SimulatedMeter(StorageMeter):
 
     def _take(self, allocation: StorageAllocation, num_bytes: int) -> int:
         if self._labels.pinned_depth and num_bytes:
+            self._is_special = True
             self._pinned_blocks[id(allocation)] = self._pinned.allocate(num_bytes)
         if allocation.pool != _DEVICE or not num_bytes:
             return num_bytes
@@ -96,7 +173,114 @@ class SimulatedMeter(StorageMeter):
             self._allocator.free(block)
         pinned = self._pinned_blocks.pop(id(allocation), None)
         if pinned is not None:
+            self._is_special = True
             self._pinned.free(pinned)
+
+    def finish(self) -> Timeline:
+        self._frees.check()
+        columns, numbers, _ = columns_of(self._opening, self._events, self._started)
+        columns[0] -= self._started
+        self._finished = None if self._is_special else _Finished(columns, numbers, len(self._opening))
+        timeline = timeline_of_columns(columns, len(self._opening), self._labels.modules)
+        self._events.clear()
+        self._opening = []
+        return timeline
+
+    def repeat_step(self) -> Timeline | None:
+        """Lets the events of the last step happen again, if it left allocated what it found, storage by storage.
+
+        Who calls this knows that nothing else has changed: settings, workload, and what the model remembers.
+
+        Returns:
+            The timeline; None if the step has to be taken.
+        """
+        finished, live = self._finished, self._in_order()
+        if finished is None or not finished.leaves_what_it_found(self._found, live):
+            return None
+        reserved = self._reserved_allocation()
+        reserved.num_bytes = self._allocator.reserved_bytes
+        opening = [Event.opening(allocation) for allocation in live if allocation.num_bytes] + [Event.opening(reserved)]
+        if len(opening) != finished.num_opening_events:
+            return None
+        period = Period(finished.columns[:, len(opening) :], [finished.columns.shape[1]])
+        live_numbers = np.flatnonzero(is_live(finished.columns, finished.columns.shape[1]))
+        if not finished.left_by_number().keys() >= set(live_numbers.tolist()):
+            return None  # garbage collection has freed something since
+        allocator, blocks = self._for_trial(finished.found_by_number())
+        try:
+            answer = request(allocator, period.requests, [0], blocks, self._limit_bytes)
+        except DoesNotFitError:
+            return None
+        rows = period.again(answer, [0], len(opening) - 1)
+        self._num_starts += 1
+        self._reserved, self.out_of_memory = reserved, None
+        self._commit(allocator, blocks, rows, finished.left_by_number())
+        finished.follow(opening, rows)
+        return timeline_of_columns(finished.columns, len(opening), self._labels.modules)
+
+    def insert_periods(self, positions: Sequence[int], times: int) -> bool:
+        """Lets the last period of the step happen again, if it is known to repeat.
+
+        Args:
+            positions: Where periods begin, the last one now; at least two periods have ended.
+            times: How many periods are inserted.
+
+        Returns:
+            Whether they were.
+        """
+        if self._is_special:
+            return False
+        columns, numbers, ends = columns_of(self._opening, self._events, self._started, positions)
+        objects = {numbers[id(each)]: each for each in self._live.values() if id(each) in numbers}
+        live = np.flatnonzero(is_live(columns, ends[-1][1]))
+        if not objects.keys() >= set(live.tolist()):
+            return False  # a pass that is replayed is not over
+        allocator, blocks = self._for_trial(objects)
+        try:
+            done = repeat(columns, ends, times, allocator, blocks, self._limit_bytes, len(self._opening) - 1)
+        except DoesNotFitError:
+            return False
+        if done is None:
+            return False
+        objects = {done.moved.get(number, number): each for number, each in objects.items()}
+        self._commit(done.allocator, done.blocks, done.rows, objects)
+        of_opening = {numbers[id(event.allocation)]: event.allocation for event in self._opening}
+        rows = np.concatenate([columns[:, len(self._opening) :], done.rows], axis=1)
+        self._events[:] = [Inserted(rows, done.categories, objects | of_opening, len(self._opening))]
+        return True
+
+    def _in_order(self) -> list[StorageAllocation]:
+        return sorted(self._live.values(), key=lambda allocation: allocation.birth)
+
+    def _for_trial(self, by_number: Mapping[int, StorageAllocation]) -> tuple[CachingAllocator, dict[int, Block]]:
+        """Returns the allocator and its blocks by the numbers of storages; copies, if a request may not fit."""
+        blocks = {number: self._blocks.get(id(each)) for number, each in by_number.items()}
+        of_device = {number: block for number, block in blocks.items() if block is not None}
+        if self._limit_bytes is None:
+            return self._allocator, of_device
+        allocator, copies = self._allocator.copy(self._blocks.values())
+        self._copies = copies
+        return allocator, {number: copies[id(block)] for number, block in of_device.items()}
+
+    def _commit(
+        self,
+        allocator: CachingAllocator,
+        blocks: Mapping[int, Block],
+        rows: npt.NDArray[np.int64],
+        objects: Mapping[int, StorageAllocation],
+    ) -> None:
+        """Gives allocations the blocks that they have after a repetition."""
+        if allocator is not self._allocator:
+            self._allocator = allocator
+            self._blocks = {key: self._copies[id(block)] for key, block in self._blocks.items()}
+            self._copies = {}
+        for number, block in blocks.items():
+            allocation = objects[number]
+            self._blocks[id(allocation)] = block
+            allocation.num_bytes = block.num_bytes
+            allocation.rounding_bytes = block.num_bytes - allocation.requested_bytes
+        self._device_bytes += int(rows[1][rows[2] == _DEVICE].sum())
+        self._reserved.num_bytes = allocator.reserved_bytes
 
     def position(self) -> int:
         """Returns the number of events of the step so far; a replay counts as one."""
@@ -285,6 +469,7 @@ class SimulatedMeter(StorageMeter):
         self._pinned.empty_cache()
 
     def _empty_cache(self) -> None:
+        self._is_special = True
         self._allocator.empty_cache()
         self._update_reserved()
 

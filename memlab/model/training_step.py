@@ -18,17 +18,24 @@ from memlab.model import data_parallel_overlap
 from memlab.model.activation_offload import manager as offload_manager
 from memlab.model.build import LiveModel
 from memlab.model.megatron_versions import zero_auxiliary_losses
+from memlab.model.microbatch_replay import MicrobatchReplay
 from memlab.model.packed_sequences import packed_sequence_params, shifted
 from memlab.upstream.patching import patched
 
 
-def train_step(live: LiveModel, labels: Labels, load_for_update: Callable[[], None] = lambda: None) -> float | None:
+def train_step(
+    live: LiveModel,
+    labels: Labels,
+    load_for_update: Callable[[], None] = lambda: None,
+    microbatches: MicrobatchReplay | None = None,
+) -> float | None:
     """Runs forward and backward of every micro-batch and the optimizer.
 
     Args:
         live: The model, with everything on the device that `load_for_update` does not load.
         labels: Set to each phase as it begins.
         load_for_update: Called after backward, to load what only the optimizer needs.
+        microbatches: Inserts micro-batches that are not stepped; None steps all.
 
     Returns:
         The mean loss over the micro-batches and the copies of the model; None on a pipeline stage that computes none.
@@ -36,8 +43,11 @@ def train_step(live: LiveModel, labels: Labels, load_for_update: Callable[[], No
     for chunk in live.chunks:
         chunk.zero_grad_buffer()
     live.optimizer.zero_grad()
-    with _phases(live, labels):
-        loss = _run_schedule(live, forward_only=False)
+    with _phases(live, labels, microbatches.before_forward if microbatches is not None else lambda: None):
+        num_stepped = live.scenario.num_microbatches if microbatches is None else microbatches.num_stepped
+        loss = _run_schedule(live, num_stepped, forward_only=False)
+        if microbatches is not None:
+            microbatches.require_all()
         load_for_update()
         labels.enter_phase("optimizer")
         succeeded, _, _ = live.optimizer.step()
@@ -62,7 +72,7 @@ def forward_only_step(live: LiveModel, labels: Labels, *, suspend_offload: bool)
     _set_training(live, False)
     try:
         with _phases(live, labels), torch.no_grad(), without_offload, data_parallel_overlap.gathered(live):
-            loss = _run_schedule(live, forward_only=True)
+            loss = _run_schedule(live, live.scenario.num_microbatches, forward_only=True)
             zero_auxiliary_losses()
     finally:
         _set_training(live, True)
@@ -74,13 +84,13 @@ def _set_training(live: LiveModel, mode: bool) -> None:
         chunk.train(mode)
 
 
-def _run_schedule(live: LiveModel, *, forward_only: bool) -> float | None:
+def _run_schedule(live: LiveModel, num_microbatches: int, *, forward_only: bool) -> float | None:
     scenario = live.scenario
     losses = live.forward_backward(
         forward_step_func=partial(_forward_step, live),
         data_iterator=[_batches(scenario) for _ in live.chunks],
         model=live.chunks,
-        num_microbatches=scenario.num_microbatches,
+        num_microbatches=num_microbatches,
         seq_length=scenario.seq_length,
         micro_batch_size=scenario.micro_batch_size,
         forward_only=forward_only,
@@ -155,13 +165,13 @@ def chunks_of_this_rank(batch: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _phases(live: LiveModel, labels: Labels) -> Iterator[None]:
+def _phases(live: LiveModel, labels: Labels, before_forward: Callable[[], None] = lambda: None) -> Iterator[None]:
     # Megatron's schedules start these timers around each micro-batch, whatever the pipeline layout
     # (megatron/core/pipeline_parallel/schedules.py).
     names = {"forward-compute": "forward", "backward-compute": "backward"}
 
     def timers(name: str, **_: Any) -> _PhaseTimer:
-        return _PhaseTimer(labels, names.get(name))
+        return _PhaseTimer(labels, names.get(name), before_forward)
 
     fork_rng = random._fork_rng
 
@@ -201,11 +211,14 @@ def _labels_in_engine_checkpoints(labels: Labels) -> dict[str, Any]:
 
 
 class _PhaseTimer:
-    def __init__(self, labels: Labels, phase: str | None) -> None:
+    def __init__(self, labels: Labels, phase: str | None, before_forward: Callable[[], None]) -> None:
         self._labels = labels
+        self._before_forward = before_forward
         self._phase = phase
 
     def start(self, barrier: bool = False) -> None:
+        if self._phase == "forward":
+            self._before_forward()
         if self._phase is not None:
             self._labels.enter_phase(self._phase)
             if self._phase == "forward":

@@ -278,6 +278,13 @@ def add_pass_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares what only a predicted job has."""
+    parser.add_argument(
+        "--no-replay",
+        dest="replay",
+        action="store_false",
+        help="step every layer and every micro-batch, also those that are known to repeat the events of others; takes "
+        "longer and predicts the same",
+    )
     group = parser.add_argument_group("job")
     group.add_argument(
         "--world-size",

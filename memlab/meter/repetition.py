@@ -1,0 +1,315 @@
+"""Events that repeat: the allocator gets the same requests again, and nothing is stepped.
+
+A step's events without the allocator's part (rounding, reserved bytes) depend on the model, the settings, and on what
+is allocated when it begins. If a period, such as a step or a micro-batch, leaves allocated what it found, storage by
+storage, then the next period has the same events, about the storages that took the places of the earlier ones.
+
+For example, a period frees what its predecessor left (storage 3 of that period), allocates five storages and frees four
+of them. Its rows say so by *places*: ``(1, 3)`` is storage 3 of the period before, ``(0, 2)`` the third of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from memlab.allocator.replay import Block
+from memlab.allocator.simulator import CachingAllocator
+from memlab.vocabulary import CATEGORIES, POOLS
+
+_DEVICE, _RESERVED = POOLS.index("device"), POOLS.index("reserved")
+_WORKSPACE = CATEGORIES.index("workspace")
+Columns = npt.NDArray[np.int64]
+"""Of shape [8, events]; the rows are nanoseconds, delta, pool, category, phase, module, storage, rounding."""
+_NANOSECONDS, _DELTA, _POOL, _CATEGORY, _PHASE, _MODULE, _STORAGE, _ROUNDING = range(8)
+_SAME = (_DELTA, _POOL, _PHASE, _MODULE)
+
+
+class DoesNotFitError(Exception):
+    """A request exceeds the limit."""
+
+
+class Request(NamedTuple):
+    """A request or a free that a period sends to the allocator."""
+
+    row: int
+    allocates: bool
+    distance: int
+    """Periods back to the one that allocated the storage; -1 if `storage` is its number in the timeline."""
+    storage: int
+    """Its number in its period."""
+    num_bytes: int
+
+
+class Period:
+    """The rows of a period, without those of reserved bytes, and with places for numbers of storages."""
+
+    def __init__(self, columns: Columns, bases: Sequence[int]) -> None:
+        """Reads a period.
+
+        Args:
+            columns: Its rows.
+            bases: The number of the first storage of each period until this one; all numbers below are storages that
+                existed before the first.
+        """
+        self.columns = without_reserved(columns)
+        starts, numbers = np.array(bases, dtype=np.int64), self.columns[_STORAGE]
+        period = np.searchsorted(starts, numbers, side="right") - 1
+        self.distance = np.where(period < 0, -1, len(bases) - 1 - period)
+        self.storage = numbers - np.where(period < 0, 0, starts[np.maximum(period, 0)])
+        self.on_device = np.flatnonzero(self.columns[_POOL] == _DEVICE)
+        picked = self.columns[:, self.on_device]
+        rows = zip(
+            self.on_device.tolist(),
+            (picked[_DELTA] > 0).tolist(),
+            self.distance[self.on_device].tolist(),
+            self.storage[self.on_device].tolist(),
+            np.abs(picked[_DELTA]).tolist(),
+            strict=True,
+        )
+        self.requests = [Request(*row) for row in rows]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Period):
+            return NotImplemented
+        mine = [*(self.columns[row] for row in _SAME), self.distance, self.storage]
+        others = [*(other.columns[row] for row in _SAME), other.distance, other.storage]
+        return all(np.array_equal(one, another) for one, another in zip(mine, others, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def again(self, answer: Answer, bases: Sequence[int], reserved_number: int) -> Columns:
+        """Returns the rows of a repetition.
+
+        Args:
+            answer: What the allocator gave.
+            bases: As for `Period`, until the repetition.
+            reserved_number: Of the storage that stands for the reserved bytes.
+        """
+        columns = self.columns.copy()
+        requested = columns[_DELTA][self.on_device]
+        columns[_DELTA][self.on_device] = np.sign(requested) * np.array(answer.num_bytes, dtype=np.int64)
+        columns[_ROUNDING] = columns[_DELTA] - self.columns[_DELTA]
+        starts = np.array(bases, dtype=np.int64)
+        of_period = self.distance >= 0
+        columns[_STORAGE] = self.storage + np.where(of_period, starts[len(bases) - 1 - self.distance * of_period], 0)
+        return with_reserved(columns, answer.reserved, reserved_number)
+
+
+class Answer(NamedTuple):
+    """What the allocator gave to the requests of a period."""
+
+    num_bytes: list[int]
+    reserved: list[tuple[int, int]]
+    """Rows before which the reserved bytes changed, and by how much."""
+
+
+def without_reserved(columns: Columns) -> Columns:
+    """Returns the rows that are requested: without reserved bytes, and without what the allocator added."""
+    kept = columns[:, columns[_POOL] != _RESERVED].copy()
+    kept[_DELTA] -= kept[_ROUNDING]
+    kept[_ROUNDING] = 0
+    return kept
+
+
+def with_reserved(columns: Columns, changes: Sequence[tuple[int, int]], number: int) -> Columns:
+    """Inserts rows of reserved bytes."""
+    if not changes:
+        return columns
+    places = np.array([place for place, _ in changes])
+    rows = columns[:, places].copy()
+    rows[_DELTA] = [change for _, change in changes]
+    rows[_POOL], rows[_CATEGORY], rows[_MODULE] = _RESERVED, _WORKSPACE, 0
+    rows[_STORAGE], rows[_ROUNDING] = number, 0
+    return np.insert(columns, places, rows, axis=1)
+
+
+def request(
+    allocator: CachingAllocator,
+    requests: Sequence[Request],
+    bases: Sequence[int],
+    blocks: dict[int, Block],
+    limit_bytes: int | None,
+) -> Answer:
+    """Sends the requests of a period to the allocator.
+
+    Args:
+        allocator: It gets them.
+        requests: Of the period.
+        bases: As for `Period`.
+        blocks: Of all storages on the device, by number; they are changed.
+        limit_bytes: The device's; None is no limit.
+
+    Raises:
+        DoesNotFitError: If a request exceeds the limit.
+    """
+    sizes: list[int] = []
+    reserved: list[tuple[int, int]] = []
+    last, reserved_bytes = len(bases) - 1, allocator.reserved_bytes
+    for row, allocates, distance, storage, num_bytes in requests:
+        number = storage if distance < 0 else storage + bases[last - distance]
+        if allocates:
+            if limit_bytes is not None and not allocator.makes_space(num_bytes, limit_bytes):
+                raise DoesNotFitError
+            block = blocks[number] = allocator.allocate(num_bytes)
+            if allocator.reserved_bytes != reserved_bytes:
+                reserved.append((row, allocator.reserved_bytes - reserved_bytes))
+                reserved_bytes = allocator.reserved_bytes
+            sizes.append(block.num_bytes)
+        else:
+            block = blocks.pop(number)
+            sizes.append(block.num_bytes)
+            allocator.free(block)
+    return Answer(sizes, reserved)
+
+
+def is_live(columns: Columns, count: int) -> npt.NDArray[np.bool_]:
+    """Returns which storages are allocated at the end of a timeline's first rows, by number, of `count`."""
+    requested = np.zeros(count, dtype=np.int64)
+    np.add.at(
+        requested, columns[_STORAGE], np.where(columns[_POOL] == _RESERVED, 0, columns[_DELTA] - columns[_ROUNDING])
+    )
+    return requested > 0
+
+
+@dataclass(slots=True, eq=False)
+class Inserted:
+    """A step's events until periods were inserted, and these; one item among the events of the step."""
+
+    rows: Columns
+    categories: npt.NDArray[np.int64]
+    """By number of a storage, except for those in `objects`."""
+    objects: dict[int, Any]
+    """Allocations that exist, or existed when the step began, by number."""
+    first_number: int
+    """The first number after those of the opening events."""
+
+    @property
+    def num_roles(self) -> int:
+        """How many storages it has beside those that existed before."""
+        return len(self.categories) - self.first_number
+
+    def columns(self, numbers: dict[int, int], next_number: int) -> Columns:
+        """Returns its rows of a timeline; see `memlab.meter.recording.Replay.columns`."""
+        assert next_number == self.first_number, "nothing is between the opening events and these"
+        categories = self.categories.copy()
+        for number, allocation in self.objects.items():
+            numbers[id(allocation)] = number
+            categories[number] = allocation.final_category
+        columns = self.rows.copy()
+        columns[_CATEGORY] = categories[columns[_STORAGE]]
+        return columns
+
+
+class Repetition(NamedTuple):
+    """Periods that were inserted."""
+
+    rows: Columns
+    allocator: CachingAllocator
+    blocks: dict[int, Block]
+    """Of the storages that are on the device at the end, by number."""
+    moved: dict[int, int]
+    """New numbers of storages that are allocated at the end, by those of the storages whose places they take."""
+    categories: npt.NDArray[np.int64]
+
+
+def repeat(
+    columns: Columns,
+    ends: Sequence[tuple[int, int]],
+    times: int,
+    allocator: CachingAllocator,
+    blocks: dict[int, Block],
+    limit_bytes: int | None,
+    reserved_number: int,
+) -> Repetition | None:
+    """Inserts repetitions of the last period, if it had the events of the one before and left what it found.
+
+    Once the allocator is in a state that it has been in after an earlier repetition, its answers repeat too.
+
+    Args:
+        columns: The step's rows so far, opening events included.
+        ends: Where periods begin, the last one now: rows before, and storages before.
+        times: How many.
+        allocator: Is changed.
+        blocks: Of all storages on the device, by number; are changed.
+        limit_bytes: The device's; None is no limit.
+        reserved_number: Of the storage that stands for the reserved bytes.
+
+    Returns:
+        The repetitions; None if it is not known that the period repeats.
+
+    Raises:
+        DoesNotFitError: If a request exceeds the limit.
+    """
+    bases = [count for _, count in ends]
+    (first, _), (middle, start), (last, count) = ends[-3:]
+    before, period = Period(columns[:, first:middle], bases[:-2]), Period(columns[:, middle:last], bases[:-1])
+    if before != period:
+        return None
+    live = is_live(columns, count)
+    of_now, of_start = _places(live, bases), _places(is_live(columns[:, :middle], start), bases[:-1])
+    places = sorted(of_now & of_start)
+    # What an early period has allocated for good, such as rotary angles, is one period further back.
+    if {(distance - 1, storage) for distance, storage in of_now - of_start} != of_start - of_now:
+        return None
+    own, num_bases = count - start, len(bases)
+    categories = np.zeros(count, dtype=np.int64)
+    categories[columns[_STORAGE]] = columns[_CATEGORY]
+    of_own = _categories_of_own(categories, live, bases)
+    if (of_own < 0).any():
+        return None
+    standing = _numbers(places, bases)
+    for (_, storage), number in standing.items():  # a later repetition frees it
+        categories[number] = of_own[storage]
+    answers: list[Answer] = []
+    seen: dict[Any, int] = {}
+    while len(answers) < times:
+        numbers = _numbers(places, bases)
+        on_device = (blocks.get(number) for number in numbers.values())
+        state = allocator.state(), tuple(-1 if block is None else block.address for block in on_device)
+        if state in seen:
+            cycle = answers[seen[state] :]
+            skipped = (times - len(answers)) // len(cycle) * len(cycle)
+            answers += [cycle[turn % len(cycle)] for turn in range(skipped)]
+            bases += [bases[-1] + own * turn for turn in range(1, skipped + 1)]
+            shifted = {number: number + own * skipped for number in numbers.values()}
+            blocks = {shifted.get(number, number): block for number, block in blocks.items()}
+            seen.clear()
+        else:
+            seen[state] = len(answers)
+            answers.append(request(allocator, period.requests, bases, blocks, limit_bytes))
+            bases.append(bases[-1] + own)
+    parts = [period.again(each, bases[: num_bases + turn], reserved_number) for turn, each in enumerate(answers)]
+    rows = np.concatenate(parts, axis=1)
+    rows[_NANOSECONDS] = columns[_NANOSECONDS, -1]
+    moved = {standing[place]: number for place, number in _numbers(places, bases).items()}
+    return Repetition(rows, allocator, blocks, moved, np.concatenate([categories, *[of_own] * times]))
+
+
+def _places(live: npt.NDArray[np.bool_], bases: Sequence[int]) -> set[tuple[int, int]]:
+    """Returns periods back and place, for the storages of periods that are allocated at the end of the last one."""
+    numbers = np.flatnonzero(live[bases[0] :]) + bases[0]
+    starts = np.array(bases, dtype=np.int64)
+    period = np.searchsorted(starts, numbers, side="right") - 1
+    return set(zip((len(bases) - 1 - period).tolist(), (numbers - starts[period]).tolist(), strict=True))
+
+
+def _numbers(places: Iterable[tuple[int, int]], bases: Sequence[int]) -> dict[tuple[int, int], int]:
+    """Returns the numbers of the storages at places."""
+    return {place: bases[-1 - place[0]] + place[1] for place in places}
+
+
+def _categories_of_own(
+    categories: npt.NDArray[np.int64], live: npt.NDArray[np.bool_], bases: Sequence[int]
+) -> npt.NDArray[np.int64]:
+    """Returns the category of each storage of a period, from the last period that has freed it; -1 if none has."""
+    found = np.full(bases[-1] - bases[-2], -1, dtype=np.int64)
+    for start, end in zip(reversed(bases[:-1]), reversed(bases[1:]), strict=True):
+        width = min(end - start, len(found))
+        of_period = np.where(live[start : start + width], -1, categories[start : start + width])
+        found[:width] = np.where(found[:width] < 0, of_period, found[:width])
+    return found

@@ -1,0 +1,122 @@
+"""Steps that a simulated lab takes twice, with and without replay: cases at random, and what has to be identical."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from memlab import Lab, Layout, MemorySettings, TrainingState
+from memlab.config.allocator_settings import AllocatorSettings
+from memlab.config.scenario import Scenario
+from memlab.record.step_record import StepRecord
+from memlab.record.timeline import Timeline
+from memlab.vocabulary import POOLS
+from tests.unit.live import random_settings
+
+_COLUMNS = ("delta_bytes", "pool", "category", "phase", "module", "storage", "rounding_bytes")
+_FIGURES = ("status", "host_bytes", "host_reserved_bytes", "residual_bytes", "without_effect")
+_FIGURES += ("offloaded_bytes_by_module", "offloaded_bytes_by_group")
+_STATES: list[dict[str, Any]] = [
+    *({} for _ in range(6)),
+    {"grad_reduce_in_bf16": True},
+    {"overlap_grad_reduce": True, "overlap_param_gather": True},
+    {"use_distributed_optimizer": False},
+    {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"},
+    {"optimizer_cpu_offload": True},
+    {"loss": "logprobs"},
+    {"cross_entropy_loss_fusion": True},
+    {"fp8_format": "hybrid"},
+]
+_LAYOUTS: list[dict[str, Any]] = [
+    *({} for _ in range(3)),
+    {"data_parallel_size": 2},
+    {"tensor_model_parallel_size": 2},
+    {"context_parallel_size": 2},
+    {"expert_model_parallel_size": 2, "data_parallel_size": 2},
+    *({"pipeline_model_parallel_size": 2, "rank": rank} for rank in (0, 1)),
+    {"pipeline_model_parallel_size": 4, "rank": 1},
+    {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Steps of one lab."""
+
+    architecture: str
+    arguments: dict[str, Any]
+    settings: list[MemorySettings]
+    limit_bytes: int | None = None
+    allocator: AllocatorSettings = field(default_factory=AllocatorSettings)
+
+
+def random_case(rng: random.Random) -> Case:
+    """Draws a scenario that memlab accepts, and settings for it; some settings twice in a row."""
+    while True:
+        architecture = rng.choice(["phi-4-tiny", "qwen3-moe-tiny"])
+        arguments = {
+            "num_layers": rng.choice([2, 4, 6, 8]),
+            "seq_length": 64,
+            "num_microbatches": rng.choice([1, 1, 2, 4, 6, 9]),
+            "dtype": rng.choice(["bf16", "bf16", "bf16", "fp32"]),
+        }
+        try:
+            arguments["layout"] = Layout(**rng.choice(_LAYOUTS))
+            arguments["state"] = TrainingState(**rng.choice(_STATES))
+            scenario = Scenario.of(architecture, **arguments)
+        except ValueError:
+            continue
+        plain = [MemorySettings()] * rng.randint(0, 2)
+        lab: Any = SimpleNamespace(scenario=scenario)
+        settings = [random_settings(lab, rng) for _ in range(rng.randint(1, 3))]
+        expands = rng.random() < 0.3
+        allocator = AllocatorSettings(expandable_segments=expands)
+        return Case(
+            architecture=architecture,
+            arguments=arguments,
+            settings=[*plain, *settings, settings[-1]],
+            allocator=allocator,
+        )
+
+
+def take(case: Case, *, replay: bool) -> tuple[list[StepRecord], int]:
+    """Returns the records, and how many passes through layers only repeated others."""
+    records, count = [], 0
+    with Lab(case.architecture, **case.arguments, allocator=case.allocator, backend="simulated", replay=replay) as lab:
+        lab.device_memory_bytes = case.limit_bytes
+        for each in case.settings:
+            records.append(lab.step(each))
+            stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+            count += stepper.num_replayed
+        count += stepper.labels.num_repeated
+    return records, count
+
+
+def with_sorted_frees(timeline: Timeline) -> Timeline:
+    """Returns a timeline with each row of frees, between two allocations of a phase, in the order of the storages' numbers.
+
+    A graph of autograd frees its storages in an order that depends on how deep its objects are nested (CPython
+    defers nested deallocations, ``Py_TRASHCAN_BEGIN``). No total after the row depends on it.
+    """
+    is_free = (timeline.delta_bytes < 0) & (timeline.pool != POOLS.index("reserved"))
+    goes_on = is_free[1:] & is_free[:-1] & (timeline.phase[1:] == timeline.phase[:-1])
+    row = np.concatenate([[0], np.cumsum(~goes_on)]) if len(timeline) else np.zeros(0, dtype=np.int64)
+    order = np.lexsort((timeline.storage, row))
+    return replace(timeline, **{name: getattr(timeline, name)[order] for name in _COLUMNS})
+
+
+def require_identical(stepped: StepRecord, replayed: StepRecord) -> None:
+    """Compares two records, event by event; frees in a row may come in another order."""
+    assert stepped.timeline is not None and replayed.timeline is not None
+    first, second = with_sorted_frees(stepped.timeline), with_sorted_frees(replayed.timeline)
+    assert len(first) == len(second), f"{stepped.settings}: {len(first)} and {len(second)} events"
+    for name in _COLUMNS:
+        different = np.flatnonzero(getattr(first, name) != getattr(second, name))
+        assert not len(different), f"{stepped.settings}: {name} differs from event {different[0]} on"
+    assert (np.diff(second.nanoseconds) >= 0).all()
+    for name in _FIGURES:
+        assert getattr(stepped, name) == getattr(replayed, name), f"{stepped.settings}: {name}"
