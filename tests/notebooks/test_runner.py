@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import psutil
 import pytest
 
@@ -88,9 +89,13 @@ QUIZ = "from IPython.display import HTML\ndisplay(HTML('<details><summary>Two?</
 def test_a_page_reads_like_a_report(tmp_path: Path) -> None:
     lab = write_lab(tmp_path, QUIZ, "print(count)", parameters="count: int = 1  # of something\nname: str = 'a'")
     set_tag(lab, 3, "hide-input")
+    notebook = nbformat.read(lab, as_version=4)
+    notebook.cells.insert(1, nbformat.v4.new_markdown_cell("## Nothing here"))
+    nbformat.write(notebook, lab)
     page = (run_lab(lab, {"count": 8}, tmp_path / "run", timeout_seconds=120).folder / "page.html").read_text()
     assert "<tr><th>count</th><td><strong>8</strong></td><td>of something</td></tr><tr><th>name</th><td>a</td>" in page
     assert page.index("</h1>") < page.index("<th>count</th>") < page.index("Part 1")
+    assert "Nothing here" not in page, "the section has nothing but parameters"
     assert re.search(r"<details open[^>]*><summary>Two\?", page)
     code = "".join(re.findall(r'<div class="highlight.*?</div>', page, re.DOTALL))
     assert "count" in code, "the code of the second part, and none that only runs the lab"

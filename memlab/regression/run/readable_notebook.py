@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from html import escape
+from itertools import zip_longest
 
 import nbformat
 
@@ -22,6 +23,8 @@ _PLUMBING_TAGS = frozenset({HIDE_INPUT_TAG, INJECTED_TAG, RECORD_TAG})
 REMOVE_INPUT_TAG = "remove-input"
 """MyST-NB leaves out the code of a cell with this tag, and so does nbconvert as `notebook_page` configures it."""
 _WIDGET_MIMETYPE = "application/vnd.jupyter.widget-view+json"  # an executed notebook has no widget state to draw from
+_HEADING = re.compile(r"(#+) ")
+_ONLY_HEADING = re.compile(r"(#+) [^\n]*\s*")
 _FOLDED = re.compile(r"<details(?![^>]*\sopen\b)")
 
 
@@ -59,8 +62,17 @@ def make_readable(notebook: nbformat.NotebookNode, *, as_report: bool) -> int:
             if not any(output.output_type == "error" for output in outputs):
                 cell.metadata["tags"] = [*cell.metadata.get("tags", []), REMOVE_INPUT_TAG]
         kept.append(cell)
-    notebook.cells = kept
+    notebook.cells = [cell for cell, after in zip_longest(kept, kept[1:]) if not _is_heading_of_nothing(cell, after)]
     return num_figures
+
+
+def _is_heading_of_nothing(cell: nbformat.NotebookNode, after: nbformat.NotebookNode | None) -> bool:
+    """Whether a cell is only a heading, and all cells of its section were left out."""
+    heading = _ONLY_HEADING.fullmatch(cell.source) if cell.cell_type == "markdown" else None
+    if heading is None:
+        return False
+    next_heading = _HEADING.match(after.source) if after is not None and after.cell_type == "markdown" else None
+    return after is None or (next_heading is not None and len(next_heading[1]) <= len(heading[1]))
 
 
 def _figure_html(figure: nbformat.NotebookNode, text: str) -> str:
