@@ -95,6 +95,7 @@ def test_a_page_reads_like_a_report(tmp_path: Path) -> None:
     page = (run_lab(lab, {"count": 8}, tmp_path / "run", timeout_seconds=120).folder / "page.html").read_text()
     assert "<tr><th>count</th><td><strong>8</strong></td><td>of something</td></tr><tr><th>name</th><td>a</td>" in page
     assert page.index("</h1>") < page.index("<th>count</th>") < page.index("Part 1")
+    assert "<title>A small lab</title>" in page
     assert "Nothing here" not in page, "the section has nothing but parameters"
     assert re.search(r"<details open[^>]*><summary>Two\?", page)
     code = "".join(re.findall(r'<div class="highlight.*?</div>', page, re.DOTALL))

@@ -6,13 +6,14 @@ module adds one copy of plotly.js for all figures, and the parameters of the run
 
 from __future__ import annotations
 
+import re
 from html import escape
 from pathlib import Path
 
 import nbformat
 
 from memlab.regression.run.readable_notebook import REMOVE_INPUT_TAG, make_readable
-from memlab.regression.suite.notebooks import headings, read_notebook
+from memlab.regression.suite.notebooks import read_notebook
 from memlab.regression.suite.parameters import INTERACTIVE, read_parameters
 
 _STYLE = Path(__file__).with_name("notebook_page.css").read_text(encoding="utf-8")
@@ -38,7 +39,9 @@ def write_page(notebook_path: Path, page_path: Path, failure: str = "", plotly_j
     from traitlets.config import Config
 
     notebook = read_notebook(notebook_path)
-    title = next(filter(None, headings(notebook, with_injected=False)), notebook_path.stem)
+    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    heading = re.search(r"^#+ +(.+)", text, re.MULTILINE)
+    title = heading[1] if heading else notebook_path.stem
     parameters = _parameters_table(notebook)
     num_figures = make_readable(notebook, as_report=True)
     hiding = Config({"TagRemovePreprocessor": {"enabled": True, "remove_input_tags": {REMOVE_INPUT_TAG}}})
