@@ -124,3 +124,25 @@ def test_predict_shows_the_phases_of_a_job_and_judges_them(tmp_path: Path, capfd
     out = capfd.readouterr().out
     assert "generation does not fit: short by" in out
     assert "host memory of a node" in out
+
+
+def test_a_forward_only_prediction_has_the_budget_of_the_job_s_log_probabilities(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"{VERL} {ROLLOUT}.log_prob_max_token_len_per_gpu=1024 data.max_response_length=0")
+    command = [
+        "predict",
+        "qwen3-moe-tiny",
+        "--num-layers",
+        "1",
+        "--job",
+        str(path),
+        "--framework-version",
+        "2026-08-20",
+    ]
+    assert main([*command, "--forward-only", "--json"]) == 0
+    record = json.loads(capfd.readouterr().out)
+    assert record["forward_only"]
+    assert (record["scenario"]["seq_length"], record["scenario"]["packed_sequences"]) == (1024, 1)
+    assert "phases" not in record
