@@ -43,7 +43,26 @@ def _spin() -> None:
         pass
 
 
-WITHIN_A_STEP: dict[str, Callable[[], object]] = {"exception": _raise, "hang": lambda: time.sleep(1000), "spin": _spin}
+_TAKEN: list[bytearray] = []
+
+
+def _take_host_memory() -> None:
+    """Takes all that its limit allows, in smaller and smaller pieces, and keeps it: nothing is left to say so with."""
+    used_bytes = psutil.Process().memory_info().vms
+    psutil.Process().rlimit(psutil.RLIMIT_AS, (used_bytes + 2**28, used_bytes + 2**28))
+    for size in (2**24, 2**16, 2**10):
+        with suppress(MemoryError):
+            while True:
+                _TAKEN.append(bytearray(size))
+    _TAKEN.append(bytearray(2**24))
+
+
+WITHIN_A_STEP: dict[str, Callable[[], object]] = {
+    "exception": _raise,
+    "hang": lambda: time.sleep(1000),
+    "spin": _spin,
+    "host_memory": _take_host_memory,
+}
 """What rank 1 does in place of its model's step."""
 
 

@@ -275,4 +275,6 @@ _CONNECTION_WORDS = ("onnection closed", "onnection reset", "onnection refused",
 def _words(member: _Member) -> str:
     if member.error is None:
         return member.text
+    if isinstance(member.error, MemoryError):
+        return "ran out of host memory (MemoryError): start fewer ranks on this host, or open a smaller model"
     return f"failed ({type(member.error).__name__}: {' '.join(str(member.error).split())})"

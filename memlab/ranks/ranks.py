@@ -156,7 +156,7 @@ class Ranks:
             with suppress(*NO_ENGINE):  # it has just left
                 asked[number] = self.call(number, engine.describe)
         wait(asked.values(), timeout=ANSWER_SECONDS)
-        silent = [number for number, answer in asked.items() if not answer.done()]
+        silent = [number for number, answer in asked.items() if not answer.done() or _lacks_memory(answer)]
         if silent:
             self._end_silent(silent)
             return None
@@ -176,7 +176,8 @@ class Ranks:
         known = [one for one in self.engines if one.number in silent]
         if self._local is None or len(known) < len(silent):
             raise ValueError(
-                f"engines {', '.join(map(str, silent))} do not answer: end them, and start the cluster again"
+                f"engines {', '.join(map(str, silent))} do not answer, or have no host memory left: end them, and "
+                "start the cluster again"
             )
         for one in known:
             self.kill(one)
@@ -259,8 +260,16 @@ class Ranks:
         return f"Ranks({len(self)} engines on {', '.join(sorted(hosts))})"
 
 
+def _lacks_memory(answer: ipyparallel.AsyncResult) -> bool:
+    """Whether an engine could not answer because its host, or a limit of its process, gave it no memory."""
+    error = answer.exception()
+    return isinstance(error, ipyparallel.error.RemoteError) and error.ename == "MemoryError"
+
+
 def why_lost(error: ipyparallel.error.RemoteError) -> str:
     """Says in words what became of an engine that answers with an error."""
+    if error.ename == "MemoryError":
+        return "has no host memory left"
     return "has ended" if error.ename == _HAS_ENDED else f"answers: {error.evalue}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -31,6 +32,13 @@ class Served:
         while forever:
             pass
 
+    def take_memory(self, num_bytes: int) -> None:
+        if num_bytes:
+            resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
+            self._taken = [bytearray(2**20)]
+            while True:
+                self._taken.append(bytearray(2**20))
+
     def leave(self, code: int | None) -> None:
         if code is not None:
             sys.stdout.write("the last words\n")
@@ -46,3 +54,8 @@ class Served:
 
     def noted(self) -> str:
         return self._noted
+
+
+def without_memory() -> None:
+    """What a function of `memlab.ranks.engine` does where the host's memory is full."""
+    raise MemoryError

@@ -514,6 +514,9 @@ def test_what_a_killed_nightly_left_running_is_ended_by_the_next_one(night: Nigh
     (abandoned / ".alive").touch()
     environment = {RUN_FOLDER_VARIABLE: str(case)}
     with subprocess.Popen(["/bin/sleep", "600"], env=environment, start_new_session=True) as kernel:
-        night.run(night.suite(TWO), allow_missing=True)
-        assert kernel.wait(timeout=60) == -signal.SIGKILL
+        try:
+            night.run(night.suite(TWO), allow_missing=True)
+            assert kernel.wait(timeout=10) == -signal.SIGKILL
+        finally:
+            kernel.kill()  # where it was not ended: the end of the block waits for it
     assert not abandoned.exists()

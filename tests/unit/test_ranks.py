@@ -21,7 +21,9 @@ from memlab.lab.job_session import JobSession
 from memlab.lab.stepper import ModelLost
 from memlab.ranks import engine, group, messages
 from memlab.ranks.group import RankFailed, RankGroup
-from memlab.ranks.ranks import Engine, _require_equal_versions
+from memlab.ranks.ranks import Engine, _lacks_memory, _require_equal_versions, why_lost
+
+from .served import without_memory
 
 SERVED = "tests.unit.served:Served"
 TINY = {"architecture": "qwen3-moe-tiny", "num_layers": 2, "seq_length": 64, "backend": "cpu"}
@@ -122,6 +124,12 @@ def test_a_lost_engine_is_named_and_replaced(ranks: Ranks, pair: RankGroup) -> N
     assert lost.pid not in {one.pid for one in ranks.engines}
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the memory of a process cannot be limited")
+def test_a_rank_that_runs_out_of_host_memory_is_named(pair: RankGroup) -> None:
+    with pytest.raises(RankFailed, match=r"^rank 1 ran out of host memory \(MemoryError\): start fewer ranks on this"):
+        pair.call("take_memory", [(0,), (2**30,)])
+
+
 def test_an_engine_that_has_just_been_killed_is_replaced(ranks: Ranks) -> None:
     lost = ranks.engines[0].pid
     os.kill(lost, signal.SIGKILL)
@@ -174,6 +182,13 @@ def test_a_process_is_kept_only_for_the_same_object_and_the_same_variables() -> 
     assert engine.start("a notebook", SERVED, {"LOCAL_RANK": "0"}) != first, "the rank has another GPU"
     assert not psutil.pid_exists(first)
     engine.end("a notebook")
+
+
+def test_an_engine_that_has_no_memory_to_answer_counts_as_silent(ranks: Ranks) -> None:
+    answer = ranks.call(ranks.engines[0].number, without_memory)
+    answer.wait(60)
+    assert _lacks_memory(answer) and why_lost(answer.exception()) == "has no host memory left"
+    assert not _lacks_memory(ranks.call(ranks.engines[0].number, engine.keep, "nobody"))
 
 
 def test_a_rank_that_prints_for_days_fills_no_disk_and_its_last_words_are_kept() -> None:

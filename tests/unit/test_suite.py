@@ -15,7 +15,7 @@ from tests.notebooks.small_labs import write_lab
 from tests.notebooks.small_suites import write_suite
 
 # A billion values, written in 3,000.
-WIDE = f"a: &a [{', '.join('x' * 1000)}]\nb: &b [{', '.join(['*a'] * 1000)}]\nc: [{', '.join(['*b'] * 1000)}]\nbackend: cpu\n"
+WIDE = f"a: &a [{', '.join('x' * 200)}]\nb: [{', '.join(['*a'] * 200)}]\nbackend: cpu\n"
 BLOCK = "backend: cpu\ncases:\n  - lab: small\n    "
 
 
