@@ -28,8 +28,8 @@ test: $(VENV)/.installed-dev ## Lint, check types and the import order of the pa
 lab: $(VENV)/.installed ## Open JupyterLab on labs/
 	@$(BIN)/memlab lab
 
-# The largest labs first, so that two that run at the same time end together.
-LABS := $(patsubst labs/%.ipynb,build/book/labs/%/notebook.ipynb,$(shell ls -S labs/*.ipynb))
+# The later labs take longest: they begin first, so that two that run at the same time end together.
+LABS := $(patsubst labs/%.ipynb,build/book/labs/%/notebook.ipynb,$(shell ls -r labs/*.ipynb))
 
 docs: $(VENV)/.installed-docs ## Run each lab once, and build the book with them: build/book/html/index.html
 	@$(MAKE) --no-print-directory --jobs=2 $(LABS)
