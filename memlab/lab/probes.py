@@ -131,10 +131,17 @@ def judge_with_steps(lab: _Steps, record: StepRecord, gpu_memory: str | int) -> 
 
 
 def _saved_in_regions(stepper: Stepper) -> SavedInRegions:
-    """Takes a step without offload and counts what each offload module saves for backward."""
+    """Takes a step without offload and counts what each offload module saves for backward.
+
+    Of a simulated step that only repeats the last one, no tensor would be seen.
+    """
     saved = SavedInRegions()
-    with saved.watching():
-        stepper.step()
+    replays, stepper.replays = stepper.replays, False
+    try:
+        with saved.watching():
+            stepper.step()
+    finally:
+        stepper.replays = replays
     return saved
 
 

@@ -186,3 +186,13 @@ def test_on_a_pipeline_stage_what_is_expected_moves_to_the_byte(rank: int, chunk
         assert module.last_group_bytes * (4 * num_microbatches) == module.saved_bytes * (
             num_microbatches if rank else 1
         )
+
+
+def test_a_simulated_step_that_is_repeated_expects_as_much_as_one_that_is_taken() -> None:
+    settings = MemorySettings(offload_modules=["core_attn"], min_offloaded_tensor_size=0)
+    expected = []
+    for replay in (False, True):
+        with Lab("phi-4-tiny", num_layers=3, seq_length=32, backend="simulated", replay=replay) as lab:
+            lab.step()
+            expected.append(lab.audit_offload(settings).expected_bytes)
+    assert expected[0] == expected[1] > 0
