@@ -463,6 +463,8 @@ class Stepper:
         )
         if self.scenario.architecture.is_moe:
             needs_real_passes |= self.settings.recompute_granularity == "full" or meter.device_memory_bytes is not None
+            # A replayed pass would count as temporary what a remedy frees later (`benchmarks/replay.py --first 27`).
+            needs_real_passes |= self.settings.checkpoint_input_remedy is not None
         replays = self.replays and not needs_real_passes
         return self._replay.during_step(replays=replays) if self.replays or self._replay.has_orphans else nullcontext()
 

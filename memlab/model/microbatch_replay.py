@@ -31,9 +31,11 @@ class MicrobatchReplay:
         """Forward passes before the first backward pass, without the one that it follows."""
         self._meter = meter
         self._starts: list[int] = []
-        # A period frees what one of up to `num_before` + 1 periods before it has allocated. The first period of a full
-        # pipeline, and those before it, number their storages otherwise. Two after them must be equal.
-        self.num_stepped = min(num_microbatches, 2 * self._num_before + 5)
+        # A period frees what up to `num_before` + 2 periods before it have allocated: the schedule holds for a while
+        # what it has sent and received. The first period of a full pipeline, and those before it, number their storages
+        # otherwise. Two after them must be equal.
+        spare = 6 if layout.pipeline_model_parallel_size > 1 else 5
+        self.num_stepped = min(num_microbatches, 2 * self._num_before + spare)
         self.num_left = num_microbatches - self.num_stepped
         """Micro-batches that are to be inserted."""
 

@@ -48,7 +48,7 @@ def test_replayed_layers_have_the_events_of_stepped_ones(
         require_identical(one, other)
 
 
-@pytest.mark.parametrize("seed", [3, 7])
+@pytest.mark.parametrize("seed", [3, 25])
 def test_random_scenarios_have_the_same_steps_with_and_without_replay(seed: int) -> None:
     """``python -m benchmarks.replay`` tries 200 of them."""
     case = random_case(random.Random(seed))
