@@ -463,8 +463,6 @@ class Stepper:
         )
         if self.scenario.architecture.is_moe:
             needs_real_passes |= self.settings.recompute_granularity == "full" or meter.device_memory_bytes is not None
-            # A replayed pass would count as temporary what a remedy frees later (`benchmarks/replay.py --first 27`).
-            needs_real_passes |= self.settings.checkpoint_input_remedy is not None
         replays = self.replays and not needs_real_passes
         return self._replay.during_step(replays=replays) if self.replays or self._replay.has_orphans else nullcontext()
 
@@ -473,6 +471,8 @@ class Stepper:
         state = self.scenario.state
         return (
             bool(self.settings.offload_modules)
+            # What a remedy frees, and when, is not known to repeat (`benchmarks/replay.py --first 27` and `38`).
+            or (self.scenario.architecture.is_moe and self.settings.checkpoint_input_remedy is not None)
             or state.fp8_format is not None
             or state.overlap_grad_reduce
             or state.overlap_param_gather
