@@ -509,7 +509,7 @@ class Stepper:
         without_effect |= without_optimizer_on_device(self.settings, self.scenario.state)
         return {
             "offloaded_bytes_by_module": dict(self._offload_watch.transferred_bytes),
-            "without_effect": without_effect | self.scenario.without_effect() | self._allocator_without_effect(),
+            "without_effect": without_effect | self.scenario.without_effect(),
         }
 
     def _allocator_without_effect(self) -> dict[str, str]:
@@ -538,6 +538,8 @@ class Stepper:
             measured["out_of_memory"] = OutOfMemory.at(
                 self.meter.out_of_memory, timeline, passes_in_flight=self.labels.passes_in_flight
             )
+        # Not in what a repeated step takes over: the limit may be another one.
+        measured["without_effect"] = measured["without_effect"] | self._allocator_without_effect()
         return StepRecord.from_timeline(
             timeline,
             scenario=self.scenario,
