@@ -23,7 +23,7 @@ test: $(VENV)/.installed-dev ## Lint, check types and the import order of the pa
 	@$(BIN)/ruff format --check --quiet
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports --no-logo
-	@$(BIN)/pytest -n 2 --dist worksteal
+	@$(BIN)/pytest -n 3 --dist worksteal
 
 lab: $(VENV)/.installed ## Open JupyterLab on labs/
 	@$(BIN)/memlab lab
