@@ -23,7 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 EP8 = "Layout(data_parallel_size=8, expert_model_parallel_size=8)"
-PP8 = "Layout(pipeline_model_parallel_size=8, num_layers_in_first_pipeline_stage=11, num_layers_in_last_pipeline_stage=11, rank=1)"
+_ENDS = "num_layers_in_first_pipeline_stage=11, num_layers_in_last_pipeline_stage=11"
+PP8 = f"Layout(pipeline_model_parallel_size=8, rank=1, {_ENDS})"
 QWEN, LARGE = "'qwen3-30b-a3b', seq_length=4096", "'qwen3-235b-a22b', seq_length=4096"
 SETTING = """
 import time
