@@ -19,7 +19,7 @@ class CellSyntaxError(ValueError):
 
     def _render_traceback_(self) -> list[str]:
         # IPython's hook for errors that say how they are shown (`InteractiveShell.showtraceback`).
-        shown: list[str] = self._shell.SyntaxTB.structured_traceback(SyntaxError, self._error, [])
+        shown: list[str] = self._shell.SyntaxTB.structured_traceback(type(self._error), self._error, [])
         return shown
 
 
@@ -43,7 +43,9 @@ def _watch_cell(shell: Any, line: str, cell: str) -> None:
     if not words or (" as " in line and not kept_as.isidentifier()):
         raise ValueError(f"%%memlab got '{line.strip()}', must name a model: {_USAGE}")
     model, *optimizers = (shell.ev(word) for word in words.split())
-    source = "\n" + shell.transform_cell(cell)  # numbers the lines as the notebook does, where %%memlab is the first
+    # The lines have the notebook's numbers: %%memlab is the first, and IPython drops blank ones at the beginning.
+    blank = cell[: len(cell) - len(cell.lstrip())]
+    source = "\n" * (1 + blank.count("\n")) + shell.transform_cell(cell)
     file_name = shell.compile.cache(source, shell.execution_count, raw_code=source)  # tracebacks show the lines
     try:
         # Not with this module's `from __future__ import annotations`: the cell's annotations stay objects.

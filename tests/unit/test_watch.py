@@ -318,7 +318,11 @@ def test_the_cell_magic_keeps_the_run_also_if_the_cell_raises(x: torch.Tensor, c
     with pytest.raises(ValueError, match=r"^%%memlab got '', must name a model: write %%memlab model"):
         shell.run_cell_magic("memlab", "", "pass")
     assert "device, the step's peak" in capsys.readouterr().out
-    for cell, line, words in (("y = (1 +\n", "y = (1 +", "SyntaxError"), ("x\n1 / 0\n", "1 / 0", "ZeroDivisionError")):
+    for cell, line, words in (
+        ("y = (1 +\n", "y = (1 +", "SyntaxError"),
+        ("\nif x:\npass\n", "pass", "IndentationError"),
+        ("\n \nx\n1 / 0\n", "1 / 0", "ZeroDivisionError"),
+    ):
         done = shell.run_cell(f"%%memlab model\n{cell}")
         shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
         assert isinstance(done.error_in_exec, (ValueError, ZeroDivisionError)) and words in shown
