@@ -196,10 +196,13 @@ class Scenario:
 
     def with_tokens_of_a_row(self, seq_length: int) -> Scenario:
         """Returns the scenario with rows of another length; packed sequences stay as long as they are."""
+        return replace(self, seq_length=seq_length, packed_sequences=self.packed_sequences_in(seq_length))
+
+    def packed_sequences_in(self, seq_length: int) -> int | None:
+        """Returns how many sequences as long as the packed ones a row of another length has; None without packing."""
         if self.packed_sequences is None:
-            return replace(self, seq_length=seq_length)
-        packed = max(1, seq_length * self.packed_sequences // self.seq_length)
-        return replace(self, seq_length=seq_length, packed_sequences=packed)
+            return None
+        return max(1, seq_length * self.packed_sequences // self.seq_length)
 
     @property
     def layers_of_chunks(self) -> tuple[int, ...]:

@@ -68,6 +68,13 @@ def test_form_of_settings_gives_the_same_settings_back(settings: MemorySettings)
     assert SettingsForm.of(settings, scenario).settings(scenario) == settings
 
 
+def test_a_form_s_row_of_another_length_has_packed_sequences_as_long_as_the_lab_s() -> None:
+    scenario = Scenario.of("qwen3-moe-tiny", seq_length=64, packed_sequences=8)
+    form = replace(SettingsForm.of(MemorySettings(), scenario), seq_length=32)
+    assert form.scenario(scenario) == scenario.with_tokens_of_a_row(32)
+    assert form.scenario(scenario).packed_sequences == 4
+
+
 def test_form_keeps_what_does_not_apply_and_leaves_it_out() -> None:
     _, state = lab_state()
     state.edit(recompute_granularity="full", recompute_method="block", recompute_num_layers=2)

@@ -177,4 +177,4 @@ def _packed_sequences(arguments: argparse.Namespace, scenario: Scenario) -> int 
     rows, ranks = arguments.micro_batch_size or 1, getattr(arguments, "context_parallel_size", None) or 1
     if rows > 1 or ranks > 1 or arguments.attention_backend == "unfused":
         return None
-    return scenario.with_tokens_of_a_row(max(1, arguments.seq_length or scenario.seq_length)).packed_sequences
+    return scenario.packed_sequences_in(arguments.seq_length or scenario.seq_length)

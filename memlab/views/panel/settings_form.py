@@ -113,7 +113,13 @@ class SettingsForm:
         self._on(scenario, TrainingState())
 
     def _on(self, scenario: Scenario, state: TrainingState) -> Scenario:
-        return replace(scenario, seq_length=self.seq_length, micro_batch_size=self.micro_batch_size, state=state)
+        return replace(
+            scenario,
+            seq_length=self.seq_length,
+            micro_batch_size=self.micro_batch_size,
+            packed_sequences=scenario.packed_sequences_in(self.seq_length),
+            state=state,
+        )
 
     def not_applicable(self, architecture: Architecture) -> dict[str, str]:
         """Finds the controls that have no effect under this form, or could only lead to an error.
