@@ -62,8 +62,9 @@ def flat(root: Node, name: str) -> Entries:
         if steps > 2 * _MOST_KEYS or len(entries.by_key) > _MOST_KEYS or depth > _DEEPEST:
             raise ValueError(f"{name}, line {node.line}: it has more than {_MOST_KEYS:,} keys: give another file")
         if isinstance(node.value, dict) and node.value:
-            children = list(_merged(node).items())
-            steps += len(children) if "<<" in node.value else 0
+            keys, num_looked_at = _merged(node)
+            children = list(keys.items())
+            steps += num_looked_at
             stack += [(f"{prefix}.{key}" if prefix else key, child, depth + 1) for key, child in reversed(children)]
         elif isinstance(node.value, list):
             leaves = [child.value for child in node.value[:1000]]
@@ -74,18 +75,19 @@ def flat(root: Node, name: str) -> Entries:
     return entries
 
 
-def _merged(node: Node) -> dict[str, Node]:
+def _merged(node: Node) -> tuple[dict[str, Node], int]:
     """Returns a mapping's keys, with those of the mappings that ``<<`` names where it has none of its own.
 
-    Of several mappings the first counts (https://yaml.org/type/merge.html).
+    Of several mappings the first counts (https://yaml.org/type/merge.html). The number is what it looked at for that.
     """
     if "<<" not in node.value:
         values: dict[str, Node] = node.value
-        return values
+        return values, 0
     merged: dict[str, Node] = {}
-    pending, seen = [node], set[int]()
+    pending, seen, num_looked_at = [node], set[int](), 0
     while pending:
         mapping = pending.pop()
+        num_looked_at += 1
         if id(mapping) in seen or not isinstance(mapping.value, dict):
             continue
         seen.add(id(mapping))
@@ -95,7 +97,7 @@ def _merged(node: Node) -> dict[str, Node]:
         others = mapping.value.get("<<")
         if others is not None:
             pending += reversed(others.value) if isinstance(others.value, list) else [others]
-    return merged
+    return merged, num_looked_at + len(merged)
 
 
 def _compose(text: str, name: str) -> Node | None:
