@@ -60,9 +60,13 @@ def _read_whole(value: Any) -> Any:
     return value
 
 
+_LARGEST_NUMBER = 1e18
+"""Infinity, and what becomes it in a calculation, is no size of a real job."""
+
+
 def _read_number(value: Any) -> Any:
-    if value is not None and not is_number(value):
-        raise ValueError("must be a number")
+    if value is not None and not (is_number(value) and abs(value) <= _LARGEST_NUMBER):
+        raise ValueError(f"must be a number of at most {_LARGEST_NUMBER:g}")
     return value
 
 

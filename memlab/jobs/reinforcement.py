@@ -37,7 +37,8 @@ def take_rows(reading: Reading, key: str, tokens_per_rank: int, longest: int | N
     context = values.get("context_parallel_size") or 1
     reading.take(key, "seq_length", max(1, tokens_per_rank) * context)
     values["micro_batch_size"] = 1
-    if context == 1 and values.get("attention_backend") != "unfused":
+    # Megatron's own attention, "local", is predicted as "unfused".
+    if context == 1 and values.get("attention_backend") not in ("unfused", "local"):
         values["packed_sequences"] = math.ceil(values["seq_length"] / longest) if longest else 1
     else:
         reading.miss(key, "either", "the sequences of a row are predicted as a single one")
@@ -58,13 +59,17 @@ def _full_rows(rows: int | None, stages: int) -> int:
 
 
 def is_packed(scenario: Scenario) -> bool:
-    """Whether a budget of tokens describes the workload, so that `take_rows` reads it back."""
-    stages, passes = scenario.layout.pipeline_model_parallel_size, scenario.num_microbatches
-    if scenario.micro_batch_size > 1 or _full_rows(passes, stages) != passes:
+    """Whether a budget of tokens describes the workload, so that `take_rows` reads the same rows back.
+
+    Of packed sequences it reads no more rows than `_full_rows`: a further one needs the same memory again.
+    """
+    if scenario.packed_sequences is not None:
+        return math.ceil(scenario.seq_length / longest_sequence(scenario)) == scenario.packed_sequences
+    layout, passes = scenario.layout, scenario.num_microbatches
+    if scenario.micro_batch_size > 1 or _full_rows(passes, layout.pipeline_model_parallel_size) != passes:
         return False
-    if scenario.layout.context_parallel_size > 1 or scenario.state.attention_backend == "unfused":
-        return scenario.packed_sequences is None and scenario.seq_length % scenario.layout.context_parallel_size == 0
-    return math.ceil(scenario.seq_length / longest_sequence(scenario)) == scenario.packed_sequences
+    is_one_sequence = layout.context_parallel_size > 1 or scenario.state.attention_backend == "unfused"
+    return is_one_sequence and scenario.seq_length % layout.context_parallel_size == 0
 
 
 def longest_sequence(scenario: Scenario) -> int:

@@ -132,7 +132,7 @@ def complete(reading: Reading) -> None:
         ranks_per_node=per_node,
         seq_length=of_log_probs,
         micro_batch_size=rows,
-        bucket_bytes=values.pop("bucket") * 2**20,
+        bucket_bytes=(values.pop("bucket") or 0) * 2**20,
     )
     if is_dynamic:
         take_rows(reading, f"{_ACTOR}.ppo_max_token_len_per_gpu", tokens, longest, sequences)

@@ -49,9 +49,9 @@ class JobPhases:
 
     @property
     def fits(self) -> bool | None:
-        """Whether every phase fits the GPU; None without its size."""
+        """Whether every phase fits the GPU; None where nothing is known of any phase, as without the GPU's size."""
         left = [phase.left_bytes for phase in self.phases if phase.left_bytes is not None]
-        return None if self.gpu_memory_bytes is None else min(left) >= 0
+        return min(left) >= 0 if left else None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON-ready values."""

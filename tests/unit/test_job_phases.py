@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from memlab.config.settings import MemorySettings
 from memlab.jobs.job import Job
 from memlab.lab.job_phases import predict_phases
 from memlab.lab.lab import Lab
+from memlab.record.job_phases import JobPhase, JobPhases
 from memlab.units import GIB, MIB
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -26,6 +28,7 @@ VERL = (
     "data.max_prompt_length=1024 data.max_response_length=3072"
 )
 OF_SEQUENCES = f"{ROLLOUT}.log_prob_use_dynamic_bsz=False {ROLLOUT}.log_prob_micro_batch_size_per_gpu=3"
+LOCAL = "actor_rollout_ref.actor.megatron.override_transformer_config.attention_backend=local"
 OFFLOADED = " ".join(f"actor_rollout_ref.actor.megatron.{name}_offload=True" for name in ("param", "grad", "optimizer"))
 NEMO_RL = """policy:
   model_name: microsoft/phi-4
@@ -63,6 +66,7 @@ SLIME = (
             2,
             {"seq_length": 4096, "micro_batch_size": 3, "engine_sleeps": False},
         ),
+        ("run.sh", f"{VERL} {LOCAL} {ROLLOUT}.update_weights_bucket_megabytes=null", None, {"bucket_bytes": 0}),
         ("config.yaml", NEMO_RL, 1, {"seq_length": 8192, "engine_ranks": 4, "bucket_bytes": None}),
         ("run.sh", SKYRL, None, {"seq_length": 1536, "micro_batch_size": 4, "gpu_memory_utilization": 0.6}),
         ("run.sh", SLIME, 2, {"seq_length": 16384, "is_colocated": True, "bucket_bytes": GIB // 2}),
@@ -107,6 +111,22 @@ def test_the_phases_of_a_job_are_those_of_a_live_model(settings: MemorySettings)
     left = gpu_memory_bytes - predicted.outside_torch_bytes - held["generation"]
     assert by_name["generation"].left_for_engine_bytes == left
     assert by_name["generation"].left_bytes == left - gpu_memory_bytes // 2
+
+
+def test_phases_of_which_nothing_is_known_have_no_verdict() -> None:
+    phase = JobPhase(name="generation", training_bytes=MIB, engine_bytes=None, left_for_engine_bytes=GIB)
+    phases = JobPhases(
+        rank=0,
+        is_colocated=True,
+        gpu_memory_bytes=GIB,
+        outside_torch_bytes=0,
+        gathered_bytes=None,
+        phases=(phase,),
+        host_bytes_of_rank=0,
+        ranks_per_node=1,
+    )
+    assert phases.to_dict()["fits"] is None
+    assert replace(phases, phases=(phase, replace(phase, engine_bytes=2 * GIB))).fits is False
 
 
 def test_predict_shows_the_phases_of_a_job_and_judges_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -61,11 +61,13 @@ def _summary(job: Job) -> list[str]:
     if job.scenario is None or job.settings is None:
         return [f"memlab cannot predict this job: {job.not_supported}"]
     scenario, ranks = job.scenario, job.scenario.layout.world_size
+    packed = "" if scenario.packed_sequences is None else f" in {scenario.packed_sequences} packed sequences"
+    tokens = f"{scenario.seq_length:,} tokens{packed}"
     batches = "1 micro-batch" if scenario.num_microbatches == 1 else f"{scenario.num_microbatches} micro-batches"
     lines = [
         f"model      {scenario.architecture.name}, {scenario.num_layers} layers, {scenario.dtype}",
         f"layout     {scenario.layout}" + (f" ({ranks} ranks)" if ranks > 1 else ""),
-        f"workload   {scenario.micro_batch_size} x {scenario.seq_length:,} tokens per micro-batch, {batches} per step",
+        f"workload   {scenario.micro_batch_size} x {tokens} per micro-batch, {batches} per step",
         f"state      {scenario.state}",
         f"settings   {job.settings}",
     ]
