@@ -6,8 +6,9 @@ import math
 
 from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
+from memlab.config.validation import shortened
 from memlab.jobs.framework import Reading
-from memlab.jobs.keys import Missing
+from memlab.jobs.keys import Missing, refusal
 
 LORA = "low-rank adapters: gradients and optimizer state of the adapters only, so memlab's figures are an upper bound"
 FROZEN_ROUTER = Missing("*freeze_moe_router", "less", "the frozen router has no gradients and no optimizer state")
@@ -32,10 +33,17 @@ def take_rows(reading: Reading, key: str, tokens_per_rank: int, longest: int | N
         tokens_per_rank: The budget of one rank; context parallel ranks share a row.
         longest: Tokens of the longest sequence, where it is known.
         sequences: Sequences of a step over all copies, where they are known.
+
+    Raises:
+        ValueError: If the budget is no number of tokens.
     """
     values = reading.values
     context = values.get("context_parallel_size") or 1
-    reading.take(key, "seq_length", max(1, tokens_per_rank) * context)
+    if tokens_per_rank < 1:
+        entry = reading.entries.by_key.get(key)
+        place = "the default of other keys" if entry is None else entry.place
+        raise refusal(place, key, tokens_per_rank, "must be at least 1")
+    reading.take(key, "seq_length", tokens_per_rank * context)
     values["micro_batch_size"] = 1
     # Megatron's own attention, "local", is predicted as "unfused".
     if context == 1 and values.get("attention_backend") not in ("unfused", "local"):
@@ -106,12 +114,18 @@ def take_rollout(
     """
     values = reading.values
     share = values.pop("engine_share", None)
+    if share is not None and not 0 <= share <= 1:
+        reading.warnings.append(
+            f"the inference engine's share of the GPU's memory is {shortened(share)}, must be from 0 to 1, so memlab "
+            "does not count the engine: correct it"
+        )
+        share = None
     reading.rollout = Rollout(
         is_colocated=is_colocated,
         ranks_per_node=max(1, ranks_per_node),
         seq_length=max(1, seq_length or values.get("seq_length") or 1),
         micro_batch_size=max(1, micro_batch_size or 1),
-        gpu_memory_utilization=share if share is not None and 0 <= share <= 1 else None,
+        gpu_memory_utilization=share,
         engine_sleeps=values.pop("engine_sleeps", True),
         engine_ranks=max(1, values.pop("engine_ranks", None) or 1),
         bucket_bytes=bucket_bytes,

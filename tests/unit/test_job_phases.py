@@ -113,6 +113,14 @@ def test_the_phases_of_a_job_are_those_of_a_live_model(settings: MemorySettings)
     assert by_name["generation"].left_bytes == left - gpu_memory_bytes // 2
 
 
+def test_a_share_that_is_none_is_said(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(f"{SKYRL} generator.gpu_memory_utilization=60")
+    job = Job.read(tmp_path / "run.sh")
+    assert job.rollout is not None
+    assert job.rollout.gpu_memory_utilization is None
+    assert "share of the GPU's memory is 60, must be from 0 to 1" in job.warnings[0]
+
+
 def test_phases_of_which_nothing_is_known_have_no_verdict() -> None:
     phase = JobPhase(name="generation", training_bytes=MIB, engine_bytes=None, left_for_engine_bytes=GIB)
     phases = JobPhases(

@@ -446,6 +446,7 @@ def test_set_never_does_nothing(tmp_path: Path) -> None:
         ("config.yaml", "policy:\n  a: *none\n", "config.yaml, line 2: the alias *none has no anchor"),
         ("config.yaml", "a: 1\n", "config.yaml is of no format that memlab reads. Looked for megatron-lm:"),
         ("config.yaml", "e: &e {}\nm: &m {<<: [" + "*e, " * 300 + "]}\n" + "".join(f"k{n}: *m\n" for n in range(300)), "it has more than 20,000 keys"),
+        ("config.yaml", NEMO + "  sequence_packing: {train_mb_tokens: -4}\n", "line 6: policy.sequence_packing.train_mb_tokens is -4, must be at least 1: correct it"),
         ("config.yaml", "- 1\n", "config.yaml has no keys at its top level"),
         ("run.sh", "echo hello\n", "run.sh is of no format that memlab reads"),
         ("run.sh", "python3 main_base.py trainer.policy.model.path=phi-4 generator.gpu_memory_utilization=1e999", "line 1: generator.gpu_memory_utilization is inf, must be a number of at most 1e+18: correct it"),
