@@ -19,6 +19,8 @@ from memlab.jobs.frameworks import FRAMEWORKS
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
 
+PACKING = ("verl", "nemo-rl", "skyrl", "slime")
+"""A budget of tokens makes rows of any number of equally long sequences."""
 FILES = {"nemo-rl": "config.yaml", "bridge": "run_config.yaml"}
 LAUNCHERS = {
     "megatron-lm": "torchrun --nproc-per-node {ranks} pretrain_gpt.py \\\n",
@@ -135,7 +137,7 @@ def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettin
             kept |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     if name == "verl" and (kept["recompute_granularity"] == "full" or "moe" in (kept["recompute_modules"] or ())):
         kept["checkpoint_input_remedy"] = "release_storage"
-    packed = scenario.packed_sequences if FRAMEWORKS[name].packs(scenario) else None
+    packed = scenario.packed_sequences if name in PACKING else None
     passes = scenario.num_microbatches
     if packed is not None:  # further rows need the same memory again
         passes = min(passes, 2 * scenario.layout.pipeline_model_parallel_size)
