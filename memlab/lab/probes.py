@@ -161,7 +161,7 @@ def _unmetered_step_seconds(stepper: Stepper) -> float:
     with stepper.labels.detached(), stepper.meter.paused(), stepper.checkpoint_input_remedy():
         torch.cuda.synchronize()
         started = time.perf_counter()
-        with stepper.recovering():
+        with stepper.unrecorded():
             train_step(stepper.live, stepper.labels)
         torch.cuda.synchronize()
         seconds = time.perf_counter() - started

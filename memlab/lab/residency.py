@@ -74,7 +74,7 @@ def _groups_used(stepper: Stepper) -> dict[str, tuple[str, ...]]:
         stack.enter_context(step.watching())
         stack.enter_context(labels.phase_of("idle"))
         stack.enter_context(stepper.checkpoint_input_remedy())
-        with stepper.recovering():
+        with stepper.unrecorded():
             train_step(stepper.live, labels)
     sync = GroupUse(labels, transfers.residency.tensors())
     with sync.watching():

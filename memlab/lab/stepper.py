@@ -389,10 +389,13 @@ class Stepper:
         return self.replays and not forward_only and not self._needs_real_passes()
 
     @contextmanager
-    def recovering(self) -> Iterator[None]:
-        """Makes the model usable again if the block, a step that is not metered, raises."""
+    def unrecorded(self) -> Iterator[None]:
+        """Runs the block, a training step without a record; the model is usable again if it raises."""
+        self._repeatable = None
+        steps_layers = nullcontext() if self._replay is None else self._replay.during_step(replays=False)
         try:
-            yield
+            with steps_layers:
+                yield
         except BaseException as error:
             self._recover(error)
             raise
@@ -463,6 +466,8 @@ class Stepper:
         )
         if self.scenario.architecture.is_moe:
             needs_real_passes |= self.settings.recompute_granularity == "full" or meter.device_memory_bytes is not None
+        if forward_only:
+            self._replay.forget()  # it frees the graphs that layers retain, and what replaces them has no role
         replays = self.replays and not needs_real_passes
         return self._replay.during_step(replays=replays) if self.replays or self._replay.has_orphans else nullcontext()
 

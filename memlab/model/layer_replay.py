@@ -134,7 +134,7 @@ class LayerReplay:
         self._units: dict[tuple[int, ...], _Unit] = {}
         self._retained: list[list[_Retained]] = [[] for _ in live.layers]
         """What the last pass through each layer left allocated."""
-        self._replays = False
+        self._learns = self._replays = False
         self._reference: dict[int, Recording] = {}
         self._inside = False
         self._known: dict[tuple[Any, ...], _Known] = {}
@@ -150,8 +150,10 @@ class LayerReplay:
         """Replays in the block, which takes one step.
 
         Args:
-            replays: False steps every pass. The block is then needed only if an earlier step has replayed passes.
+            replays: False steps every pass, and learns nothing of them: a tap may keep what they would free. The block
+                is then needed only if an earlier step has replayed passes.
         """
+        self._learns = replays
         self._replays = replays and not self._retains_checkpoints()
         self._plan()
         self._reference.clear()
@@ -159,6 +161,7 @@ class LayerReplay:
         self._inside, self.num_replayed = False, 0
         for unit in self._units.values():
             unit.last_pass = None
+            self._drop_freed(unit)  # by what is no step
         originals = [(layer, layer.forward) for layer in self._live.layers]
         checkpoint = torch_checkpoint()
         try:
@@ -476,6 +479,8 @@ class LayerReplay:
     def _learn(
         self, key: tuple[Any, ...], one: _Pass, is_backward: bool, recording: Recording, result: int, tensor: Any
     ) -> None:
+        if not self._learns:
+            return
         former = self._known.get(key)
         of_run = one.unit.run, is_backward
         same = self._last_signature.get(of_run) == recording.signature

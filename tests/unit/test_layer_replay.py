@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from memlab import Layout, MemorySettings
+from memlab import Lab, Layout, MemorySettings
+from memlab.record.step_record import StepRecord
 from tests.unit.replayed import Case, random_case, require_identical, take
 
 _MLP = MemorySettings(recompute_granularity="selective", recompute_modules=("mlp",))
@@ -80,3 +81,37 @@ def test_a_replayed_step_runs_out_of_memory_where_a_stepped_one_does() -> None:
                 second.requested_bytes,
             )
             assert first.allocated_bytes == second.allocated_bytes
+
+
+def test_a_step_is_replayed_alike_after_steps_that_no_replay_knows() -> None:
+    """They free what replayed passes retain."""
+    stepped, replayed = (_between_other_steps(replay=replay) for replay in (False, True))
+    for one, other in zip(stepped, replayed, strict=True):
+        require_identical(one, other)
+
+
+def test_what_a_tap_keeps_is_freed_again_in_the_steps_after_it() -> None:
+    records = {}
+    for replay in (False, True):
+        arguments: dict[str, Any] = {"num_layers": 3, "seq_length": 32, "num_microbatches": 4}
+        with Lab("phi-4-tiny", **arguments, backend="simulated", replay=replay) as lab:
+            lab.step()
+            with lab.tap(1, every=True):
+                lab.step()
+            records[replay] = lab.step()
+    require_identical(records[False], records[True])
+
+
+def _between_other_steps(*, replay: bool) -> list[StepRecord]:
+    records = []
+    arguments: dict[str, Any] = {"num_layers": 3, "seq_length": 32, "num_microbatches": 3}
+    with Lab("qwen3-moe-tiny", **arguments, backend="simulated", replay=replay) as lab:
+        records.append(lab.step())
+        lab.groups_used()
+        records.append(lab.step())
+        lab.unmetered_step_seconds()
+        records.append(lab.step(warm_up=False))
+        records.append(lab.forward_only())
+        records.append(lab.step())
+        records.append(lab.step())
+    return records
