@@ -145,7 +145,7 @@ def _predict(
                 fit, [record.scenario for record in records if record is not judged], replay=arguments.replay
             )
         if rollout is not None and not interrupted:
-            phases = predict_phases(judged.scenario, settings, rollout, arguments.gpu_memory)
+            phases = predict_phases(judged.scenario, settings, rollout, arguments.gpu_memory, replay=arguments.replay)
     print(_result(records, judged, fit, phases, as_json=arguments.json))
     is_complete = all(record.status == "ok" for record in records)
     fits_all = (fit is None or fit.fits) and (phases is None or phases.fits is not False)

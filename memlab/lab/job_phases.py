@@ -26,6 +26,7 @@ def predict_phases(
     gpu_memory_bytes: int | None = None,
     *,
     backend: str | Backend = "simulated",
+    replay: bool = True,
 ) -> JobPhases:
     """Predicts a training step and a forward-only pass on the same model, and adds up the phases between them.
 
@@ -37,6 +38,7 @@ def predict_phases(
         rollout: What the job does between them.
         gpu_memory_bytes: Of each GPU; None leaves out what is left.
         backend: That takes the steps.
+        replay: As for a `Lab`.
 
     Raises:
         ValueError: If memlab refuses the workload of the forward-only pass.
@@ -45,7 +47,7 @@ def predict_phases(
 
     values = {field.name: getattr(scenario, field.name) for field in fields(Scenario)}
     of_pass = rollout.of_log_probabilities(scenario)
-    with Lab(**values, backend=backend, replay=True) as lab:
+    with Lab(**values, backend=backend, replay=replay) as lab:
         trained = lab.step(settings)
         passed = lab.forward_only(
             seq_length=of_pass.seq_length, micro_batch_size=of_pass.micro_batch_size, warm_up=True

@@ -18,6 +18,7 @@ from memlab.jobs.job import Job
 from memlab.lab.job_phases import predict_phases
 from memlab.lab.lab import Lab
 from memlab.record.job_phases import JobPhase, JobPhases
+from memlab.record.step_record import StepRecord
 from memlab.units import GIB, MIB
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -137,7 +138,16 @@ def test_phases_of_which_nothing_is_known_have_no_verdict() -> None:
     assert replace(phases, phases=(phase, replace(phase, engine_bytes=2 * GIB))).fits is False
 
 
-def test_predict_shows_the_phases_of_a_job_and_judges_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_predict_shows_the_phases_of_a_job_and_judges_them(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replays, forward_only = [], Lab.forward_only
+
+    def seen_forward_only(lab: Lab, **arguments: Any) -> StepRecord:
+        replays.append(lab._stepper.replays)
+        return forward_only(lab, **arguments)
+
+    monkeypatch.setattr(Lab, "forward_only", seen_forward_only)
     path = tmp_path / "run.sh"
     path.write_text(f"{VERL} {OFFLOADED} actor_rollout_ref.rollout.gpu_memory_utilization=0.99")
     small = ["qwen3-moe-tiny", "--num-layers", "2", "--seq-length", "512", "--num-microbatches", "1"]
@@ -148,7 +158,8 @@ def test_predict_shows_the_phases_of_a_job_and_judges_them(tmp_path: Path, capfd
         "generation", "log-probabilities", "training step", "weight sync"
     ]  # fmt: skip
     assert (phases["fits"], phases["ranks_per_node"]) == (False, 8)
-    assert main(command) == 1
+    assert main([*command, "--no-replay"]) == 1
+    assert replays == [True, False]
     out = capfd.readouterr().out
     assert "generation does not fit: short by" in out
     assert "host memory of a node" in out
