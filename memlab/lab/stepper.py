@@ -307,7 +307,7 @@ class Stepper:
 
     @property
     def num_replayed(self) -> int:
-        """Forward passes through layers that the last step replayed."""
+        """Forward passes through layers that were replayed in the last step that did not repeat another one whole."""
         return 0 if self._replay is None or not self.replays else self._replay.num_replayed
 
     def _forget_replay(self) -> None:
