@@ -2,6 +2,7 @@
 
     python benchmarks/accuracy.py measure --out h200.jsonl                                          # on a GPU
     python benchmarks/accuracy.py measure --states --out states.jsonl               # the same, of training states
+    python benchmarks/accuracy.py measure --rl --out rl.jsonl           # packed rows and passes without gradients
     torchrun --nproc-per-node 2 benchmarks/accuracy.py measure --job phi-4:TP2 --out h200.jsonl     # on two
     python benchmarks/accuracy.py predict labs/results/h200_steps.jsonl                             # anywhere
 
@@ -20,12 +21,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from memlab.analysis.accuracy import pairs_of
 from memlab.commands.shared.ranks import abort_job_on_error, rank
 from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
+from memlab.config.scenario import Scenario
 from memlab.config.settings import MOE_OFFLOAD_MODULES, MOE_RECOMPUTE_MODULES, MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.lab.lab import Lab
@@ -33,9 +35,20 @@ from memlab.lab.predictions import predict_measured
 from memlab.record.step_record import StepRecord
 from memlab.views.text.accuracy import accuracy_page
 
-Case = tuple[str, int, dict[str, int], MemorySettings, TrainingState]
-"""Architecture, layers, workload, settings, training state."""
 USUAL_STATE = TrainingState()
+
+
+class Case(NamedTuple):
+    """One step."""
+
+    architecture: str
+    num_layers: int
+    workload: dict[str, int]
+    settings: MemorySettings
+    state: TrainingState = USUAL_STATE
+    packed_sequences: int | None = None
+    forward_only: bool = False
+
 
 OFFLOAD = ("qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 RECOMPUTE = ("core_attn", "layernorm", "moe_act", "moe", "mlp")
@@ -67,22 +80,22 @@ def cases() -> Iterator[Case]:
         both = recompute("layernorm", again[-1], offload_modules=("core_attn", "attn_proj"))
         several = [MemorySettings(), full(1), every, both]
         for settings in (MemorySettings(), full(1), full(2), full(2, "block"), every, both):
-            yield architecture, 4, USUAL, settings, USUAL_STATE
+            yield Case(architecture, 4, USUAL, settings, USUAL_STATE)
         for name in again:
-            yield architecture, 4, USUAL, recompute(name), USUAL_STATE
+            yield Case(architecture, 4, USUAL, recompute(name), USUAL_STATE)
         for name in offload:
             names = ("core_attn", name) if name == "attn_proj" else (name,)  # a rule: one takes the other's output
-            yield architecture, 4, USUAL, MemorySettings(offload_modules=names), USUAL_STATE
+            yield Case(architecture, 4, USUAL, MemorySettings(offload_modules=names), USUAL_STATE)
         for workload in WORKLOADS:
             for settings in several:
-                yield architecture, 2, workload, settings, USUAL_STATE
+                yield Case(architecture, 2, workload, settings, USUAL_STATE)
         for settings in (
             MemorySettings(),
             full(deep // 2, "block"),
             MemorySettings(offload_parameters=True, offload_optimizer=True),
             MemorySettings(offload_gradients=True, offload_modules=("core_attn",)),
         ):
-            yield architecture, deep, SHORT, settings, USUAL_STATE
+            yield Case(architecture, deep, SHORT, settings, USUAL_STATE)
 
 
 LOW_PRECISION: dict[str, Any] = {
@@ -134,13 +147,27 @@ def state_cases() -> Iterator[Case]:
     for architecture, other in (("qwen3-30b-a3b", "expert_fc1"), ("phi-4", "attn_proj")):
         for values in COMBINED_STATES:
             state = TrainingState(**values)
-            yield architecture, 2, USUAL, MemorySettings(), state
-            yield architecture, 2, USUAL, full(1), state
-            yield architecture, 2, WORKLOADS[1], MemorySettings(), state
-            yield architecture, 2, WORKLOADS[2], MemorySettings(), state
-            yield architecture, 2, WORKLOADS[2], full(1), state
+            yield Case(architecture, 2, USUAL, MemorySettings(), state)
+            yield Case(architecture, 2, USUAL, full(1), state)
+            yield Case(architecture, 2, WORKLOADS[1], MemorySettings(), state)
+            yield Case(architecture, 2, WORKLOADS[2], MemorySettings(), state)
+            yield Case(architecture, 2, WORKLOADS[2], full(1), state)
             if state.fp8_format is None:  # cuBLAS refuses the FP8 tensors that Megatron's offload copies back
-                yield architecture, 2, USUAL, MemorySettings(offload_modules=("core_attn", other)), state
+                yield Case(architecture, 2, USUAL, MemorySettings(offload_modules=("core_attn", other)), state)
+
+
+def rl_cases() -> Iterator[Case]:
+    """Yields what reinforcement learning adds: packed rows, log-probabilities, and passes without gradients."""
+    logprobs, chunked = TrainingState(loss="logprobs"), TrainingState(loss="logprobs", logprobs_chunk_size=1024)
+    row, long = USUAL | {"seq_length": 8192}, USUAL | {"seq_length": 16384}
+    for architecture, other in (("qwen3-30b-a3b", "expert_fc1"), ("phi-4", "attn_proj")):
+        for settings in (MemorySettings(), full(1), MemorySettings(offload_modules=("core_attn", other))):
+            yield Case(architecture, 2, row, settings, logprobs, packed_sequences=8)
+        yield Case(architecture, 2, row | {"num_microbatches": 3}, MemorySettings(), logprobs, packed_sequences=8)
+        yield Case(architecture, 2, long, MemorySettings(), logprobs, packed_sequences=16, forward_only=True)
+        yield Case(architecture, 2, long, MemorySettings(), chunked, packed_sequences=16, forward_only=True)
+        yield Case(architecture, 2, row, MemorySettings(), logprobs, forward_only=True)
+        yield Case(architecture, 2, row, MemorySettings(), USUAL_STATE, packed_sequences=5)
 
 
 JOBS: dict[str, tuple[Layout, int]] = {
@@ -170,7 +197,7 @@ def job_cases(architecture: str, job: str) -> Iterator[Case]:
         recompute("layernorm", "moe_act" if is_moe else "mlp", offload_modules=("core_attn", "attn_proj")),
         MemorySettings(offload_parameters=True, offload_optimizer=True),
     ):
-        yield architecture, 4, workload, settings, USUAL_STATE
+        yield Case(architecture, 4, workload, settings, USUAL_STATE)
 
 
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -206,10 +233,10 @@ last step has gathered in FP8, even after the lab is closed (`labs/LOG.md`, 2026
 def job_state_cases(architecture: str, job: str) -> Iterator[Case]:
     """Yields the training states of one rank of a job, and in the default state a setting that moves its optimizer."""
     default, *others = (TrainingState(**values) for values in JOB_STATES[job])
-    yield architecture, 2, USUAL, MemorySettings(), default
-    yield architecture, 2, USUAL, MemorySettings(offload_optimizer_except_update=True), default
+    yield Case(architecture, 2, USUAL, MemorySettings(), default)
+    yield Case(architecture, 2, USUAL, MemorySettings(offload_optimizer_except_update=True), default)
     for state in others:
-        yield architecture, 2, USUAL, MemorySettings(), state
+        yield Case(architecture, 2, USUAL, MemorySettings(), state)
 
 
 def step(backend: str, wanted: Iterable[Case], out: Path, layout: Layout) -> int:
@@ -223,34 +250,25 @@ def step(backend: str, wanted: Iterable[Case], out: Path, layout: Layout) -> int
     failed = 0
     with out.open("a") as lines, ExitStack() as open_lab, abort_job_on_error():
         lab: Lab | None = None
-        for architecture, num_layers, workload, settings, state in wanted:
-            if (architecture, num_layers, *workload.values(), layout, settings, state) in done:
+        for case in wanted:
+            architecture, num_layers, workload, settings, state, packed_sequences, forward_only = case
+            model: dict[str, Any] = {"num_layers": num_layers, "layout": layout, "state": state}
+            model |= {"packed_sequences": packed_sequences, **workload}
+            scenario = Scenario.of(architecture, **model)
+            if (scenario, settings, forward_only) in done:
                 continue
             try:
-                model = (architecture, num_layers, state)
-                if (
-                    lab is None
-                    or (lab.scenario.architecture.name, lab.scenario.num_layers, lab.scenario.state) != model
-                ):
+                if lab is None or not _has_model_of(lab.scenario, scenario):
                     lab = None
                     open_lab.close()
-                    lab = open_lab.enter_context(
-                        Lab(
-                            architecture,
-                            num_layers=num_layers,
-                            backend=backend,
-                            layout=layout,
-                            state=state,
-                            **workload,  # type: ignore[arg-type]
-                        )
-                    )
+                    lab = open_lab.enter_context(Lab(architecture, **model, backend=backend))
                 lab.set_workload(**workload)
-                record = lab.step(settings)
+                record = lab.forward_only(settings, warm_up=True) if forward_only else lab.step(settings)
             except Exception as error:
                 if layout.world_size > 1:
                     raise
                 failed += 1
-                print(f"FAILED {architecture} {workload}, {settings}, {state}: {type(error).__name__}: {error}"[:500])
+                print(f"FAILED {scenario}, {settings}: {type(error).__name__}: {error}"[:500])
                 continue
             print(record.scenario, record, flush=True)
             values = record.to_dict() | {"peak_by_module": {}}  # most of the file
@@ -259,17 +277,14 @@ def step(backend: str, wanted: Iterable[Case], out: Path, layout: Layout) -> int
     return failed
 
 
-def _key(record: StepRecord) -> tuple[Any, ...]:
-    scenario = record.scenario
-    workload = (scenario.seq_length, scenario.micro_batch_size, scenario.num_microbatches)
-    return (
-        scenario.architecture.name,
-        scenario.num_layers,
-        *workload,
-        scenario.layout,
-        record.settings,
-        scenario.state,
-    )
+def _key(record: StepRecord) -> tuple[Scenario, MemorySettings, bool]:
+    return record.scenario, record.settings, record.forward_only
+
+
+def _has_model_of(scenario: Scenario, other: Scenario) -> bool:
+    """Whether a lab of one scenario can take the other's step."""
+    workload: dict[str, Any] = {name: getattr(other, name) for name in USUAL}
+    return replace(scenario, **workload) == other
 
 
 def rank_file(path: Path, architecture: str, job: str) -> Path:
@@ -277,14 +292,15 @@ def rank_file(path: Path, architecture: str, job: str) -> Path:
     return path.with_name(f"{path.stem}-{architecture}-{job}-{rank()}{path.suffix}")
 
 
-def measure(backend: str, job: str | None, out: Path, *, states: bool, only: str | None) -> int:
+def measure(backend: str, job: str | None, out: Path, *, what: str, only: str | None) -> int:
     """Measures the cases of one rank, or of a job under torchrun; returns how many steps failed."""
     if job is None:
-        wanted = (case for case in (state_cases() if states else cases()) if only in (None, case[0]))
+        every = {"settings": cases, "states": state_cases, "rl": rl_cases}[what]()
+        wanted = (case for case in every if only in (None, case.architecture))
         return step(backend, wanted, out, Layout())
     architecture, _, name = job.partition(":")
     layout = replace(JOBS[name][0], rank=rank())
-    wanted = (job_state_cases if states else job_cases)(architecture, name)
+    wanted = (job_state_cases if what == "states" else job_cases)(architecture, name)
     return step(backend, wanted, rank_file(out, architecture, name), layout)
 
 
@@ -301,13 +317,16 @@ def main() -> None:
     stepping = commands.add_parser("measure")
     stepping.add_argument("--backend", default="auto")
     stepping.add_argument("--job", metavar="ARCHITECTURE:JOB", help=f"under torchrun, with JOB of {', '.join(JOBS)}")
-    stepping.add_argument("--states", action="store_true", help="measure training states in place of settings")
+    instead = stepping.add_mutually_exclusive_group()
+    for name, meaning in (("states", "training states"), ("rl", "packed rows and passes without gradients")):
+        text = f"measure {meaning} in place of settings"
+        instead.add_argument(f"--{name}", dest="what", action="store_const", const=name, default="settings", help=text)
     stepping.add_argument("--only", metavar="ARCHITECTURE", help="measure the cases of one architecture")
     stepping.add_argument("--out", type=Path, required=True)
     commands.add_parser("predict").add_argument("measured", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "measure":
-        failed = measure(arguments.backend, arguments.job, arguments.out, states=arguments.states, only=arguments.only)
+        failed = measure(arguments.backend, arguments.job, arguments.out, what=arguments.what, only=arguments.only)
         if failed:
             sys.exit(f"{failed} steps failed: their lines above begin with FAILED")
     else:

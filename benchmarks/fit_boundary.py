@@ -1,91 +1,225 @@
-"""The smallest device memory with which a step succeeds: bisected on a GPU, and predicted.
+"""The smallest device memory with which a step succeeds: bisected on GPUs, and predicted.
 
-    python -m benchmarks.fit_boundary measure --out limits.jsonl       # on a GPU, minutes
+    python -m benchmarks.fit_boundary expect --out expected.json            # anywhere: predictions, to begin near them
+    python -m benchmarks.fit_boundary measure --expected expected.json --out limits.jsonl        # on one or two GPUs
     python -m benchmarks.fit_boundary predict labs/results/h200_limits.jsonl
 
 On a GPU each try is a process of its own, in which torch's memory fraction caps the allocator: a process that has run
 out of memory once has other holes in its segments. A try takes two steps, because the first one allocates the optimizer
-state in between. `memlab results --limits` writes the page that has both.
+state in between. A try of a job of two ranks has two processes, with the same cap. Tries of several cases run at the
+same time where the GPUs have room. `memlab results --limits` writes the page that has both.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Condition, Lock
 from typing import Any
 
-from benchmarks.accuracy import full, recompute
-from memlab import Lab, MemorySettings, Scenario, StepRecord
+from benchmarks.accuracy import JOBS, LOW_PRECISION, full, recompute
+from memlab import Lab, MemorySettings, Scenario, StepRecord, TrainingState
 from memlab.analysis.limits import Limit
+from memlab.commands.shared.process import exit_now
+from memlab.commands.shared.ranks import abort_job_on_error, gathered, rank, world_size
 from memlab.lab.predictions import predict_limit
+from memlab.units import GIB
 
 QWEN, PHI = "qwen3-30b-a3b", "phi-4"
 USUAL: dict[str, Any] = {"num_layers": 4, "seq_length": 4096}
+SHALLOW = USUAL | {"num_layers": 2}
+LONG = SHALLOW | {"seq_length": 16384}
+
+
+def of_job(name: str) -> dict[str, Any]:
+    """Returns what a lab of a job of two ranks is given."""
+    layout, num_microbatches = JOBS[name]
+    return {"layout": layout, "num_microbatches": num_microbatches}
+
+
 CASES: dict[str, tuple[str, dict[str, Any], MemorySettings]] = {
-    "qwen3 plain": (QWEN, USUAL, MemorySettings()),
-    "qwen3 8192 tokens, layernorm, offload": (
+    "qwen3 EP2": (QWEN, USUAL | of_job("EP2"), MemorySettings()),
+    "qwen3 EP2 full recompute": (QWEN, USUAL | of_job("EP2"), full(1)),
+    "qwen3 EP2 three micro-batches": (QWEN, SHALLOW | of_job("EP2") | {"num_microbatches": 3}, MemorySettings()),
+    "qwen3 EP2 expert_fc1 and moe_act offloaded": (
         QWEN,
-        USUAL | {"seq_length": 8192},
-        recompute("layernorm", offload_modules=("expert_fc1", "moe_act")),
+        SHALLOW | of_job("EP2"),
+        MemorySettings(offload_modules=("expert_fc1", "moe_act")),
     ),
+    "qwen3 PP2": (QWEN, USUAL | of_job("PP2"), MemorySettings()),
+    "phi-4 PP2": (PHI, USUAL | of_job("PP2"), MemorySettings()),
+    "phi-4 PP2 full recompute": (PHI, USUAL | of_job("PP2"), full(1)),
+    "phi-4 TP2": (PHI, USUAL | of_job("TP2"), MemorySettings()),
     "qwen3 full recompute": (QWEN, USUAL, full(1)),
-    "qwen3 16384 tokens, full recompute": (QWEN, USUAL | {"seq_length": 16384}, full(1)),
-    "qwen3 three micro-batches": (QWEN, USUAL | {"num_microbatches": 3}, MemorySettings()),
-    "qwen3 two layers": (QWEN, USUAL | {"num_layers": 2}, MemorySettings()),
-    "qwen3 optimizer offloaded": (QWEN, USUAL, MemorySettings(offload_optimizer=True)),
     "qwen3 moe recomputed": (QWEN, USUAL, recompute("moe")),
     "qwen3 core_attn offloaded": (QWEN, USUAL, MemorySettings(offload_modules=("core_attn",))),
+    "qwen3 two layers": (QWEN, SHALLOW, MemorySettings()),
+    "qwen3 three micro-batches": (QWEN, SHALLOW | {"num_microbatches": 3}, MemorySettings()),
+    "qwen3 16384 tokens": (QWEN, LONG, MemorySettings()),
+    "qwen3 16384 tokens, full recompute": (QWEN, LONG, full(1)),
+    "qwen3 16384 tokens, layernorm, offload": (
+        QWEN,
+        LONG,
+        recompute("layernorm", offload_modules=("expert_fc1", "moe_act")),
+    ),
+    "qwen3 optimizer offloaded": (QWEN, SHALLOW, MemorySettings(offload_optimizer=True)),
+    "qwen3 low precision": (QWEN, SHALLOW | {"state": TrainingState(**LOW_PRECISION)}, MemorySettings()),
+    "qwen3 low precision, full recompute, two micro-batches": (
+        QWEN,
+        SHALLOW | {"state": TrainingState(**LOW_PRECISION), "num_microbatches": 2},
+        full(1),
+    ),
     "phi-4 plain": (PHI, USUAL, MemorySettings()),
     "phi-4 8192 tokens, offload": (
         PHI,
         USUAL | {"seq_length": 8192},
         MemorySettings(offload_modules=("core_attn", "mlp_norm")),
     ),
-    "phi-4 16384 tokens, full recompute": (PHI, USUAL | {"seq_length": 16384}, full(1)),
-    "phi-4 three micro-batches": (PHI, USUAL | {"num_microbatches": 3}, MemorySettings()),
-    "phi-4 optimizer offloaded": (PHI, USUAL, MemorySettings(offload_optimizer=True)),
+    "phi-4 16384 tokens, full recompute": (PHI, LONG, full(1)),
+    "phi-4 mlp recomputed": (PHI, SHALLOW, recompute("mlp")),
+    "phi-4 three micro-batches": (PHI, SHALLOW | {"num_microbatches": 3}, MemorySettings()),
+    "phi-4 optimizer offloaded": (PHI, SHALLOW, MemorySettings(offload_optimizer=True)),
+    "phi-4 low precision": (PHI, SHALLOW | {"state": TrainingState(**LOW_PRECISION)}, MemorySettings()),
+    "qwen3 plain": (QWEN, USUAL, MemorySettings()),
+    "qwen3 8192 tokens, layernorm, offload": (
+        QWEN,
+        USUAL | {"seq_length": 8192},
+        recompute("layernorm", offload_modules=("expert_fc1", "moe_act")),
+    ),
 }
+"""Jobs first: a try of theirs waits for room on both GPUs."""
+
+_BESIDE_A_CAP_BYTES = 5 * GIB
+"""Of a process: CUDA's context, libraries and NCCL, and some room."""
+
+
+def scenario_of(name: str) -> Scenario:
+    """Returns the scenario of a case."""
+    architecture, workload, _ = CASES[name]
+    return Scenario.of(architecture, **workload)
 
 
 def take_step(name: str, limit_bytes: int | None) -> StepRecord:
-    """Takes two steps of a case on the GPU; returns the record of the second one."""
+    """Takes two steps of a case on the GPU of this rank; returns the second's record, of the rank that reserved most.
+
+    A rank that runs out of memory ends its process: the others wait for it.
+    """
     architecture, workload, settings = CASES[name]
-    with Lab(architecture, **workload, backend="cuda") as lab:
+    layout = scenario_of(name).layout
+    with abort_job_on_error(), Lab(architecture, **workload | {"layout": replace(layout, rank=rank())}) as lab:
         lab.device_memory_bytes = limit_bytes
-        return replace(lab.step(settings), timeline=None)
+        record = replace(lab.step(settings), timeline=None)
+        if world_size() == 1:
+            return record
+        if record.status != "ok":
+            exit_now(1)
+        return max(gathered(record), key=lambda each: each.peak_reserved_bytes or 0)
 
 
-def take_step_in_a_process(name: str, limit_bytes: int | None) -> StepRecord | None:
-    """As `take_step`, in a process of its own; None if that ended with an error."""
-    command = [sys.executable, "-m", "benchmarks.fit_boundary", "try", name, str(limit_bytes or 0)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # this interpreter
-    return None if done.returncode else StepRecord.from_dict(json.loads(done.stdout.splitlines()[-1]))
+class Gpus:
+    """Room on the GPUs of this machine, handed out to tries."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._free_bytes = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
+        self._changed = Condition()
+
+    def __len__(self) -> int:
+        return len(self._free_bytes)
+
+    @contextmanager
+    def taken(self, count: int, num_bytes: int) -> Iterator[list[int]]:
+        """Waits for room of so many bytes on so many GPUs, and yields their indices."""
+        with self._changed:
+            self._changed.wait_for(lambda: sum(free >= num_bytes for free in self._free_bytes) >= count)
+            ordered = sorted(range(len(self)), key=self._free_bytes.__getitem__, reverse=True)
+            indices = sorted(ordered[:count])
+            for index in indices:
+                self._free_bytes[index] -= num_bytes
+        try:
+            yield indices
+        finally:
+            with self._changed:
+                for index in indices:
+                    self._free_bytes[index] += num_bytes
+                self._changed.notify_all()
 
 
-def measure(out: Path, names: list[str]) -> None:
-    """Bisects on the GPU, and appends a line for each case that the file lacks."""
+def take_step_in_processes(name: str, gpus: Gpus, room_bytes: int, limit_bytes: int | None) -> StepRecord | None:
+    """As `take_step`, in a process for each rank; None if one ended with an error."""
+    ranks = scenario_of(name).layout.world_size
+    own = ["-m", "benchmarks.fit_boundary", "try", name, str(limit_bytes or 0)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    with gpus.taken(ranks, min(room_bytes, (limit_bytes or room_bytes) + _BESIDE_A_CAP_BYTES)) as indices:
+        started = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, *launcher, *own],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, indices))},
+        )
+    record = None if done.returncode else StepRecord.from_dict(json.loads(done.stdout.splitlines()[-1]))
+    result = record.status if record else done.stderr.strip().splitlines()[-1:]
+    limit = f"{limit_bytes / 1e9:.3f} GB" if limit_bytes else "no limit"
+    print(f"{name}, {limit}, {time.monotonic() - started:.0f} s: {result}", file=sys.stderr, flush=True)
+    return record
+
+
+def measure(out: Path, names: list[str], expected: dict[str, int], jobs: int) -> None:
+    """Bisects on the GPUs, and appends a line for each case that the file lacks; several cases at the same time."""
     lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
     known = [Limit.from_dict(json.loads(line)) for line in lines]
-    for name in names:
-        architecture, workload, settings = CASES[name]
-        scenario = Scenario.of(architecture, **workload)
-        if not any((one.scenario, one.settings) == (scenario, settings) for one in known):
-            limit = Limit.find(partial(take_step_in_a_process, name))
-            with out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(limit.to_dict()) + "\n")
+    gpus, writing = Gpus(), Lock()
+
+    def find(name: str) -> None:
+        scenario, settings = scenario_of(name), CASES[name][2]
+        if any((replace(one.scenario, layout=scenario.layout), one.settings) == (scenario, settings) for one in known):
+            return
+        if scenario.layout.world_size > len(gpus):
+            print(f"{name}: left out, it has {scenario.layout.world_size} ranks", flush=True)
+            return
+        room = expected.get(name, 100 * GIB) * 23 // 20 + _BESIDE_A_CAP_BYTES  # without a cap more is reserved
+        limit = Limit.find(partial(take_step_in_processes, name, gpus, room), expected_bytes=expected.get(name))
+        with writing, out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(limit.to_dict()) + "\n")
             print(f"{name}: {limit.fails_bytes / 1e9:.2f} to {limit.fits_bytes / 1e9:.2f} GB", flush=True)
+
+    with ThreadPoolExecutor(jobs) as threads:
+        found = {name: threads.submit(find, name) for name in names}
+    failed = {name: future.exception() for name, future in found.items() if future.exception()}
+    for name, error in failed.items():
+        print(f"FAILED {name}: {error}")
+    if failed:
+        sys.exit(1)
+
+
+def expect(out: Path, names: list[str]) -> None:
+    """Writes the predicted limit of each case, in bytes."""
+    limits = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    for name in names:
+        if name not in limits:
+            limits[name] = predict_limit(scenario_of(name), CASES[name][2]).fits_bytes
+            out.write_text(json.dumps(limits, indent=1) + "\n", encoding="utf-8")
+            print(f"{name}: {limits[name] / 1e9:.2f} GB", flush=True)
 
 
 def predict(measured: Path) -> None:
     """Predicts the limits of a file, and prints both and the error; below zero, "fits" is said too early."""
     for line in measured.read_text(encoding="utf-8").splitlines():
         limit = Limit.from_dict(json.loads(line))
-        found = predict_limit(limit)
+        found = predict_limit(limit.scenario, limit.settings)
         ranges = [f"{each.fails_bytes / 1e9:.2f} to {each.fits_bytes / 1e9:.2f} GB" for each in (limit, found)]
         print(
             f"{limit.scenario}, {limit.settings}: measured {ranges[0]}, predicted {ranges[1]}, "
@@ -98,20 +232,29 @@ def main() -> None:
     """Measures, predicts, or takes one try for `measure`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     actions = parser.add_subparsers(dest="action", required=True)
-    measuring = actions.add_parser("measure", help="bisect on a GPU")
-    measuring.add_argument("--out", type=Path, required=True, help="a line for each case is appended")
-    measuring.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), help="names of cases")
+    expecting = actions.add_parser("expect", help="predict the cases, for measure to begin near")
+    measuring = actions.add_parser("measure", help="bisect on GPUs")
+    for action, what in ((expecting, "limits in bytes, by case"), (measuring, "a line for each case is appended")):
+        action.add_argument("--out", type=Path, required=True, help=what)
+        action.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), help="names of cases")
+    measuring.add_argument("--expected", type=Path, help="what expect wrote")
+    measuring.add_argument("--jobs", type=int, default=8, help="cases at the same time (default 8)")
     actions.add_parser("predict", help="predict what was measured").add_argument("measured", type=Path)
     trying = actions.add_parser("try", help="one try of `measure`")
     trying.add_argument("name", choices=list(CASES))
     trying.add_argument("limit_bytes", type=int, help="what torch may reserve; 0 is no limit")
     arguments = parser.parse_args()
     if arguments.action == "measure":
-        measure(arguments.out, arguments.only)
+        expected = json.loads(arguments.expected.read_text(encoding="utf-8")) if arguments.expected else {}
+        measure(arguments.out, arguments.only, expected, arguments.jobs)
+    elif arguments.action == "expect":
+        expect(arguments.out, arguments.only)
     elif arguments.action == "predict":
         predict(arguments.measured)
     else:
-        print(json.dumps(take_step(arguments.name, arguments.limit_bytes or None).to_dict()))
+        record = take_step(arguments.name, arguments.limit_bytes or None)
+        if rank() == 0:
+            print(json.dumps(record.to_dict()))
 
 
 if __name__ == "__main__":

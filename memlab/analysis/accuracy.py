@@ -112,17 +112,21 @@ def pairs_of(measured: Iterable[StepRecord], predicted: Iterable[StepRecord]) ->
     for truth, guess in zip(measured, predicted, strict=True):
         plain = None
         if truth.settings != MemorySettings():
-            plain = _earlier(pairs, truth.scenario, MemorySettings())
+            plain = _earlier(pairs, replace(truth, settings=MemorySettings()))
         default_state = None
         if truth.scenario.state != TrainingState():
-            default_state = _earlier(pairs, replace(truth.scenario, state=TrainingState()), truth.settings)
+            usual = replace(truth.scenario, state=TrainingState())
+            default_state = _earlier(pairs, replace(truth, scenario=usual))
         pairs.append(Pair(truth, guess, plain, default_state))
     return pairs
 
 
-def _earlier(pairs: list[Pair], scenario: Scenario, settings: MemorySettings) -> Pair | None:
-    found = (pair for pair in pairs if (pair.measured.scenario, pair.measured.settings) == (scenario, settings))
-    return next(found, None)
+def _earlier(pairs: list[Pair], step: StepRecord) -> Pair | None:
+    return next((pair for pair in pairs if _identity(pair.measured) == _identity(step)), None)
+
+
+def _identity(step: StepRecord) -> tuple[Scenario, MemorySettings, bool]:
+    return step.scenario, step.settings, step.forward_only
 
 
 def _share(predicted: int, measured: int) -> float:

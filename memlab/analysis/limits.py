@@ -13,6 +13,8 @@ from memlab.record.step_record import StepRecord
 
 _TOLERANCE = 0.0005
 """Of the limit: how near both ends of a bisection come."""
+_AROUND_THE_EXPECTED = tuple(share * _TOLERANCE for share in (0.5, -0.5, 2, -2, 8, -8))
+"""Where a bisection begins if it knows what to expect: as shares of the expected limit, off it."""
 
 Attempt = Callable[[int | None], StepRecord | None]
 """Takes a step with so many bytes that torch may reserve (None: without a limit), in a fresh process or lab; None if
@@ -21,9 +23,13 @@ even the model did not fit."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """Between which two sizes of memory a step begins to complete; the bytes are those that torch may reserve."""
+    """Between which two sizes of memory a step begins to complete; the bytes are those that torch may reserve.
+
+    Every rank of a job has the same limit, and all must complete: the job's limit is that of the rank that needs most.
+    """
 
     scenario: Scenario
+    """Of a job: of the rank that reserved most without a limit, as the settings and the peaks."""
     settings: MemorySettings
     fails_bytes: int
     """The most memory with which the step ran out of memory."""
@@ -43,11 +49,12 @@ class Limit:
             )
 
     @classmethod
-    def find(cls, attempt: Attempt) -> Limit:
+    def find(cls, attempt: Attempt, *, expected_bytes: int | None = None) -> Limit:
         """Bisects the limit of a step.
 
         Args:
             attempt: Takes the step.
+            expected_bytes: A prediction, near which the bisection begins; it saves attempts and changes no result.
 
         Raises:
             ValueError: If the step does not complete without a limit.
@@ -57,8 +64,10 @@ class Limit:
             raise ValueError(f"{free or 'the step'} did not complete on a GPU, so it has no limit: choose another step")
         fails = int(free.peak_allocated_bytes * (1 - _TOLERANCE))
         fits = int(free.peak_reserved_bytes * (1 + _TOLERANCE))
+        near = [int(expected_bytes * (1 + share)) for share in _AROUND_THE_EXPECTED] if expected_bytes else []
         while fits - fails > _TOLERANCE * fits:
-            middle = (fails + fits) // 2
+            near = [num_bytes for num_bytes in near if fails < num_bytes < fits]
+            middle = near.pop(0) if near else (fails + fits) // 2
             record = attempt(middle)
             if record is not None and record.status == "ok":
                 fits = middle

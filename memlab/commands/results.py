@@ -91,7 +91,8 @@ def _write(page: str, steps: list[StepRecord], limits: list[Limit], hardware: st
             from memlab.lab.predictions import predict_limit, predict_measured
             from memlab.views.text.accuracy import accuracy_page, limits_page
         if limits:
-            page = f"{page}\n{limits_page([(limit, predict_limit(limit)) for limit in limits])}".rstrip()
+            predicted = [(limit, predict_limit(limit.scenario, limit.settings)) for limit in limits]
+            page = f"{page}\n{limits_page(predicted)}".rstrip()
         if steps:
             page = f"{page}\n\n{accuracy_page(pairs_of(steps, predict_measured(steps)), hardware)}".rstrip()
     if out is None:

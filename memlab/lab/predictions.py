@@ -100,19 +100,28 @@ def _predictions(measured: Sequence[StepRecord]) -> Iterator[StepRecord]:
             lab.close()
 
 
-def predict_limit(measured: Limit) -> Limit:
-    """Predicts the smallest memory with which a measured step completes; each attempt has a lab of its own.
+def predict_limit(scenario: Scenario, settings: MemorySettings) -> Limit:
+    """Predicts the smallest memory with which a step completes; each attempt has a lab of its own.
 
     Args:
-        measured: The limit of a step on one rank.
+        scenario: Of any rank of a job: one rank of every kind takes the step.
+        settings: Of all ranks.
     """
-    scenario = routed_by_chance(measured.scenario)
+    scenario = routed_by_chance(scenario)
 
     def attempt(limit_bytes: int | None) -> StepRecord:
-        model, workload = _split(scenario)
-        with Lab(**model, **workload, backend="simulated") as lab:
-            lab.device_memory_bytes = limit_bytes
-            return lab.step(measured.settings)
+        most: StepRecord | None = None
+        for rank in scenario.ranks_of_every_kind:
+            model, workload = _split(replace(scenario, layout=replace(scenario.layout, rank=rank)))
+            with Lab(**model, **workload, backend="simulated") as lab:
+                lab.device_memory_bytes = limit_bytes
+                record = lab.step(settings)
+            if record.status != "ok":
+                return record
+            if most is None or (record.peak_reserved_bytes or 0) > (most.peak_reserved_bytes or 0):
+                most = record
+        assert most is not None, "a job has ranks"
+        return most
 
     return Limit.find(attempt)
 

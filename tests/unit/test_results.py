@@ -119,6 +119,9 @@ def test_a_limit_is_bisected_and_read_back() -> None:
 
     found = Limit.find(attempt)
     assert found.fails_bytes < 12 * GIB <= found.fits_bytes <= found.fails_bytes * 1.0006
+    for expected_gib in (11.999, 12.001, 12.05, 15, 30):  # what is expected may be wrong
+        near = Limit.find(attempt, expected_bytes=int(expected_gib * GIB))
+        assert near.fails_bytes < 12 * GIB <= near.fits_bytes <= near.fails_bytes * 1.0006
     text = json.dumps(found.to_dict())
     assert Limit.from_dict(json.loads(text)) == found
     for damaged in corruptions(text.encode(), "json", seed=1):
@@ -133,8 +136,7 @@ def test_a_limit_is_bisected_and_read_back() -> None:
 
 
 def test_limits_that_are_predicted_too_low_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    scenario = Scenario.of("phi-4-tiny", num_layers=1, seq_length=32)
-    predicted = predict_limit(replace(Limit.find(free), scenario=scenario))
+    predicted = predict_limit(Scenario.of("phi-4-tiny", num_layers=1, seq_length=32), MemorySettings())
     for factor, error, is_too_early in ((1.0, "+0.00%", "no"), (1.25, "-20.00%", "yes")):
         ends = {name: int(getattr(predicted, name) * factor) for name in ("fails_bytes", "fits_bytes")}
         page = limits_page([(replace(predicted, **ends), predicted)])
