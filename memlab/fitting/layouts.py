@@ -5,11 +5,15 @@ The sequences of a step stay as many in every layout: num_microbatches x data_pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from functools import lru_cache
+from itertools import islice
+from typing import Any, NamedTuple
 
 from memlab.config.layout import Layout
+from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.candidates import added_offload, candidates
@@ -29,9 +33,6 @@ SIZES = (
 MOST_TENSOR_RANKS = 8
 """Tensor parallelism stays within a node of eight GPUs."""
 _FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-
-PredictJob = Callable[[Sequence[Scenario], MemorySettings, int], list[Prediction]]
-"""Predicts a step on each rank of a job under settings, judged by a limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +77,7 @@ class LayoutSearch:
     num_layouts: int
     """That Megatron accepts."""
     num_too_large: int
-    """Whose parameters, gradients and optimizer state alone do not fit: no step was predicted."""
+    """Whose parameters, gradients, optimizer state and logits alone do not fit: no step was predicted."""
     num_not_fitting: int
     """Predicted, and with no recompute that was tried does a step fit."""
     num_no_better: int
@@ -150,27 +151,71 @@ def _order(job: Scenario) -> tuple[int, ...]:
     return sizes[0] * sizes[1] * sizes[2], sizes[3], *sizes
 
 
-def least_static_bytes(job: Scenario) -> int:
-    """Returns what a rank of the largest stage holds at least: part of its parameters, gradients and optimizer state.
+def least_peak_bytes(job: Scenario, base: MemorySettings) -> int:
+    """Returns what a rank of the last pipeline stage allocates at least, whatever it recomputes: a bound from below.
 
-    Counted are only the matrices of attention and MLP, and the optimizer state as the distributed optimizer shards it,
-    so that no layout is left out that would fit.
+    Counted are parameters, gradients and optimizer state of only the matrices of attention, MLP and vocabulary, and the
+    logits that the loss is computed from; the optimizer state as the distributed optimizer shards it. So no layout is
+    left out that would fit.
     """
     model, layout, state = job.architecture, job.layout, job.state
     stages = range(layout.pipeline_model_parallel_size)
-    layers = max(layout.layers_of_stage(stage, job.num_layers) for stage in stages)
+    layers = layout.layers_of_stage(stages[-1], job.num_layers)
     query = model.num_attention_heads * model.kv_channels
     attention = 2 * model.hidden_size * (query + model.num_query_groups * model.kv_channels)
     width = model.moe_ffn_hidden_size if model.is_moe else model.ffn_hidden_size
     mlp = 3 * model.hidden_size * width * (model.num_moe_experts or 1)
     tensor = layout.tensor_model_parallel_size
+    vocabularies = 1 if len(stages) > 1 or model.share_embeddings_and_output_weights else 2
+    vocabulary = vocabularies * model.vocab_size * model.hidden_size // tensor
     by_experts = layout.expert_tensor_size * layout.expert_model_parallel_size if model.is_moe else tensor
     copies = layout.data_parallel_size * layout.context_parallel_size
     is_bf16 = job.dtype == "bf16"
-    held = (1 if state.fp8_param_gather else 2) + (2 if is_bf16 and state.grad_reduce_in_bf16 else 4)
+    of_gradients = 2 if is_bf16 and state.grad_reduce_in_bf16 else 4
+    held = (1 if state.fp8_param_gather else 2) + of_gradients
     optimizer = 0 if state.optimizer_cpu_offload else 4 if state.use_precision_aware_optimizer else 8 + 4 * is_bf16
-    counts = ((attention // tensor, copies), (mlp // by_experts, layout.ranks_of_a_stage // by_experts))
-    return sum(layers * count * held + layers * count * optimizer // max(1, sharded) for count, sharded in counts)
+    counts = (
+        (layers * (attention // tensor), held, copies),
+        (vocabulary, 2 + of_gradients, copies),
+        (layers * (mlp // by_experts), held, layout.ranks_of_a_stage // by_experts),
+    )
+    static = sum(count * per + count * optimizer // max(1, sharded) for count, per, sharded in counts)
+    if base.offload_optimizer_except_update:
+        return static  # the logits are freed before the update, the only time at which all of it is on the device
+    tokens = job.seq_length * job.micro_batch_size // layout.context_parallel_size
+    of_logit = 4 if not is_bf16 else 2 + 4 * state.copies_logits_in_fp32
+    return static + tokens * (model.vocab_size // tensor) * of_logit
+
+
+def deciding_ranks(job: Scenario) -> list[Scenario]:
+    """Returns the job on one rank of each kind, without those of which another one certainly needs more.
+
+    A pipeline stage between the first and the last has as many layers as the first, keeps the activations of fewer
+    micro-batches, and has no embedding. It needs less than the first stage if the embedding's parameters and gradients
+    are larger than what it holds in addition: what it receives from the next stage and sends to the one before.
+    """
+    layout, model = job.layout, job.architecture
+    last = layout.pipeline_model_parallel_size - 1
+    embedding = model.vocab_size * model.hidden_size // layout.tensor_model_parallel_size * 4
+    exchanged = 4 * 4 * job.tokens_of_rank * model.hidden_size
+    are_alike = layout.virtual_pipeline_model_parallel_size == 1 and job.routing == Routing()
+    are_even = len({layout.layers_of_stage(stage, job.num_layers) for stage in range(last + 1)}) == 1
+    ranks = [replace(job, layout=replace(layout, rank=rank)) for rank in job.ranks_of_every_kind]
+    if not (are_alike and are_even and embedding > exchanged):
+        return ranks
+    return [rank for rank in ranks if rank.layout.pipeline_stage in (0, last)]
+
+
+class Step(NamedTuple):
+    """A step to predict: on a rank, under settings, judged by what its layout leaves to torch."""
+
+    rank: Scenario
+    settings: MemorySettings
+    limit_bytes: int
+
+
+Known = Callable[[Step], Prediction | None]
+"""Returns a prediction that has already been made, or None."""
 
 
 def search_layouts(
@@ -178,9 +223,10 @@ def search_layouts(
     given: dict[str, int],
     base: MemorySettings,
     gpu_memory_bytes: int,
-    predict_job: PredictJob,
+    predict: Callable[[Step], Prediction],
     *,
     on_layout: Callable[[Scenario, FittingLayout | None, int], object] = lambda job, found, num_left: None,
+    look_ahead: Callable[[Callable[[Known], Iterator[Step]]], object] = lambda likely: None,
 ) -> LayoutSearch:
     """Finds for each layout the setting with the least recompute with which it fits.
 
@@ -189,15 +235,22 @@ def search_layouts(
         given: Sizes that are not varied.
         base: What each setting does at least.
         gpu_memory_bytes: Of each GPU.
-        predict_job: Predicts steps.
+        predict: Predicts a step.
         on_layout: Called with each layout that was predicted, what was found, and how many may follow.
+        look_ahead: Called once, before the first step, with a function that says at any moment which steps of the
+            layouts that follow will probably be asked for, given what is known of them. Steps that are predicted ahead
+            never change the result.
 
     Raises:
         LayoutSearchInterrupted: At Ctrl-C or `PredictionLostError`, with what was found until then.
     """
     every = layouts_of(job, given)
+    limits = [gpu_memory_bytes - estimate_outside_torch(one.layout).total_bytes for one in every]
+    searches = [(one, limit) for one, limit in zip(every, limits, strict=True) if least_peak_bytes(one, base) <= limit]
+    num_too_large = len(every) - len(searches)
+    left = deque(searches)
     fitting: list[FittingLayout] = []
-    too_large = not_fitting = no_better = done = 0
+    not_fitting: list[Scenario] = []
 
     def found() -> LayoutSearch:
         return LayoutSearch(
@@ -206,27 +259,29 @@ def search_layouts(
             gpu_memory_bytes=gpu_memory_bytes,
             fitting=tuple(sorted(fitting, key=lambda one: one.cost)),
             num_layouts=len(every),
-            num_too_large=too_large,
-            num_not_fitting=not_fitting,
-            num_no_better=no_better,
-            num_left=len(every) - done,
+            num_too_large=num_too_large,
+            num_not_fitting=len(not_fitting),
+            num_no_better=len(searches) - len(left) - len(fitting) - len(not_fitting),
+            num_left=len(left),
         )
 
+    def might_be_better(one: Scenario) -> bool:
+        return not any(_is_no_larger(other, one.layout, base) for other in fitting)
+
+    def likely(known: Known) -> Iterator[Step]:
+        following = [each for each in islice(left, 1, None) if might_be_better(each[0])]
+        first_unknown = (_first_unknown(_least_recompute(one, base, limit), known) for one, limit in following)
+        return (step for step in first_unknown if step is not None)
+
+    look_ahead(likely)
     try:
-        for done, one in enumerate(every):  # read by `found`
-            limit_bytes = gpu_memory_bytes - estimate_outside_torch(one.layout).total_bytes
-            if least_static_bytes(one) > limit_bytes:
-                too_large += 1
-            elif any(_is_no_larger(other, one.layout, base) for other in fitting):
-                no_better += 1
-            else:
-                fits = _least_recompute(one, base, limit_bytes, predict_job)
-                if fits is None:
-                    not_fitting += 1
-                else:
-                    fitting.append(fits)
-                on_layout(one, fits, len(every) - done - 1)
-        done = len(every)
+        while left:
+            one, limit_bytes = left[0]
+            if might_be_better(one):
+                fits = _answered(_least_recompute(one, base, limit_bytes), predict)
+                not_fitting.append(one) if fits is None else fitting.append(fits)
+                on_layout(one, fits, sum(might_be_better(each) for each, _ in left) - 1)
+            left.popleft()
     except (KeyboardInterrupt, PredictionLostError) as interrupt:
         raise LayoutSearchInterrupted(found()) from interrupt
     return found()
@@ -237,40 +292,75 @@ def _is_no_larger(other: FittingLayout, layout: Layout, base: MemorySettings) ->
     return is_plain and all(getattr(other.layout, name) <= getattr(layout, name) for name in SIZES)
 
 
-def _least_recompute(
-    job: Scenario, base: MemorySettings, limit_bytes: int, predict_job: PredictJob
-) -> FittingLayout | None:
-    """Predicts the base, then the most recompute, and where that fits, what recomputes less, the least first."""
-    ranks = [replace(job, layout=replace(job.layout, rank=rank)) for rank in job.ranks_of_every_kind]
+_Search = Generator[Step, Prediction, FittingLayout | None]
+"""Of one layout: yields each step that it needs, is sent its prediction, and returns what it found."""
 
-    def tried(settings: MemorySettings) -> FittingLayout:
-        predictions = predict_job(ranks, settings, limit_bytes)
-        worst = max(predictions, key=lambda one: (VERDICTS.index(one.verdict), one.peak_allocated_bytes))
-        peak = max(one.peak_allocated_bytes for one in predictions)
-        return FittingLayout(
-            layout=job.layout,
-            num_microbatches=job.num_microbatches,
-            settings=settings,
-            verdict=worst.verdict,
-            rank=worst.rank,
-            peak_allocated_bytes=peak,
-            margin_bytes=limit_bytes - peak,
-            outside_torch_bytes=estimate_outside_torch(job.layout).total_bytes,
-            recomputed_share=recomputed_operations(settings, job) / recomputed_operations(_FULL, job),
-            transferred_bytes=max(one.transferred_bytes for one in predictions),
-        )
 
-    plain = tried(base)
-    if plain.verdict != "does not fit":
-        return plain
-    *less, most = [base, *_recomputes(base, ranks)]
-    if most == base:
+def _answered(search: _Search, predict: Callable[[Step], Prediction]) -> FittingLayout | None:
+    try:
+        step = next(search)
+        while True:
+            step = search.send(predict(step))
+    except StopIteration as end:
+        found: FittingLayout | None = end.value
+        return found
+
+
+def _first_unknown(search: _Search, known: Known) -> Step | None:
+    """Returns the first step of a search that has no prediction yet; None if it has come to its end."""
+    try:
+        step = next(search)
+        while (prediction := known(step)) is not None:
+            step = search.send(prediction)
+    except StopIteration:
         return None
-    last = tried(most)
-    if last.verdict == "does not fit":
-        return None
-    taken = (tried(settings) for settings in less[1:])
-    return next((one for one in taken if one.verdict != "does not fit"), last)
+    return step
+
+
+def _least_recompute(job: Scenario, base: MemorySettings, limit_bytes: int) -> _Search:
+    """Goes from the base to the most recompute, the least first, until all ranks fit.
+
+    One rank that does not fit decides, so the rank that was the last one not to fit is asked first. When a rank does
+    not fit for the first time, the most recompute is tried on it: if that does not help, nothing does.
+    """
+    ranks = deciding_ranks(job)
+    every = _settings_to_try(base, tuple(ranks))
+    are_helped: set[int] = set()
+    for settings in every:
+        predictions: list[Prediction] = []
+        for rank in ranks:
+            prediction = yield Step(rank, settings, limit_bytes)
+            if prediction.fits:
+                predictions.append(prediction)
+                continue
+            if rank.layout.rank not in are_helped and settings != every[-1]:
+                most = yield Step(rank, every[-1], limit_bytes)
+                if not most.fits:
+                    return None
+                are_helped.add(rank.layout.rank)
+            ranks = [rank, *(other for other in ranks if other is not rank)]
+            break
+        else:
+            worst = max(predictions, key=lambda one: (VERDICTS.index(one.verdict), one.peak_allocated_bytes, -one.rank))
+            peak = max(one.peak_allocated_bytes for one in predictions)
+            return FittingLayout(
+                layout=job.layout,
+                num_microbatches=job.num_microbatches,
+                settings=settings,
+                verdict=worst.verdict,
+                rank=worst.rank,
+                peak_allocated_bytes=peak,
+                margin_bytes=limit_bytes - peak,
+                outside_torch_bytes=estimate_outside_torch(job.layout).total_bytes,
+                recomputed_share=recomputed_operations(settings, job) / recomputed_operations(_FULL, job),
+                transferred_bytes=max(one.transferred_bytes for one in predictions),
+            )
+    return None
+
+
+@lru_cache(maxsize=256)  # steps that are predicted ahead begin the search of a layout several times
+def _settings_to_try(base: MemorySettings, ranks: tuple[Scenario, ...]) -> tuple[MemorySettings, ...]:
+    return base, *_recomputes(base, ranks)
 
 
 def _recomputes(base: MemorySettings, ranks: Sequence[Scenario]) -> Iterator[MemorySettings]:

@@ -20,7 +20,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.cpu_info import num_cores
 from memlab.fitting.largest import Largest, Tried, What, largest
-from memlab.fitting.layouts import FittingLayout, LayoutSearch, search_layouts
+from memlab.fitting.layouts import FittingLayout, Known, LayoutSearch, Step, search_layouts
 from memlab.fitting.pareto_front import Point, SearchResult
 from memlab.fitting.prediction import Prediction, PredictionLostError
 from memlab.fitting.search import Likely, search
@@ -100,6 +100,10 @@ class _ThisProcess:
         self._predictor.close()
 
 
+Asked = tuple[Scenario, MemorySettings, int]
+"""A step to predict: what is run, under which settings, and what torch may hold."""
+
+
 class Workers:
     """Predicts steps in several processes, each of which has a simulated lab of its own.
 
@@ -111,14 +115,14 @@ class Workers:
     def __init__(self, processes: Balanced | _ThisProcess, *, replay: bool = True) -> None:
         self._processes = processes
         self._replay = replay
-        self._predictions: dict[tuple[Scenario, MemorySettings, int], Future[Prediction]] = {}
+        self._predictions: dict[Asked, Future[Prediction]] = {}
 
     def predict(
         self,
         scenario: Scenario,
         settings: MemorySettings,
         limit_bytes: int,
-        likely: Likely = lambda: iter(()),
+        likely: Callable[[], Iterator[Asked]] = lambda: iter(()),
         *,
         num_scenarios: int = 1,
     ) -> Prediction:
@@ -128,7 +132,7 @@ class Workers:
             scenario: What is run.
             settings: Of the step.
             limit_bytes: What torch may hold.
-            likely: Says which steps will probably be asked for next, with the same limit.
+            likely: Says which steps will probably be asked for next.
             num_scenarios: Of how many scenarios these are. A process that goes from one to another opens another lab,
                 so it then gets several steps from which it takes those of one scenario first.
 
@@ -142,7 +146,7 @@ class Workers:
             for following in likely():
                 if len(running) >= most:
                     break
-                if not (ahead := self._begun(*following, limit_bytes)).done():
+                if not (ahead := self._begun(*following)).done():
                     running.add(ahead)
             if isinstance(self._processes, _ThisProcess):
                 self._processes.wait()
@@ -152,6 +156,11 @@ class Workers:
             return future.result()
         except CallLostError as error:
             raise PredictionLostError(f"{settings} cannot be predicted: {error}") from error
+
+    def known(self, scenario: Scenario, settings: MemorySettings, limit_bytes: int) -> Prediction | None:
+        """Returns a prediction that has been made, or None."""
+        future = self._predictions.get((scenario, settings, limit_bytes))
+        return future.result() if future is not None and future.done() and future.exception() is None else None
 
     def _begun(self, scenario: Scenario, settings: MemorySettings, limit_bytes: int) -> Future[Prediction]:
         key = scenario, settings, limit_bytes
@@ -177,7 +186,11 @@ def front_of(
         base,
         scenarios,
         lambda scenario, settings: workers.predict(
-            scenario, settings, limit_bytes, known[-1], num_scenarios=len(scenarios)
+            scenario,
+            settings,
+            limit_bytes,
+            lambda: ((*step, limit_bytes) for step in known[-1]()),
+            num_scenarios=len(scenarios),
         ),
         limit_bytes,
         on_point=progress_on_stderr(),
@@ -201,7 +214,7 @@ def largest_of(
     """
 
     def predict_all(now: Sequence[Scenario], following: Sequence[Scenario]) -> list[Prediction]:
-        asked = [(scenario, settings) for scenario in (*now, *following)]
+        asked = [(scenario, settings, limit_bytes) for scenario in (*now, *following)]
         return [workers.predict(scenario, settings, limit_bytes, lambda: iter(asked)) for scenario in now]
 
     started = time.monotonic()
@@ -227,17 +240,17 @@ def layouts_that_fit(
         workers: They predict. The result is the same on any number of them.
     """
     started, numbers = time.monotonic(), count(1)
+    following: list[Callable[[Known], Iterator[Step]]] = [lambda known: iter(())]
 
-    def predict_job(ranks: Sequence[Scenario], settings: MemorySettings, limit_bytes: int) -> list[Prediction]:
-        asked = [(rank, settings) for rank in ranks]
-        return [workers.predict(rank, settings, limit_bytes, lambda: iter(asked)) for rank in ranks]
+    def predict(step: Step) -> Prediction:
+        return workers.predict(*step, likely=lambda: following[-1](lambda step: workers.known(*step)))
 
     def report(tried: Scenario, found: FittingLayout | None, num_left: int) -> None:
         left = remaining(time.monotonic() - started, next(numbers), num_left).replace("about", "at most about")
         words = "does not fit" if found is None else f"{found.verdict} with '{found.settings}'"
         tell(f"{tried.layout}: {words}; at most {num_left} layouts to go{left}")
 
-    return search_layouts(job, given, base, gpu_memory_bytes, predict_job, on_layout=report)
+    return search_layouts(job, given, base, gpu_memory_bytes, predict, on_layout=report, look_ahead=following.append)
 
 
 def progress_on_stderr() -> Callable[[Point, int, Callable[[], int]], None]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 
@@ -13,7 +14,15 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
-from memlab.fitting.layouts import LayoutSearchInterrupted, layouts_of, least_static_bytes, search_layouts
+from memlab.fitting.layouts import (
+    Known,
+    LayoutSearchInterrupted,
+    Step,
+    deciding_ranks,
+    layouts_of,
+    least_peak_bytes,
+    search_layouts,
+)
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.fitting.prediction import Prediction
 from memlab.lab.search_steps import stepping
@@ -28,15 +37,28 @@ def job_of(family: str, num_gpus: int) -> Scenario:
 
 
 @pytest.mark.parametrize(("family", "state"), [("phi-4-tiny", STATES[0]), ("qwen3-moe-tiny", STATES[1])])
-def test_a_rank_never_holds_less_than_what_a_layout_is_left_out_by(family: str, state: TrainingState) -> None:
+def test_a_rank_never_needs_less_than_what_a_layout_is_left_out_by(family: str, state: TrainingState) -> None:
     every = layouts_of(replace(job_of(family, 4), state=state), {})
+    most = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     for job in every[:: len(every) // 3]:
-        starts = []
-        for rank in job.ranks_of_every_kind:
-            with stepping(replace(job, layout=replace(job.layout, rank=rank))) as step:
-                record = step(PLAIN, None)
-                starts.append(record.static_bytes - record.residual_bytes)
-        assert 0 < least_static_bytes(job) <= max(starts), job
+        last = job.layout.world_size - 1
+        with stepping(replace(job, layout=replace(job.layout, rank=last))) as step:
+            record = step(most, None)
+        peak = record.peak_allocated_bytes - record.peak_by_category["workspace"]
+        assert peak / 4 < least_peak_bytes(job, PLAIN) <= peak, job
+
+
+def test_the_first_or_the_last_stage_needs_the_most() -> None:
+    layout = Layout(pipeline_model_parallel_size=4)
+    job = Scenario.of("phi-4-tiny", num_layers=4, seq_length=32, num_microbatches=4, layout=layout)
+    assert [one.layout.rank for one in deciding_ranks(job)] == [0, 3]
+    peaks = {}
+    for rank in job.ranks_of_every_kind:
+        with stepping(replace(job, layout=replace(layout, rank=rank))) as step:
+            peaks[rank] = step(PLAIN, None).peak_allocated_bytes
+    assert len(peaks) == 4 and max(peaks[1], peaks[2]) < min(peaks[0], peaks[3])
+    uneven = replace(job, num_layers=5, layout=replace(layout, num_layers_in_first_pipeline_stage=2))
+    assert len(deciding_ranks(uneven)) == 4, "the middle may need more"
 
 
 def test_every_layout_keeps_the_ranks_and_the_sequences_of_a_step() -> None:
@@ -50,32 +72,33 @@ def test_every_layout_keeps_the_ranks_and_the_sequences_of_a_step() -> None:
     assert {one for one in every if one.layout.tensor_model_parallel_size == 2} >= set(layouts_of(job, given))
 
 
-def predicted_by_size(ranks: Sequence[Scenario], settings: MemorySettings, limit_bytes: int) -> list[Prediction]:
+def predicted_by_size(step: Step) -> Prediction:
     """A model of steps: tensor parallelism and recompute lower the peak, the last stage is the worst."""
-    found = []
-    for scenario in ranks:
-        layout, full = scenario.layout, settings.recompute_granularity == "full"
-        share = 1 if settings.recompute_granularity is None else 2
-        peak = 96 * GIB // layout.tensor_model_parallel_size // (4 if full else share)
-        peak += 2 * GIB * layout.pipeline_stage
-        found.append(
-            Prediction(
-                rank=layout.rank,
-                peak_allocated_bytes=peak,
-                peak_reserved_bytes=peak,
-                start_bytes=0,
-                transferred_bytes=0,
-                host_bytes=0,
-                verdict="fits" if peak <= limit_bytes else "does not fit",
-                without_effect=frozenset(),
-            )
-        )
-    return found
+    layout, full = step.rank.layout, step.settings.recompute_granularity == "full"
+    share = 1 if step.settings.recompute_granularity is None else 2
+    peak = 96 * GIB // layout.tensor_model_parallel_size // (4 if full else share)
+    peak += 2 * GIB * layout.pipeline_stage
+    return Prediction(
+        rank=layout.rank,
+        peak_allocated_bytes=peak,
+        peak_reserved_bytes=peak,
+        start_bytes=0,
+        transferred_bytes=0,
+        host_bytes=0,
+        verdict="fits" if peak <= step.limit_bytes else "does not fit",
+        without_effect=frozenset(),
+    )
 
 
 def test_the_cheapest_layout_recomputes_least_and_is_no_larger_than_another() -> None:
     job = Scenario.of("qwen3-30b-a3b", layout=Layout(data_parallel_size=16))
-    found = search_layouts(job, {}, PLAIN, 70 * GIB, predicted_by_size)
+    asked: list[Step] = []
+
+    def predict(step: Step) -> Prediction:
+        asked.append(step)
+        return predicted_by_size(step)
+
+    found = search_layouts(job, {}, PLAIN, 70 * GIB, predict)
     best = found.fitting[0]
     assert (best.layout.tensor_model_parallel_size, best.settings, best.recomputed_share) == (2, PLAIN, 0.0)
     assert found.verdict.startswith(f"{best.layout} with 'none' fits 16 GPUs of 70.000 GiB, with ")
@@ -85,16 +108,39 @@ def test_the_cheapest_layout_recomputes_least_and_is_no_larger_than_another() ->
     counts = (len(found.fitting), found.num_too_large, found.num_not_fitting, found.num_no_better)
     assert sum(counts) == found.num_layouts and min(counts[0], counts[1], counts[3]) > 0
     assert json.loads(json.dumps(found.to_dict()))["verdict"] == found.verdict
+    failed = {step.rank.layout for step in asked if not predicted_by_size(step).fits}
+    plain = [step.rank for step in asked if step.settings == PLAIN]
+    of_jobs = {replace(layout, rank=0) for layout in failed}
+    assert all(sum(replace(rank.layout, rank=0) == one for rank in plain) == 1 for one in of_jobs), (
+        "the first rank that does not fit decides"
+    )
+
+
+def test_steps_that_are_predicted_ahead_are_asked_for_and_change_nothing() -> None:
+    job = Scenario.of("qwen3-30b-a3b", layout=Layout(data_parallel_size=8))
+    likely: list[Callable[[Known], Iterator[Step]]] = []
+    ahead: dict[Step, Prediction] = {}
+    asked: set[Step] = set()
+
+    def predict(step: Step) -> Prediction:
+        asked.add(step)
+        for following in islice(likely[0](ahead.get), 2):
+            ahead[following] = predicted_by_size(following)
+        return predicted_by_size(step)
+
+    found = search_layouts(job, {}, PLAIN, 70 * GIB, predict, look_ahead=likely.append)
+    assert found == search_layouts(job, {}, PLAIN, 70 * GIB, predicted_by_size)
+    assert len(ahead.keys() & asked) > len(ahead) / 2
 
 
 def test_ctrl_c_keeps_the_layouts_that_were_found() -> None:
-    calls = []
+    calls: list[Step] = []
 
-    def interrupted(ranks: Sequence[Scenario], settings: MemorySettings, limit_bytes: int) -> list[Prediction]:
-        calls.append(ranks)
-        if len(calls) == 4:
+    def interrupted(step: Step) -> Prediction:
+        calls.append(step)
+        if len(calls) == 8:
             raise KeyboardInterrupt
-        return predicted_by_size(ranks, settings, limit_bytes)
+        return predicted_by_size(step)
 
     job = Scenario.of("qwen3-30b-a3b", layout=Layout(data_parallel_size=16))
     with pytest.raises(LayoutSearchInterrupted) as error:
