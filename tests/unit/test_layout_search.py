@@ -117,7 +117,7 @@ def test_the_cheapest_layout_recomputes_least_and_is_no_larger_than_another() ->
 
 
 def test_steps_that_are_predicted_ahead_are_asked_for_and_change_nothing() -> None:
-    job = Scenario.of("qwen3-30b-a3b", layout=Layout(data_parallel_size=8))
+    job = Scenario.of("qwen3-30b-a3b", layout=Layout(data_parallel_size=16))
     likely: list[Callable[[Known], Iterator[Step]]] = []
     ahead: dict[Step, Prediction] = {}
     asked: set[Step] = set()
