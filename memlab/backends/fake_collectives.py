@@ -1,33 +1,74 @@
 """Collectives on fake tensors: kernels for torch's meta device, on which the ``fake`` process group has none.
 
-The group answers for the other ranks at once, and allocates nothing, like NCCL where Megatron brings the buffers.
+The group answers for the other ranks at once, and allocates nothing, like NCCL where Megatron brings the buffers. What
+a rank would send is counted on request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-_COLLECTIVES = (
-    "allreduce_",
-    "allreduce_coalesced_",
-    "broadcast_",
-    "allgather_",
-    "_allgather_base_",
-    "allgather_into_tensor_coalesced_",
-    "reduce_scatter_",
-    "_reduce_scatter_base_",
-    "reduce_scatter_tensor_coalesced_",
-    "alltoall_",
-    "alltoall_base_",
-    "send",
-    "recv_",
-)
+_Shares = Callable[[Any, Any], float]
+"""Takes a collective's arguments and its group, and returns the bytes that the group's own rank sends."""
+
+
+def _num_bytes(tensors: Any) -> int:
+    leaves = [each for each in tree_leaves(tensors) if isinstance(each, torch.Tensor)]
+    return sum(each.numel() * each.element_size() for each in leaves)
+
+
+def _of_all_to_all(args: Any, group: Any) -> float:
+    sent, splits = _num_bytes(args[1]), args[4]
+    own = splits[group.rank()] / max(1, sum(splits)) if splits else 1 / group.size()
+    return sent * (1 - own)
+
+
+_SENT: dict[str, tuple[str, _Shares]] = {
+    **dict.fromkeys(
+        ("allreduce_", "allreduce_coalesced_"),
+        ("all-reduce", lambda args, group: 2 * _num_bytes(args[0]) * (group.size() - 1) / group.size()),
+    ),
+    "broadcast_": ("broadcast", lambda args, group: _num_bytes(args[0]) * (group.size() > 1)),
+    **dict.fromkeys(
+        ("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_"),
+        ("all-gather", lambda args, group: _num_bytes(args[1]) * (group.size() - 1)),
+    ),
+    **dict.fromkeys(
+        ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
+        ("reduce-scatter", lambda args, group: _num_bytes(args[0]) * (group.size() - 1)),
+    ),
+    "alltoall_": ("all-to-all", lambda args, group: _num_bytes(args[1]) * (group.size() - 1) / group.size()),
+    "alltoall_base_": ("all-to-all", _of_all_to_all),
+    "send": ("send", lambda args, _: _num_bytes(args[0])),
+    "recv_": ("send", lambda args, _: 0),  # counted by the rank that sends
+}
+"""The kind of each collective, and the bytes that a rank sends in it. Those are the data that a ring of the group's
+ranks passes on, by which nccl-tests computes its bus bandwidth (doc/PERFORMANCE.md of NVIDIA/nccl-tests)."""
+
+_counted: list[Counter[str]] = []
+
+
+@contextmanager
+def counted_collectives() -> Iterator[Counter[str]]:
+    """Counts what the rank sends in the block.
+
+    Yields:
+        Bytes by kind of collective, such as ``all-to-all``. Repeated passes call no collective, so a lab whose
+        communication is counted needs ``replay=False``.
+    """
+    counter = Counter[str]()
+    _counted.append(counter)
+    try:
+        yield counter
+    finally:
+        _counted.remove(counter)
 
 
 @contextmanager
@@ -35,7 +76,7 @@ def collectives_on_fake_tensors() -> Iterator[None]:
     """Registers the kernels for the block."""
     kernels = torch.library.Library("c10d", "IMPL", "Meta")
     try:
-        for name in _COLLECTIVES:
+        for name in _SENT:
             # Builds of torch with CUDA have kernels of their own here (seen in 2.11), which do not know the fake group.
             kernels.impl(name, _kernel(name), allow_override=True)
         yield
@@ -48,12 +89,22 @@ def _kernel(name: str) -> Any:
     operation = getattr(torch.ops.c10d, name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if _counted:
+            _count(name, args)
         if name == "alltoall_base_":
             args = (*args[:3], [], [], *args[5:])  # how the rows are split is checked against the tensors
         # With empty tensors in place of the fake ones: only the Work that the group returns is needed.
         return operation(*tree_map_only(torch.Tensor, lambda _: torch.empty(0, device="cpu"), args), **kwargs)
 
     return run
+
+
+def _count(name: str, args: tuple[Any, ...]) -> None:
+    group = next(each for each in args if isinstance(each, torch.ScriptObject))
+    kind, sent = _SENT[name]
+    num_bytes = round(sent(args, torch.distributed.ProcessGroup.unbox(group)))
+    for counter in _counted:
+        counter[kind] += num_bytes
 
 
 def exchange(operations: list[Any]) -> list[Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
@@ -54,6 +54,8 @@ class FittingLayout:
     """Of the forward FLOPs of the layers."""
     transferred_bytes: int
     """To the host, and back again, in a step."""
+    communicated_bytes: dict[str, int] = field(default_factory=dict)
+    """What the worst rank sends to others in a step, by kind of collective."""
 
     @property
     def cost(self) -> tuple[float, int, int, int, int]:
@@ -224,6 +226,7 @@ def search_layouts(
     base: MemorySettings,
     gpu_memory_bytes: int,
     predict: Callable[[Step], Prediction],
+    communicate: Callable[[Scenario, MemorySettings], dict[str, int]],
     *,
     on_layout: Callable[[Scenario, FittingLayout | None, int], object] = lambda job, found, num_left: None,
     look_ahead: Callable[[Callable[[Known], Iterator[Step]]], object] = lambda likely: None,
@@ -236,6 +239,7 @@ def search_layouts(
         base: What each setting does at least.
         gpu_memory_bytes: Of each GPU.
         predict: Predicts a step.
+        communicate: Counts what a rank sends in a step, by kind of collective.
         on_layout: Called with each layout that was predicted, what was found, and how many may follow.
         look_ahead: Called once, before the first step, with a function that says at any moment which steps of the
             layouts that follow will probably be asked for, given what is known of them. Steps that are predicted ahead
@@ -279,7 +283,12 @@ def search_layouts(
             one, limit_bytes = left[0]
             if might_be_better(one):
                 fits = _answered(_least_recompute(one, base, limit_bytes), predict)
-                not_fitting.append(one) if fits is None else fitting.append(fits)
+                if fits is None:
+                    not_fitting.append(one)
+                else:
+                    rank = replace(one, layout=replace(one.layout, rank=fits.rank))
+                    fits = replace(fits, communicated_bytes=communicate(rank, fits.settings))
+                    fitting.append(fits)
                 on_layout(one, fits, sum(might_be_better(each) for each, _ in left) - 1)
             left.popleft()
     except (KeyboardInterrupt, PredictionLostError) as interrupt:

@@ -107,6 +107,13 @@ class Predictor:
             self._step, self._scenario = self._lab.enter_context(stepping(scenario, replay=replay)), scenario
         return Prediction.of(self._step(settings, None), self._step, limit_bytes)
 
+    def communicate(self, scenario: Scenario, settings: MemorySettings) -> dict[str, int]:
+        """Counts what a rank sends in a step, by kind of collective, on a lab of its own."""
+        from memlab.lab.communication import communicated_bytes
+
+        self.close()
+        return communicated_bytes(scenario, settings)
+
     def close(self) -> None:
         """Closes the lab."""
         self._step = None

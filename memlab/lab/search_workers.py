@@ -157,6 +157,21 @@ class Workers:
         except CallLostError as error:
             raise PredictionLostError(f"{settings} cannot be predicted: {error}") from error
 
+    def communicate(self, scenario: Scenario, settings: MemorySettings) -> dict[str, int]:
+        """Counts what a rank sends in a step, by kind of collective.
+
+        Raises:
+            PredictionLostError: If the processes that should take the step are lost.
+        """
+        future = self._processes.submit("communicate", scenario, settings, after=scenario)
+        while isinstance(self._processes, _ThisProcess) and not future.done():
+            self._processes.wait()
+        try:
+            counted: dict[str, int] = future.result()
+        except CallLostError as error:
+            raise PredictionLostError(f"{settings} cannot be predicted: {error}") from error
+        return counted
+
     def known(self, scenario: Scenario, settings: MemorySettings, limit_bytes: int) -> Prediction | None:
         """Returns a prediction that has been made, or None."""
         future = self._predictions.get((scenario, settings, limit_bytes))
@@ -250,7 +265,16 @@ def layouts_that_fit(
         words = "does not fit" if found is None else f"{found.verdict} with '{found.settings}'"
         tell(f"{tried.layout}: {words}; at most {num_left} layouts to go{left}")
 
-    return search_layouts(job, given, base, gpu_memory_bytes, predict, on_layout=report, look_ahead=following.append)
+    return search_layouts(
+        job,
+        given,
+        base,
+        gpu_memory_bytes,
+        predict,
+        workers.communicate,
+        on_layout=report,
+        look_ahead=following.append,
+    )
 
 
 def progress_on_stderr() -> Callable[[Point, int, Callable[[], int]], None]:

@@ -25,6 +25,7 @@ from memlab.fitting.layouts import (
 )
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.fitting.prediction import Prediction
+from memlab.lab.communication import communicated_bytes
 from memlab.lab.search_steps import stepping
 from memlab.units import GIB, MIB
 
@@ -61,6 +62,23 @@ def test_the_first_or_the_last_stage_needs_the_most() -> None:
     assert len(deciding_ranks(uneven)) == 4, "the middle may need more"
 
 
+@pytest.mark.parametrize(
+    ("layout", "kind", "expected"),
+    [
+        (Layout(pipeline_model_parallel_size=2), "send", 2 * 64 * 128 * 2),  # the first stage: forward only
+        # Of keys and values of 2 query groups: once in forward, and twice in backward, with the gradients.
+        (Layout(context_parallel_size=2), "send", 3 * (2 * 32 * 2 * 32 * 2) * 2 * 2),
+        # Half of two copies of each token to the other rank and back, in forward and in backward, and as many
+        # probabilities (fp32) there and back.
+        (Layout(expert_model_parallel_size=2, data_parallel_size=2), "all-to-all", 64 * (4 * 128 * 2 + 2 * 4) * 2 * 2),
+    ],
+    ids=["PP2", "CP2", "EP2"],
+)
+def test_what_a_rank_sends_is_what_it_has_that_others_need(layout: Layout, kind: str, expected: int) -> None:
+    job = Scenario.of("qwen3-moe-tiny", num_layers=2, seq_length=64, num_microbatches=2, layout=layout)
+    assert communicated_bytes(job, PLAIN)[kind] == expected
+
+
 def test_every_layout_keeps_the_ranks_and_the_sequences_of_a_step() -> None:
     job = Scenario.of("qwen3-30b-a3b", layout=Layout(data_parallel_size=16), num_microbatches=2)
     every = layouts_of(job, {})
@@ -70,6 +88,10 @@ def test_every_layout_keeps_the_ranks_and_the_sequences_of_a_step() -> None:
     assert every[0].layout == replace(job.layout, expert_tensor_parallel_size=1)
     given = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 8}
     assert {one for one in every if one.layout.tensor_model_parallel_size == 2} >= set(layouts_of(job, given))
+
+
+def counted(rank: Scenario, settings: MemorySettings) -> dict[str, int]:
+    return {"all-reduce": rank.layout.world_size}
 
 
 def predicted_by_size(step: Step) -> Prediction:
@@ -98,7 +120,7 @@ def test_the_cheapest_layout_recomputes_least_and_is_no_larger_than_another() ->
         asked.append(step)
         return predicted_by_size(step)
 
-    found = search_layouts(job, {}, PLAIN, 70 * GIB, predict)
+    found = search_layouts(job, {}, PLAIN, 70 * GIB, predict, counted)
     best = found.fitting[0]
     assert (best.layout.tensor_model_parallel_size, best.settings, best.recomputed_share) == (2, PLAIN, 0.0)
     assert found.verdict.startswith(f"{best.layout} with 'none' fits 16 GPUs of 70.000 GiB, with ")
@@ -128,8 +150,8 @@ def test_steps_that_are_predicted_ahead_are_asked_for_and_change_nothing() -> No
             ahead[following] = predicted_by_size(following)
         return predicted_by_size(step)
 
-    found = search_layouts(job, {}, PLAIN, 70 * GIB, predict, look_ahead=likely.append)
-    assert found == search_layouts(job, {}, PLAIN, 70 * GIB, predicted_by_size)
+    found = search_layouts(job, {}, PLAIN, 70 * GIB, predict, counted, look_ahead=likely.append)
+    assert found == search_layouts(job, {}, PLAIN, 70 * GIB, predicted_by_size, counted)
     assert len(ahead.keys() & asked) > len(ahead) / 2
 
 
@@ -144,7 +166,7 @@ def test_ctrl_c_keeps_the_layouts_that_were_found() -> None:
 
     job = Scenario.of("qwen3-30b-a3b", layout=Layout(data_parallel_size=16))
     with pytest.raises(LayoutSearchInterrupted) as error:
-        search_layouts(job, {}, PLAIN, 70 * GIB, interrupted)
+        search_layouts(job, {}, PLAIN, 70 * GIB, interrupted, counted)
     assert error.value.found.fitting and error.value.found.num_left > 0
 
 
@@ -159,6 +181,8 @@ def test_the_command_shows_what_single_predictions_give(capfd: pytest.CaptureFix
     found = json.loads(printed)
     assert found["fitting"][0]["peak_allocated_bytes"] == peak and "DP2: fits with 'none'" in told
     assert found["verdict"].startswith("DP2 with 'none' fits 2 GPUs")
+    sent = found["fitting"][0]["communicated_bytes"]
+    assert sent["reduce-scatter"] == 2 * sent["all-gather"], "fp32 gradients one way, bf16 parameters the other"
     assert found["num_no_better"] > 0 and len(found["fitting"]) == 1
     only = "--tensor-model-parallel-size 1 --context-parallel-size 1 --pipeline-model-parallel-size 1 --as megatron-lm"
     assert main(["search", *flags, memory, *only.split()]) == 0

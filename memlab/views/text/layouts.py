@@ -18,12 +18,13 @@ def layouts_table(found: LayoutSearch) -> str:
     if found.fitting:
         unit_bytes, unit = binary_unit(max(one.peak_allocated_bytes for one in found.fitting))
         rows = [
-            ["layout", "micro-", "setting", "worst", "peak", "to spare", "recomputed", "transferred", ""],
-            ["", "batches", "", "rank", unit, unit, "of forward", "", ""],
+            ["layout", "micro-", "setting", "worst", "peak", "to spare", "recomputed", "transferred", "sent to", ""],
+            ["", "batches", "", "rank", unit, unit, "of forward", "", "ranks", ""],
         ]
         for one in found.fitting:
             sizes = [in_unit(size, unit_bytes) for size in (one.peak_allocated_bytes, one.margin_bytes)]
             work = [f"{one.recomputed_share:.1%}", format_bytes(one.transferred_bytes)]
+            work.append(format_bytes(sum(one.communicated_bytes.values())))
             name, settings = f"{one.layout}", f"{one.settings}"
             rows.append([name, f"{one.num_microbatches}", settings, f"{one.rank}", *sizes, *work, one.verdict])
         lines += [*aligned(rows), ""]
@@ -34,8 +35,9 @@ def layouts_table(found: LayoutSearch) -> str:
         f"tokens, {sequences} sequences per step in every layout. {found.num_layouts} layouts follow Megatron's rules: "
         f"{len(found.fitting)} fit; {found.num_not_fitting} do not, whatever is recomputed; {found.num_too_large} have "
         f"parameters, gradients and optimizer state that are too large; {found.num_no_better} have sizes that are no "
-        f"smaller than those of a layout that fits without recompute{left}. Communication is not counted: layouts with "
-        "less tensor, context and pipeline parallelism come first. For all settings of a layout, give its sizes as "
-        "flags."
+        f"smaller than those of a layout that fits without recompute{left}. What the worst rank sends to other ranks "
+        "in a step is counted where the simulated step calls a collective, as a ring passes data on; of layouts that "
+        "recompute the same, those with less tensor, context and pipeline parallelism come first. For all settings of "
+        "a layout, give its sizes as flags."
     )
     return "\n".join(lines)
