@@ -127,12 +127,17 @@ def take_step(name: str, limit_bytes: int | None) -> StepRecord:
 
 
 class Gpus:
-    """Room on the GPUs of this machine, handed out to tries."""
+    """Room on the GPUs of this machine, handed out to tries.
 
-    def __init__(self) -> None:
+    Args:
+        leave_bytes: On each GPU, for other programs.
+    """
+
+    def __init__(self, leave_bytes: int) -> None:
         import torch
 
-        self._free_bytes = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
+        free = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
+        self._free_bytes = [num_bytes - leave_bytes for num_bytes in free]
         self._changed = Condition()
 
     def __len__(self) -> int:
@@ -177,11 +182,11 @@ def take_step_in_processes(name: str, gpus: Gpus, room_bytes: int, limit_bytes: 
     return record
 
 
-def measure(out: Path, names: list[str], expected: dict[str, int], jobs: int) -> None:
+def measure(out: Path, names: list[str], expected: dict[str, int], jobs: int, leave_bytes: int) -> None:
     """Bisects on the GPUs, and appends a line for each case that the file lacks; several cases at the same time."""
     lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
     known = [Limit.from_dict(json.loads(line)) for line in lines]
-    gpus, writing = Gpus(), Lock()
+    gpus, writing = Gpus(leave_bytes), Lock()
 
     def find(name: str) -> None:
         scenario, settings = scenario_of(name), CASES[name][2]
@@ -239,6 +244,7 @@ def main() -> None:
         action.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), help="names of cases")
     measuring.add_argument("--expected", type=Path, help="what expect wrote")
     measuring.add_argument("--jobs", type=int, default=8, help="cases at the same time (default 8)")
+    measuring.add_argument("--leave", type=int, default=0, help="GiB of each GPU for other programs (default 0)")
     actions.add_parser("predict", help="predict what was measured").add_argument("measured", type=Path)
     trying = actions.add_parser("try", help="one try of `measure`")
     trying.add_argument("name", choices=list(CASES))
@@ -246,7 +252,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.action == "measure":
         expected = json.loads(arguments.expected.read_text(encoding="utf-8")) if arguments.expected else {}
-        measure(arguments.out, arguments.only, expected, arguments.jobs)
+        measure(arguments.out, arguments.only, expected, arguments.jobs, arguments.leave * GIB)
     elif arguments.action == "expect":
         expect(arguments.out, arguments.only)
     elif arguments.action == "predict":

@@ -51,12 +51,13 @@ def _with_chosen_map(preprocess: Callable[..., Any]) -> Callable[..., Any]:
     def preprocess_chosen(dispatcher: Any, routing_map: torch.Tensor) -> Any:
         num_tokens, num_experts = routing_map.shape
         config = dispatcher.config
+        routing = config.memlab_routing.routing
+        layer, microbatch = config.memlab_routing.of_pass(dispatcher) if routing.kind == "random" else (0, 0)
 
         def counts_of(ranks: Sequence[int]) -> torch.Tensor:
             """Returns the rows that each rank sends to each expert, int64 [ranks * experts]."""
-            rows = [
-                _counts(config.memlab_routing, num_tokens, num_experts, config.moe_router_topk, rank) for rank in ranks
-            ]
+            shape = num_tokens, num_experts, config.moe_router_topk
+            rows = [_counts(routing, *shape, rank, layer, microbatch) for rank in ranks]
             with _disable_current_modes():
                 values = torch.tensor(rows).flatten()
             # On a GPU an operation makes the counts on the device. The product is a new tensor too, and the meter,
@@ -73,5 +74,7 @@ def _with_chosen_map(preprocess: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @cache
-def _counts(routing: Routing, num_tokens: int, num_experts: int, topk: int, rank: int) -> list[int]:
-    return routing.tokens_per_expert(num_tokens, num_experts, topk, rank)
+def _counts(
+    routing: Routing, num_tokens: int, num_experts: int, topk: int, rank: int, layer: int, microbatch: int
+) -> list[int]:
+    return routing.tokens_per_expert(num_tokens, num_experts, topk, rank, layer=layer, microbatch=microbatch)

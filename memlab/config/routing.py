@@ -7,11 +7,12 @@ experts holds more rows than the others.
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
 
 from memlab.config.from_json import parse_json, read_json
 from memlab.config.validation import is_whole_number, shortened
@@ -22,7 +23,7 @@ _CHOICES = "choose balanced, random:SEED, skewed:FACTOR, or a JSON list, or file
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routing:
-    """How the tokens of a micro-batch are spread over the experts, the same in every layer.
+    """How the tokens of a micro-batch are spread over the experts: ``random`` anew in every layer and micro-batch.
 
     Raises:
         ValueError: If a value breaks its rule.
@@ -32,7 +33,7 @@ class Routing:
     """``balanced``: equal shares. ``random``: each token chooses uniformly among all experts. ``skewed``: the first
     expert gets `factor` times the mean, and each further one less by the same ratio. ``shares``: those given."""
     seed: int = 0
-    """For ``random``; each rank draws its own choices."""
+    """For ``random``; each rank draws its own choices in each layer and micro-batch, the same in every step."""
     factor: float = 1.0
     shares: tuple[float, ...] = ()
     """For ``shares``: each expert's share of all routed tokens; they sum to 1."""
@@ -71,16 +72,23 @@ class Routing:
                 f"experts a token takes {topk}, each once): give a smaller factor or share"
             )
 
-    def tokens_per_expert(self, num_tokens: int, num_experts: int, topk: int, rank: int) -> list[int]:
-        """Returns how many tokens of a rank's micro-batch each expert gets; the sum is `num_tokens` x `topk`."""
+    def tokens_per_expert(
+        self, num_tokens: int, num_experts: int, topk: int, rank: int, *, layer: int = 0, microbatch: int = 0
+    ) -> list[int]:
+        """Returns how many tokens of a rank's micro-batch each expert gets; the sum is `num_tokens` x `topk`.
+
+        Args:
+            num_tokens: Of one micro-batch on one rank.
+            num_experts: Of a layer.
+            topk: Experts that a token chooses.
+            rank: Whose tokens they are.
+            layer: Only ``random`` depends on it, as on `microbatch`: a router chooses anew in each.
+            microbatch: As `layer`.
+        """
         total = num_tokens * topk
         if self.kind == "random":
-            draw = random.Random(f"{self.seed} {rank}")  # noqa: S311  # no secret
-            counts = [0] * num_experts
-            for _ in range(num_tokens):
-                for expert in draw.sample(range(num_experts), topk):
-                    counts[expert] += 1
-            return counts
+            rng = np.random.default_rng([self.seed % 2**63, rank, layer, microbatch])
+            return _random_counts(rng, num_tokens, num_experts, topk)
         if self.kind == "shares":
             shares = self.shares
         else:
@@ -122,6 +130,24 @@ def find_routing(text: str) -> Routing:
     if not isinstance(shares, list):
         raise ValueError(f"routing is {shortened(text)}, which does not hold a list of shares: {_CHOICES}")
     return Routing(kind="shares", shares=tuple(shares))
+
+
+def _random_counts(rng: np.random.Generator, num_tokens: int, num_experts: int, topk: int) -> list[int]:
+    """Returns how many tokens choose each expert, if each token chooses uniformly among all.
+
+    Tokens differ only in how many experts they have still to choose. One with j left chooses the next of m experts with
+    probability j / m.
+    """
+    left = np.arange(topk + 1)
+    tokens = np.zeros(topk + 1, dtype=np.int64)
+    tokens[topk] = num_tokens
+    counts = []
+    for remaining in range(num_experts, 0, -1):
+        choosing = rng.binomial(tokens, np.minimum(left / remaining, 1.0))
+        tokens -= choosing
+        tokens[:-1] += choosing[1:]
+        counts.append(int(choosing.sum()))
+    return counts
 
 
 def _geometric_shares(count: int, factor: float) -> tuple[float, ...]:

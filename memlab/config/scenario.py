@@ -249,6 +249,11 @@ class Scenario:
             return tuple(range(self.layout.world_size))
         return self.layout.distinct_ranks(by_expert=self.routing != Routing())
 
+    @property
+    def rows_vary(self) -> bool:
+        """Whether the rows that a rank's experts get differ by layer and micro-batch on the simulated backend."""
+        return self.routing.kind == "random" and self.layout.expert_model_parallel_size > 1
+
     def without_effect(self) -> dict[str, str]:
         """Names the options of the training state that do nothing on this rank, each with the reason."""
         reasons = self.state.without_effect() | self._without_effect_on_fp32()

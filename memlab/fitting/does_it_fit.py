@@ -103,11 +103,13 @@ def verdict_margin(verdict: Verdict, margin_bytes: int) -> str:
 
 def basis_of(scenario: Scenario) -> str:
     """Says what a verdict on a predicted step is based on, and which routing it assumes."""
-    share = f"{measured_margin(scenario.architecture):.1%}"
+    share = f"{measured_margin(scenario):.1%}"
     if not scenario.architecture.is_moe:
         return f"a predicted step; steps of dense models on H200s needed up to {share} more"
     routing = f"a predicted step with {scenario.routing} routing"
-    return f"{routing}; steps of models with experts on H200s needed up to {share} more"
+    spread = " that are spread over ranks" if scenario.layout.expert_model_parallel_size > 1 else ""
+    several = ", with several micro-batches," if spread and scenario.num_microbatches > 1 else ""
+    return f"{routing}; steps of models with experts{spread}{several} on H200s needed up to {share} more"
 
 
 def judge_fit(record: StepRecord, step: Step, gpu_memory_bytes: int) -> Fit:
@@ -154,7 +156,7 @@ def _alternatives(record: StepRecord, step: Step, limit_bytes: int) -> list[Alte
 
 def judge(record: StepRecord, step: Step, limit_bytes: int) -> Verdict:
     """Returns the verdict on a step within a limit; takes further steps if that is unclear."""
-    if fits(record, step, limit_with_margin(limit_bytes, record.scenario.architecture)):
+    if fits(record, step, limit_with_margin(limit_bytes, record.scenario)):
         return "fits"
     return "may fit" if fits(record, step, limit_bytes) else "does not fit"
 

@@ -238,7 +238,7 @@ class _Bisection:
             self._try(min(self.most, max(1, given // self.unit)))
         target = self._limit_bytes
         if "may fit" not in verdicts:
-            target = limit_with_margin(target, scenario.architecture)
+            target = limit_with_margin(target, scenario)
         num_guesses, reach, side = 0, 1, 0
         while True:
             lower = max((value for value, one in self.tried.items() if one.verdict in verdicts), default=0)

@@ -472,13 +472,14 @@ class Stepper:
         return self._replay.during_step(replays=replays) if self.replays or self._replay.has_orphans else nullcontext()
 
     def _needs_real_passes(self) -> bool:
-        """Whether something counts passes, keeps state between them, or looks at real tensors."""
+        """Whether passes differ, or something counts them, keeps state between them, or looks at real tensors."""
         state = self.scenario.state
         return (
             bool(self.settings.offload_modules)
             # What a remedy frees, and when, is not known to repeat (`benchmarks/replay.py --first 27` and `38`).
             or (self.scenario.architecture.is_moe and self.settings.checkpoint_input_remedy is not None)
             or state.fp8_format is not None
+            or self.scenario.rows_vary
             or state.overlap_grad_reduce
             or state.overlap_param_gather
             or self._num_taps > 0

@@ -17,6 +17,7 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import SINCE_MEGATRON_0_19, MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.model.routing_draws import RoutingDraws
 
 # Weights stay as they are from step to step: a loss that differs between two settings is then a setting's fault. Adam
 # still allocates and updates everything that it does at any other rate.
@@ -84,7 +85,7 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
         **settings_fields(settings),
     )
     # What memlab's own dispatcher reads, which gets nothing but the config.
-    config.memlab_routing = scenario.routing
+    config.memlab_routing = RoutingDraws(scenario.routing)
     return config
 
 

@@ -86,6 +86,7 @@ def _set_training(live: LiveModel, mode: bool) -> None:
 
 def _run_schedule(live: LiveModel, num_microbatches: int, *, forward_only: bool) -> float | None:
     scenario = live.scenario
+    live.config.memlab_routing.begin_step()
     losses = live.forward_backward(
         forward_step_func=partial(_forward_step, live),
         data_iterator=[_batches(scenario) for _ in live.chunks],

@@ -32,7 +32,7 @@ def steps_of(bytes_per_token: float, fragmented_bytes: int, limit_bytes: int, se
         seen.append(tokens)
         peak = int(20 * GIB + tokens * bytes_per_token + tokens % 1000 * KIB // 2)
         verdict: Verdict = "may fit" if peak + fragmented_bytes <= limit_bytes else "does not fit"
-        if peak + fragmented_bytes <= limit_with_margin(limit_bytes, JOB.architecture):
+        if peak + fragmented_bytes <= limit_with_margin(limit_bytes, JOB):
             verdict = "fits"
         return [
             Prediction(
@@ -64,7 +64,7 @@ def test_the_limit_is_that_of_all_values(
     unit_tokens = JOB.seq_length if what == "micro-batch-size" else found.unit
     for verdict_limit, value in (
         (60 * GIB, found.largest_that_may_fit),
-        (limit_with_margin(60 * GIB, JOB.architecture), found.largest_that_fits),
+        (limit_with_margin(60 * GIB, JOB), found.largest_that_fits),
     ):
         tokens = unit_tokens
         while 20 * GIB + tokens * bytes_per_token + tokens % 1000 * KIB // 2 + fragmented_bytes <= verdict_limit:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from statistics import mean, pvariance
 from typing import Any
 
 import pytest
+import torch
 
 from memlab.config.routing import Routing, find_routing
+from memlab.model.routing_draws import RoutingDraws
 from tests.unit.corruption import corruptions
 from tests.unit.refusal import refusal
 
@@ -39,3 +42,42 @@ def test_a_damaged_file_of_shares_is_refused_in_a_line_or_read(tmp_path: Path) -
         path.write_bytes(damaged)
         refused += bool(refusal(lambda: find_routing(str(path)).check(8, 2)))
     assert refused > 100
+
+
+def test_random_routing_chooses_experts_as_tokens_do_that_choose_uniformly() -> None:
+    """Beside counts of tokens that choose one by one; the mean and the variance of an expert's tokens."""
+    tokens, experts, topk, draws = 64, 8, 2, 400
+    counts = [Routing(kind="random").tokens_per_expert(tokens, experts, topk, 0, layer=layer) for layer in range(draws)]
+    rng = random.Random(1)
+    truth = []
+    for _ in range(draws):
+        chosen = [expert for _ in range(tokens) for expert in rng.sample(range(experts), topk)]
+        truth.append([chosen.count(expert) for expert in range(experts)])
+    assert all(sum(each) == tokens * topk and max(each) <= tokens for each in counts)
+    of_counts, of_truth = ([count for each in many for count in each] for many in (counts, truth))
+    assert mean(of_counts) == mean(of_truth) == tokens * topk / experts
+    assert pvariance(of_counts) == pytest.approx(pvariance(of_truth), rel=0.1)
+
+
+def test_random_routing_differs_by_rank_layer_and_microbatch_and_not_by_step() -> None:
+    def draw(**where: int) -> tuple[int, ...]:
+        values = {"rank": 0, "layer": 0, "microbatch": 0} | where
+        return tuple(Routing(kind="random", seed=3).tokens_per_expert(256, 16, 2, **values))
+
+    assert len({draw(), draw(rank=1), draw(layer=1), draw(microbatch=1)}) == 4
+    assert draw(layer=1) == draw(layer=1)
+    assert len({tuple(Routing().tokens_per_expert(256, 16, 2, 0, layer=layer)) for layer in range(3)}) == 1
+
+
+def test_a_recomputed_pass_chooses_the_experts_of_its_forward() -> None:
+    draws, first, second = RoutingDraws(Routing(kind="random")), Dispatcher(), Dispatcher()
+    for _ in range(2):  # steps
+        draws.begin_step()
+        with torch.no_grad():
+            assert [draws.of_pass(each) for each in (first, second, first, second)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+        assert [draws.of_pass(each) for each in (second, first, second, first)] == [(1, 0), (0, 0), (1, 1), (0, 1)]
+        assert draws.of_pass(first) == (0, 2)  # a micro-batch that is not recomputed
+
+
+class Dispatcher:
+    """Stands for a layer's."""

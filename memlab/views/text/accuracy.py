@@ -97,7 +97,7 @@ def limits_page(limits: Sequence[tuple[Limit, Limit]]) -> str:
     ]
     num_too_early = 0
     for measured, predicted in limits:
-        said_from = predicted.fits_bytes * (1 + measured_margin(measured.scenario.architecture))
+        said_from = predicted.fits_bytes * (1 + measured_margin(measured.scenario))
         is_too_early = said_from <= measured.fails_bytes
         num_too_early += is_too_early
         cells = (
