@@ -20,8 +20,6 @@ from memlab import Lab, MemorySettings
 from memlab.config.architectures import find_architecture
 from memlab.record.step_record import StepRecord
 
-STEPS_A_ROUND = 3
-
 
 def settings_of(architecture: str) -> list[MemorySettings]:
     """Returns what is compared, plain first."""
@@ -42,7 +40,9 @@ def settings_of(architecture: str) -> list[MemorySettings]:
     ]
 
 
-def measure(architecture: str, num_layers: int, seq_length: int, rounds: int) -> list[tuple[StepRecord, list[float]]]:
+def measure(
+    architecture: str, num_layers: int, seq_length: int, *, rounds: int, steps_a_round: int
+) -> list[tuple[StepRecord, list[float]]]:
     """Returns each setting's record, and the median seconds of a step in each round."""
     with Lab(architecture, num_layers=num_layers, seq_length=seq_length) as lab:
         wanted = settings_of(architecture)
@@ -50,7 +50,7 @@ def measure(architecture: str, num_layers: int, seq_length: int, rounds: int) ->
         seconds: list[list[float]] = [[] for _ in wanted]
         for _ in range(rounds):
             for settings, times in zip(wanted, seconds, strict=True):
-                steps = [lab.step(settings) for _ in range(STEPS_A_ROUND)]
+                steps = [lab.step(settings) for _ in range(steps_a_round)]
                 times.append(statistics.median(step.step_seconds or 0.0 for step in steps))
                 if len(records) < len(wanted):
                     records.append(steps[-1])
@@ -77,12 +77,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="+", metavar="ARCHITECTURE:LAYERS:SEQUENCE")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=3, help="in a round, under each setting (default 3)")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     for case in arguments.cases:
         architecture, num_layers, seq_length = case.split(":")
         started = time.perf_counter()
-        measured = measure(architecture, int(num_layers), int(seq_length), arguments.rounds)
+        measured = measure(
+            architecture, int(num_layers), int(seq_length), rounds=arguments.rounds, steps_a_round=arguments.steps
+        )
         with arguments.out.open("a", encoding="utf-8") as out:
             for record, seconds in measured:
                 values = record.to_dict() | {"peak_by_module": {}}
