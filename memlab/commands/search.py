@@ -29,8 +29,9 @@ from memlab.commands.shared.step_flags import (
 )
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.fitting.along_front import AlongFront, AlongFrontInterrupted, largest_along_front
 from memlab.fitting.candidates import candidates
-from memlab.fitting.largest import WHATS, LargestInterrupted, with_value
+from memlab.fitting.largest import WHATS, Largest, LargestInterrupted, with_value
 from memlab.fitting.layouts import SIZES, LayoutSearchInterrupted, layouts_of
 from memlab.fitting.pareto_front import SearchResult, default_resolution_bytes
 from memlab.fitting.prediction import PredictionLostError
@@ -97,6 +98,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "longest sequence, the most sequences in a micro-batch, or the most tokens in a micro-batch of one packed row; "
         "the number of micro-batches stays as it is",
     )
+    parser.add_argument(
+        "--along-front",
+        action="store_true",
+        help="with --largest: first search the settings, and then find the largest workload under each on the front",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object; bytes are integers")
     parser.add_argument(
         "--out", type=out_path, metavar="FILE.html", help="also write the chart and the table to this new HTML file"
@@ -116,41 +122,40 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     workload, base = checked_step(arguments, layout)
     scenarios = ranks_of(Scenario.of(**workload), arguments.rank)
     limit_bytes = limit_for_torch(arguments.gpu_memory, layout)
-    if arguments.max_steps is not None and arguments.max_steps < 1:
-        raise ValueError(f"--max-steps is {arguments.max_steps}, must be at least 1: give a larger number")
-    if arguments.out is not None and arguments.out.suffix != ".html":
-        raise ValueError(f"--out is {arguments.out}, must be a file that ends in .html: choose another name")
-    check_new_file(arguments.out)
+    _check_bounds(arguments)
     resolution_bytes = arguments.resolution or default_resolution_bytes(arguments.gpu_memory)
 
-    if arguments.largest is not None:
-        _check_largest(arguments)
-        return lambda: _find_largest(arguments, scenarios, base, limit_bytes, source)
     most_engines = _most_engines(scenarios, base, arguments.max_steps)
 
-    def job() -> int:
+    def find_front(workers: Workers) -> SearchResult:
         from memlab.lab.search_workers import front_of
 
+        return front_of(
+            base,
+            scenarios,
+            workers,
+            limit_bytes,
+            outside_torch_bytes=arguments.gpu_memory - limit_bytes,
+            resolution_bytes=resolution_bytes,
+            max_steps=arguments.max_steps,
+        )
+
+    _check_largest(arguments)
+    if arguments.along_front:
+        return lambda: _find_along_front(arguments, scenarios, limit_bytes, find_front, source)
+    if arguments.largest is not None:
+        return lambda: _find_largest(arguments, scenarios, base, limit_bytes, source)
+
+    def job() -> int:
         try:
             with (
                 stdout_reserved_for_result(),
                 _workers(arguments.engines, most_engines, replay=arguments.replay) as workers,
             ):
-                found = front_of(
-                    base,
-                    scenarios,
-                    workers,
-                    limit_bytes,
-                    outside_torch_bytes=arguments.gpu_memory - limit_bytes,
-                    resolution_bytes=resolution_bytes,
-                    max_steps=arguments.max_steps,
-                )
+                found = find_front(workers)
         except SearchInterrupted as interrupted:
             _show(interrupted.found, arguments)
-            if isinstance(interrupted.__cause__, PredictionLostError):
-                print(interrupted.__cause__, file=sys.stderr)
-                return 1
-            return 130
+            return _code_of(interrupted)
         except (EnginesNotStartedError, PredictionLostError) as error:
             print(error, file=sys.stderr)
             return 1
@@ -160,6 +165,14 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         return 0 if found.cheapest else 1
 
     return job
+
+
+def _check_bounds(arguments: argparse.Namespace) -> None:
+    if arguments.max_steps is not None and arguments.max_steps < 1:
+        raise ValueError(f"--max-steps is {arguments.max_steps}, must be at least 1: give a larger number")
+    if arguments.out is not None and arguments.out.suffix != ".html":
+        raise ValueError(f"--out is {arguments.out}, must be a file that ends in .html: choose another name")
+    check_new_file(arguments.out)
 
 
 def _layout_search(arguments: argparse.Namespace) -> Callable[[], int]:
@@ -172,8 +185,8 @@ def _layout_search(arguments: argparse.Namespace) -> Callable[[], int]:
     take_job(arguments)  # checks that there is a model
     fixed = ("virtual_pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage")
     others = ("largest", "rank", "max_steps", "resolution", "out", *fixed, "num_layers_in_last_pipeline_stage")
-    for flag in others:
-        if getattr(arguments, flag) is not None:
+    for flag in ("along_front", *others):
+        if getattr(arguments, flag) not in (None, False):
             raise ValueError(
                 f"--{flag.replace('_', '-')} cannot be combined with --gpus, which goes through layouts: leave one of "
                 "the two out"
@@ -206,10 +219,7 @@ def _find_layouts(arguments: argparse.Namespace, job: Scenario, given: dict[str,
         with stdout_reserved_for_result(), _workers(arguments.engines, replay=arguments.replay) as workers:
             found = layouts_that_fit(job, given, base, arguments.gpu_memory, workers)
     except LayoutSearchInterrupted as interrupted:
-        found, code = interrupted.found, 130
-        if isinstance(interrupted.__cause__, PredictionLostError):
-            print(interrupted.__cause__, file=sys.stderr)
-            code = 1
+        found, code = interrupted.found, _code_of(interrupted)
     except EnginesNotStartedError as error:
         print(error, file=sys.stderr)
         return 1
@@ -230,13 +240,18 @@ def _find_layouts(arguments: argparse.Namespace, job: Scenario, given: dict[str,
 
 def _check_largest(arguments: argparse.Namespace) -> None:
     """Checks what `--largest` can be combined with."""
+    if arguments.largest is None:
+        if arguments.along_front:
+            raise ValueError("--along-front has no --largest, whose values it finds: give --largest, or leave it out")
+        return
     if arguments.largest not in WHATS:
         raise ValueError(f"--largest is {arguments.largest!r}, must be one of {', '.join(WHATS)}: choose one of them")
-    for flag in ("max_steps", "resolution", "out"):
+    of_front = () if arguments.along_front else ("max_steps", "resolution")
+    for flag in (*of_front, "out"):
         if getattr(arguments, flag) is not None:
+            why = "which draws no chart" if flag == "out" else "which searches no settings without --along-front"
             raise ValueError(
-                f"--{flag.replace('_', '-')} cannot be combined with --largest, which searches no settings: leave one "
-                "of the two out"
+                f"--{flag.replace('_', '-')} cannot be combined with --largest, {why}: leave one of the two out"
             )
     if arguments.largest == "tokens" and (arguments.micro_batch_size or 1) > 1:
         raise ValueError(
@@ -268,10 +283,7 @@ def _find_largest(
                 arguments.largest, settings, scenarios, workers, limit_bytes, outside_torch_bytes=outside_torch_bytes
             )
     except LargestInterrupted as interrupted:
-        found, code = interrupted.found, 130
-        if isinstance(interrupted.__cause__, PredictionLostError):
-            print(interrupted.__cause__, file=sys.stderr)
-            code = 1
+        found, code = interrupted.found, _code_of(interrupted)
     except (EnginesNotStartedError, PredictionLostError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -288,6 +300,61 @@ def _find_largest(
     if code is not None:
         return code
     return 0 if found.largest_that_may_fit is not None else 1
+
+
+def _find_along_front(
+    arguments: argparse.Namespace,
+    scenarios: list[Scenario],
+    limit_bytes: int,
+    find_front: Callable[[Workers], SearchResult],
+    source: Job | None,
+) -> int:
+    from memlab.lab.search_workers import largest_of
+
+    code, outside_torch_bytes = None, arguments.gpu_memory - limit_bytes
+    try:
+        with stdout_reserved_for_result(), _workers(arguments.engines, replay=arguments.replay) as workers:
+
+            def find(settings: MemorySettings) -> Largest:
+                print(f"the largest under '{settings}':", file=sys.stderr, flush=True)
+                return largest_of(
+                    arguments.largest,
+                    settings,
+                    scenarios,
+                    workers,
+                    limit_bytes,
+                    outside_torch_bytes=outside_torch_bytes,
+                )
+
+            found = largest_along_front(arguments.largest, find_front(workers), find)
+    except SearchInterrupted as interrupted:
+        found, code = AlongFront(what=arguments.largest, front=interrupted.found, found=()), _code_of(interrupted)
+    except AlongFrontInterrupted as interrupted:
+        found, code = interrupted.found, _code_of(interrupted)
+    except (EnginesNotStartedError, PredictionLostError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    if arguments.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        from memlab.views.text.largest import along_front_table
+
+        print(along_front_table(found))
+    best = found.best
+    if arguments.as_framework is not None and best is not None and best.largest_that_may_fit is not None:
+        scenario = with_value(scenarios[0], arguments.largest, best.largest_that_may_fit)
+        print(f"\n{lines_for(arguments.as_framework, scenario, best.settings, source)}")
+    if code is not None:
+        return code
+    return 0 if best is not None else 1
+
+
+def _code_of(interrupted: KeyboardInterrupt) -> int:
+    """Returns the exit code of a search that was cut short, and names the error if one is the cause."""
+    if isinstance(interrupted.__cause__, PredictionLostError):
+        print(interrupted.__cause__, file=sys.stderr)
+        return 1
+    return 130
 
 
 def _most_engines(scenarios: list[Scenario], base: MemorySettings, max_steps: int | None) -> int:

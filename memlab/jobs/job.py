@@ -235,7 +235,8 @@ def _bound(reading: Reading, scenario: Scenario) -> None:
     for index, one in enumerate(reading.not_modelled):
         bound = BOUNDS.get(one.key.rpartition(".")[2])
         if bound is not None and one.effect != "unknown":
-            reading.not_modelled[index] = replace(one, bound_bytes=bound(scenario))
+            ranks = (replace(scenario, layout=replace(scenario.layout, rank=n)) for n in scenario.ranks_of_every_kind)
+            reading.not_modelled[index] = replace(one, bound_bytes=max(bound(rank) for rank in ranks))
 
 
 def _hashable(missing: list[NotModelled]) -> list[NotModelled]:

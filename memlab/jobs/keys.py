@@ -60,6 +60,13 @@ def _read_whole(value: Any) -> Any:
     return value
 
 
+def _read_count(value: Any) -> Any:
+    number = _read_whole(value)
+    if number is not None and number < 1:
+        raise ValueError("must be a whole number of at least 1")
+    return number
+
+
 _LARGEST_NUMBER = 1e18
 """Infinity, and what becomes it in a calculation, is no size of a real job."""
 
@@ -111,8 +118,8 @@ def _read_dtype(value: Any) -> str:
 
 def _read_backend(value: Any) -> str:
     name = str(value).lower().removeprefix("attnbackend.").partition(":")[0].strip("<> ")
-    names = {"1": "flash", "2": "fused", "3": "unfused", "5": "auto", "none": "auto"}  # the values of Megatron's enum
-    return names.get(name, name)
+    # The values of Megatron's enum `AttnBackend`.
+    return {"1": "flash", "2": "fused", "3": "unfused", "4": "local", "5": "auto", "none": "auto"}.get(name, name)
 
 
 def _same(value: Any) -> Any:
@@ -120,6 +127,7 @@ def _same(value: Any) -> Any:
 
 
 WHOLE = Conversion(_read_whole, _same)
+COUNT = Conversion(_read_count, _same)
 NUMBER = Conversion(_read_number, _same)
 SWITCH = Conversion(_read_switch, _same)
 NOT = Conversion(lambda value: not _read_switch(value), lambda value: not value)

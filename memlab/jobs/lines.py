@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from typing import Any
 
 
 def hydra_lines(values: dict[str, Any]) -> list[str]:
     """Writes Hydra's overrides; ``++`` adds a key or replaces it."""
-    return [f"++{name}={_word(value)}" for name, value in values.items()]
+    return [_argument(f"++{name}=", value) for name, value in values.items()]
 
 
 def plain_lines(values: dict[str, Any]) -> list[str]:
     """Writes ``key=value``, as OmegaConf reads it from a command line."""
-    return [f"{name}={_word(value)}" for name, value in values.items()]
+    return [_argument(f"{name}=", value) for name, value in values.items()]
 
 
 def yaml_lines(values: dict[str, Any]) -> list[str]:
@@ -34,16 +36,26 @@ def _nested(tree: dict[str, Any], indent: str) -> list[str]:
         if isinstance(value, dict):
             lines += [f"{indent}{name}:", *_nested(value, indent + "  ")]
         else:
-            lines.append(f"{indent}{name}: {_word(value, quoted=True)}")
+            lines.append(f"{indent}{name}: {_word(value, in_yaml=True)}")
     return lines
 
 
-def _word(value: Any, *, quoted: bool = False) -> str:
+_SIMPLE = re.compile(r"[\w./@%+-]+", re.ASCII)
+"""Texts that a shell, Hydra's grammar and YAML take as they are."""
+
+
+def _argument(name: str, value: Any) -> str:
+    """Writes one word for a shell. Simple words in brackets need no quotes there, as frameworks' own examples show."""
+    word = _word(value)
+    return name + (word if '"' not in word else shlex.quote(word))
+
+
+def _word(value: Any, *, in_yaml: bool = False) -> str:
+    """Writes a value; a text that is not simple in double quotes, which Hydra and YAML understand."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (list, tuple)):
-        return (
-            "[" + ", ".join(_word(part) for part in value) + "]" if quoted else "[" + ",".join(map(_word, value)) + "]"
-        )
-    needs_quotes = quoted and isinstance(value, str) and ":" in value
-    return json.dumps(value) if needs_quotes else str(value)
+        return "[" + (", " if in_yaml else ",").join(_word(part) for part in value) + "]"
+    text = str(value)
+    needs_quotes = isinstance(value, str) and not _SIMPLE.fullmatch(text)
+    return json.dumps(text, ensure_ascii=False) if needs_quotes else text

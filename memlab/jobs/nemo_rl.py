@@ -11,7 +11,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs import without_effect
 from memlab.jobs.framework import Framework, Reading
-from memlab.jobs.keys import ABSENT, LONG_DTYPE, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, missing_under, under
+from memlab.jobs.keys import ABSENT, COUNT, LONG_DTYPE, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, missing_under, under
 from memlab.jobs.lines import yaml_lines
 from memlab.jobs.megatron_keys import (
     BUCKETS,
@@ -85,9 +85,9 @@ KEYS = (
     Key("policy.sequence_packing.train_mb_tokens", "packed_tokens", WHOLE),
     Key("policy.dynamic_batching.enabled", "is_dynamic", SWITCH, False),
     Key("policy.dynamic_batching.train_mb_tokens", "dynamic_tokens", WHOLE),
-    Key("policy.logprob_batch_size", "log_prob_micro_batch_size", WHOLE, 4),
-    Key("policy.sequence_packing.logprob_mb_tokens", "log_prob_packed_tokens", WHOLE),
-    Key("policy.dynamic_batching.logprob_mb_tokens", "log_prob_dynamic_tokens", WHOLE),
+    Key("policy.logprob_batch_size", "log_prob_micro_batch_size", COUNT, 4),
+    Key("policy.sequence_packing.logprob_mb_tokens", "log_prob_packed_tokens", COUNT),
+    Key("policy.dynamic_batching.logprob_mb_tokens", "log_prob_dynamic_tokens", COUNT),
     Key("policy.generation.vllm_cfg.gpu_memory_utilization", "engine_share", NUMBER, 0.6),
     Key("policy.generation.vllm_cfg.tensor_parallel_size", "engine_ranks", WHOLE, 1),
     Key("policy.generation.colocated.enabled", "is_colocated", SWITCH, True),

@@ -11,7 +11,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs import without_effect
 from memlab.jobs.framework import Framework, Reading
-from memlab.jobs.keys import NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, missing_under, under
+from memlab.jobs.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, missing_under, under
 from memlab.jobs.lines import plain_lines
 from memlab.jobs.megatron_keys import (
     BUCKETS,
@@ -67,7 +67,7 @@ KEYS = (
     Key("trainer.policy.optimizer_config.offload_after_step", "offload_after_step", SWITCH, True),
     Key("trainer.micro_train_batch_size_per_gpu", "micro_batch_size", WHOLE, 1),
     Key("trainer.max_tokens_per_microbatch", "tokens_per_rank", WHOLE, -1),
-    Key("trainer.micro_forward_batch_size_per_gpu", "log_prob_micro_batch_size", WHOLE, 1),
+    Key("trainer.micro_forward_batch_size_per_gpu", "log_prob_micro_batch_size", COUNT, 1),
     Key("generator.inference_engine.gpu_memory_utilization", "engine_share", NUMBER, 0.8),
     Key("generator.gpu_memory_utilization", "engine_share", NUMBER),
     Key("generator.inference_engine.tensor_parallel_size", "engine_ranks", WHOLE, 1),

@@ -11,7 +11,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs import without_effect
 from memlab.jobs.framework import Framework, Reading
-from memlab.jobs.keys import NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, with_defaults
+from memlab.jobs.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, with_defaults
 from memlab.jobs.megatron_lm import (
     CANNOT_WRITE,
     FLAGS_MISSING,
@@ -41,7 +41,7 @@ KEYS = (
     Key("actor_num_gpus_per_node", "ranks_per_node", WHOLE, 8),
     Key("use_dynamic_batch_size", "is_dynamic", SWITCH, False),
     Key("max_tokens_per_gpu", "tokens_per_rank", WHOLE, None),
-    Key("log_probs_max_tokens_per_gpu", "log_prob_tokens", WHOLE, None),
+    Key("log_probs_max_tokens_per_gpu", "log_prob_tokens", COUNT, None),
     Key("sglang_mem_fraction_static", "engine_share", NUMBER, None),
     Key("rollout_num_gpus_per_engine", "engine_ranks", WHOLE, 1),
     Key("update_weight_buffer_size", "bucket", WHOLE, 512 * 2**20),

@@ -12,7 +12,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs import without_effect
 from memlab.jobs.framework import Framework, Reading
-from memlab.jobs.keys import ABSENT, LONG_DTYPE, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, missing_under, under
+from memlab.jobs.keys import ABSENT, COUNT, LONG_DTYPE, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, missing_under, under
 from memlab.jobs.lines import hydra_lines
 from memlab.jobs.megatron_keys import (
     BUCKETS,
@@ -70,8 +70,8 @@ KEYS = (
     Key("actor_rollout_ref.rollout.n", "responses_per_prompt", WHOLE, 1),
     Key("actor_rollout_ref.hybrid_engine", "is_colocated", SWITCH, True),
     Key(f"{_ROLLOUT}.log_prob_use_dynamic_bsz", "log_prob_is_dynamic", SWITCH),
-    Key(f"{_ROLLOUT}.log_prob_max_token_len_per_gpu", "log_prob_tokens", WHOLE),
-    Key(f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu", "log_prob_micro_batch_size", WHOLE),
+    Key(f"{_ROLLOUT}.log_prob_max_token_len_per_gpu", "log_prob_tokens", COUNT),
+    Key(f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu", "log_prob_micro_batch_size", COUNT),
     Key(f"{_ROLLOUT}.gpu_memory_utilization", "engine_share", NUMBER, 0.5),
     Key(f"{_ROLLOUT}.free_cache_engine", "engine_sleeps", SWITCH, True),
     Key(f"{_ROLLOUT}.tensor_model_parallel_size", "engine_ranks", WHOLE, 2),

@@ -117,6 +117,7 @@ class Lab:
             state=state or TrainingState(),
             allocator=allocator or AllocatorSettings(),
         )
+        self._as_opened = {name: getattr(scenario, name) for name in ("seq_length", "packed_sequences")}
         self._session: Session | JobSession
         if ranks is not None:
             self._session = JobSession(
@@ -144,6 +145,11 @@ class Lab:
     def scenario(self) -> Scenario:
         """What a step runs; `set_workload` and `set_state` change it."""
         return self._session.scenario
+
+    @property
+    def scenario_as_opened(self) -> Scenario:
+        """The scenario with the rows of its first workload: how long packed sequences are in rows of any length."""
+        return replace(self.scenario, **self._as_opened)
 
     @property
     def settings(self) -> MemorySettings:
@@ -326,7 +332,9 @@ class Lab:
             "micro_batch_size": micro_batch_size,
             "num_microbatches": num_microbatches,
         }
-        scenario = self.scenario if seq_length is None else self.scenario.with_tokens_of_a_row(seq_length)
+        scenario = self.scenario
+        if seq_length is not None:
+            scenario = self.scenario_as_opened.with_tokens_of_a_row(seq_length)
         return replace(scenario, **{name: value for name, value in given.items() if value is not None})
 
     @property

@@ -147,7 +147,7 @@ class Balanced:
 
     def _serve(self, one: Engine | LocalProcess) -> None:
         place: _Place = one if isinstance(one, LocalProcess) else _OnEngine(one, self._ask)
-        process = _Process(str(one), place, self._served, self._variables)
+        process = _Process(str(one), place, self._start)
         while (call := self._next(one.number)) is not None:
             try:
                 call.on_start(one)
@@ -164,6 +164,16 @@ class Balanced:
             except Exception as error:  # noqa: BLE001  # of the callbacks, or of an argument that cannot be pickled
                 call.fail(error)
                 process.end()  # it may be in the middle of the call
+
+    def _start(self, place: _Place) -> None:
+        """Starts the process of an engine, but none that `close`, which ends all, would not see."""
+        if not isinstance(place, LocalProcess):
+            place.start(self._served, self._variables)  # `_ask` sees whether it is closed
+            return
+        with self._changed:
+            if self._closed:
+                raise _EngineLostError("was given back")
+            place.start(self._served, self._variables)
 
     def _next(self, number: int) -> _Call | None:
         """Waits for a call that this engine has not lost, or that all have; None if no more will come."""
@@ -251,11 +261,10 @@ class _OnEngine:
 class _Process:
     """The process in which an engine serves calls, one after another; the first call starts it."""
 
-    def __init__(self, name: str, place: _Place, served: str, variables: dict[str, str]) -> None:
+    def __init__(self, name: str, place: _Place, start: Callable[[_Place], object]) -> None:
         self._name = name
         self._place = place
-        self._served = served
-        self._variables = variables
+        self._start = start
         self._number = 0
         self._is_started = False
         self.has_begun = False
@@ -264,7 +273,7 @@ class _Process:
     def call(self, call: _Call) -> None:
         self.has_begun = False
         if not self._is_started:
-            self._place.start(self._served, self._variables)
+            self._start(self._place)
             self._is_started = True
         self._number += 1
         self._place.send(request(self._number, call.method, call.args))

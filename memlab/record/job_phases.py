@@ -25,6 +25,14 @@ class JobPhase:
             return None
         return self.left_for_engine_bytes - self.engine_bytes
 
+    @property
+    def fits(self) -> bool | None:
+        """Whether the phase fits the GPU; None where that depends on what is not known."""
+        if self.left_bytes is not None:
+            return self.left_bytes >= 0
+        does_not = self.left_for_engine_bytes is not None and self.left_for_engine_bytes < 0
+        return False if does_not else None  # nor with any engine beside it
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobPhases:
@@ -49,9 +57,9 @@ class JobPhases:
 
     @property
     def fits(self) -> bool | None:
-        """Whether every phase fits the GPU; None where nothing is known of any phase, as without the GPU's size."""
-        left = [phase.left_bytes for phase in self.phases if phase.left_bytes is not None]
-        return min(left) >= 0 if left else None
+        """Whether every phase fits the GPU; None if none is known not to, and of one or more it is not known."""
+        fit = [phase.fits for phase in self.phases]
+        return False if False in fit else None if None in fit else True
 
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON-ready values."""

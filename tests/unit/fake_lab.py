@@ -60,6 +60,10 @@ class FakeLab:
         self._on_progress: Callable[[Any], None] | None = None
 
     @property
+    def scenario_as_opened(self) -> Scenario:
+        return self.scenario
+
+    @property
     def busy(self) -> bool:
         return self._running is not None and not self._running.done()
 

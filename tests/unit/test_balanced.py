@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.lab.search_workers import front_of, open_workers
 from memlab.ranks.balanced import Balanced, CallLostError
+from memlab.ranks.local_processes import LocalProcesses
 from memlab.ranks.ranks import Engine, Ranks
 from memlab.regression.nightly import Options, run_suite
 from memlab.regression.run.case_on_engine import SERVED
@@ -83,6 +85,22 @@ def test_closing_ends_what_runs(ranks: Ranks, tmp_path: Path) -> None:
         answer.result(0)
     psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10)
     assert not psutil.pid_exists(pid)
+
+
+def test_nothing_is_started_after_the_end() -> None:
+    places, ended = LocalProcesses(1), threading.Event()
+    engines = Balanced(places, CALLS)
+
+    def close(_: object) -> None:
+        engines.close()
+        ended.set()
+
+    with pytest.raises(CallLostError, match="given back"):
+        engines.submit("square", 3, on_start=close).result(60)
+    assert ended.wait(60)
+    for thread in [each for each in threading.enumerate() if each.name == "memlab-0"]:
+        thread.join(60)
+    assert places.engines[0]._process is None
 
 
 def test_a_call_after_the_end_is_refused_and_one_whose_callback_fails_is_ended(ranks: Ranks, tmp_path: Path) -> None:

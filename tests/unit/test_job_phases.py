@@ -122,6 +122,12 @@ def test_a_share_that_is_none_is_said(tmp_path: Path) -> None:
     assert "share of the GPU's memory is 60, must be from 0 to 1" in job.warnings[0]
 
 
+def test_a_budget_below_one_is_refused_in_one_line_with_its_key(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(f"{VERL} {ROLLOUT}.log_prob_max_token_len_per_gpu=-5")
+    with pytest.raises(ValueError, match=r"log_prob_max_token_len_per_gpu is -5, must be a whole number of at least 1"):
+        Job.read(tmp_path / "run.sh", version="2026-08-20")
+
+
 def test_phases_of_which_nothing_is_known_have_no_verdict() -> None:
     phase = JobPhase(name="generation", training_bytes=MIB, engine_bytes=None, left_for_engine_bytes=GIB)
     phases = JobPhases(
@@ -135,6 +141,9 @@ def test_phases_of_which_nothing_is_known_have_no_verdict() -> None:
         ranks_per_node=1,
     )
     assert phases.to_dict()["fits"] is None
+    assert replace(phases, phases=(phase, replace(phase, engine_bytes=0))).fits is None, "an engine of unknown size"
+    assert replace(phases, phases=(replace(phase, left_for_engine_bytes=-1),)).fits is False, "with any engine"
+    assert replace(phases, phases=(replace(phase, engine_bytes=0),)).fits is True
     assert replace(phases, phases=(phase, replace(phase, engine_bytes=2 * GIB))).fits is False
 
 

@@ -23,6 +23,8 @@ from memlab.jobs import yaml_tree
 from memlab.jobs.bounds import BOUNDS, unused_gradient_bytes
 from memlab.jobs.frameworks import FRAMEWORKS
 from memlab.jobs.job import Job
+from memlab.jobs.keys import BACKEND
+from memlab.jobs.lines import hydra_lines, plain_lines, yaml_lines
 from memlab.jobs.writing import written
 from memlab.units import format_bytes
 from memlab.views.text.job import job_table
@@ -410,8 +412,28 @@ def test_what_is_not_modelled_has_a_bound_where_one_is_known(tmp_path: Path) -> 
     path.write_text(text.replace("freeze", "defer_fp32_logits: true\n    freeze"))
     deferred = Job.read(path)
     assert "defer_fp32_logits" not in {one.key.rpartition(".")[2] for one in deferred.not_modelled}
+    uneven = "    pipeline_model_parallel_size: 2\n    num_layers_in_last_pipeline_stage: 40\n    freeze_moe_router"
+    path.write_text(text.replace("    freeze_moe_router", uneven))
+    (router,) = [one for one in Job.read(path).not_modelled if one.key.endswith("freeze_moe_router")]
+    assert router.bound_bytes == 40 * 2048 * 128 * 16, "of the stage with the most layers"
     known = {name.name.rpartition(".")[2].strip("*") for framework in FRAMEWORKS.values() for name in framework.missing}
     assert BOUNDS.keys() - {"defer_fp32_logits"} <= known, "a bound of a key that no framework has"
+
+
+def test_attention_backends_are_read_by_megatron_s_numbers() -> None:
+    from megatron.core.transformer.enums import AttnBackend
+
+    assert {one.name: BACKEND.read(one.value) for one in AttnBackend} == {one.name: one.name for one in AttnBackend}
+
+
+@pytest.mark.parametrize("value", ["/my models/qwen", "it's", "a;b $HOME `x` & *", 'a"b', ["a b", "c,d"], "x:y", "~"])
+def test_written_lines_survive_a_shell_and_say_the_same_value(value: Any) -> None:
+    for lines in (hydra_lines, plain_lines):
+        (line,) = lines({"some.key": value})
+        (word,) = shlex.split(line)
+        assert yaml.safe_load(word.partition("=")[2]) == value
+    assert hydra_lines({"key": ["moe", "mlp"], "n": 3}) == ["++key=[moe,mlp]", "++n=3"]
+    assert yaml.safe_load("\n".join(yaml_lines({"some.key": value}))) == {"some": {"key": value}}
 
 
 def test_set_takes_a_key_that_is_known_by_a_pattern(tmp_path: Path) -> None:

@@ -12,13 +12,16 @@ from memlab.cli import main
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.fitting.along_front import AlongFrontInterrupted, largest_along_front
 from memlab.fitting.does_it_fit import Verdict, fits
 from memlab.fitting.largest import WHATS, Largest, LargestInterrupted, What, largest
 from memlab.fitting.measured_margin import limit_with_margin
 from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.fitting.pareto_front import Point, SearchResult
 from memlab.fitting.prediction import Prediction
 from memlab.lab.search_steps import stepping
 from memlab.units import GIB, KIB, MIB
+from memlab.views.text.largest import along_front_table
 
 OUTSIDE_BYTES = estimate_outside_torch(Layout()).total_bytes
 JOB = Scenario.of("qwen3-30b-a3b", layout=Layout(tensor_model_parallel_size=2, context_parallel_size=2))
@@ -119,12 +122,45 @@ def test_the_command_s_limit_and_the_next_value_are_those_of_single_steps(capfd:
         with stepping(Scenario.of("phi-4-tiny", num_layers=1, seq_length=tokens)) as step:
             assert fits(step(MemorySettings(), None), step, memory_bytes) == fit
     assert f"{limit:,} tokens in a micro-batch of one packed row" in found["verdict"]
+    along = [*flags, f"--gpu-memory={OUTSIDE_BYTES + memory_bytes}B", "--along-front", "--max-steps", "1", "--json"]
+    assert main(["search", *along]) == 0
+    of_front = json.loads(capfd.readouterr().out)
+    assert [one["largest_that_may_fit"] for one in of_front["found"]] == [limit] and "CUT SHORT" in of_front["verdict"]
+
+
+def test_ctrl_c_keeps_the_settings_of_the_front_that_were_tried() -> None:
+    points = tuple(
+        Point(
+            settings=settings,
+            peak_allocated_bytes=(9 - number) * GIB,
+            recomputed_operations=number,
+            transferred_bytes=0,
+            host_bytes=0,
+            verdict="fits",
+        )
+        for number, settings in enumerate((MemorySettings(), MemorySettings(recompute_granularity="selective")))
+    )
+    sizes = {"base": MemorySettings(), "limit_bytes": 80 * GIB, "outside_torch_bytes": 0, "resolution_bytes": 1}
+    front = SearchResult(scenario=JOB, points=points, num_candidates=2, num_pruned=0, **sizes)
+    predict_all = steps_of(400 * KIB, 0, 80 * GIB, [])
+
+    def find(settings: MemorySettings) -> Largest:
+        if settings != MemorySettings():
+            raise KeyboardInterrupt
+        return largest("tokens", settings, [JOB], predict_all, 80 * GIB)
+
+    with pytest.raises(AlongFrontInterrupted) as error:
+        largest_along_front("tokens", front, find)
+    found = error.value.found
+    assert found.best is not None and found.best.settings == MemorySettings() and not found.is_complete
+    assert "CUT SHORT" in found.verdict and "none" in along_front_table(found)
 
 
 @pytest.mark.parametrize(
     ("flags", "refusal"),
     [
         ("--largest batch", "--largest is 'batch', must be one of tokens, seq-length, micro-batch-size"),
+        ("--along-front", "--along-front has no --largest"),
         ("--largest tokens --max-steps 3", "--max-steps cannot be combined with --largest"),
         ("--largest tokens --micro-batch-size 2", "--micro-batch-size is 2, must be 1 with --largest tokens"),
     ],

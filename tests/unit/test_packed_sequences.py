@@ -75,6 +75,10 @@ def test_a_packed_row_trains_as_its_sequences_do_in_rows_of_their_own(architectu
     with Lab(architecture, backend="cpu", **row) as lab:
         on_cpu = [lab.step(), lab.step(FULL), lab.forward_only(seq_length=320)]
         packed_loss, packed_gradients = gradients_of_step(lab, MemorySettings())
+        of_row = lab.scenario
+        for seq_length in (100, of_row.seq_length):
+            lab.set_workload(seq_length=seq_length)
+        assert lab.scenario == of_row, "there and back"
     assert packed_loss == pytest.approx(loss, rel=1e-6)
     for one, other in zip(packed_gradients, gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-4)

@@ -14,7 +14,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.lab.prediction_process import PredictionProcess
 from memlab.record.step_record import StepRecord
-from memlab.views.panel.state import LabState
+from memlab.views.panel.state import LabState, _Pressed
 from memlab.views.panel.what_if import WhatIf
 
 from .builders import record_of, training_step
@@ -198,6 +198,19 @@ def test_run_for_other_settings_than_those_that_are_tried_follows_whatever_the_c
     with state.lock:
         assert [run.settings for run in state.runs] == ([] if stops else [wanted])
         assert not state.busy and len(lab.submitted) == (1 if stops else 2)
+
+
+def test_a_run_that_could_not_follow_leaves_the_running_step_busy(simulated: WhatIf) -> None:
+    state, lab = simulated._state, simulated._state.lab
+    simulated.is_on = False
+    lab.holds = True
+    state.run()
+    selection = state.selection
+    assert selection is not None and state.busy
+    state._start_pressed(_Pressed(state.form, selection[1], selection))
+    assert state.busy, "another step is running"
+    lab.end()
+    assert not state.busy
 
 
 def test_an_unforeseen_error_is_said_and_logged_and_the_next_selection_is_predicted(

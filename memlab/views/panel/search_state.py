@@ -64,7 +64,7 @@ class SearchState(traitlets.HasTraits):
             form = self._state.form
             try:
                 limit_bytes = parse_bytes(self.limit)
-                scenario = self._of_worst_rank(form.scenario(self._state.scenario))
+                scenario = self._of_worst_rank(form.scenario(self._state.lab.scenario_as_opened))
                 base = MemorySettings(
                     offload_parameters=form.offload_parameters,
                     offload_gradients=form.offload_gradients,

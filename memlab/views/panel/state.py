@@ -124,11 +124,11 @@ class LabState(traitlets.HasTraits):
             return ""
         if self.settings is None:
             return self.validation_error
-        return lines_for(self.copied_as, self.form.scenario(self.lab.scenario), self.settings)
+        return lines_for(self.copied_as, self.form.scenario(self.lab.scenario_as_opened), self.settings)
 
     @traitlets.observe("form")
     def _resolve(self, _change: object) -> None:
-        form, of_lab = self.form, self.lab.scenario
+        form, of_lab = self.form, self.lab.scenario_as_opened
         settings, error_text = None, ""
         self.error_is_about_state = True  # until its rules are passed
         try:
@@ -240,7 +240,7 @@ class LabState(traitlets.HasTraits):
         """What Run would run; None while the form breaks a rule."""
         if self.settings is None:
             return None
-        return self.form.scenario(self.lab.scenario), self.settings
+        return self.form.scenario(self.lab.scenario_as_opened), self.settings
 
     def is_selected(self, run: Run) -> bool:
         """Whether a run had the settings, the workload and the training state that the controls show."""
@@ -288,7 +288,7 @@ class LabState(traitlets.HasTraits):
                 if self._trying is not None and not is_tried:
                     return self._start_after_tried(form, settings)
             try:
-                scenario = form.scenario(self.lab.scenario)
+                scenario = form.scenario(self.lab.scenario_as_opened)
                 workload = {"seq_length": scenario.seq_length, "micro_batch_size": scenario.micro_batch_size}
                 if any(getattr(self.lab.scenario, name) != value for name, value in workload.items()):
                     self.lab.set_workload(**workload)
@@ -300,7 +300,7 @@ class LabState(traitlets.HasTraits):
                 self._say(f"Not started: {error}")
                 return None
             except Exception as error:  # noqa: BLE001 - any error becomes a row of the table, and the panel stays usable
-                self._fail(error, form.scenario(self.lab.scenario), settings)
+                self._fail(error, form.scenario(self.lab.scenario_as_opened), settings)
                 return None
             ended: Future[StepRecord] = Future() if pressed is None else pressed.ended
             with self.lock:
@@ -313,7 +313,7 @@ class LabState(traitlets.HasTraits):
 
     def _start_after_tried(self, form: SettingsForm, settings: MemorySettings) -> Future[StepRecord] | None:
         """Notes what Run was pressed for, until the step that is tried has ended."""
-        selection = form.scenario(self.lab.scenario), settings
+        selection = form.scenario(self.lab.scenario_as_opened), settings
         if self._pressed is None:
             self._pressed = _Pressed(form, settings, selection)
         elif self._pressed.selection != selection:
@@ -326,7 +326,8 @@ class LabState(traitlets.HasTraits):
     def _start_pressed(self, pressed: _Pressed) -> None:
         if self._start(pressed=pressed) is None:  # `notice` says why
             with self.lock:
-                self.progress, self.busy = None, False
+                if not self.lab.busy:  # else another step has begun in between, whose end sets both
+                    self.progress, self.busy = None, False
             pressed.ended.cancel()
 
     def stop(self) -> None:

@@ -21,11 +21,18 @@ def phases_table(job: JobPhases) -> str:
         lines.append("the framework chooses the bucket of the weight sync by free memory, so it is not counted above")
     else:
         lines.append(f"weight sync gathers {format_bytes(job.gathered_bytes)} at a time, which is counted above")
-    tight = [phase for phase in job.phases if (phase.left_bytes or 0) < 0]
-    lines += [f"{phase.name} does not fit: short by {format_bytes(-(phase.left_bytes or 0))}" for phase in tight]
+    lines += [
+        f"{phase.name} does not fit: short by {format_bytes(_short(phase))}" for phase in job.phases if _short(phase)
+    ]
     node, rank = format_bytes(job.host_bytes_of_node), format_bytes(job.host_bytes_of_rank)
     lines.append(f"host memory of a node: {node} ({job.ranks_per_node} ranks x {rank}, if all are like this rank)")
     return "\n".join(lines)
+
+
+def _short(phase: JobPhase) -> int:
+    """Returns what is missing at least, where a phase does not fit; 0 where it fits or that is not known."""
+    left = phase.left_for_engine_bytes if phase.left_bytes is None else phase.left_bytes
+    return max(0, -left) if left is not None else 0
 
 
 def _phase(phase: JobPhase) -> str:

@@ -1,9 +1,10 @@
-"""The largest workload that fits, as text: the answer, and a row per value that was predicted."""
+"""The largest workload that fits, as text: the answer, and a row per value or per setting that was tried."""
 
 from __future__ import annotations
 
+from memlab.fitting.along_front import AlongFront
 from memlab.fitting.largest import Largest
-from memlab.units import binary_unit
+from memlab.units import binary_unit, format_bytes
 from memlab.views.text.columns import aligned, in_unit, wrapped
 
 
@@ -22,3 +23,23 @@ def largest_table(found: Largest) -> str:
     return "\n".join(
         [*wrapped(found.verdict), "", *wrapped(f"{found.scenario}; values: {multiple}."), "", *aligned(rows)]
     )
+
+
+def along_front_table(found: AlongFront) -> str:
+    """Writes the answer in one sentence, and then the largest value of each setting, the least extra work first.
+
+    Returns:
+        Lines of at most `LINE_WIDTH` characters, apart from the names of long settings.
+    """
+    front = found.front
+    rows = [
+        ["settings", "recomputed", "transferred", found.what, found.what],
+        ["", "GFLOP/token", "", "fit", "may fit"],
+    ]
+    for point, largest in zip(found.points, found.found, strict=False):
+        values = (largest.largest_that_fits, largest.largest_that_may_fit)
+        numbers = ["none" if value is None else f"{value:,}" for value in values]
+        work = [f"{point.recomputed_operations / 1e9:.2f}", format_bytes(point.transferred_bytes)]
+        rows.append([f"{point.settings}", *work, *numbers])
+    about = f"{front.scenario}; the front and its extra work are those of this workload."
+    return "\n".join([*wrapped(found.verdict), "", *wrapped(about), "", *aligned(rows)])
