@@ -35,9 +35,9 @@ class Limit:
     """The most memory with which the step ran out of memory."""
     fits_bytes: int
     """The least memory with which the step completed."""
-    peak_allocated_bytes: int
-    """Of the step without a limit, as the next one."""
-    peak_reserved_bytes: int
+    peak_allocated_bytes: int | None
+    """Of the step without a limit, as the next one; None if a bisection was cut short, and they were not kept."""
+    peak_reserved_bytes: int | None
     versions: dict[str, str]
     hardware: dict[str, str]
 
