@@ -10,6 +10,7 @@ import gc
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from memlab._version import __version__  # noqa: F401
@@ -67,15 +68,28 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'memlab' has no attribute {name!r}: choose from {', '.join(__all__)}")
-    is_first = "torch" not in sys.modules
-    value = getattr(import_module(home), name)
-    if is_first and "torch" in sys.modules:
-        # A lab collects garbage after each change of settings. A collection that visits all objects of torch and
-        # Megatron takes 0.2 s and more, so they are excluded. No model of the user's is among them yet.
-        gc.collect()
-        gc.freeze()
+    value = getattr(_imported(home), name)
     globals()[name] = value
     return value
+
+
+def _imported(home: str) -> ModuleType:
+    """Imports a module; collections of garbage pass over torch and Megatron if it is the first that needs them."""
+    if "torch" in sys.modules:
+        return import_module(home)
+    # A lab collects garbage after each change of settings. A collection that visits all objects of torch and Megatron
+    # takes 0.2 s and more, and their import causes several. No model of the user's is among them yet.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        module = import_module(home)
+        if "torch" in sys.modules:
+            gc.collect()
+            gc.freeze()
+    finally:
+        if was_enabled:
+            gc.enable()
+    return module
 
 
 def load_ipython_extension(shell: Any) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+gc.disable()  # until all is imported, see below
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _collections_pass_libraries_over() -> None:
@@ -17,6 +19,7 @@ def _collections_pass_libraries_over() -> None:
 
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,6 +8,7 @@ then takes no longer than a step.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -93,6 +94,10 @@ def _start() -> subprocess.Popen[str]:
 def main() -> None:
     """Answers each line of stdin by a line on stdout: a record as JSON, or why there is none."""
     os.nice(_NICENESS)
+    import memlab.lab.lab  # noqa: F401  # with torch and Megatron
+
+    gc.collect()
+    gc.freeze()  # as in memlab/__init__.py: this process is the predictions' own
     answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
     open_for: tuple[Scenario, str] | None = None
     step: Step | None = None

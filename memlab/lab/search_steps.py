@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from memlab.backends import Backend
     from memlab.lab.lab import Lab
 
+_FEW_OBJECTS = 100_000
+"""A collection that visits so many takes less than 0.1 s; torch and Megatron are 300,000."""
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 """A prediction needs no GPU, so it takes none from the machine that it runs on."""
 
@@ -60,8 +62,12 @@ def _simulated_lab(scenario: Scenario, backend: str | Backend, *, replay: bool) 
     values = {field.name: getattr(scenario, field.name) for field in fields(Scenario)}
     with Lab(**values, backend=backend, replay=replay) as lab:
         # The lab collects garbage after every change of settings. A collection that visits all objects of torch,
-        # Megatron and this model takes longer than a small step, so they are excluded.
+        # Megatron and a large model takes longer than a small step, so they are excluded. Only all objects together can
+        # be included again. If torch and Megatron are excluded already, a small model is no reason for that.
         was_frozen = gc.get_freeze_count() > 0
+        if was_frozen and len(gc.get_objects()) < _FEW_OBJECTS:
+            yield lab
+            return
         gc.collect()
         gc.freeze()
         try:
@@ -90,6 +96,11 @@ class Predictor:
         self._lab = ExitStack()
         self._scenario: Scenario | None = None
         self._step: Step | None = None
+        import memlab.lab.lab  # noqa: F401  # with torch and Megatron
+
+        # As in memlab/__init__.py: this process is the search's own.
+        gc.collect()
+        gc.freeze()
 
     def predict(
         self, scenario: Scenario, settings: MemorySettings, limit_bytes: int, replay: bool = True

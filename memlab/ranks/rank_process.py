@@ -11,6 +11,7 @@ on a thread of its own, and has no answer. Messages are ``("alive", Whereabouts)
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import pickle
 import queue
@@ -57,7 +58,9 @@ def serve(connection: Connection, path: str) -> None:
     requests: queue.Queue[tuple[int, str, tuple[Any, ...], dict[str, Any]]] = queue.Queue()
     threading.Thread(target=_say_alive, args=(outbox,), daemon=True).start()
     module, _, name = path.partition(":")
+    gc.disable()  # the import of torch and Megatron causes several collections of garbage, and leaves little
     served = getattr(import_module(module), name)(lambda value: outbox.send(("progress", value)))
+    gc.enable()
     threading.Thread(target=_receive, args=(connection, requests, served), daemon=True).start()
     while True:
         number, method, args, kwargs = requests.get()
