@@ -53,11 +53,15 @@ class Fit:
     gpu_memory_bytes: int
     outside_torch_bytes: int
     """Estimated, for the CUDA context, libraries and NCCL (`memlab.fitting.outside_torch`)."""
+    most_outside_torch_bytes: int
+    """As `outside_torch_bytes`, with the most that NCCL is likely to take."""
     peak_allocated_bytes: int
     start_bytes: int
     """Of the peak, what a step under these settings starts with: no recompute or activation offload changes it."""
     verdict: Verdict
     """Whether torch's allocator completes the step with what is left, releasing what it caches where it must."""
+    verdict_with_most_outside: Verdict
+    """The same, if `most_outside_torch_bytes` are used outside torch."""
     basis: str
     """What the verdict is based on, in words."""
     alternatives: tuple[Alternative, ...] = ()
@@ -83,7 +87,13 @@ class Fit:
             f"{format_bytes(self.gpu_memory_bytes)} less about {format_bytes(self.outside_torch_bytes)} outside torch"
         )
         margin = verdict_margin(self.verdict, self.margin_bytes)
-        return f"{self.verdict} {limit}{margin}; based on {self.basis}"
+        most = ""
+        if self.verdict_with_most_outside != self.verdict:
+            most = (
+                f"; with {format_bytes(self.most_outside_torch_bytes)} outside torch, the most that is likely, it "
+                f"{self.verdict_with_most_outside}"
+            )
+        return f"{self.verdict} {limit}{margin}{most}; based on {self.basis}"
 
 
 def verdict_margin(verdict: Verdict, margin_bytes: int) -> str:
@@ -120,17 +130,20 @@ def judge_fit(record: StepRecord, step: Step, gpu_memory_bytes: int) -> Fit:
         step: Takes another step of the same scenario.
         gpu_memory_bytes: Of the whole GPU.
     """
-    outside_torch_bytes = estimate_outside_torch(record.scenario.layout).total_bytes
-    limit_bytes = gpu_memory_bytes - outside_torch_bytes
+    outside = estimate_outside_torch(record.scenario.layout)
+    limit_bytes = gpu_memory_bytes - outside.total_bytes
     verdict = judge(record, step, limit_bytes)
+    with_most = judge(record, step, gpu_memory_bytes - outside.most_bytes) if verdict != "does not fit" else verdict
     start_bytes = record.static_bytes - record.residual_bytes
     can_be_helped = verdict == "does not fit" and start_bytes <= limit_bytes
     return Fit(
         gpu_memory_bytes=gpu_memory_bytes,
-        outside_torch_bytes=outside_torch_bytes,
+        outside_torch_bytes=outside.total_bytes,
+        most_outside_torch_bytes=outside.most_bytes,
         peak_allocated_bytes=record.peak_allocated_bytes,
         start_bytes=start_bytes,
         verdict=verdict,
+        verdict_with_most_outside=with_most,
         basis=basis_of(record.scenario),
         alternatives=tuple(_alternatives(record, step, limit_bytes)) if can_be_helped else (),
     )

@@ -26,8 +26,8 @@ from memlab.config.model_restrictions import check_on_model, checkpoints_moe_lay
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.candidates import added_offload, candidates
-from memlab.fitting.does_it_fit import Step, judge, transferred_bytes
-from memlab.fitting.measured_margin import MARGIN_WITH_EXPERTS, MARGIN_WITHOUT_EXPERTS
+from memlab.fitting.does_it_fit import Fit, Step, judge, judge_fit, transferred_bytes
+from memlab.fitting.measured_margin import MARGIN_WITH_EXPERTS, MARGIN_WITHOUT_EXPERTS, measured_margin
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.fitting.pareto_front import Point, SearchResult
 from memlab.fitting.prediction import Predict, Prediction
@@ -328,6 +328,33 @@ def test_a_step_may_fit_where_its_peak_is_within_the_limit_but_not_within_the_li
         limits = (GIB - 1, GIB, int(GIB * (1 + margin)) - 2, int(GIB * (1 + margin)) + 2)
         found = [judge(record, lambda *_: pytest.fail("no other step is needed"), limit) for limit in limits]
         assert found == ["does not fit", "may fit", "may fit", "fits"]
+
+
+def test_the_margin_is_wider_where_experts_are_spread_and_micro_batches_follow_each_other() -> None:
+    spread = Layout(expert_model_parallel_size=2, data_parallel_size=2)
+    margins = [
+        measured_margin(Scenario.of("qwen3-moe-tiny", layout=layout, num_microbatches=number))
+        for layout, number in ((Layout(), 3), (spread, 1), (spread, 3))
+    ]
+    assert margins == sorted(set(margins))
+
+
+def test_a_verdict_that_more_memory_outside_torch_would_change_says_so() -> None:
+    job = Scenario.of("phi-4-tiny", layout=Layout(data_parallel_size=2))
+    outside = estimate_outside_torch(job.layout)
+    record = record_of(None, scenario=job, peak_allocated_bytes=GIB, static_bytes=GIB // 2)
+
+    def judged(gpu_memory_bytes: int) -> Fit:
+        return judge_fit(record, lambda *_: pytest.fail("no other step is needed"), gpu_memory_bytes)
+
+    between = judged((outside.total_bytes + outside.most_bytes) // 2 + GIB)
+    assert (between.verdict, between.verdict_with_most_outside) == ("fits", "does not fit")
+    assert (
+        f"; with {format_bytes(outside.most_bytes)} outside torch, the most that is likely, it does not fit; based"
+        in str(between)
+    )
+    roomy = judged(outside.most_bytes + 2 * GIB)
+    assert roomy.verdict == roomy.verdict_with_most_outside == "fits" and "the most that is likely" not in str(roomy)
 
 
 def test_the_two_kinds_of_work_are_not_mixed() -> None:
