@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 
 from memlab import ARCHITECTURES, Scenario
 from memlab.fitting.recompute_cost import recomputed_operations
+from memlab.record.step_record import StepRecord
+from memlab.units import GIB
 from tests.unit.live import FULL, recompute
 
 ROOT = Path(__file__).parents[2]
@@ -118,3 +121,29 @@ def test_the_job_of_the_story_is_the_predicted_one(lab: str) -> None:
     }
     for setting, (peak,) in table_after("your job with", text_of(lab)).items():
         assert f"{records[cases[setting]]['metrics']['peak_allocated_bytes'] / 2**30:.2f}" == peak
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_rounds_of_lab_02_are_those_that_were_measured(name: str) -> None:
+    lines = [json.loads(line) for line in (ROOT / "labs/results/h200_throughput.jsonl").read_text().splitlines()]
+    rounds = [(StepRecord.from_dict(line["record"]), line["seconds"]) for line in lines]
+    plain, *others = [each for each in rounds if each[0].scenario.architecture.name == MODELS[name]]
+    rows = table_after(name, text_of("02_activation_offload"))
+    assert len(rows) == 1 + len(others)
+    for record, seconds in (plain, *others):
+        settings = "full recompute" if record.settings.recompute_granularity == "full" else str(record.settings)
+        saved, transferred, speed, ratio = rows[re.sub(r"^(offload|recompute|none)( \S+)?$", quoted, settings)]
+        assert speed == f"{record.scenario.seq_length / statistics.median(seconds):,.0f}"
+        if record is not plain[0]:
+            ratios = [one / other for one, other in zip(seconds, plain[1], strict=True)]
+            lower, middle, upper = statistics.quantiles(ratios, n=4)
+            assert ratio == f"{middle:.3f} ({lower:.3f} to {upper:.3f})"
+            assert saved == f"{(plain[0].peak_allocated_bytes - record.peak_allocated_bytes) / GIB:.3f}"
+            num_bytes = sum(record.offloaded_bytes_by_module.values())
+            assert transferred == (f"{num_bytes / GIB:.3f}" if num_bytes else "")
+
+
+def quoted(settings: re.Match[str]) -> str:
+    """Writes settings as the lab's first column has them."""
+    verb, modules = settings.groups()
+    return f"{verb} `{modules.strip()}`" if modules else f"`{verb}`"
