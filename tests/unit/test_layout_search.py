@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -172,7 +173,9 @@ def test_ctrl_c_keeps_the_layouts_that_were_found() -> None:
 
 def test_the_command_shows_what_single_predictions_give(capfd: pytest.CaptureFixture[str]) -> None:
     layout = Layout(data_parallel_size=2)
+    num_excluded = gc.get_freeze_count()
     with stepping(job_of("phi-4-tiny", 2)) as step:
+        assert 0 < gc.get_freeze_count() <= num_excluded, "else closing a small lab collects all of torch and Megatron"
         peak = step(PLAIN, None).peak_allocated_bytes
     memory = f"--gpu-memory={estimate_outside_torch(layout).total_bytes + peak + 64 * MIB}B"
     flags = ["phi-4-tiny", "--num-layers", "2", "--seq-length", "64", "--gpus", "2", "--engines", "1"]
