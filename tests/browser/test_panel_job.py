@@ -16,7 +16,7 @@ CELLS = (
     "ranks = Ranks.start(2)",
     "options = {'num_layers': 2, 'seq_length': 64, 'num_microbatches': 2, 'backend': 'cpu', 'ranks': ranks}",
     "lab = Lab('qwen3-moe-tiny', layout=Layout(pipeline_model_parallel_size=2), **options)",
-    "panel(lab)",
+    "panel(lab, predict=False)",
 )
 
 
