@@ -61,9 +61,9 @@ class Lab:
         dtype: Of parameters and activations, ``bf16`` or ``fp32``.
         layout: How the job is spread over ranks, each of which opens the same lab under ``torchrun``; None is one rank.
         routing: Which experts tokens go to on the simulated backend, a `memlab.config.routing.Routing` or its text.
-        replay: Lets a simulated step repeat the events of layers, of micro-batches or of a whole step that was taken,
-            where they are known to be the same. The record is the same, up to the order of frees between two
-            allocations, and takes less time; False steps everything.
+        replay: Lets a simulated step repeat the events of layers, of micro-batches, of the optimizer or of a whole step
+            that was taken, where they are known to be the same. The record is the same, up to the order of frees
+            between two allocations, and takes less time; False steps everything.
         expert_buffers: Gives experts DDP buffers of their own, as they have when they are spread over ranks.
         state: Precision and place of gradients and optimizer state, and how loss, attention and matrices are computed;
             None is plain Megatron in bf16.

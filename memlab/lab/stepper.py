@@ -46,7 +46,8 @@ from memlab.model.retention import megatron_globals
 from memlab.model.retention.activation_tap import Tap
 from memlab.model.retention.remedies import CheckpointRemedy
 from memlab.model.silence_warnings import silence_megatron
-from memlab.model.training_step import forward_only_step, train_step
+from memlab.model.training_step import forward_only_step, train_step, update_parameters
+from memlab.model.update_replay import UpdateReplay
 from memlab.record.out_of_memory import OutOfMemory
 from memlab.record.state_change import StateChange
 from memlab.record.step_record import Status, StepRecord
@@ -79,6 +80,7 @@ class Stepper:
         self.replays = replays
         """Whether a simulated step replays passes through equal layers."""
         self._replay: LayerReplay | None = None
+        self._update: UpdateReplay | None = None
         self._inserts = True
         """Whether micro-batches may be inserted; no longer once some could not."""
         self._repeatable: dict[str, Any] | None = None
@@ -114,6 +116,7 @@ class Stepper:
         self.labels.attach(live.working_modules())
         if self.replays and isinstance(self.meter, SimulatedMeter):
             self._replay = LayerReplay(live, self.labels, self.meter)
+            self._update = UpdateReplay(self.labels, self.meter)
         self._make_transfers()
         with self.labels.category("workspace"):
             self.backend.fill_workspaces(self.scenario.architecture.is_moe)
@@ -155,6 +158,8 @@ class Stepper:
         self.scenario = scenario
         if self._replay is not None:
             self._replay.forget()
+        if self._update is not None:
+            self._update.forget()
         change_attention_backend(scenario.state.attention_backend)
 
     def _rebuild(self, rebuilt: Rebuilt, former: Scenario, scenario: Scenario) -> None:
@@ -337,7 +342,7 @@ class Stepper:
             return repeated
         self._repeatable = None
         torch.cuda.synchronize()
-        meter.start(self.transfers.categories())
+        meter.start(self._categories())
         self._bookkeeping_seconds = 0.0
         started = time.perf_counter()
         measured: dict[str, Any] = {}
@@ -410,6 +415,8 @@ class Stepper:
         recover(self.live, self.settings, error)
         if self._replay is not None:
             self._replay.abandon()
+        if self._update is not None:
+            self._update.forget()
         self._offload_watch.misled = False
 
     def _phases(self, *, forward_only: bool, suspend_offload: bool) -> dict[str, Any]:
@@ -426,6 +433,9 @@ class Stepper:
         with self._off_the_clock():
             require_resident(self.live, needed)
 
+        update = self._update if self.replays and not self._needs_real_update() else None
+        adds_to_groups = bool(freed) or forward_only or update is None or not update.is_known
+
         def load_for_update() -> None:
             nonlocal load_seconds
             if self.settings.offload_optimizer_except_update:
@@ -437,9 +447,11 @@ class Stepper:
                 self._offload_watch.misled |= not suspend_offload
                 loss = forward_only_step(self.live, self.labels, suspend_offload=suspend_offload)
             else:
-                loss = train_step(self.live, self.labels, load_for_update, self._microbatches())
+                loss = train_step(
+                    self.live, self.labels, load_for_update, self._microbatches(), update or update_parameters
+                )
         with self._off_the_clock():  # the groups get their category before they leave the device
-            self.meter.categorise(self.transfers.categories())
+            self.meter.categorise(self._categories() if adds_to_groups else self.transfers.workspaces())
         with self.labels.phase_of("offload"):
             freed_at_end, end_seconds = self.transfers.end_step(self.settings)
         return {
@@ -450,21 +462,28 @@ class Stepper:
             **self._offload_seen(forward_only=forward_only),
         }
 
+    def _categories(self) -> dict[str, list[torch.Tensor]]:
+        """Returns what may lack its category: nothing, if all that is allocated has been asked for before."""
+        meter = self.meter
+        if self.replays and isinstance(meter, SimulatedMeter) and not meter.has_new:
+            return {}
+        return self.transfers.categories()
+
     def _replaying(self, forward_only: bool) -> AbstractContextManager[None]:
         """Returns a context for a step: its layers are replayed, where that is known to give the same events.
 
         Each pass must start its own communication if that overlaps with computation. Megatron's offload manager counts
-        passes, FP8 keeps state between them, and taps and `Meter.at_event` look at real tensors. Pipeline stages have
-        several passes in flight. The graph that an MoE layer's dispatcher retains keeps more under full recompute, and
-        what it keeps after an out-of-memory depends on where that happened.
+        passes, FP8 keeps state between them, and taps and `Meter.at_event` look at real tensors. The graph that an MoE
+        layer's dispatcher retains keeps more under full recompute; what it keeps depends on which pass through the
+        layer was the last one, where a pipeline stage has several in flight; after an out-of-memory, on where that
+        happened.
         """
         meter = self.meter
         if self._replay is None or not isinstance(meter, SimulatedMeter):
             return nullcontext()
-        needs_real_passes = (
-            forward_only or self.scenario.layout.pipeline_model_parallel_size > 1 or self._needs_real_passes()
-        )
+        needs_real_passes = forward_only or self._needs_real_passes()
         if self.scenario.architecture.is_moe:
+            needs_real_passes |= self.scenario.layout.pipeline_model_parallel_size > 1
             needs_real_passes |= self.settings.recompute_granularity == "full" or meter.device_memory_bytes is not None
         if forward_only:
             self._replay.forget()  # it frees the graphs that layers retain, and what replaces them has no role
@@ -473,16 +492,22 @@ class Stepper:
 
     def _needs_real_passes(self) -> bool:
         """Whether passes differ, or something counts them, keeps state between them, or looks at real tensors."""
-        state = self.scenario.state
         return (
             bool(self.settings.offload_modules)
             # What a remedy frees, and when, is not known to repeat (`benchmarks/replay.py --first 27` and `38`).
             or (self.scenario.architecture.is_moe and self.settings.checkpoint_input_remedy is not None)
-            or state.fp8_format is not None
             or self.scenario.rows_vary
+            or self._num_taps > 0
+            or self._needs_real_update()
+        )
+
+    def _needs_real_update(self) -> bool:
+        """Whether an update may do more than the one before, or something looks at real tensors."""
+        state = self.scenario.state
+        return (
+            state.fp8_format is not None
             or state.overlap_grad_reduce
             or state.overlap_param_gather
-            or self._num_taps > 0
             or self.transfers.has_fault
             or getattr(self.meter, "looks", False)
         )
@@ -535,7 +560,7 @@ class Stepper:
 
     def _record(self, measured: dict[str, Any], timeline: Timeline | None = None) -> StepRecord:
         if timeline is None:
-            self.meter.categorise(self.transfers.categories())
+            self.meter.categorise(self._categories())
             if self._replay is not None:
                 self._replay.categorise_retained()
             timeline = self.meter.finish()

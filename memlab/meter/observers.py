@@ -54,6 +54,21 @@ def observe_resizes(observer: Observer) -> Iterator[None]:
         yield
 
 
+class _Reference(weakref.ref[Any]):
+    """Knows what to call: a closure for each storage would be several objects more for the garbage collector."""
+
+    __slots__ = ("call",)
+    call: tuple[Frees, Callable[..., None], tuple[Any, ...]]
+
+
+def _report(reference: _Reference) -> None:
+    frees, on_free, arguments = reference.call
+    try:
+        on_free(*arguments)
+    except BaseException as error:  # noqa: BLE001  # `check` raises it
+        frees.keep(error)
+
+
 class Frees:
     """Reports when a storage is freed, and keeps the errors of the reports.
 
@@ -64,17 +79,16 @@ class Frees:
     def __init__(self) -> None:
         self._error: BaseException | None = None
 
-    def watch(self, storage: Any, on_free: Callable[[], None]) -> weakref.ref[Any]:
-        """Calls `on_free` when the storage is freed, as long as the returned reference exists."""
+    def watch(self, storage: Any, on_free: Callable[..., None], *arguments: Any) -> weakref.ref[Any]:
+        """Calls `on_free` with the arguments when the storage is freed, as long as the returned reference exists."""
+        reference = _Reference(storage, _report)
+        reference.call = self, on_free, arguments
+        return reference
 
-        def report(_: weakref.ref[Any]) -> None:
-            try:
-                on_free()
-            except BaseException as error:  # noqa: BLE001  # `check` raises it
-                # Without its traceback, whose frames would keep tensors of the step allocated.
-                self._error = self._error or error.with_traceback(None)
-
-        return weakref.ref(storage, report)
+    def keep(self, error: BaseException) -> None:
+        """Keeps the first error for `check`."""
+        # Without its traceback, whose frames would keep tensors of the step allocated.
+        self._error = self._error or error.with_traceback(None)
 
     def check(self) -> None:
         """Raises `RuntimeError` if a report has failed: from then on the meter counts bytes that are free."""

@@ -112,6 +112,7 @@ class SimulatedMeter(StorageMeter):
         self._found: list[tuple[StorageAllocation, int, int]] = []
         """What the step found allocated, with requested bytes and pool."""
         self._finished: _Finished | None = None
+        self._num_categorised = 0
         self._copies: dict[int, Block] = {}
         super().__init__(labels)
 
@@ -140,6 +141,15 @@ class SimulatedMeter(StorageMeter):
         self._reserved = self._reserved_allocation()
         self._reserved.num_bytes = self._allocator.reserved_bytes
         self._opening.append(Event.opening(self._reserved))
+
+    def categorise(self, categories: Mapping[str, Iterable[torch.Tensor]]) -> None:
+        super().categorise(categories)
+        self._num_categorised = self._num_births
+
+    @property
+    def has_new(self) -> bool:
+        """Whether something is allocated that was not when `categorise` was called last."""
+        return any(allocation.birth >= self._num_categorised for allocation in self._live.values())
 
     @staticmethod
     def _reserved_allocation() -> Allocation:
@@ -451,7 +461,7 @@ class SimulatedMeter(StorageMeter):
 
     def let_go(self, allocation: StorageAllocation) -> None:
         """Frees an allocation without a storage."""
-        self._on_free(allocation.key, allocation)
+        self._on_free(allocation)
 
     def abandon(self) -> None:
         """Frees what replayed passes of this step have left allocated, after an error."""

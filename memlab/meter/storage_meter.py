@@ -238,9 +238,9 @@ class StorageMeter:
         self._event(allocation.num_bytes, allocation)
 
     def _watch(self, storage: Any, allocation: StorageAllocation) -> None:
-        key = allocation.key = storage._cdata
-        allocation.reference = self._frees.watch(storage, lambda: self._on_free(key, allocation))
-        self._live[key] = allocation
+        allocation.key = storage._cdata
+        allocation.reference = self._frees.watch(storage, self._on_free, allocation)
+        self._live[allocation.key] = allocation
 
     def _take(self, allocation: StorageAllocation, num_bytes: int) -> int:
         """Returns the bytes that a storage of `num_bytes` takes of its pool."""
@@ -249,9 +249,9 @@ class StorageMeter:
     def _give_back(self, allocation: StorageAllocation) -> None:
         """Frees what `_take` took."""
 
-    def _on_free(self, key: int, allocation: StorageAllocation) -> None:
-        if self._live.get(key) is allocation:
-            del self._live[key]
+    def _on_free(self, allocation: StorageAllocation) -> None:
+        if self._live.get(allocation.key) is allocation:
+            del self._live[allocation.key]
         allocation.freed_in_span = self._labels.span
         allocation.freed_in_step = self._num_starts
         self._event(-allocation.num_bytes, allocation)

@@ -23,11 +23,18 @@ from memlab.model.packed_sequences import packed_sequence_params, shifted
 from memlab.upstream.patching import patched
 
 
+def update_parameters(live: LiveModel) -> None:
+    """Runs the optimizer."""
+    succeeded, _, _ = live.optimizer.step()
+    assert succeeded, "bf16 and fp32 training scale no loss, so no step is skipped"
+
+
 def train_step(
     live: LiveModel,
     labels: Labels,
     load_for_update: Callable[[], None] = lambda: None,
     microbatches: MicrobatchReplay | None = None,
+    update: Callable[[LiveModel], None] = update_parameters,
 ) -> float | None:
     """Runs forward and backward of every micro-batch and the optimizer.
 
@@ -36,6 +43,7 @@ def train_step(
         labels: Set to each phase as it begins.
         load_for_update: Called after backward, to load what only the optimizer needs.
         microbatches: Inserts micro-batches that are not stepped; None steps all.
+        update: Takes the place of `update_parameters`.
 
     Returns:
         The mean loss over the micro-batches and the copies of the model; None on a pipeline stage that computes none.
@@ -50,8 +58,7 @@ def train_step(
             microbatches.require_all()
         load_for_update()
         labels.enter_phase("optimizer")
-        succeeded, _, _ = live.optimizer.step()
-        assert succeeded, "bf16 and fp32 training scale no loss, so no step is skipped"
+        update(live)
         zero_auxiliary_losses()
     data_parallel_overlap.start_gathering(live)
     return loss

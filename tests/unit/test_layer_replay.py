@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from memlab import Lab, Layout, MemorySettings
+from memlab import Lab, Layout, MemorySettings, TrainingState
 from memlab.record.step_record import StepRecord
 from tests.unit.replayed import Case, random_case, require_identical, take
 
@@ -20,10 +20,16 @@ _GROUPS = MemorySettings(recompute_granularity="full", recompute_method="uniform
 _BLOCK = MemorySettings(recompute_granularity="full", recompute_method="block", recompute_num_layers=3)
 _OFFLOAD = MemorySettings(offload_modules=("expert_fc1",), min_offloaded_tensor_size=0)
 _STAGES = Layout(pipeline_model_parallel_size=2)
+_CHUNKS = Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
 _BETWEEN = MemorySettings(offload_optimizer=True)
+_EXCEPT_UPDATE = MemorySettings(offload_optimizer=True, offload_optimizer_except_update=True)
 
 _CASES: list[tuple[str, dict[str, Any], list[MemorySettings]]] = [
-    ("phi-4-tiny", {"num_layers": 8, "seq_length": 64}, [MemorySettings(), _FULL, _GROUPS, _BLOCK, _MLP, _BETWEEN]),
+    (
+        "phi-4-tiny",
+        {"num_layers": 8, "seq_length": 64},
+        [MemorySettings(), _FULL, _GROUPS, _BLOCK, _MLP, _BETWEEN, _EXCEPT_UPDATE],
+    ),
     ("phi-4-tiny", {"num_layers": 7, "seq_length": 64, "num_microbatches": 5}, [_LAYERNORM, _FULL]),
     (
         "qwen3-moe-tiny",
@@ -32,7 +38,8 @@ _CASES: list[tuple[str, dict[str, Any], list[MemorySettings]]] = [
     ),
     ("qwen3-moe-tiny", {"num_layers": 7, "seq_length": 64, "num_microbatches": 5}, [_MOE]),
     # Micro-batches are inserted: with several passes in flight on the first of two stages.
-    ("phi-4-tiny", {"num_layers": 4, "seq_length": 64, "num_microbatches": 12, "layout": _STAGES}, [_LAYERNORM, _FULL]),
+    ("phi-4-tiny", {"num_layers": 8, "seq_length": 64, "num_microbatches": 10, "layout": _STAGES}, [_LAYERNORM, _FULL]),
+    ("phi-4-tiny", {"num_layers": 12, "seq_length": 64, "num_microbatches": 4, "layout": _CHUNKS}, [_LAYERNORM]),
     ("qwen3-moe-tiny", {"num_layers": 2, "seq_length": 64, "num_microbatches": 8}, [MemorySettings(), _FULL]),
 ]
 
@@ -57,6 +64,19 @@ def test_random_scenarios_have_the_same_steps_with_and_without_replay(seed: int)
     replayed, _ = take(case, replay=True)
     for one, other in zip(stepped, replayed, strict=True):
         require_identical(one, other)
+
+
+@pytest.mark.parametrize("leaves_copies", [False, True])
+def test_an_update_is_replayed_if_it_leaves_allocated_what_it_found(leaves_copies: bool) -> None:
+    state = TrainingState(grad_reduce_in_bf16=leaves_copies)  # each update leaves fp32 copies of bf16 gradients
+    with Lab("phi-4-tiny", num_layers=2, seq_length=32, state=state, backend="simulated") as lab:
+        lab.step()
+        optimizer: Any = lab._session.stepper.live.optimizer  # type: ignore[union-attr]
+        calls = []
+        update = optimizer.step
+        optimizer.step = lambda: (calls.append(1), update())[1]
+        lab.step(_LAYERNORM)
+    assert bool(calls) == leaves_copies
 
 
 def test_a_replayed_step_runs_out_of_memory_where_a_stepped_one_does() -> None:

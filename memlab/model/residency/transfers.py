@@ -36,7 +36,11 @@ class Transfers:
 
     def categories(self) -> dict[str, list[torch.Tensor]]:
         """Returns what the model keeps from step to step: workspaces, and the groups with their host copies."""
-        return {"workspace": list(megatron_globals.workspace(self._live)), **self.residency.tensors()}
+        return self.workspaces() | self.residency.tensors()
+
+    def workspaces(self) -> dict[str, list[torch.Tensor]]:
+        """Returns the workspaces."""
+        return {"workspace": list(megatron_globals.workspace(self._live))}
 
     def load(self, groups: Collection[str] = GROUPS) -> float:
         """Loads what a step needs; returns the seconds that it took, 0.0 if nothing was on the host."""
