@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,15 @@ from memlab.commands.shared.step_flags import (
     rank_or_all,
     ranks_of,
 )
+from memlab.commands.shared.step_progress import ProgressLines
 from memlab.config.layout import Layout
 from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.fitting.does_it_fit import VERDICTS, Fit, Verdict, fits, judge, judge_fit
+from memlab.fitting.does_it_fit import VERDICTS, Fit, FitInterrupted, Verdict, fits, judge, judge_fit
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.lab.job_phases import predict_phases
-from memlab.lab.search_steps import stepping
+from memlab.lab.search_steps import StepInterrupted, stepping
 from memlab.record.job_phases import JobPhases
 from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
@@ -99,6 +100,33 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     return job
 
 
+@dataclass(slots=True)
+class _Predicted:
+    """What is known so far: Ctrl-C keeps it."""
+
+    records: list[StepRecord] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    fit: Fit | None = None
+    phases: JobPhases | None = None
+    is_interrupted: bool = False
+
+    @property
+    def judged(self) -> StepRecord:
+        """The worst of the ranks."""
+        least = max(self.verdicts, key=VERDICTS.index, default=None)
+        judged = zip(self.records, self.verdicts, strict=False)
+        return worst([record for record, verdict in judged if verdict == least] or self.records)
+
+    @property
+    def exit_code(self) -> int:
+        """0 if everything fits."""
+        if self.is_interrupted:
+            return 130
+        is_complete = all(record.status == "ok" for record in self.records)
+        fits_all = (self.fit is None or self.fit.fits) and (self.phases is None or self.phases.fits is not False)
+        return 0 if is_complete and fits_all else 1
+
+
 def _predict(
     workload: dict[str, Any],
     layouts: list[Layout],
@@ -107,49 +135,95 @@ def _predict(
     claimed: ExitStack,
     rollout: Rollout | None,
 ) -> int:
-    records: list[StepRecord] = []
-    verdicts: list[Verdict] = []
-    fit, phases, interrupted, started = None, None, False, time.monotonic()
+    found = _Predicted()
     with claimed, stdout_reserved_for_result():
         try:
-            for number, layout in enumerate(layouts, 1):
-                scenario = Scenario.of(**workload | {"layout": layout})
-                with stepping(scenario, forward_only=arguments.forward_only, replay=arguments.replay) as step:
-                    record = step(settings, arguments.device_memory)
-                    if arguments.out is not None:
-                        folder = arguments.out / f"rank-{layout.rank}" if len(layouts) > 1 else arguments.out
-                        save_record(record, folder, snapshot=arguments.snapshot)
-                    if arguments.gpu_memory is not None:
-                        verdicts.append(judge(record, step, limit_for_torch(arguments.gpu_memory, layout)))
-                    records.append(record)
-                if len(layouts) > 1:
-                    left = remaining(time.monotonic() - started, number, len(layouts) - number)
-                    peak = format_bytes(record.peak_allocated_bytes)
-                    print(
-                        f"{number} of {len(layouts)} ranks predicted{left}: rank {layout.rank}: {peak}", file=sys.stderr
-                    )
-            if arguments.out is not None and len(records) > 1:
-                _save_page(records, arguments.out)
-        except KeyboardInterrupt:
-            if not records:
-                raise
-            interrupted = True
-            print(f"interrupted: {len(records)} of {len(layouts)} ranks were predicted", file=sys.stderr)
-        least = max(verdicts, key=VERDICTS.index, default=None)
-        of_least = [record for record, verdict in zip(records, verdicts, strict=False) if verdict == least]
-        judged = worst(of_least or records)
-        if arguments.gpu_memory is not None and not interrupted:
-            with stepping(judged.scenario, replay=arguments.replay) as step:
-                fit = judge_fit(judged, step, arguments.gpu_memory)
-            fit = _on_all_ranks(
-                fit, [record.scenario for record in records if record is not judged], replay=arguments.replay
+            _take_steps(
+                found, [Scenario.of(**workload | {"layout": layout}) for layout in layouts], settings, arguments
             )
-        if rollout is not None and not interrupted:
-            phases = predict_phases(judged.scenario, settings, rollout, arguments.gpu_memory, replay=arguments.replay)
-    print(_result(records, judged, fit, phases, as_json=arguments.json))
-    is_complete = all(record.status == "ok" for record in records)
-    fits_all = (fit is None or fit.fits) and (phases is None or phases.fits is not False)
-    return 130 if interrupted else 0 if is_complete and fits_all else 1
+            if arguments.gpu_memory is not None:
+                found.fit = _fit(found.judged, found.records, arguments)
+            if rollout is not None:
+                found.phases = predict_phases(
+                    found.judged.scenario,
+                    settings,
+                    rollout,
+                    arguments.gpu_memory,
+                    replay=arguments.replay,
+                    on_progress=ProgressLines("phases of the job"),
+                )
+        except KeyboardInterrupt as interrupt:
+            _keep(found, interrupt, len(layouts))
+    print(_result(found, as_json=arguments.json))
+    return found.exit_code
+
+
+def _take_steps(
+    found: _Predicted, scenarios: list[Scenario], settings: MemorySettings, arguments: argparse.Namespace
+) -> None:
+    started = time.monotonic()
+    for number, scenario in enumerate(scenarios, 1):
+        rank = scenario.layout.rank
+        progress = ProgressLines(f"rank {rank}")
+        with stepping(
+            scenario, forward_only=arguments.forward_only, replay=arguments.replay, on_progress=progress
+        ) as step:
+            record = step(settings, arguments.device_memory)
+            if arguments.out is not None:
+                folder = arguments.out / f"rank-{rank}" if len(scenarios) > 1 else arguments.out
+                save_record(record, folder, snapshot=arguments.snapshot)
+            found.records.append(record)
+            if arguments.gpu_memory is not None:
+                found.verdicts.append(judge(record, step, limit_for_torch(arguments.gpu_memory, scenario.layout)))
+        if len(scenarios) > 1:
+            left = remaining(time.monotonic() - started, number, len(scenarios) - number)
+            peak = format_bytes(record.peak_allocated_bytes)
+            print(f"{number} of {len(scenarios)} ranks predicted{left}: rank {rank}: {peak}", file=sys.stderr)
+    if arguments.out is not None and len(found.records) > 1:
+        _save_page(found.records, arguments.out)
+
+
+def _keep(found: _Predicted, interrupt: KeyboardInterrupt, num_ranks: int) -> None:
+    """Says what Ctrl-C left; of a single step that was running, the part that was taken is kept.
+
+    Raises:
+        KeyboardInterrupt: If there is nothing to keep.
+    """
+    found.is_interrupted = True
+    if isinstance(interrupt, FitInterrupted):
+        found.fit = interrupt.fit
+    if len(found.records) == num_ranks:
+        words = "what else would fit, or the phases of the job, are not complete"
+    elif found.records:
+        words = f"{len(found.records)} of {num_ranks} ranks were predicted"
+    elif isinstance(interrupt, StepInterrupted):
+        words = "the figures are those of the part of the step that was taken"
+        found.records.append(interrupt.record)
+    else:
+        raise interrupt
+    print(f"interrupted: {words}", file=sys.stderr)
+
+
+def _fit(judged: StepRecord, records: list[StepRecord], arguments: argparse.Namespace) -> Fit:
+    """Judges a step, and keeps the alternatives that fit on all ranks.
+
+    Raises:
+        FitInterrupted: At Ctrl-C, once there is a verdict.
+    """
+    progress = ProgressLines("what would fit")
+    others = [record.scenario for record in records if record is not judged]
+    fit = None
+    try:
+        with stepping(judged.scenario, replay=arguments.replay, on_progress=progress) as step:
+            fit = judge_fit(judged, step, arguments.gpu_memory)
+        return _on_all_ranks(fit, others, replay=arguments.replay)
+    except FitInterrupted as interrupted:
+        fit = interrupted.fit
+        raise FitInterrupted(replace(fit, alternatives=()) if others else fit) from None
+    except KeyboardInterrupt:
+        if fit is None:
+            raise
+        raise FitInterrupted(replace(fit, alternatives=())) from None
 
 
 def _on_all_ranks(fit: Fit, others: list[Scenario], *, replay: bool) -> Fit:
@@ -173,9 +247,8 @@ def _save_page(records: list[StepRecord], folder: Path) -> None:
     peaks({f"rank {record.scenario.layout.rank}": record for record in records}).save(folder / "ranks.html")
 
 
-def _result(
-    records: list[StepRecord], judged: StepRecord, fit: Fit | None, phases: JobPhases | None, *, as_json: bool
-) -> str:
+def _result(found: _Predicted, *, as_json: bool) -> str:
+    records, judged, fit, phases = found.records, found.judged, found.fit, found.phases
     layout = judged.scenario.layout
     if as_json:
         values = records[0].to_dict() if len(records) == 1 else JobRecord.of(records).to_dict()
@@ -186,7 +259,7 @@ def _result(
     from memlab.views.text.ranks import ranks_table
     from memlab.views.text.record import record_table
 
-    lines = [] if fit is None else [*_verdict(fit, layout, of_all=len(records) > 1), ""]
+    lines = [] if fit is None else [*_verdict(found, fit), ""]
     lines += [record_table(records[0]) if len(records) == 1 else ranks_table(records)]
     if 1 < len(records) < layout.world_size:
         lines.append(f"one rank of every kind: each other of the {layout.world_size} ranks equals one of these")
@@ -197,11 +270,14 @@ def _result(
     return "\n".join([*lines, "", str(estimate_outside_torch(layout))])
 
 
-def _verdict(fit: Fit, layout: Layout, *, of_all: bool) -> list[str]:
+def _verdict(found: _Predicted, fit: Fit) -> list[str]:
     """Says whether the step fits, and what would: the answer, so it is printed first."""
+    layout = found.judged.scenario.layout
     name = f"rank {layout.rank} " if layout.world_size > 1 else ""
-    if of_all and fit.fits:
+    if len(found.records) > 1 and fit.fits:
         name = "each rank "
+    if found.is_interrupted and not fit.alternatives:
+        return [f"{name}{fit}"]  # what would fit was not tried to the end
     return [f"{name}{fit}", *_alternatives(fit)]
 
 

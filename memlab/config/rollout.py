@@ -27,6 +27,8 @@ class Rollout:
     """GPUs that share the weights of one engine."""
     bucket_bytes: int | None = None
     """How much of the weights is gathered and sent at a time; None where the framework decides by free memory."""
+    bucket_share: float | None = None
+    """Then the share of the GPU's free memory that it takes for that; None where this is not known."""
 
     def of_log_probabilities(self, scenario: Scenario) -> Scenario:
         """Returns the scenario of a forward-only pass of this job.

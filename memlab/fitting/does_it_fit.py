@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from memlab.config.scenario import Scenario
@@ -122,6 +122,18 @@ def basis_of(scenario: Scenario) -> str:
     return f"{routing}; steps of models with experts{spread}{several} on H200s needed up to {share} more"
 
 
+class FitInterrupted(KeyboardInterrupt):
+    """Ctrl-C after the verdict, while alternatives are predicted.
+
+    Args:
+        fit: With the alternatives that were found.
+    """
+
+    def __init__(self, fit: Fit) -> None:
+        super().__init__()
+        self.fit = fit
+
+
 def judge_fit(record: StepRecord, step: Step, gpu_memory_bytes: int) -> Fit:
     """Compares a step with a GPU's memory, and where it does not fit, predicts what would.
 
@@ -129,6 +141,9 @@ def judge_fit(record: StepRecord, step: Step, gpu_memory_bytes: int) -> Fit:
         record: A step that finished.
         step: Takes another step of the same scenario.
         gpu_memory_bytes: Of the whole GPU.
+
+    Raises:
+        FitInterrupted: At Ctrl-C, once there is a verdict.
     """
     outside = estimate_outside_torch(record.scenario.layout)
     limit_bytes = gpu_memory_bytes - outside.total_bytes
@@ -136,7 +151,7 @@ def judge_fit(record: StepRecord, step: Step, gpu_memory_bytes: int) -> Fit:
     with_most = judge(record, step, gpu_memory_bytes - outside.most_bytes) if verdict != "does not fit" else verdict
     start_bytes = record.static_bytes - record.residual_bytes
     can_be_helped = verdict == "does not fit" and start_bytes <= limit_bytes
-    return Fit(
+    fit = Fit(
         gpu_memory_bytes=gpu_memory_bytes,
         outside_torch_bytes=outside.total_bytes,
         most_outside_torch_bytes=outside.most_bytes,
@@ -145,26 +160,32 @@ def judge_fit(record: StepRecord, step: Step, gpu_memory_bytes: int) -> Fit:
         verdict=verdict,
         verdict_with_most_outside=with_most,
         basis=basis_of(record.scenario),
-        alternatives=tuple(_alternatives(record, step, limit_bytes)) if can_be_helped else (),
     )
+    fitting: list[Alternative] = []
+    try:
+        fitting.extend(_alternatives(record, step, limit_bytes) if can_be_helped else ())
+    except KeyboardInterrupt:
+        raise FitInterrupted(replace(fit, alternatives=_by_cost(fitting))) from None
+    return replace(fit, alternatives=_by_cost(fitting))
 
 
-def _alternatives(record: StepRecord, step: Step, limit_bytes: int) -> list[Alternative]:
-    """Takes a step under each setting that does one thing more, and returns those that fit, the cheapest first."""
+def _by_cost(alternatives: list[Alternative]) -> tuple[Alternative, ...]:
+    return tuple(sorted(alternatives, key=lambda one: (one.recomputed_operations, one.transferred_bytes)))
+
+
+def _alternatives(record: StepRecord, step: Step, limit_bytes: int) -> Iterator[Alternative]:
+    """Takes a step under each setting that does one thing more, and yields those that fit."""
     own, *others = candidates(record.settings, record.scenario, depth=1, with_remedy=record.residual_bytes > 0)
     assert own == record.settings
-    taken = [step(settings, None) for settings in others]
-    fitting = [
-        Alternative(
-            settings=other.settings,
-            peak_allocated_bytes=other.peak_allocated_bytes,
-            recomputed_operations=recomputed_operations(other.settings, other.scenario),
-            transferred_bytes=transferred_bytes(other),
-        )
-        for other in taken
-        if fits(other, step, limit_bytes)
-    ]
-    return sorted(fitting, key=lambda one: (one.recomputed_operations, one.transferred_bytes))
+    for settings in others:
+        other = step(settings, None)
+        if fits(other, step, limit_bytes):
+            yield Alternative(
+                settings=settings,
+                peak_allocated_bytes=other.peak_allocated_bytes,
+                recomputed_operations=recomputed_operations(settings, other.scenario),
+                transferred_bytes=transferred_bytes(other),
+            )
 
 
 def judge(record: StepRecord, step: Step, limit_bytes: int) -> Verdict:

@@ -56,6 +56,33 @@ def _router_bytes(scenario: Scenario) -> int:
     return 16 * scenario.num_layers_of_stage * architecture.hidden_size * (architecture.num_moe_experts or 0)
 
 
+def _trained_bytes(scenario: Scenario) -> int:
+    """Returns what gradients and optimizer state of all parameters of a rank take, sharded as the job shards them."""
+    model, layout, state = scenario.architecture, scenario.layout, scenario.state
+    tensor, stage, hidden = layout.tensor_model_parallel_size, layout.pipeline_stage, model.hidden_size
+    query = model.num_attention_heads * model.kv_channels
+    attention = 2 * hidden * (query + model.num_query_groups * model.kv_channels)
+    # Norms, and the router, are whole on every rank.
+    whole = 2 * hidden + 2 * model.kv_channels * model.qk_layernorm + hidden * (model.num_moe_experts or 0)
+    width = model.moe_ffn_hidden_size if model.is_moe else model.ffn_hidden_size
+    mlp = 3 * hidden * width * (model.num_moe_experts or 1)
+    by_experts = layout.expert_tensor_size * layout.expert_model_parallel_size if model.is_moe else tensor
+    has_embedding, has_output = stage == 0, stage == layout.pipeline_model_parallel_size - 1
+    tied = model.share_embeddings_and_output_weights and has_embedding and has_output
+    vocabularies = has_embedding + has_output - tied
+    copies = layout.data_parallel_size * layout.context_parallel_size
+    dense = scenario.num_layers_of_stage * (attention // tensor + whole)
+    dense += vocabularies * model.vocab_size * hidden // tensor + hidden
+    experts = scenario.num_layers_of_stage * mlp // by_experts
+    if not model.is_moe:
+        dense, experts = dense + experts, 0
+    of_gradient = 2 if state.grad_reduce_in_bf16 else 4
+    shards = (copies, max(1, layout.ranks_of_a_stage // by_experts)) if state.use_distributed_optimizer else (1, 1)
+    return sum(
+        count * of_gradient + 12 * -(-count // shard) for count, shard in zip((dense, experts), shards, strict=True)
+    )
+
+
 BOUNDS: dict[str, Callable[[Scenario], int]] = {
     "gradient_accumulation_fusion": unused_gradient_bytes,
     "defer_fp32_logits": lambda scenario: 4 * _logits(scenario),
@@ -65,5 +92,6 @@ BOUNDS: dict[str, Callable[[Scenario], int]] = {
     "use_linear_ce_fusion_loss": _whole_loss_bytes,
     "hidden_dropout": _dropout_bytes,
     "freeze_moe_router": _router_bytes,
+    **dict.fromkeys(("lora_rank", "lora.rank", "peft.enabled", "tuner_type", "train_type"), _trained_bytes),
 }
-"""By the last part of a key: at most so many bytes more or less, as the key's effect says."""
+"""By the last part of a key, or by the last two: at most so many bytes more or less, as the key's effect says."""

@@ -233,7 +233,8 @@ def _drop_experts(reading: Reading, architecture: Architecture) -> None:
 def _bound(reading: Reading, scenario: Scenario) -> None:
     """Says how much what is not modelled can change, where that is known."""
     for index, one in enumerate(reading.not_modelled):
-        bound = BOUNDS.get(one.key.rpartition(".")[2])
+        parts = one.key.split(".")
+        bound = BOUNDS.get(".".join(parts[-2:])) or BOUNDS.get(parts[-1])
         if bound is not None and one.effect != "unknown":
             ranks = (replace(scenario, layout=replace(scenario.layout, rank=n)) for n in scenario.ranks_of_every_kind)
             reading.not_modelled[index] = replace(one, bound_bytes=max(bound(rank) for rank in ranks))

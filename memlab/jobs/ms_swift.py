@@ -15,11 +15,11 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs import without_effect
 from memlab.jobs.framework import Framework, Reading
-from memlab.jobs.keys import DTYPE, NONE_WORD, SWITCH, TEXT, WHOLE, Key, Missing, refusal, with_defaults
+from memlab.jobs.keys import DTYPE, NONE_WORD, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, refusal, with_defaults
 from memlab.jobs.megatron_keys import CHUNKS, COMPUTE, OFFLOAD, OPTIMIZER, RECOMPUTE, SIZES
 from memlab.jobs.megatron_lm import CANNOT_WRITE, FLAGS_MISSING, common, note_fusion, note_sequence_parallel
 from memlab.jobs.model import HUGGING_FACE_NAMES
-from memlab.jobs.reinforcement import LORA
+from memlab.jobs.reinforcement import LORA, take_rollout
 
 _RENAMED = {"fp8": "fp8_format", "fp8_param": "fp8_param_gather"}
 _COMPUTE = tuple(replace(key, name=_RENAMED.get(key.name, key.name)) for key in COMPUTE)
@@ -50,6 +50,10 @@ KEYS = (
     Key("packing_length", "packing_length", WHOLE, None),
     Key("max_completion_length", "max_completion_length", WHOLE, 512),
     Key("rlhf_type", "rlhf_type", TEXT, None),
+    Key("vllm_mode", "vllm_mode", TEXT, None),
+    Key("vllm_gpu_memory_utilization", "engine_share", NUMBER, 0.9),
+    Key("vllm_tensor_parallel_size", "engine_ranks", WHOLE, 1),
+    Key("sleep_level", "sleep_level", WHOLE, 0),
     Key("micro_batch_size", "micro_batch_size", WHOLE, 1),
     Key("global_batch_size", "global_batch_size", WHOLE, 16),
     *_RECOMPUTE,
@@ -90,7 +94,7 @@ def complete(reading: Reading) -> None:
     values["dtype"] = "bf16" if values.pop("bf16") else "fp32"
     if values.get("main_grads_dtype") == "bf16":
         values["grad_reduce_in_bf16"] = True
-    _complete_ranks(reading)
+    per_node = _complete_ranks(reading)
     _complete_extra(reading)
     kind, generated = values.pop("rlhf_type"), values.pop("max_completion_length")
     if kind in _LIKELIHOOD:
@@ -104,14 +108,33 @@ def complete(reading: Reading) -> None:
     if length and kind == "grpo":
         length += generated
     values["seq_length"] = length
+    _complete_rollout(reading, per_node, is_generating=kind == "grpo")
     if length is None:
         reading.warnings.append("max_length is not in the file, so memlab takes the architecture's usual length")
     note_sequence_parallel(reading)
     note_fusion(reading)
 
 
-def _complete_ranks(reading: Reading) -> None:
-    """Takes ranks from the environment of the launch, where the script sets it."""
+def _complete_rollout(reading: Reading, per_node: int, *, is_generating: bool) -> None:
+    """Takes what GRPO does between training steps. Its weights go to the engine one by one."""
+    values = reading.values
+    mode, sleep_level = values.pop("vllm_mode"), values.pop("sleep_level")
+    if not is_generating:
+        del values["engine_share"], values["engine_ranks"]
+        return
+    values["engine_sleeps"] = bool(sleep_level)
+    take_rollout(
+        reading,
+        is_colocated=mode != "server",
+        ranks_per_node=per_node,
+        seq_length=values["seq_length"],
+        micro_batch_size=values.get("micro_batch_size"),
+        bucket_bytes=0,
+    )
+
+
+def _complete_ranks(reading: Reading) -> int:
+    """Takes ranks from the environment of the launch, where the script sets it, and returns those of a node."""
     values, environment = reading.values, reading.entries.environment
     for name, field in (("NNODES", "nodes"), ("NPROC_PER_NODE", "ranks_per_node")):
         text = environment.get(name, "")
@@ -123,6 +146,7 @@ def _complete_ranks(reading: Reading) -> None:
         per_node = len(devices.split(","))
     if per_node:
         values.setdefault("world_size", nodes * per_node)
+    return per_node or values.get("world_size") or 1
 
 
 def _complete_extra(reading: Reading) -> None:

@@ -47,6 +47,10 @@ _PASSED = tuple(key for key in COMPUTE if key.name not in _FP8)
 _ROWS = ("min_offloaded_tensor_size", "activation_offload_fraction")
 _OPTIMIZER = tuple(key for key in OPTIMIZER if not key.name.startswith("pin"))
 
+_REFIT_SHARE = 0.3
+"""Of the free memory, for the bucket of the weight sync, unless ``NRL_REFIT_BUFFER_MEMORY_RATIO`` says otherwise
+(``_compute_buffer_size`` in nemo_rl/weight_sync/ipc_weight_synchronizer.py)."""
+
 
 def _without_default(keys: tuple[Key, ...]) -> tuple[Key, ...]:
     return tuple(Key(key.name, key.field, key.conversion, ABSENT) for key in keys)
@@ -90,6 +94,7 @@ KEYS = (
     Key("policy.dynamic_batching.logprob_mb_tokens", "log_prob_dynamic_tokens", COUNT),
     Key("policy.generation.vllm_cfg.gpu_memory_utilization", "engine_share", NUMBER, 0.6),
     Key("policy.generation.vllm_cfg.tensor_parallel_size", "engine_ranks", WHOLE, 1),
+    Key("policy.refit_buffer_size_gb", "bucket", NUMBER),
     Key("policy.generation.colocated.enabled", "is_colocated", SWITCH, True),
     Key("policy.generation.colocated.resources.num_nodes", "generation_nodes", WHOLE, None),
     Key("policy.generation.colocated.resources.gpus_per_node", "generation_ranks", WHOLE, None),
@@ -137,12 +142,15 @@ def complete(reading: Reading) -> None:
     of_log_probs = longest
     if is_packed_row or is_dynamic:
         of_log_probs, rows = (of_packed if is_packed_row else of_dynamic) or longest * rows, 1
+    bucket = values.pop("bucket", None)
     take_rollout(
         reading,
         is_colocated=is_colocated,
         ranks_per_node=per_node,
         seq_length=of_log_probs,
         micro_batch_size=rows,
+        bucket_bytes=int(bucket * 2**30) if bucket else None,
+        bucket_share=_REFIT_SHARE if is_colocated else None,
     )
     if is_packed_row or is_dynamic:
         key = f"policy.{'sequence_packing' if is_packed_row else 'dynamic_batching'}.train_mb_tokens"

@@ -101,6 +101,7 @@ def take_rollout(
     seq_length: int | None,
     micro_batch_size: int | None = 1,
     bucket_bytes: int | None = None,
+    bucket_share: float | None = None,
 ) -> None:
     """Takes what the job does between training steps.
 
@@ -111,6 +112,7 @@ def take_rollout(
         seq_length: Tokens of a row for log-probabilities; None takes those of training.
         micro_batch_size: Rows of such a pass; None takes 1.
         bucket_bytes: Of the weight sync, where a key says it.
+        bucket_share: Of the free memory, that the framework takes for the bucket where no key says it.
     """
     values = reading.values
     share = values.pop("engine_share", None)
@@ -129,6 +131,7 @@ def take_rollout(
         engine_sleeps=values.pop("engine_sleeps", True),
         engine_ranks=max(1, values.pop("engine_ranks", None) or 1),
         bucket_bytes=bucket_bytes,
+        bucket_share=bucket_share if bucket_bytes is None else None,
     )
 
 

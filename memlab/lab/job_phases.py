@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.lab.progress import Progress
 from memlab.record.job_phases import JobPhase, JobPhases
 from memlab.record.step_record import StepRecord
 
@@ -27,6 +29,7 @@ def predict_phases(
     *,
     backend: str | Backend = "simulated",
     replay: bool = True,
+    on_progress: Callable[[Progress], None] | None = None,
 ) -> JobPhases:
     """Predicts a training step and a forward-only pass on the same model, and adds up the phases between them.
 
@@ -39,6 +42,7 @@ def predict_phases(
         gpu_memory_bytes: Of each GPU; None leaves out what is left.
         backend: That takes the steps.
         replay: As for a `Lab`.
+        on_progress: Called with the progress of the training step.
 
     Raises:
         ValueError: If memlab refuses the workload of the forward-only pass.
@@ -48,7 +52,7 @@ def predict_phases(
     values = {field.name: getattr(scenario, field.name) for field in fields(Scenario)}
     of_pass = rollout.of_log_probabilities(scenario)
     with Lab(**values, backend=backend, replay=replay) as lab:
-        trained = lab.step(settings)
+        trained = lab.step(settings, on_progress=on_progress)
         passed = lab.forward_only(
             seq_length=of_pass.seq_length, micro_batch_size=of_pass.micro_batch_size, warm_up=True
         )
@@ -62,6 +66,9 @@ def predict_phases(
     if not rollout.is_colocated:
         weights = 0
     of_sync = weights if rollout.engine_sleeps else engine
+    if gathered is None and rollout.bucket_share and gpu_memory_bytes is not None and of_sync is not None:
+        free = gpu_memory_bytes - outside - between - parameters - of_sync
+        gathered = int(max(0, free) * rollout.bucket_share)
     training = (
         ("generation", between, engine),
         ("log-probabilities", _held_bytes(passed), asleep),

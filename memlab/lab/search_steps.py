@@ -12,6 +12,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.does_it_fit import Step
 from memlab.fitting.prediction import Prediction
+from memlab.lab.progress import Progress
 from memlab.record.step_record import StepRecord
 
 if TYPE_CHECKING:
@@ -24,6 +25,18 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 """A prediction needs no GPU, so it takes none from the machine that it runs on."""
 
 
+class StepInterrupted(KeyboardInterrupt):
+    """Ctrl-C during a step.
+
+    Args:
+        record: Of the part of the step, or of its warm-up step, that was taken.
+    """
+
+    def __init__(self, record: StepRecord) -> None:
+        super().__init__()
+        self.record = record
+
+
 @contextmanager
 def stepping(
     scenario: Scenario,
@@ -31,8 +44,11 @@ def stepping(
     forward_only: bool = False,
     backend: str | Backend = "simulated",
     replay: bool = True,
+    on_progress: Callable[[Progress], None] | None = None,
 ) -> Iterator[Step]:
     """Opens a simulated lab for the block, and yields a function that takes a step and keeps no record.
+
+    That function raises `StepInterrupted` at Ctrl-C, if a step was running.
 
     The record of a step does not depend on the steps before it. Offload between steps reallocates parameters, gradients
     or optimizer state, which may leave unsplit remainders at their ends. So other settings then get a new lab.
@@ -48,7 +64,15 @@ def stepping(
                 lab = opened.enter_context(_simulated_lab(scenario, backend, replay=replay))
             before = settings
             lab.device_memory_bytes = limit_bytes
-            record = lab.forward_only(settings, warm_up=True) if forward_only else lab.step(settings)
+            try:
+                if forward_only:
+                    record = lab.forward_only(settings, warm_up=True)
+                else:
+                    record = lab.step(settings, on_progress=on_progress)
+            except KeyboardInterrupt:
+                if lab.records and lab.records[-1].status == "interrupted":
+                    raise StepInterrupted(lab.records[-1]) from None
+                raise
             lab.records.clear()  # the timelines of a hundred steps of a large model exceed a laptop's memory
             return record
 

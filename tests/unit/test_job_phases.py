@@ -68,8 +68,27 @@ SLIME = (
             {"seq_length": 4096, "micro_batch_size": 3, "engine_sleeps": False},
         ),
         ("run.sh", f"{VERL} {LOCAL} {ROLLOUT}.update_weights_bucket_megabytes=null", None, {"bucket_bytes": 0}),
-        ("config.yaml", NEMO_RL, 1, {"seq_length": 8192, "engine_ranks": 4, "bucket_bytes": None}),
+        ("config.yaml", NEMO_RL, 1, {"seq_length": 8192, "engine_ranks": 4, "bucket_bytes": None, "bucket_share": 0.3}),
         ("run.sh", SKYRL, None, {"seq_length": 1536, "micro_batch_size": 4, "gpu_memory_utilization": 0.6}),
+        (
+            "run.sh",
+            (
+                "NPROC_PER_NODE=8 megatron rlhf --rlhf_type grpo --model Qwen/Qwen3-30B-A3B --expert_model_parallel_size 8 "
+                "--max_length 1024 --max_completion_length 3072 --vllm_mode colocate --vllm_gpu_memory_utilization 0.4 "
+                "--vllm_tensor_parallel_size 2 --sleep_level 1 --micro_batch_size 2 --global_batch_size 16"
+            ),
+            None,
+            {
+                "seq_length": 4096,
+                "micro_batch_size": 2,
+                "engine_sleeps": True,
+                "engine_ranks": 2,
+                "bucket_bytes": 0,
+                "gpu_memory_utilization": 0.4,
+                "is_colocated": True,
+                "ranks_per_node": 8,
+            },
+        ),
         ("run.sh", SLIME, 2, {"seq_length": 16384, "is_colocated": True, "bucket_bytes": GIB // 2}),
     ],
 )
@@ -109,6 +128,12 @@ def test_the_phases_of_a_job_are_those_of_a_live_model(settings: MemorySettings)
     assert predicted.host_bytes_of_rank == pytest.approx(step.host_bytes, rel=1e-3)
     by_name = {phase.name: phase for phase in predicted.phases}
     assert by_name["training step"].engine_bytes == 0
+    if settings == AWAY:
+        by_share = replace(rollout, bucket_bytes=None, bucket_share=0.3)
+        synced = predict_phases(job, settings, by_share, gpu_memory_bytes, backend=of_the_cpu_backend())
+        engine_weights = 2 * job.architecture.num_parameters
+        free = gpu_memory_bytes - synced.outside_torch_bytes - step.static_bytes - parameters - engine_weights
+        assert synced.gathered_bytes == pytest.approx(0.3 * free, abs=256)
     left = gpu_memory_bytes - predicted.outside_torch_bytes - held["generation"]
     assert by_name["generation"].left_for_engine_bytes == left
     assert by_name["generation"].left_bytes == left - gpu_memory_bytes // 2

@@ -417,7 +417,20 @@ def test_what_is_not_modelled_has_a_bound_where_one_is_known(tmp_path: Path) -> 
     (router,) = [one for one in Job.read(path).not_modelled if one.key.endswith("freeze_moe_router")]
     assert router.bound_bytes == 40 * 2048 * 128 * 16, "of the stage with the most layers"
     known = {name.name.rpartition(".")[2].strip("*") for framework in FRAMEWORKS.values() for name in framework.missing}
+    known |= {".".join(name.name.split(".")[-2:]) for framework in FRAMEWORKS.values() for name in framework.missing}
     assert BOUNDS.keys() - {"defer_fp32_logits"} <= known, "a bound of a key that no framework has"
+
+
+def test_what_adapters_save_is_at_most_what_gradients_and_optimizer_state_take(tmp_path: Path) -> None:
+    flags = "--model Qwen/Qwen3-30B-A3B --expert_model_parallel_size 8 --tuner_type lora --max_length 4096"
+    job = Job.read(write(tmp_path, "run.sh", f"NPROC_PER_NODE=8 megatron sft {flags}\n"))
+    (lora,) = [one for one in job.not_modelled if one.key == "tuner_type"]
+    assert lora.effect == "less" and lora.bound_bytes is not None and job.scenario is not None
+    # All experts are spread over the ranks; what is not of an expert is whole on each, and its optimizer state shared.
+    experts = 48 * 3 * 2048 * 768 * 128
+    rest = job.scenario.architecture.num_parameters - experts
+    expected = (experts // 8) * (4 + 12) + rest * 4 + rest // 8 * 12
+    assert lora.bound_bytes == pytest.approx(expected, rel=1e-6)
 
 
 def test_attention_backends_are_read_by_megatron_s_numbers() -> None:

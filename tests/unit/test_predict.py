@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +13,20 @@ from typing import Any
 import pytest
 
 from memlab.cli import main
+from memlab.commands import predict
+from memlab.commands.shared import step_progress
+from memlab.commands.shared.step_progress import ProgressLines
 from memlab.config.layout import Layout
 from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.fitting import does_it_fit
 from memlab.fitting.candidates import candidates
-from memlab.fitting.does_it_fit import judge_fit
+from memlab.fitting.does_it_fit import Alternative, judge_fit
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.lab.lab import Lab
 from memlab.lab.predictions import predict_measured, predict_ranks
+from memlab.lab.progress import Progress
 from memlab.record.step_record import StepRecord
 from memlab.units import GIB, MIB, parse_bytes
 from tests.unit.live import FULL
@@ -53,6 +61,40 @@ def test_every_kind_of_rank_and_the_worst(capfd: pytest.CaptureFixture[str]) -> 
     printed = capfd.readouterr().out
     assert "<- worst" in printed and " ms" not in printed, "a prediction tells no time"
     assert "each other of the 4 ranks equals one of these" in printed
+
+
+def test_a_long_step_says_how_far_it_is_and_ctrl_c_keeps_the_part_that_was_taken(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupting(ProgressLines):
+        def __call__(self, progress: Progress) -> None:
+            super().__call__(progress)
+            if progress.done == 3 and progress.module:
+                os.kill(os.getpid(), signal.SIGINT)
+                assert Lab._open is not None
+                assert Lab._open._one_rank("stop")._stop.wait(60)
+
+    monkeypatch.setattr(step_progress, "_SECONDS_BETWEEN_LINES", 0)
+    monkeypatch.setattr(predict, "ProgressLines", Interrupting)
+    assert main(["predict", *TINY, "--json"]) == 130
+    printed, told = capfd.readouterr()
+    record = json.loads(printed)
+    assert record["status"] == "interrupted" and 0 < record["static_bytes"] < record["peak_allocated_bytes"]
+    assert "rank 0: warm-up forward decoder.layers.1, 2 of 8 passes through layers, about" in told
+    assert "interrupted: the figures are those of the part of the step that was taken" in told
+
+
+def test_ctrl_c_after_the_verdict_keeps_it(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> Iterator[Alternative]:
+        yield Alternative(settings=FULL, peak_allocated_bytes=MIB, recomputed_operations=1.0, transferred_bytes=0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(does_it_fit, "_alternatives", interrupted)
+    memory = f"--gpu-memory={OUTSIDE_BYTES + 221 * MIB // 2}B"  # above the start, below the peak
+    assert main(["predict", *TINY, memory]) == 130
+    printed, told = capfd.readouterr()
+    assert printed.startswith("does not fit ") and f"  {FULL}: peak 1.00 MiB" in printed
+    assert "interrupted: what else would fit" in told
 
 
 def test_what_cannot_fit_is_told_from_what_may_fit_under_several_settings(capfd: pytest.CaptureFixture[str]) -> None:
