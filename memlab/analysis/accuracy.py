@@ -34,6 +34,12 @@ class Pair:
         return _share(self.predicted.peak_allocated_bytes, self.measured.peak_allocated_bytes)
 
     @property
+    def reserved_error(self) -> float | None:
+        """Of the reserved peak; None if a record does not have it."""
+        predicted, measured = self.predicted.peak_reserved_bytes, self.measured.peak_reserved_bytes
+        return _share(predicted, measured) if predicted is not None and measured is not None else None
+
+    @property
     def activation_peak_error(self) -> float:
         """Of the peak above the step's start."""
         return _share(self.predicted.activation_peak_bytes, self.measured.activation_peak_bytes)
@@ -97,6 +103,7 @@ class Errors:
 
 FIGURES: dict[str, Callable[[Pair], float | None]] = {
     "allocated peak": lambda pair: pair.peak_error,
+    "reserved peak": lambda pair: pair.reserved_error,
     "activation peak": lambda pair: pair.activation_peak_error,
     "start of the step": lambda pair: pair.start_error,
     "what a setting saves": lambda pair: pair.saving_error,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,9 @@ def model_of(record: StepRecord) -> str:
 
 
 MEASURED = [StepRecord.from_dict(json.loads(line)) for line in STEPS.read_text().splitlines()]
-GROUPS = {name: list(group) for name, group in groupby(MEASURED, model_of)}
+GROUPS: dict[str, list[StepRecord]] = defaultdict(list)
+for step in MEASURED:
+    GROUPS[model_of(step)].append(step)
 
 
 def sample(records: list[StepRecord]) -> list[StepRecord]:
@@ -64,6 +66,15 @@ def test_padding_under_fp8_is_predicted_for_a_router_that_has_learned_nothing() 
     pair = pairs_of(measured, predict_measured(measured))[1]
     assert abs(pair.peak_error) < 0.0001
     assert abs(pair.option_error or 1) < 0.002
+
+
+def test_packed_rows_and_passes_without_gradients_are_predicted_to_a_hundred_thousandth() -> None:
+    measured = [record for record in MEASURED if record.scenario.state.loss == "logprobs"]
+    packed = next(record for record in measured if record.scenario.packed_sequences and not record.forward_only)
+    forward = next(record for record in measured if record.scenario.packed_sequences and record.forward_only)
+    for pair in pairs_of([packed, forward], predict_measured([packed, forward])):
+        assert abs(pair.peak_error) < 1e-5
+        assert abs(pair.reserved_error or 1) < 0.01
 
 
 def test_errors_are_shares_of_what_was_measured() -> None:
