@@ -81,7 +81,8 @@ _LIMITS_HEAD = """
 The smallest memory with which a step completes, found by bisection: each attempt is a fresh process on the GPU, and a
 fresh lab in a prediction, whose torch may reserve only so much. If the predicted limit is the lower one (an error below
 zero), memlab says "fits" of a GPU on which the step runs out of memory; to such a limit it adds a margin before it says
-"fits", so the last column judges the limit with that margin.
+"fits", so the last column judges the limit with that margin. Where experts are spread over ranks, the predicted limit
+is the highest of three random routings.
 """
 
 
