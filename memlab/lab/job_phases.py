@@ -10,12 +10,12 @@ from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.outside_torch import estimate_outside_torch
-from memlab.lab.progress import Progress
 from memlab.record.job_phases import JobPhase, JobPhases
 from memlab.record.step_record import StepRecord
 
 if TYPE_CHECKING:
     from memlab.backends import Backend
+    from memlab.lab.progress import Progress
 
 _BYTES_OF_A_WEIGHT = 2
 """Engines take weights in bf16."""

@@ -12,12 +12,12 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.does_it_fit import Step
 from memlab.fitting.prediction import Prediction
-from memlab.lab.progress import Progress
 from memlab.record.step_record import StepRecord
 
 if TYPE_CHECKING:
     from memlab.backends import Backend
     from memlab.lab.lab import Lab
+    from memlab.lab.progress import Progress
 
 _FEW_OBJECTS = 100_000
 """A collection that visits so many takes less than 0.1 s; torch and Megatron are 300,000."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import TYPE_CHECKING
 
-from memlab.lab.progress import Progress
 from memlab.units import remaining
+
+if TYPE_CHECKING:
+    from memlab.lab.progress import Progress
 
 _SECONDS_BETWEEN_LINES = 5.0
 
