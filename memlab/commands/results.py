@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="file of measured limits, such as labs/results/h200_limits.jsonl: the smallest memory with which a step "
-        "completes; memlab predicts each limit and compares the two (minutes)",
+        "completes; memlab predicts each limit and compares the two, which takes minutes",
     )
     parser.add_argument(
         "--hardware",

@@ -87,9 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus",
         type=whole_number,
         metavar="N",
-        help="instead of searching settings, go through the layouts of a job on N GPUs, apart from the sizes that you "
-        "give: tensor, context, pipeline and expert parallelism; shows which fit with the least recompute; every "
-        "layout has N x --num-microbatches x --micro-batch-size sequences per step",
+        help="search the layouts of a job on N GPUs instead of settings: tensor, context, pipeline and expert parallel "
+        "sizes, except those that you give; show which layouts fit with the least recompute; every layout has N x "
+        "--num-microbatches x --micro-batch-size sequences per step",
     )
     parser.add_argument(
         "--largest",

@@ -41,7 +41,9 @@ def add_job_file_options(parser: argparse.ArgumentParser, *, takes_job: bool = T
             "explains it); ARCH and flags that you give replace the job's",
         )
     names = ", ".join(FRAMEWORKS)
-    group.add_argument("--format", metavar="NAME", help=f"whose file it is: {names} (default: memlab recognises it)")
+    group.add_argument(
+        "--format", metavar="NAME", help=f"framework of the file: {names} (default: memlab recognises it)"
+    )
     group.add_argument(
         "--set",
         action="append",
@@ -53,7 +55,7 @@ def add_job_file_options(parser: argparse.ArgumentParser, *, takes_job: bool = T
     group.add_argument(
         "--framework-version",
         metavar="VERSION",
-        help="version of the framework, where its defaults depend on it; memlab says when it needs one",
+        help="version of the framework, if its defaults depend on the version; memlab says when it needs one",
     )
 
 

@@ -64,8 +64,8 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
         "--packed-sequences",
         type=whole_number,
         metavar="N",
-        help="pack N sequences into the one row of a micro-batch, whose tokens --seq-length gives (default: each "
-        "sequence has a row of its own)",
+        help="pack N sequences into the one row of a micro-batch; --seq-length is then the number of tokens in the row "
+        "(default: each sequence has a row of its own)",
     )
     workload.add_argument(
         "--seed", type=whole_number, metavar="N", help="seed of the weights and the data (default 1234)"
@@ -266,7 +266,7 @@ def add_pass_arguments(parser: argparse.ArgumentParser) -> None:
         "--forward-only",
         action="store_true",
         help="take a forward-only pass (no gradients, no backward, no optimizer), as reinforcement learning does for "
-        "log-probabilities, after one that is not recorded",
+        "log-probabilities; a warm-up pass before it is not recorded",
     )
     group.add_argument(
         "--device-memory",
@@ -282,8 +282,8 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-replay",
         dest="replay",
         action="store_false",
-        help="step every layer and every micro-batch, also those that are known to repeat the events of others; takes "
-        "longer and predicts the same",
+        help="run every layer and every micro-batch, including those that are known to repeat others; this takes "
+        "longer, and the peak differs by unsplit remainders at most",
     )
     group = parser.add_argument_group("job")
     group.add_argument(
