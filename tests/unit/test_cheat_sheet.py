@@ -64,7 +64,7 @@ def metered() -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]]]:
         "Dense layer (phi-4's kind)": kept_by_module(dense[""])
         | {"dense layer": sum(kept_by_module(dense[""]).values())},
         "MoE layer (Qwen3's kind)": kept_by_module(moe[""]),
-        "What settings leave of a layer": {
+        "What a layer keeps under a setting": {
             name: sum(kept_by_module(each).values()) for name, each in left.items() if not name.endswith(", ")
         },
         "The rest of a step": {
