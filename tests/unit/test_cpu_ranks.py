@@ -116,7 +116,7 @@ def predict(job: Job, rank: int, live: list[OfRank]) -> list[StepRecord]:
     per_call = 1 + sharing if sharing > 1 else 1  # a rank's own counts, and those of all that share the experts
     calls = 0
 
-    def counts_of(routing: Any, num_tokens: int, num_experts: int, topk: int, of_rank: int) -> list[int]:
+    def counts_of(routing: Any, num_tokens: int, num_experts: int, topk: int, of_rank: int, *draw: int) -> list[int]:
         nonlocal calls
         calls += 1
         return live[of_rank].tokens_per_expert[(calls - 1) // per_call]
