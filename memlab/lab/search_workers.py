@@ -100,10 +100,6 @@ class _ThisProcess:
         self._predictor.close()
 
 
-Asked = tuple[Scenario, MemorySettings, int]
-"""A step to predict: what is run, under which settings, and what torch may hold."""
-
-
 class Workers:
     """Predicts steps in several processes, each of which has a simulated lab of its own.
 
@@ -115,14 +111,14 @@ class Workers:
     def __init__(self, processes: Balanced | _ThisProcess, *, replay: bool = True) -> None:
         self._processes = processes
         self._replay = replay
-        self._predictions: dict[Asked, Future[Prediction]] = {}
+        self._predictions: dict[Step, Future[Prediction]] = {}
 
     def predict(
         self,
         scenario: Scenario,
         settings: MemorySettings,
         limit_bytes: int,
-        likely: Callable[[], Iterator[Asked]] = lambda: iter(()),
+        likely: Callable[[], Iterator[Step]] = lambda: iter(()),
         *,
         num_scenarios: int = 1,
     ) -> Prediction:
@@ -174,11 +170,11 @@ class Workers:
 
     def known(self, scenario: Scenario, settings: MemorySettings, limit_bytes: int) -> Prediction | None:
         """Returns a prediction that has been made, or None."""
-        future = self._predictions.get((scenario, settings, limit_bytes))
+        future = self._predictions.get(Step(scenario, settings, limit_bytes))
         return future.result() if future is not None and future.done() and future.exception() is None else None
 
     def _begun(self, scenario: Scenario, settings: MemorySettings, limit_bytes: int) -> Future[Prediction]:
-        key = scenario, settings, limit_bytes
+        key = Step(scenario, settings, limit_bytes)
         if key not in self._predictions:
             self._predictions[key] = self._processes.submit("predict", *key, self._replay, after=scenario)
         return self._predictions[key]
@@ -204,7 +200,7 @@ def front_of(
             scenario,
             settings,
             limit_bytes,
-            lambda: ((*step, limit_bytes) for step in known[-1]()),
+            lambda: (Step(*step, limit_bytes) for step in known[-1]()),
             num_scenarios=len(scenarios),
         ),
         limit_bytes,
@@ -229,7 +225,7 @@ def largest_of(
     """
 
     def predict_all(now: Sequence[Scenario], following: Sequence[Scenario]) -> list[Prediction]:
-        asked = [(scenario, settings, limit_bytes) for scenario in (*now, *following)]
+        asked = [Step(scenario, settings, limit_bytes) for scenario in (*now, *following)]
         return [workers.predict(scenario, settings, limit_bytes, lambda: iter(asked)) for scenario in now]
 
     started = time.monotonic()
