@@ -3,8 +3,14 @@
     python -m benchmarks.ranks FOLDER qwen3-30b-a3b:EP2 phi-4:PP2 ...       two GPUs
     python -m benchmarks.ranks FOLDER --layers 4 qwen3-moe-tiny:EP2 ...      two processes on a CPU
 
-Each job takes a step under each of some settings, each after another, so that every step changes the setting. The
-records are in FOLDER, one file for each way, to be compared with predictions (`python benchmarks/accuracy.py predict`).
+Each job takes a step under each of some settings, each after another, so that every step changes the setting. Both ways
+begin with new processes, because what an earlier lab left in torch's allocator decides which remainders stay unsplit.
+The records are in FOLDER, one file for each way, to be compared with predictions
+(`python benchmarks/accuracy.py predict`).
+
+A block that another stream used is free once that stream has passed it, which the allocator asks when it needs one: so
+the remainders of a job whose dispatcher has a stream of its own depend on timing, in one process too. With --blocking,
+each kernel ends before the next is launched (CUDA_LAUNCH_BLOCKING=1), and they depend on nothing but the order.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ from typing import Any
 
 from benchmarks.accuracy import JOBS, USUAL, full
 from memlab import JobRecord, Lab, MemorySettings, Ranks, StepRecord
+from memlab.units import MIB
 
 SETTINGS = (MemorySettings(), full(1), MemorySettings(offload_modules=("core_attn",)), MemorySettings(), full(1))
 ROUNDS = 2
@@ -46,10 +53,13 @@ def arguments_of(job: str, num_layers: int | None) -> dict[str, Any]:
     return {"architecture": architecture, "num_layers": num_layers, "layout": layout, **workload}
 
 
-def on_engines(ranks: Ranks, job: str, num_layers: int | None) -> tuple[list[StepRecord], list[float]]:
-    """Steps a job on engines; returns every rank's records."""
-    with Lab(**arguments_of(job, num_layers), ranks=ranks) as lab:
-        steps, seconds = take_steps(lab)
+def on_engines(job: str, num_layers: int | None) -> tuple[list[StepRecord], list[float]]:
+    """Steps a job on new engines; returns every rank's records."""
+    started = time.perf_counter()
+    with Ranks.start(2) as ranks:
+        print(f"two engines: {time.perf_counter() - started:.1f} s")
+        with Lab(**arguments_of(job, num_layers), ranks=ranks) as lab:
+            steps, seconds = take_steps(lab)
     return [record for step in steps if isinstance(step, JobRecord) for record in step.ranks], seconds
 
 
@@ -74,34 +84,50 @@ def under_torchrun(job: str, num_layers: int | None, folder: Path) -> tuple[list
     return records, [max(both) for both in zip(*(one["seconds"] for one in values), strict=True)]
 
 
+def held_bytes(record: StepRecord) -> tuple[Any, ...]:
+    """Returns the bytes that both ways must have in common: at the peak, by category, and before the step."""
+    return record.peak_allocated_bytes, record.static_bytes, record.peak_by_category
+
+
+def num_repeated(records: list[StepRecord]) -> int:
+    """Returns in how many records a rank has as many bytes as in its last step under the same settings."""
+    last: dict[Any, tuple[Any, ...]] = {}
+    count = 0
+    for record in records:
+        key = (record.scenario, record.settings)
+        count += last.get(key) == held_bytes(record)
+        last[key] = held_bytes(record)
+    return count
+
+
 def main() -> None:
     """Runs the jobs both ways."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("folder", type=Path)
     parser.add_argument("jobs", nargs="+", metavar="ARCHITECTURE:JOB", help=f"with JOB of {', '.join(JOBS)}")
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--blocking", action="store_true", help="each kernel ends before the next is launched")
     parser.add_argument("--as-one-rank", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.as_one_rank:
         as_one_rank(arguments.jobs[0], arguments.layers, arguments.folder)
         return
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    started = time.perf_counter()
-    with Ranks.start(2) as ranks:
-        print(f"two engines: {time.perf_counter() - started:.1f} s")
-        of_engines = {job: on_engines(ranks, job, arguments.layers) for job in arguments.jobs}
-    for job, (records, seconds) in of_engines.items():
+    if arguments.blocking:
+        os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
+    for job in arguments.jobs:
+        records, seconds = on_engines(job, arguments.layers)
         lines = [json.dumps(record.to_dict() | {"peak_by_module": {}}) for record in records]
         (arguments.folder / f"engines-{job}.jsonl").write_text("\n".join(lines) + "\n")
         others, other_seconds = under_torchrun(job, arguments.layers, arguments.folder)
-        equal = sum(
-            (one.peak_allocated_bytes, one.static_bytes, one.peak_by_category)
-            == (other.peak_allocated_bytes, other.static_bytes, other.peak_by_category)
-            for one, other in zip(records, others, strict=True)
-        )
+        pairs = list(zip(records, others, strict=True))
+        equal = sum(held_bytes(one) == held_bytes(other) for one, other in pairs)
+        apart = max(abs(one.peak_allocated_bytes - other.peak_allocated_bytes) for one, other in pairs)
+        repeated = [num_repeated(way) for way in (records, others)]
         ratio = statistics.median(seconds) / statistics.median(other_seconds)
         print(
-            f"{job}: {equal} of {len(records)} records equal to the byte; a changed setting takes "
+            f"{job}: {equal} of {len(records)} records equal to the byte, peaks at most {apart / MIB:.2f} MiB apart; "
+            f"each way repeats itself in {repeated[0]} and {repeated[1]} of them; a changed setting takes "
             f"{statistics.median(seconds):.2f} s on engines, {statistics.median(other_seconds):.2f} s under torchrun, "
             f"{ratio:.2f} times",
             flush=True,
