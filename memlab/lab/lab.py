@@ -30,6 +30,7 @@ from memlab.model.retention import megatron_globals
 from memlab.model.retention.activation_tap import Tap
 from memlab.model.retention.retained_leaves import Retained
 from memlab.ranks.ranks import Ranks
+from memlab.record.device_bytes import DeviceBytes
 from memlab.record.offload_audit import OffloadAudit
 from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.state_change import StateChange
@@ -546,6 +547,22 @@ class Lab:
         self._worker.end()
         self._leave()
         return left
+
+    def release_recipe(self, *, model_is_held: bool = False) -> dict[str, DeviceBytes]:
+        """Closes the lab as NeMo Automodel #2634 releases a trainer between two phases, and looks after each line.
+
+        Args:
+            model_is_held: Whether a reference that the trainer does not know, such as a variable of the caller, holds
+                the model meanwhile.
+
+        Returns:
+            The device's bytes before, and after each line of upstream's function. All of it is free afterwards.
+        """
+        session = self._one_rank("release_recipe")
+        found = session.run_exclusive(lambda: session.stepper.release_recipe(model_is_held=model_is_held))
+        self._worker.end()
+        self._leave()
+        return found
 
     def __enter__(self) -> Self:
         return self

@@ -44,10 +44,12 @@ from memlab.model.residency.residency import groups_on_host
 from memlab.model.residency.transfers import Transfers
 from memlab.model.retention import megatron_globals
 from memlab.model.retention.activation_tap import Tap
+from memlab.model.retention.recipe_release import release_recipe
 from memlab.model.retention.remedies import CheckpointRemedy
 from memlab.model.silence_warnings import silence_megatron
 from memlab.model.training_step import forward_only_step, train_step, update_parameters
 from memlab.model.update_replay import UpdateReplay
+from memlab.record.device_bytes import DeviceBytes
 from memlab.record.out_of_memory import OutOfMemory
 from memlab.record.state_change import StateChange
 from memlab.record.step_record import Status, StepRecord
@@ -284,10 +286,34 @@ class Stepper:
         Returns:
             Device bytes by holder: what was freed when the holder let go, in this order. Nothing is allocated then.
         """
-        del self.live, self.transfers
+        self._drop_own_names()
+        del self.live
+        gc.collect()
+        return self._left_by_holder()
+
+    def release_recipe(self, *, model_is_held: bool) -> dict[str, DeviceBytes]:
+        """Releases the model as NeMo Automodel #2634 does; returns the device's bytes before and after each line.
+
+        Args:
+            model_is_held: Whether something that the recipe does not know refers to the model until the end.
+        """
+        self._drop_own_names()
+        holder = [chunk.module for chunk in self.live.chunks] if model_is_held else []
+        found = {"before": self.meter.device_bytes()}
+        for line in release_recipe(self.live):
+            found[line] = self.meter.device_bytes()
+        del self.live
+        holder.clear()
+        gc.collect()
+        self._left_by_holder()
+        return found
+
+    def _drop_own_names(self) -> None:
+        del self.transfers
         self._forget_replay()
         self.labels.release()
-        gc.collect()
+
+    def _left_by_holder(self) -> dict[str, int]:
         left: dict[str, int] = {}
         for holder, let_go in megatron_globals.process_wide_holders():
             before = self.meter.live_bytes()

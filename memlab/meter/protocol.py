@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from memlab.config.allocator_settings import AllocatorSettings
+from memlab.record.device_bytes import DeviceBytes
 from memlab.record.out_of_memory import FailedAllocation
 from memlab.record.timeline import Timeline
 
@@ -72,6 +73,9 @@ class Meter(Protocol):
 
     def live_bytes(self, pool: str = "device") -> int:
         """Returns the bytes allocated in a pool now."""
+
+    def device_bytes(self) -> DeviceBytes:
+        """Returns what is allocated, active and reserved on the device now."""
 
     def track_host_tensor(self, tensor: torch.Tensor) -> object:
         """Counts a host tensor until its storage is freed."""

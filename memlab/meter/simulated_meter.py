@@ -21,6 +21,7 @@ from memlab.meter.labels import Labels
 from memlab.meter.recording import Recording, Replay, Role, record
 from memlab.meter.repetition import DoesNotFitError, Inserted, Period, is_live, repeat, request
 from memlab.meter.storage_meter import StorageAllocation, StorageMeter
+from memlab.record.device_bytes import DeviceBytes
 from memlab.record.timeline import Timeline
 from memlab.upstream.patching import patched
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
@@ -471,6 +472,14 @@ class SimulatedMeter(StorageMeter):
         for allocation in self._abandoned:
             self.let_go(allocation)
         self._abandoned.clear()
+
+    def device_bytes(self) -> DeviceBytes:
+        allocated = self.live_bytes()
+        return DeviceBytes(
+            allocated_bytes=allocated,
+            active_bytes=allocated + self.live_bytes("pending_free"),
+            reserved_bytes=self._allocator.reserved_bytes,
+        )
 
     def host_reserved_bytes(self) -> int:
         return self._pinned.reserved_bytes

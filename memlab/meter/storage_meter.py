@@ -22,6 +22,7 @@ from memlab.config.allocator_settings import AllocatorSettings
 from memlab.meter.allocations import Allocation, Event, label_others, timeline_of
 from memlab.meter.labels import Labels
 from memlab.meter.observers import Frees, ObserveResults, observe_resizes, tensors_in
+from memlab.record.device_bytes import DeviceBytes
 from memlab.record.out_of_memory import FailedAllocation
 from memlab.record.timeline import Timeline
 from memlab.units import format_bytes
@@ -117,6 +118,9 @@ class StorageMeter:
 
     def live_bytes(self, pool: str = "device") -> int:
         return sum(allocation.num_bytes for allocation in self._in_pool(POOLS.index(pool)).values())
+
+    def device_bytes(self) -> DeviceBytes:
+        return DeviceBytes(allocated_bytes=self.live_bytes())
 
     def track_host_tensor(self, tensor: torch.Tensor) -> None:
         pass  # this meter counts host tensors like all others

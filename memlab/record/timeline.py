@@ -189,6 +189,12 @@ class Timeline:
         """Returns the sum of `allocated_bytes_by_module`."""
         return sum(self.allocated_bytes_by_module(category).values())
 
+    def allocated_bytes_in(self, phase: str) -> int:
+        """Returns the device bytes that the step allocated in a phase, one of `PHASES`; frees are not subtracted."""
+        mask = (self.phase == PHASES.index(phase)) & (self.pool == POOLS.index("device")) & (self.delta_bytes > 0)
+        mask[: self.num_opening_events] = False
+        return int(self.delta_bytes[mask].sum())
+
     def save(self, path: Path) -> None:
         """Writes the columns to a compressed ``.npz`` file."""
         arrays: dict[str, Any] = {name: getattr(self, name) for name in _COLUMNS}

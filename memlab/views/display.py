@@ -15,6 +15,7 @@ from memlab.analysis.diagnosis import Finding
 from memlab.atomic_files import written_aside
 from memlab.fitting.does_it_fit import Fit
 from memlab.fitting.outside_torch import estimate_outside_torch
+from memlab.record.device_bytes import DeviceBytes
 from memlab.record.job_record import JobRecord
 from memlab.record.offload_audit import OffloadAudit
 from memlab.record.out_of_memory import OutOfMemory
@@ -26,6 +27,7 @@ from memlab.record.watch_record import WatchRecord
 from memlab.units import format_bytes, parse_bytes
 from memlab.views.text.audits import (
     RetainedLeaf,
+    device_bytes_blocks,
     groups_used_blocks,
     offload_blocks,
     residency_blocks,
@@ -190,6 +192,8 @@ def _mapping_blocks(values: Mapping[Any, Any]) -> list[Block]:
         return [["Nothing: the dict is empty."]]
     if all(isinstance(groups, (list, tuple)) and set(groups) <= set(GROUPS) for groups in values.values()):
         return groups_used_blocks(values)
+    if all(isinstance(value, DeviceBytes) for value in values.values()):
+        return device_bytes_blocks(values)
     if all(isinstance(value, int) and not isinstance(value, bool) for value in values.values()):
         return [Table([["", "size", "bytes"], *([f"{name}", format_bytes(n), f"{n:,}"] for name, n in values.items())])]
     return [[f"{name}: {value}" for name, value in values.items()]]

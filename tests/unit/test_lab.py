@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from memlab.config.settings import MemorySettings
 from memlab.lab.lab import Lab
 from memlab.lab.progress import Progress
 from memlab.record.step_record import StepRecord
+from memlab.views.display import show
 from tests.unit.live import FULL, offload
 
 
@@ -314,6 +316,56 @@ def test_dropping_a_moe_model_s_names_frees_little_and_each_holder_is_named(open
     dense.step(FULL)
     assert not [holder for holder in dense.drop() if "dispatchers" in holder], "a dense model keeps no graph"
     assert open_lab("phi-4-tiny").step().status == "ok"
+
+
+CLEAR, COLLECT = "optimizer.state.clear()", "gc.collect()"
+
+
+def _freed_by_line(moments: dict[str, Any]) -> dict[str, int]:
+    sizes = {name: moment.allocated_bytes for name, moment in moments.items()}
+    lines = list(sizes)
+    return {line: sizes[former] - sizes[line] for former, line in itertools.pairwise(lines)}
+
+
+def test_clearing_an_optimizer_s_state_frees_the_moments_whatever_holds_the_model(
+    open_lab: Callable[..., Any],
+) -> None:
+    for architecture, settings, model_is_held in (
+        ("phi-4-tiny", None, False),
+        ("phi-4-tiny", None, True),
+        ("qwen3-moe-tiny", FULL, False),
+    ):
+        lab = open_lab(architecture)
+        lab.step(settings)
+        state_bytes = lab.audit_residency().device_bytes("optimizer state")
+        num_parameters = sum(parameter.numel() for parameter in lab._stepper.live.parameters())
+        meter = lab._stepper.meter
+        moments = lab.release_recipe(model_is_held=model_is_held)
+        assert lab.closed
+        assert meter.live_bytes() == 0
+        freed = _freed_by_line(moments)
+        counters = state_bytes - 12 * num_parameters
+        assert freed[CLEAR] == 8 * num_parameters + counters, "main parameters are not in the optimizer's state"
+        # A reference that the trainer does not know holds the model; so does the graph of a dispatcher.
+        stays = model_is_held or architecture == "qwen3-moe-tiny"
+        assert (freed[COLLECT] < 4 * num_parameters) == stays
+        assert moments["before"].reserved_bytes is None
+    assert open_lab("phi-4-tiny").step().status == "ok"
+
+
+def test_only_an_emptied_cache_returns_what_a_release_has_freed() -> None:
+    lab = Lab("phi-4-tiny", backend="simulated", num_layers=4, seq_length=128)
+    lab.step()
+    moments = list(lab.release_recipe().values())
+    reserved = [moment.reserved_bytes for moment in moments]
+    assert len(set(reserved[:-1])) == 1
+    allocated = [moment.allocated_bytes for moment in moments]
+    assert allocated[-2] == allocated[-1] <= reserved[-1]
+    # Every freed byte was reserved, and a segment of at most 20 MiB stays where a workspace or a mask uses a part of it.
+    assert reserved[0] - reserved[-1] > allocated[0] - allocated[-1] - 20 * 2**20
+    assert all(moment.active_bytes == moment.allocated_bytes for moment in moments)
+    table = str(show({"before": moments[0], "after": moments[-1]})).splitlines()
+    assert [word for word in table[0].split() if word != "MiB"] == ["after", "freed", "allocated", "active", "reserved"]
 
 
 def test_a_lab_whose_last_name_is_gone_is_closed_by_the_next(open_lab: Callable[..., Any]) -> None:

@@ -52,6 +52,14 @@ def test_every_remedy_lowers_the_peak_too(open_lab: Callable[..., Lab]) -> None:
     assert all(peaks[remedy] < peaks[None] for remedy in CHECKPOINT_INPUT_REMEDIES), peaks
 
 
+def test_releasing_storages_copies_each_gradient_once_and_no_other_remedy_does(open_lab: Callable[..., Lab]) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    steps = {remedy: lab.step(remedied(remedy)).timeline for remedy in KEPT_SHARE}
+    allocated = {remedy: steps[remedy].allocated_bytes_in("backward") for remedy in steps}
+    copies = 4 * 128 * 128 * 2  # layers x tokens x hidden x 2 bytes
+    assert allocated == dict.fromkeys(KEPT_SHARE, allocated[None]) | {"release_storage": allocated[None] + copies}
+
+
 def test_a_storage_that_something_else_refers_to_is_never_emptied(open_lab: Callable[..., Lab]) -> None:
     lab = open_lab("qwen3-moe-tiny")
     loss = lab.step(FULL).loss

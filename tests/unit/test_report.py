@@ -105,10 +105,13 @@ def test_a_change_common_to_several_cases_is_named_once(tmp_path: Path) -> None:
     same = replace(CHANGED, name="other")
     pages = [page_of(tmp_path / "alike", summary_of(CHANGED, same, MISSING))]
     unlike = replace(same, differences=(replace(CHANGED.differences[0], changed="parameter seq_length: 64 -> 32"),))
+    unexplained = replace(CHANGED, differences=(replace(CHANGED.differences[0], changed=""),))
     pages.append(page_of(tmp_path / "unlike", summary_of(CHANGED, unlike)))
     alike, apart = ("".join(Checker(page).text).partition("All cases")[0] for page in pages)
     assert alike.count("setting offload_modules: a+b → a") == 1
     assert "changed in 2 of them: setting offload_modules: a+b → a" in alike
+    page = page_of(tmp_path / "code", summary_of(unexplained, replace(unexplained, name="other")))
+    assert "changed in 2 of them: nothing but the code since the baseline's commit" in "".join(Checker(page).text)
     assert "changed:" not in "".join(Checker(pages[0]).text), "a case where nothing changed says nothing of it"
     assert apart.count("changed: setting offload_modules: a+b → a") == 1
     assert apart.count("changed: parameter seq_length: 64 → 32") == 1

@@ -20,6 +20,7 @@ from memlab.meter.cuda.device_storages import DeviceStorages
 from memlab.meter.cuda.history_labels import Stamps
 from memlab.meter.cuda.host_storages import HostStorages, pinned_bytes
 from memlab.meter.labels import Labels
+from memlab.record.device_bytes import DeviceBytes
 from memlab.record.out_of_memory import FailedAllocation
 from memlab.record.timeline import Timeline
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
@@ -123,6 +124,12 @@ class AllocatorMeter:
         if pool == "host":
             return self._host.live_bytes()
         return torch.cuda.memory_allocated()
+
+    def device_bytes(self) -> DeviceBytes:
+        counts = torch.cuda.memory_stats()
+        return DeviceBytes(
+            **{f"{name}_bytes": counts[f"{name}_bytes.all.current"] for name in ("allocated", "active", "reserved")}
+        )
 
     def pool_of(self, tensor: torch.Tensor) -> str:
         return "device" if tensor.is_cuda else "host"

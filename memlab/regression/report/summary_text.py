@@ -8,6 +8,7 @@ from memlab.regression.case_measurements import MetricValue
 from memlab.regression.summary import CaseResult, Summary
 
 _SHOWN_DIFFERENCES = 12
+_ONLY_CODE = "nothing but the code since the baseline's commit (parameters, settings and versions are the same)"
 
 
 def summary_table(summary: Summary) -> str:
@@ -46,9 +47,9 @@ def changes_table(result: CaseResult, most: int | None = _SHOWN_DIFFERENCES) -> 
 
 
 def changes(result: CaseResult) -> list[str]:
-    """Returns the parameters, settings and versions that differ from the baseline's, or a line that says none do."""
+    """Returns the parameters, settings and versions that differ from the baseline's, or says that only the code can."""
     found = dict.fromkeys(part for d in result.differences for part in d.changed.split("; ") if part)
-    return list(found) or ["no parameter, setting or version, so look at the code since the baseline's commit"]
+    return list(found) or [_ONLY_CODE]
 
 
 def value_text(value: MetricValue | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
+from memlab.record.device_bytes import DeviceBytes
 from memlab.record.offload_audit import OffloadAudit
 from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.transfer import GROUPS
@@ -58,6 +59,29 @@ def residency_moments_blocks(audits: Mapping[str, ResidencyAudit]) -> list[Block
     ]
     complaints = [f"{name}: {complaint}" for name, audit in audits.items() for complaint in audit.complaints]
     return [Table(rows), *([complaints] if complaints else [])]
+
+
+def device_bytes_blocks(moments: Mapping[str, DeviceBytes]) -> list[Block]:
+    """Describes how many bytes are allocated, active and reserved at several moments, one row per moment.
+
+    Args:
+        moments: The device's bytes by the name of the moment, at least one, such as `Lab.release_recipe` returns.
+
+    Returns:
+        A table. Its second column is what each moment has freed since the one before; counts that the device does not
+        have are left out.
+    """
+    every = [(one.allocated_bytes, one.active_bytes, one.reserved_bytes) for one in moments.values()]
+    unit_bytes, unit = binary_unit(max(count or 0 for counts in every for count in counts))
+    known = [number for number in range(3) if every[0][number] is not None]
+    rows = [["after", f"freed {unit}", *(f"{('allocated', 'active', 'reserved')[number]} {unit}" for number in known)]]
+    former = every[0][0]
+    for name, counts in zip(moments, every, strict=True):
+        rows.append(
+            [name, *(in_unit(size or 0, unit_bytes) for size in (former - counts[0], *(counts[n] for n in known)))]
+        )
+        former = counts[0]
+    return [Table(rows)]
 
 
 def groups_used_table(used: Mapping[str, Sequence[str]]) -> str:
