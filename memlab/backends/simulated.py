@@ -7,7 +7,7 @@ Where a value decides about memory (how many tokens each expert gets), Megatron 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -91,6 +91,8 @@ def _fp8_replacements() -> dict[str, Any]:
         f"{utilities}.FP8_TENSOR_CLASS": fp8_parameters.Fp8Parameter,
         f"{utilities}._modify_underlying_storage_impl": fp8_parameters.move_rows,
         f"{utilities}._quantize_param_shard_impl": fp8_parameters.quantize_main_parameters,
+        # An installed Transformer Engine would ask the GPU for its recipes, and fail on a machine without one.
+        f"{block}.get_fp8_context": lambda *_, **__: nullcontext(),
         f"{block}.te_checkpoint": fake_fp8.checkpoint_around_layers,
         f"{engine}.te_checkpoint": fake_fp8.checkpoint_inside_layers,
         "megatron.core.transformer.moe.moe_layer.te_checkpoint": fake_fp8.checkpoint_inside_layers,

@@ -368,6 +368,13 @@ _WITHOUT_TE = (
     ),
     Internal(
         owner="megatron.core.transformer.transformer_block",
+        names=("get_fp8_context",),
+        use="replaced",
+        where="backends/simulated.py",
+        why="It opens TE's FP8 context, which asks a GPU which recipes it supports.",
+    ),
+    Internal(
+        owner="megatron.core.transformer.transformer_block",
         names=("te_checkpoint",),
         use="replaced",
         where="backends/simulated.py",

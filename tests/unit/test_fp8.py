@@ -305,6 +305,16 @@ def test_main_parameters_of_fp8_parameters_are_those_that_their_optimizer_can_up
             assert lab.step().residual_bytes == 0
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_an_installed_engine_is_not_asked_for_a_gpu(recipe: Fp8Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    def needs_gpu(*_: Any, **__: Any) -> None:
+        raise RuntimeError("No CUDA GPUs are available")
+
+    monkeypatch.setattr("megatron.core.transformer.transformer_block.get_fp8_context", needs_gpu)
+    with Lab("phi-4-tiny", state=fp8(recipe), **SMALL) as lab:
+        assert lab.step(FULL).status == lab.step(MemorySettings()).status == "ok"
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
 def test_every_recipe_steps_on_split_layers_and_leaves_nothing(recipe: Fp8Recipe) -> None:
     layout = Layout(tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
