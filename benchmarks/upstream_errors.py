@@ -34,7 +34,7 @@ from memlab.lab.environment import hardware, versions
 from memlab.lab.stepper import Stepper
 from memlab.model.training_step import train_step
 
-ROUNDS = 12
+ROUNDS = 9
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SMALL = {"num_layers": 2, "seq_length": 256}
 
@@ -206,29 +206,19 @@ def crash_size_not_saved() -> None:
 
 def crash_without_clone() -> None:
     """Passes on the gradient itself, whose storage verl #5251's patch has emptied."""
-    _report(lambda: pass_on_emptied_gradient("cuda"))
+    _report(pass_on_emptied_gradient)
 
 
-def pass_on_emptied_gradient(device: str) -> None:
-    """Runs a checkpoint whose backward empties its input's gradient and returns it, without verl #5251's copy."""
-
-    class Checkpoint(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(hidden)
-            return hidden.square()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            leaf = ctx.saved_tensors[0].detach().requires_grad_()
-            with torch.enable_grad():
-                leaf.square().backward(gradient)
-            assert leaf.grad is not None
-            leaf.grad.untyped_storage().resize_(0)
-            return leaf.grad
-
-    weight = torch.ones(64, 64, device=device, requires_grad=True)
-    Checkpoint.apply(weight.exp()).sum().backward()
+def pass_on_emptied_gradient() -> None:
+    """Does what lab 04 does on the CPU: the backward of a checkpoint, and then that of the layer before it."""
+    hidden = torch.ones(1024, device="cuda", requires_grad=True)
+    output = hidden.exp()
+    leaf = output.detach().requires_grad_()
+    leaf.square().sum().backward()
+    gradient = leaf.grad
+    assert gradient is not None
+    gradient.untyped_storage().resize_(0)
+    output.backward(gradient)
 
 
 CRASHES = {
