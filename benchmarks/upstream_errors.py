@@ -32,6 +32,7 @@ import torch
 from memlab import GROUPS, Lab, MemorySettings
 from memlab.lab.environment import hardware, versions
 from memlab.lab.stepper import Stepper
+from memlab.model.retention.recipe_release import Held
 from memlab.model.training_step import train_step
 
 ROUNDS = 9
@@ -49,11 +50,12 @@ def measure_on_first_gpu() -> list[Row]:
         lab.step(MemorySettings())
         rows += lab._session.run_exclusive(lambda: _timers(lab._stepper))
         lab.step(MemorySettings(**FULL))
-        rows += _release(lab, model_is_held=False)
-    for model_is_held in (False, True):
+        rows += _release(lab, "nothing", clears=True)
+    ways: tuple[tuple[Held, bool], ...] = (("nothing", True), ("optimizer", False), ("optimizer", True))
+    for held, clears in ways:
         lab = Lab("phi-4", num_layers=4, seq_length=4096)
         lab.step()
-        rows += _release(lab, model_is_held=model_is_held)
+        rows += _release(lab, held, clears=clears)
     return rows
 
 
@@ -74,14 +76,15 @@ def _remedy(lab: Lab, name: str | None) -> Row:
     }
 
 
-def _release(lab: Lab, *, model_is_held: bool) -> list[Row]:
+def _release(lab: Lab, held: Held, *, clears: bool) -> list[Row]:
     scenario = f"{lab.scenario}, {lab.settings}"
-    moments = lab.release_recipe(model_is_held=model_is_held)
+    moments = lab.release_recipe(held, clears=clears)
     return [
         {
             "part": "release",
             "model": scenario,
-            "model_is_held": model_is_held,
+            "held": held,
+            "clears": clears,
             "after": line,
             "allocated_bytes": found.allocated_bytes,
             "active_bytes": found.active_bytes,

@@ -28,6 +28,7 @@ from memlab.lab.session import Session
 from memlab.lab.stepper import Stepper
 from memlab.model.retention import megatron_globals
 from memlab.model.retention.activation_tap import Tap
+from memlab.model.retention.recipe_release import Held, check_held
 from memlab.model.retention.retained_leaves import Retained
 from memlab.ranks.ranks import Ranks
 from memlab.record.device_bytes import DeviceBytes
@@ -548,18 +549,23 @@ class Lab:
         self._leave()
         return left
 
-    def release_recipe(self, *, model_is_held: bool = False) -> dict[str, DeviceBytes]:
+    def release_recipe(self, held: Held = "nothing", *, clears: bool = True) -> dict[str, DeviceBytes]:
         """Closes the lab as NeMo Automodel #2634 releases a trainer between two phases, and looks after each line.
 
         Args:
-            model_is_held: Whether a reference that the trainer does not know, such as a variable of the caller, holds
-                the model meanwhile.
+            held: What a reference that the trainer does not know keeps until the end: ``"model"``, as a variable of
+                the caller may, ``"optimizer"``, as a learning rate scheduler does, or ``"nothing"``.
+            clears: Whether the optimizers are cleared; without, only references are dropped, as ``del trainer`` does.
 
         Returns:
             The device's bytes before, and after each line of upstream's function. All of it is free afterwards.
+
+        Raises:
+            ValueError: If `held` is none of these.
         """
+        check_held(held)
         session = self._one_rank("release_recipe")
-        found = session.run_exclusive(lambda: session.stepper.release_recipe(model_is_held=model_is_held))
+        found = session.run_exclusive(lambda: session.stepper.release_recipe(held, clears=clears))
         self._worker.end()
         self._leave()
         return found

@@ -44,7 +44,7 @@ from memlab.model.residency.residency import groups_on_host
 from memlab.model.residency.transfers import Transfers
 from memlab.model.retention import megatron_globals
 from memlab.model.retention.activation_tap import Tap
-from memlab.model.retention.recipe_release import release_recipe
+from memlab.model.retention.recipe_release import Held, objects_held, release_recipe
 from memlab.model.retention.remedies import CheckpointRemedy
 from memlab.model.silence_warnings import silence_megatron
 from memlab.model.training_step import forward_only_step, train_step, update_parameters
@@ -291,19 +291,15 @@ class Stepper:
         gc.collect()
         return self._left_by_holder()
 
-    def release_recipe(self, *, model_is_held: bool) -> dict[str, DeviceBytes]:
-        """Releases the model as NeMo Automodel #2634 does; returns the device's bytes before and after each line.
-
-        Args:
-            model_is_held: Whether something that the recipe does not know refers to the model until the end.
-        """
+    def release_recipe(self, held: Held, *, clears: bool) -> dict[str, DeviceBytes]:
+        """Implements `Lab.release_recipe`."""
         self._drop_own_names()
-        holder = [chunk.module for chunk in self.live.chunks] if model_is_held else []
+        kept = objects_held(self.live, held)
         found = {"before": self.meter.device_bytes()}
-        for line in release_recipe(self.live):
+        for line in release_recipe(self.live, clears=clears):
             found[line] = self.meter.device_bytes()
         del self.live
-        holder.clear()
+        kept.clear()
         gc.collect()
         self._left_by_holder()
         return found
