@@ -53,7 +53,7 @@ class AllocatorSettings:
             has_allocator: Whether torch's caching allocator, real or simulated, serves the device.
             has_limit: Whether torch's memory is limited, as ``torch.cuda.set_per_process_memory_fraction`` limits it.
         """
-        given = [name for name, value in asdict(self).items() if value not in (None, False)]
+        given = list(self.changed())
         if not has_allocator:
             return dict.fromkeys(given, "a CPU has no caching allocator: measure on a GPU, or predict")
         if has_limit or self.garbage_collection_threshold is None:
@@ -61,11 +61,14 @@ class AllocatorSettings:
         reason = "torch reads it only where its memory is limited: give a limit (device_memory_bytes)"
         return {"garbage_collection_threshold": reason}
 
+    def changed(self) -> dict[str, Any]:
+        """Returns the options that are not torch's defaults."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, False)}
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the options as JSON-ready values."""
         return asdict(self)
 
     def __str__(self) -> str:
         """As ``PYTORCH_CUDA_ALLOC_CONF`` has them, such as ``expandable_segments:True``."""
-        values = {name: value for name, value in asdict(self).items() if value not in (None, False)}
-        return ",".join(f"{name}:{value}" for name, value in values.items()) or "default allocator"
+        return ",".join(f"{name}:{value}" for name, value in self.changed().items()) or "default allocator"

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -166,11 +167,12 @@ class JobSession:
         settings: MemorySettings | None = None,
         *,
         state: TrainingState | None = None,
+        allocator: AllocatorSettings | None = None,
         warm_up: bool = True,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> StepRecord:
         """Implements `Lab.step`."""
-        running = self.submit(settings, state=state, warm_up=warm_up, on_progress=on_progress)
+        running = self.submit(settings, state=state, allocator=allocator, warm_up=warm_up, on_progress=on_progress)
         try:
             return running.result()
         except KeyboardInterrupt:
@@ -187,12 +189,18 @@ class JobSession:
         settings: MemorySettings | None = None,
         *,
         state: TrainingState | None = None,
+        allocator: AllocatorSettings | None = None,
         warm_up: bool = True,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> Future[StepRecord]:
         """Implements `Lab.submit`."""
         requested = self.settings if settings is None else settings
         self.check(requested, state)
+        if allocator not in (None, self.scenario.allocator):
+            raise ValueError(
+                f"allocator is '{allocator}', and the ranks' processes were started with '{self.scenario.allocator}', "
+                "which must be the same: leave it out, or start them with other options in PYTORCH_CUDA_ALLOC_CONF"
+            )
 
         def take_step() -> StepRecord:
             if state is not None and state != self.scenario.state:

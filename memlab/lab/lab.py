@@ -244,6 +244,7 @@ class Lab:
         settings: MemorySettings | None = None,
         *,
         state: TrainingState | None = None,
+        allocator: AllocatorSettings | None = None,
         warm_up: bool = True,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> StepRecord:
@@ -255,13 +256,14 @@ class Lab:
         Raises:
             ValueError: If the settings break a rule.
         """
-        return self._session.step(settings, state=state, warm_up=warm_up, on_progress=on_progress)
+        return self._session.step(settings, state=state, allocator=allocator, warm_up=warm_up, on_progress=on_progress)
 
     def submit(
         self,
         settings: MemorySettings | None = None,
         *,
         state: TrainingState | None = None,
+        allocator: AllocatorSettings | None = None,
         warm_up: bool = True,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> Future[StepRecord]:
@@ -270,6 +272,8 @@ class Lab:
         Args:
             settings: Applied first; None keeps the current settings.
             state: Changed to before that, as by `set_state`; None keeps the current training state.
+            allocator: Options of torch's allocator. A simulated lab rebuilds its model under other ones; a process on a
+                GPU has those that it was started with. None keeps the current ones.
             warm_up: After a change, take one step that is not recorded first: it allocates Adam's moments and fills
                 Megatron's offload manager, so that the recorded step equals all that follow.
             on_progress: Called on the lab's thread at each phase and layer.
@@ -280,7 +284,9 @@ class Lab:
         Raises:
             ValueError: If the settings break a rule; nothing has run then.
         """
-        return self._session.submit(settings, state=state, warm_up=warm_up, on_progress=on_progress)
+        return self._session.submit(
+            settings, state=state, allocator=allocator, warm_up=warm_up, on_progress=on_progress
+        )
 
     def stop(self) -> bool:
         """Requests that the running step ends between two phases or layers; its record says ``interrupted``.

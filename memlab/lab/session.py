@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from memlab.backends import Backend
+from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.model_restrictions import check_on_model
-from memlab.config.rebuilds import what_rebuilds
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -125,18 +125,19 @@ class Session:
     def set_state(self, state: TrainingState) -> StateChange:
         """Implements `Lab.set_state`."""
         self.check(self.stepper.settings, state)
-        return self.run_exclusive(lambda: self._change_state(state))
+        return self.run_exclusive(lambda: self._change_state(state, self.scenario.allocator))
 
     def step(
         self,
         settings: MemorySettings | None = None,
         *,
         state: TrainingState | None = None,
+        allocator: AllocatorSettings | None = None,
         warm_up: bool = True,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> StepRecord:
         """Implements `Lab.step`."""
-        running = self.submit(settings, state=state, warm_up=warm_up, on_progress=on_progress)
+        running = self.submit(settings, state=state, allocator=allocator, warm_up=warm_up, on_progress=on_progress)
         try:
             return running.result()
         except KeyboardInterrupt:
@@ -149,16 +150,19 @@ class Session:
         settings: MemorySettings | None = None,
         *,
         state: TrainingState | None = None,
+        allocator: AllocatorSettings | None = None,
         warm_up: bool = True,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> Future[StepRecord]:
         """Implements `Lab.submit`."""
         requested = self.stepper.settings if settings is None else settings
-        self.check(requested, state)
+        self.check(requested, state, allocator)
 
         def take_step() -> StepRecord:
-            if state is not None and state != self.stepper.scenario.state:
-                self._change_state(state, on_progress)
+            now = self.stepper.scenario
+            wanted = state or now.state, allocator or now.allocator
+            if wanted != (now.state, now.allocator):
+                self._change_state(*wanted, on_progress)
             return self._take_step(requested, warm_up, on_progress)
 
         return self.worker.start(take_step, before=self._stop.clear)
@@ -191,8 +195,13 @@ class Session:
         self._stop.set()
         return self.worker.busy
 
-    def check(self, settings: MemorySettings, state: TrainingState | None = None) -> None:
-        """Refuses settings that the model cannot take, and a training state that this backend cannot build.
+    def check(
+        self,
+        settings: MemorySettings,
+        state: TrainingState | None = None,
+        allocator: AllocatorSettings | None = None,
+    ) -> None:
+        """Refuses settings that the model cannot take, and a state or an allocator that this backend cannot have.
 
         Raises:
             ValueError: If a rule is broken.
@@ -204,6 +213,11 @@ class Session:
             if not isinstance(state, TrainingState):
                 raise ValueError(f"state is {state!r}, must be TrainingState(...): name its fields")
             scenario = replace(scenario, state=state)
+        if allocator is not None:
+            if not isinstance(allocator, AllocatorSettings):
+                raise ValueError(f"allocator is {allocator!r}, must be AllocatorSettings(...): name its fields")
+            scenario = replace(scenario, allocator=allocator)
+        if scenario != self.stepper.scenario:
             self.stepper.backend.check(scenario)
         check_on_model(settings, scenario)
 
@@ -216,14 +230,19 @@ class Session:
             return self._stop.is_set()
         return phase == "optimizer" and agreed_with_rank_0(self._stop.is_set())
 
-    def _change_state(self, state: TrainingState, on_progress: Callable[[Progress], None] | None = None) -> StateChange:
+    def _change_state(
+        self,
+        state: TrainingState,
+        allocator: AllocatorSettings,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> StateChange:
         stepper = self.stepper
-        rebuilt = what_rebuilds(stepper.scenario.state, state)
+        rebuilt = stepper.what_rebuilds(state, allocator)
         if on_progress is not None and rebuilt != "nothing":
             on_progress(Progress(phase=f"rebuilding the {rebuilt}", module="", done=0, total=0))
         self._is_steady = False
         try:
-            change = stepper.change_state(state)
+            change = stepper.change_state(state, allocator)
         except ModelLost:
             self.worker.end()
             raise

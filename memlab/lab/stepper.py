@@ -16,6 +16,7 @@ import torch
 
 from memlab.backends import Backend
 from memlab.backends.cuda import local_rank
+from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.model_restrictions import (
     checkpoints_moe_layers,
     without_backward,
@@ -124,17 +125,19 @@ class Stepper:
             self.backend.fill_workspaces(self.scenario.architecture.is_moe)
         self.apply(self.settings)
 
-    def change_state(self, state: TrainingState) -> StateChange:
+    def change_state(self, state: TrainingState, allocator: AllocatorSettings) -> StateChange:
         """Changes the training state, and rebuilds what reads it only when it is built.
+
+        Other options of a simulated allocator rebuild the model: a process has the same options from its start.
 
         Raises:
             ValueError: If Megatron refuses the state, or a tap or a fault is on; the model is then as it was.
             torch.OutOfMemoryError: If the model of this state does not fit; the former one has been built again.
             ModelLost: If the former one could not be built again either.
         """
-        former, scenario = self.scenario, replace(self.scenario, state=state)
+        former, scenario = self.scenario, replace(self.scenario, state=state, allocator=allocator)
         check_configs(scenario, self.settings)
-        rebuilt = what_rebuilds(former.state, state)
+        rebuilt = self.what_rebuilds(state, allocator)
         if rebuilt != "nothing" and (self._num_taps or self.transfers.has_fault):
             raise ValueError(
                 f"a tap or a residency fault is on, and the change to '{state}' rebuilds the {rebuilt}: leave its "
@@ -153,7 +156,14 @@ class Stepper:
             rebuilt=rebuilt,
             seconds=time.perf_counter() - started,
             device_bytes=self.meter.live_bytes(),
+            allocator=allocator if allocator != former.allocator else None,
         )
+
+    def what_rebuilds(self, state: TrainingState, allocator: AllocatorSettings) -> Rebuilt:
+        """Returns what `change_state` rebuilds."""
+        if allocator != self.scenario.allocator and self.backend.name == "simulated":
+            return "model"
+        return what_rebuilds(self.scenario.state, state)
 
     def _enter(self, scenario: Scenario) -> None:
         self._repeatable = None
@@ -202,6 +212,8 @@ class Stepper:
 
     def _rebuild_model(self, scenario: Scenario) -> None:
         self._drop_model()
+        if scenario.allocator != self.scenario.allocator:
+            self.meter.use_allocator(scenario.allocator)
         self._enter(scenario)
         self._adopt(build_model(scenario, self.backend.provider_for(scenario), MemorySettings()))
 

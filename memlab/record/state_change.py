@@ -1,9 +1,10 @@
-"""A change of the training state on a live model, as plain data."""
+"""A change of the training state, or of the simulated allocator's options, on an open lab, as plain data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.rebuilds import Rebuilt
 from memlab.config.training_state import TrainingState, option_words
 from memlab.units import format_bytes
@@ -19,6 +20,8 @@ class StateChange:
     seconds: float
     device_bytes: int
     """Bytes allocated on the device afterwards, before the first step: Adam's moments are not there yet."""
+    allocator: AllocatorSettings | None = None
+    """The options of torch's allocator afterwards; None if they are those of before."""
 
     @property
     def changed(self) -> dict[str, object]:
@@ -27,7 +30,8 @@ class StateChange:
         return {name: value for name, value in after.items() if value != before[name]}
 
     def __str__(self) -> str:
-        values = ", ".join(option_words(name, value) for name, value in self.changed.items())
+        words = [option_words(name, value) for name, value in self.changed.items()]
+        values = ", ".join([*words, str(self.allocator)] if self.allocator is not None else words)
         if self.rebuilt == "nothing":
             return f"{values or 'no change'}: nothing rebuilt"
         return (

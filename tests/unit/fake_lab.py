@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.layout import Layout
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.rebuilds import what_rebuilds
@@ -81,11 +82,13 @@ class FakeLab:
         settings: MemorySettings | None = None,
         *,
         state: TrainingState | None = None,
+        allocator: AllocatorSettings | None = None,
         on_progress: Callable[[Any], None] | None = None,
     ) -> Future[StepRecord]:
         settings = self.settings if settings is None else settings
         check_on_model(settings, self.scenario)
         self._refuse_if_busy()
+        self.scenario = replace(self.scenario, allocator=allocator or self.scenario.allocator)
         if state is not None and state != self.scenario.state:
             before = self.scenario.state
             self.state_changes.append(

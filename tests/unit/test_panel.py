@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 from ipywidgets.widgets.widget import _instances as open_widgets
 from ipywidgets.widgets.widget import _remove_buffers
+from megatron.core.package_info import MINOR
 
 import memlab
-from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
+from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, SINCE_MEGATRON_0_19, MemorySettings
 from memlab.jobs.job import Job
 from memlab.lab.lab import Lab
 from memlab.record.step_record import StepRecord
@@ -148,7 +149,8 @@ def test_every_control_is_in_the_parity_test_or_does_not_apply(make_panel: Calla
 
     left = set(make_panel().controls.by_name) - driven
 
-    assert left == {"recompute_modules:mlp", "offload_modules:attn_norm", "seq_length", "micro_batch_size"}
+    elsewhere = {"seq_length", "micro_batch_size", *SINCE_MEGATRON_0_19}  # test_settings_of_megatron_0_19.py
+    assert left == {"recompute_modules:mlp", "offload_modules:attn_norm", *elsewhere}
 
 
 def test_settings_by_message_give_the_record_that_the_api_gives(open_lab: Callable[..., Lab]) -> None:
@@ -220,6 +222,7 @@ def test_controls_that_do_not_apply_are_disabled_and_say_why(make_panel: Callabl
         *(f"recompute_modules:{module}" for module in RECOMPUTE_MODULES),
         *("offload_modules:attn_norm", "offload_modules:mlp_norm"),
         *("offload_modules:expert_fc1", "offload_modules:moe_act", "checkpoint_input_remedy"),
+        *(SINCE_MEGATRON_0_19 if MINOR < 19 else ()),
     }
     for name in disabled:
         assert 'title="' in controls.notes[name].value

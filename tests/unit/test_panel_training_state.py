@@ -17,12 +17,14 @@ from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.lab.lab import Lab
+from memlab.record.step_record import StepRecord
 from memlab.views.panel import exports
 from memlab.views.panel.panel import Panel, panel
 from memlab.views.panel.run import Run
 
 from .builders import training_step
-from .fake_lab import FakeLab
+from .fake_lab import FakeBackend, FakeLab
 
 AWARE = TrainingState(
     use_precision_aware_optimizer=True, main_grads_dtype="bf16", exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16"
@@ -62,7 +64,8 @@ def receive(shown: Panel, name: str, value: Any) -> None:
 def test_each_control_by_message_gives_what_the_api_gives(shown: Panel, state: TrainingState) -> None:
     for name, value in state.changed().items():
         receive(shown, name, value)
-    assert set(shown.training_state.by_name) == {field.name for field in fields(TrainingState)}
+    of_state = {field.name for field in fields(TrainingState)}
+    assert set(shown.training_state.by_name) == of_state | {field.name for field in fields(AllocatorSettings)}
     assert shown.state.form.scenario(shown.state.scenario).state == state
     assert shown.state.lab.scenario.state == TrainingState(), "nothing is rebuilt before the next run"
     press_run(shown)
@@ -150,7 +153,7 @@ def test_the_group_is_closed_until_its_button_is_pressed_and_costs_few_models() 
         group.toggle.value = True
         assert group._section.layout.display is None
         num_models = len(set(open_widgets) - before)
-        assert num_models < 220, "a page that is loaded again creates every model before it shows the first"
+        assert num_models < 235, "a page that is loaded again creates every model before it shows the first"
     finally:
         made.close()
 
@@ -175,6 +178,77 @@ def test_a_run_s_state_is_used_again_and_repeated_by_its_command(shown: Panel) -
     given = {name: arguments[name] for name in scenario.state.to_dict() if arguments[name] is not None}
     assert TrainingState(**given) == scenario.state
     assert arguments["expandable_segments"]
+
+
+ALLOCATOR = AllocatorSettings(expandable_segments=True, garbage_collection_threshold=0.75, max_split_size_mb=64)
+
+
+def test_the_allocator_s_options_by_message_are_those_of_the_next_simulated_run() -> None:
+    lab = FakeLab(timeline=training_step())
+    lab.backend = FakeBackend("simulated")
+    shown = panel(lab, predict=False)
+    for name, value in ALLOCATOR.to_dict().items():
+        receive(shown, name, value)
+    assert shown.state.form.scenario(lab.scenario).allocator == ALLOCATOR and not lab.scenario.allocator.changed()
+    assert shown.run_bar.run.description == "Rebuild model and run"
+    assert "garbage_collection_threshold has no effect: torch reads it only where" in shown.training_state.note.value
+    press_run(shown)
+    assert lab.scenario.allocator == ALLOCATOR and shown.run_bar.run.description == "Run"
+    assert shown.runs.table.rows[0]["settings"] == f"none; {ALLOCATOR}"
+    assert "\nAllocatorSettings(expandable_segments=True, garbage" in shown.runs.repeat.value
+    for name in ("garbage_collection_threshold", "max_split_size_mb"):
+        receive(shown, name, 0)
+    receive(shown, "expandable_segments", False)
+    assert shown.state.form.scenario(lab.scenario).allocator == AllocatorSettings()
+    shown.state.reuse()
+    assert shown.state.allocator == ALLOCATOR
+    shown.close()
+
+
+def test_the_allocator_s_rules_are_next_to_the_group(shown: Panel) -> None:
+    receive(shown, "max_split_size_mb", 5)
+    assert "max_split_size_mb is 5, must be a whole number of at least 21" in shown.training_state.error_box.value
+    press_run(shown)
+    assert "Not started: max_split_size_mb" in shown.run_bar.status.value and not shown.state.lab.submitted
+    receive(shown, "max_split_size_mb", 64)
+    assert not shown.training_state.error_box.value
+    assert "max_split_size_mb has no effect: a CPU has no caching allocator" in shown.training_state.note.value
+
+
+def test_next_to_a_gpu_other_allocator_options_are_only_predicted() -> None:
+    lab = FakeLab(timeline=training_step())
+    lab.backend = FakeBackend("cuda")
+    shown = panel(lab, predict=False)
+    receive(shown, "expandable_segments", True)
+    selection = shown.state.selection
+    assert selection is not None and selection[0].allocator == AllocatorSettings(expandable_segments=True)
+    assert "'expandable_segments:True' is only predicted: this process was" in shown.training_state.note.value
+    assert shown.run_bar.run.description == "Run" and "Run rebuilds" not in shown.training_state.note.value
+    shown.close()
+
+
+def test_a_simulated_run_under_other_allocator_options_reserves_what_a_new_lab_reserves() -> None:
+    model: dict[str, Any] = {"num_layers": 2, "seq_length": 64, "backend": "simulated"}
+    expandable = AllocatorSettings(expandable_segments=True)
+    with Lab("phi-4-tiny", allocator=expandable, **model) as lab:
+        expected = lab.step()
+    with Lab("phi-4-tiny", **model) as lab:
+        shown = panel(lab, predict=False)
+        _run_under_other_options(shown, expected)
+        shown.close()
+
+
+def _run_under_other_options(shown: Panel, expected: StepRecord) -> None:
+    for value in (False, True, False):
+        receive(shown, "expandable_segments", value)
+        running = shown.state.run()
+        assert running is not None
+        running.result()
+    plain, changed, again = shown.state.lab.records
+    assert changed.peak_reserved_bytes == expected.peak_reserved_bytes != plain.peak_reserved_bytes
+    assert changed.scenario == expected.scenario and changed.peak_allocated_bytes == expected.peak_allocated_bytes
+    assert (again.peak_reserved_bytes, again.static_bytes) == (plain.peak_reserved_bytes, plain.static_bytes)
+    assert "expandable_segments:True: model rebuilt in " in str(shown.state.lab.state_changes[0])
 
 
 def test_a_real_lab_rebuilds_on_its_own_thread_and_the_page_stays_usable(open_lab: Callable[..., Any]) -> None:

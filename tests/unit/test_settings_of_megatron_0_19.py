@@ -16,6 +16,8 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import SINCE_MEGATRON_0_19, MemorySettings
 from memlab.lab.lab import Lab
 from memlab.regression.case_measurements import _on
+from memlab.views.panel.panel import panel
+from tests.unit.fake_lab import FakeLab
 from tests.unit.live import offload
 
 OFFLOAD = offload("qkv_linear", "expert_fc1", "moe_act")
@@ -104,3 +106,41 @@ def test_a_later_stage_leaves_more_on_the_device(stage: int) -> None:
     moved, fewer = (sum(each.offloaded_bytes_by_module.values()) for each in (whole, differs))
     assert (fewer < moved) == (stage == 1)
     assert ("delta_offload_bytes_across_pp_ranks" in differs.without_effect) == (stage == 0)
+
+
+LATER = {
+    "activation_offload_fraction": 0.5,
+    "delta_offload_bytes_across_pp_ranks": 1024,
+    "fine_grained_offloading_max_inflight_offloads": 0,
+}
+
+
+def test_each_control_of_the_panel_gives_what_the_api_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_restrictions, "_megatron_version", lambda: (0, 19))
+    shown = panel(FakeLab(), predict=False)
+    state, controls = shown.state, shown.controls.by_name
+    state.toggle("offload_modules", "core_attn", on=True)
+    for name, value in LATER.items():
+        assert not controls[name].disabled
+        controls[name].value = value
+    assert state.settings == MemorySettings(offload_modules=["core_attn"], **LATER)
+    controls["fine_grained_offloading_max_inflight_offloads"].value = -1
+    assert state.settings is not None and state.settings.fine_grained_offloading_max_inflight_offloads is None
+    controls["activation_offload_fraction"].value = 1.5
+    assert "activation_offload_fraction is 1.5, must be" in shown.controls.error_boxes["offload_modules"].value
+    shown.close()
+
+
+def test_the_panel_shows_and_refuses_what_the_installed_version_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_restrictions, "_megatron_version", lambda: (0, 16))
+    shown = panel(FakeLab(), predict=False)
+    for name in LATER:
+        assert shown.controls.by_name[name].disabled
+        assert "megatron-core 0.16 does not have it, 0.19 does" in shown.controls.notes[name].value
+    shown.state.edit(activation_offload_fraction=0.5)  # as a record of another machine had it
+    fraction = shown.controls.by_name["activation_offload_fraction"]
+    assert "megatron-core 0.16 does not have it" in shown.controls.error_boxes["offload_modules"].value
+    assert shown.state.settings is None and not fraction.disabled, "it can be taken back"
+    fraction.value = 1.0
+    assert shown.state.settings == MemorySettings() and fraction.disabled
+    shown.close()

@@ -15,6 +15,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from memlab.atomic_files import written_aside
+from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import ARCHITECTURES
 from memlab.config.layout import Layout
 from memlab.config.routing import Routing
@@ -25,7 +26,7 @@ from memlab.views.display import View
 from memlab.views.panel.run import COLUMNS, Run, rows
 
 
-def settings_line(settings: MemorySettings | TrainingState) -> str:
+def settings_line(settings: MemorySettings | TrainingState | AllocatorSettings) -> str:
     """Returns the Python that makes equal settings, for example ``MemorySettings(offload_optimizer=True)``."""
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.changed().items()}
     return f"{type(settings).__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
@@ -47,8 +48,7 @@ def measure_command(run: Run) -> str:
             if value != getattr(usual, name):
                 text = _routing_text(value) if isinstance(value, Routing) else str(value)
                 words += [_flag(name)] if value is True else [_flag(name), text]
-    allocator = {name: value for name, value in scenario.allocator.to_dict().items() if value not in (None, False)}
-    words += _flags(scenario.state.changed() | allocator | run.settings.changed())
+    words += _flags(scenario.state.changed() | scenario.allocator.changed() | run.settings.changed())
     if run.record is not None and run.record.forward_only:
         words.append("--forward-only")
     if run.record is not None and run.record.out_of_memory is not None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
+from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -69,6 +70,7 @@ class LabLike(Protocol):
         settings: MemorySettings | None = None,
         *,
         state: TrainingState | None = None,
+        allocator: AllocatorSettings | None = None,
         on_progress: Callable[[ProgressLike], None] | None = None,
     ) -> Future[StepRecord]: ...
 

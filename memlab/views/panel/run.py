@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.config.training_state import TrainingState
 from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes
@@ -77,9 +76,9 @@ class Run:
 
     @property
     def conditions(self) -> str:
-        """The settings, and the training state if it is not the default."""
-        state = self.scenario.state
-        return str(self.settings) if state == TrainingState() else f"{self.settings}; {state}"
+        """The settings, and the training state and the allocator's options if they are not the default."""
+        others = (each for each in (self.scenario.state, self.scenario.allocator) if each.changed())
+        return "; ".join([str(self.settings), *map(str, others)])
 
     @property
     def workload(self) -> str:

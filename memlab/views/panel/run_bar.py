@@ -62,7 +62,7 @@ class RunBar:
     def _show_rebuild(self) -> None:
         rebuilds = self._state.rebuilds
         self.run.description = "Run" if rebuilds == "nothing" else f"Rebuild {rebuilds} and run"
-        first = "" if rebuilds == "nothing" else f"Rebuilds the {rebuilds} for the new training state. "
+        first = "" if rebuilds == "nothing" else f"Rebuilds the {rebuilds} for the new training state or allocator. "
         self.run.tooltip = f"{first}Takes a step with these settings, after a warm-up step if they have changed"
 
     def _show_verdict(self) -> None:

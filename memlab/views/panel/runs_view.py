@@ -151,10 +151,10 @@ class RunsView:
         if shown is None:
             self.repeat.value = ""
         else:
-            training_state = shown.scenario.state
+            of_scenario = (shown.scenario.state, shown.scenario.allocator)
             in_python = [
                 settings_line(shown.settings),
-                *([settings_line(training_state)] if training_state.changed() else []),
+                *(settings_line(each) for each in of_scenario if each.changed()),
             ]
             lines = html.escape("\n".join([*in_python, measure_command(shown)]), quote=False)
             self.repeat.value = f'To repeat run {shown.number}:<pre tabindex="0">{lines}</pre>'

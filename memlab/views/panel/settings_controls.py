@@ -9,7 +9,13 @@ from typing import Any
 import ipywidgets
 
 from memlab.config.model_restrictions import without_effect
-from memlab.config.settings import CHECKPOINT_INPUT_REMEDIES, OFFLOAD_MODULES, RECOMPUTE_METHODS, RECOMPUTE_MODULES
+from memlab.config.settings import (
+    CHECKPOINT_INPUT_REMEDIES,
+    OFFLOAD_MODULES,
+    RECOMPUTE_METHODS,
+    RECOMPUTE_MODULES,
+    SINCE_MEGATRON_0_19,
+)
 from memlab.units import format_bytes
 from memlab.views.panel.run import GRADIENTS, TRIED
 from memlab.views.panel.settings_form import SettingsForm
@@ -73,10 +79,18 @@ class SettingsControls:
     def _offload(self) -> Any:
         ticks = _side_by_side(self._tick("offload_modules", module) for module in OFFLOAD_MODULES)
         size = _typed("at least, elements")
+        fraction, delta, inflight = SINCE_MEGATRON_0_19
+        share = ipywidgets.FloatText(description="share of the groups", style={"description_width": "initial"})
         return self._group(
             "Offload during the step",
-            [ticks, self._number("min_offloaded_tensor_size", size)],
-            ("offload_modules", "min_offloaded_tensor_size"),
+            [
+                ticks,
+                self._number("min_offloaded_tensor_size", size),
+                self._number(fraction, share),
+                self._number(delta, _typed("bytes left per stage")),
+                self._number(inflight, _typed("transfers not waited for (-1: any)"), none=-1),
+            ],
+            ("offload_modules", "min_offloaded_tensor_size", *SINCE_MEGATRON_0_19),
         )
 
     def _between_steps(self) -> Any:
@@ -107,10 +121,18 @@ class SettingsControls:
         words = {value: word for word, value in choices.items()}
         return self._register(field, control, lambda form: words.get(getattr(form, field)))
 
-    def _number(self, field: str, control: Any) -> Any:
-        """A number that is a field of the form."""
-        control.observe(lambda change: self._state.edit(**{field: change["new"]}), names=["value"])
-        return self._register(field, control, lambda form: getattr(form, field))
+    def _number(self, field: str, control: Any, none: int | None = None) -> Any:
+        """A number that is a field of the form; `none` is shown where the field is None."""
+
+        def edit(change: dict[str, Any]) -> None:
+            self._state.edit(**{field: None if change["new"] == none else change["new"]})
+
+        def read(form: SettingsForm) -> Any:
+            value = getattr(form, field)
+            return none if value is None else value
+
+        control.observe(edit, names=["value"])
+        return self._register(field, control, read)
 
     def _tick(self, field: str, module: str) -> Any:
         control = ipywidgets.Checkbox(description=module, indent=False)

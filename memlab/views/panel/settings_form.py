@@ -1,8 +1,8 @@
 """Settings while they are being edited: what the controls show, whether it breaks a rule or not.
 
-`MemorySettings` and `TrainingState` cannot hold a combination that breaks a rule, and the way from one setting to
-another often leads through one. A `SettingsForm` can hold it; its methods `settings` and `scenario` raise the error
-with the rule's text.
+`MemorySettings`, `TrainingState` and `AllocatorSettings` cannot hold a combination that breaks a rule, and the way from
+one setting to another often leads through one. A `SettingsForm` can hold it; its methods `settings` and `scenario`
+raise the error with the rule's text.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import dataclasses
 from dataclasses import dataclass, replace
 from typing import Any
 
+from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import Architecture
 from memlab.config.model_restrictions import check_on_model, without_effect
 from memlab.config.scenario import Scenario
 from memlab.config.settings import (
     OFFLOAD_MODULES,
     RECOMPUTE_MODULES,
+    SINCE_MEGATRON_0_19,
     CheckpointInputRemedy,
     MemorySettings,
     RecomputeGranularity,
@@ -30,9 +32,10 @@ MODULE_FIELDS = {"recompute_modules": RECOMPUTE_MODULES, "offload_modules": OFFL
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SettingsForm:
-    """Fields of `MemorySettings`, of the workload and of the training state. Values that do not apply are not read.
+    """Fields of `MemorySettings`, of the workload, of the training state and of torch's allocator.
 
-    So a method that was chosen under full recompute is still chosen after a change to selective and back.
+    Values that do not apply are not read. So a method that was chosen under full recompute is still chosen after a
+    change to selective and back.
     """
 
     recompute_granularity: RecomputeGranularity | None = None
@@ -53,14 +56,17 @@ class SettingsForm:
     micro_batch_size: int
     state_values: dict[str, Any] = dataclasses.field(default_factory=lambda: TrainingState().to_dict())
     """The fields of `TrainingState`, all of them."""
+    allocator_values: dict[str, Any] = dataclasses.field(default_factory=lambda: AllocatorSettings().to_dict())
+    """The fields of `AllocatorSettings`, all of them."""
 
     @classmethod
     def of(cls, settings: MemorySettings, scenario: Scenario) -> SettingsForm:
-        """Returns the form of some settings on some workload and training state."""
+        """Returns the form of some settings in some scenario."""
         form = cls(
             seq_length=scenario.seq_length,
             micro_batch_size=scenario.micro_batch_size,
             state_values=scenario.state.to_dict(),
+            allocator_values=scenario.allocator.to_dict(),
         )
         return form.with_settings(settings)
 
@@ -97,12 +103,13 @@ class SettingsForm:
         return settings
 
     def scenario(self, scenario: Scenario) -> Scenario:
-        """Returns the scenario with this form's workload and training state.
+        """Returns the scenario with this form's workload, training state and allocator options.
 
         Raises:
             ValueError: If a value breaks its rule.
         """
-        return self._on(scenario, TrainingState(**self.state_values))
+        allocator = AllocatorSettings(**self.allocator_values)
+        return replace(self._on(scenario, TrainingState(**self.state_values)), allocator=allocator)
 
     def check_workload(self, scenario: Scenario) -> None:
         """Checks the workload alone: no rule of the training state is applied.
@@ -145,7 +152,18 @@ class SettingsForm:
                     reason = _rule_text(**chosen, **{field: (module,)})
                 if reason:
                     reasons[f"{field}:{module}"] = reason
-        return reasons
+        return reasons | self._not_in_megatron(architecture)
+
+    def _not_in_megatron(self, architecture: Architecture) -> dict[str, str]:
+        """Finds the controls of settings that the installed megatron-core does not have.
+
+        One with another value than the default, as a run elsewhere had it, is left out, so that it can be taken back.
+        """
+        reasons = {}
+        for field, value in _SET_SINCE_0_19.items():
+            if getattr(self, field) == getattr(MemorySettings(), field):
+                reasons[field] = _refusal(MemorySettings(**{field: value}), architecture)
+        return {field: reason for field, reason in reasons.items() if reason}
 
 
 _MAY_BE_NONE = (
@@ -154,6 +172,8 @@ _MAY_BE_NONE = (
     "offload_gradients",
     "fine_grained_offloading_max_inflight_offloads",
 )
+_SET_SINCE_0_19: dict[str, Any] = dict(zip(SINCE_MEGATRON_0_19, (0.5, 1, 0), strict=True))
+"""A value that is not the default for each of them."""
 _ANY: dict[str, Any] = {"recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -175,8 +195,14 @@ def _reason_against(field: str, module: str, architecture: Architecture) -> str:
     if field == "recompute_modules":
         values["recompute_granularity"] = "selective"
     settings = MemorySettings(**values)
+    refusal = _refusal(settings, architecture)
+    return refusal or without_effect(settings, architecture).get(f"{field}:{module}", "")
+
+
+def _refusal(settings: MemorySettings, architecture: Architecture) -> str:
+    """Why a model refuses settings; empty if it does not."""
     try:
         check_on_model(settings, Scenario.of(architecture))
     except ValueError as error:
         return str(error)
-    return without_effect(settings, architecture).get(f"{field}:{module}", "")
+    return ""

@@ -19,6 +19,7 @@ from typing import Any
 
 import traitlets
 
+from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.rebuilds import Rebuilt, what_rebuilds
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -66,7 +67,7 @@ class LabState(traitlets.HasTraits):
     """
 
     form = traitlets.Instance(SettingsForm)
-    """The settings, the workload and the training state that the controls show."""
+    """The settings, the workload, the training state and the allocator's options that the controls show."""
     settings = traitlets.Instance(MemorySettings, allow_none=True)
     """The form's settings; None while they break a rule."""
     validation_error = traitlets.Unicode()
@@ -110,7 +111,7 @@ class LabState(traitlets.HasTraits):
         self._last_progress_at = 0.0
         self._num_runs = 0
         self.error_is_about_state = False
-        """Whether `validation_error` is a rule of the training state."""
+        """Whether `validation_error` is a rule of the training state, or of the allocator's options."""
         self._idle_options: dict[str, str] = {}
         self._trying: Future[StepRecord] | None = None
         self._pressed: _Pressed | None = None
@@ -134,6 +135,7 @@ class LabState(traitlets.HasTraits):
         try:
             state = TrainingState(**form.state_values)
             self._idle_options = state.without_effect()
+            AllocatorSettings(**form.allocator_values)
             self.error_is_about_state = False
             form.check_workload(of_lab)
             self.error_is_about_state = True
@@ -152,22 +154,42 @@ class LabState(traitlets.HasTraits):
 
     @property
     def rebuilds(self) -> Rebuilt:
-        """What the next run rebuilds first, because the form's training state is another than the lab's."""
+        """What the next run rebuilds first: the form has another training state or allocator than the lab."""
         if self.error_is_about_state:
             return "nothing"
-        return what_rebuilds(self.lab.scenario.state, TrainingState(**self.form.state_values))
+        return self._rebuilds_for(TrainingState(**self.form.state_values), self.allocator)
+
+    def _rebuilds_for(self, state: TrainingState, allocator: AllocatorSettings) -> Rebuilt:
+        if allocator != self.lab.scenario.allocator and self.lab.backend.name == "simulated":
+            return "model"
+        return what_rebuilds(self.lab.scenario.state, state)
+
+    @property
+    def allocator(self) -> AllocatorSettings:
+        """The allocator's options that the form shows.
+
+        Raises:
+            ValueError: If they break a rule.
+        """
+        return AllocatorSettings(**self.form.allocator_values)
 
     @property
     def state_note(self) -> str:
-        """The form's training state in words: what it changes, what the next run rebuilds, what has no effect."""
+        """The form's training state and allocator in words: what the next run rebuilds, and what has no effect."""
         if self.error_is_about_state:
             return ""
-        state = TrainingState(**self.form.state_values)
-        words = [str(state)]
-        if state != self.lab.scenario.state:
+        state, allocator, lab = TrainingState(**self.form.state_values), self.allocator, self.lab
+        words = [_in_words(state, allocator)]
+        if state != lab.scenario.state or self.rebuilds != "nothing":
             built = "rebuilds nothing" if self.rebuilds == "nothing" else f"rebuilds the {self.rebuilds}"
             words.append(f"not yet in effect: Run {built}")
-        words += [f"{name} has no effect: {reason}" for name, reason in self._idle_options.items()]
+        if allocator != lab.scenario.allocator and lab.backend.name == "cuda":
+            words.append(f"'{allocator}' is only predicted: this process was started with '{lab.scenario.allocator}'")
+        of_allocator = allocator.without_effect(
+            has_allocator=lab.backend.name != "cpu", has_limit=lab.device_memory_bytes is not None
+        )
+        idle = self._idle_options | of_allocator
+        words += [f"{name} has no effect: {reason}" for name, reason in idle.items()]
         return "; ".join(words)
 
     @property
@@ -184,6 +206,11 @@ class LabState(traitlets.HasTraits):
         """Changes fields of the form's training state; the next run rebuilds what they need."""
         with self.lock:
             self.form = replace(self.form, state_values=self.form.state_values | changes)
+
+    def edit_allocator(self, **changes: Any) -> None:
+        """Changes options of the form's allocator: they are predicted, and a simulated lab's next run has them."""
+        with self.lock:
+            self.form = replace(self.form, allocator_values=self.form.allocator_values | changes)
 
     def toggle(self, field: str, module: str, *, on: bool) -> None:
         """Ticks or unticks a module of ``recompute_modules`` or ``offload_modules``."""
@@ -293,9 +320,11 @@ class LabState(traitlets.HasTraits):
                 if any(getattr(self.lab.scenario, name) != value for name, value in workload.items()):
                     self.lab.set_workload(**workload)
                 self.refresh()
-                rebuilds = what_rebuilds(self.lab.scenario.state, scenario.state)
+                rebuilds = self._rebuilds_for(scenario.state, scenario.allocator)
                 num_changes = len(self.lab.state_changes)
-                running = self.lab.submit(settings, state=scenario.state, on_progress=self._note_progress)
+                running = self.lab.submit(
+                    settings, state=scenario.state, allocator=scenario.allocator, on_progress=self._note_progress
+                )
             except ValueError as error:
                 self._say(f"Not started: {error}")
                 return None
@@ -306,7 +335,8 @@ class LabState(traitlets.HasTraits):
             with self.lock:
                 self.progress, self.busy = None, True
                 self._trying = ended if is_tried else None
-                rebuilding = f"Rebuilding the {rebuilds} for '{scenario.state}'. " if rebuilds != "nothing" else ""
+                wanted = _in_words(scenario.state, scenario.allocator)
+                rebuilding = f"Rebuilding the {rebuilds} for '{wanted}'. " if rebuilds != "nothing" else ""
                 self.notice = f"{rebuilding}Running: {settings}"
             running.add_done_callback(lambda done: self._finish(done, ended, scenario, settings, num_changes))
             return ended
@@ -530,6 +560,10 @@ class LabState(traitlets.HasTraits):
                 lab_is_in_order=lab_is_in_order,
             )
             self.notice = f"{self.shown}: {self.shown.outcome}" if self.shown is not None else ""
+
+
+def _in_words(state: TrainingState, allocator: AllocatorSettings) -> str:
+    return "; ".join([str(state)] + ([str(allocator)] if allocator.changed() else []))
 
 
 def _had(run: Run, selection: Selection | None) -> bool:

@@ -1,4 +1,4 @@
-"""The controls of the training state, under a button that opens them: a change takes effect with the next run."""
+"""The controls of the training state and of torch's allocator, under a button: they take effect with the next run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import ipywidgets
 
+from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.training_state import CHOICES, TrainingState
 from memlab.views.panel.state import LabState
 
@@ -16,9 +17,15 @@ _NUMBERS = {
     "ddp_bucket_size": "Elements of a bucket; 0 leaves it to Megatron's rule",
     "logprobs_chunk_size": "Tokens whose log-probabilities are computed at once; 0 computes all at once",
     "optimizer_offload_fraction": "Share of the parameters whose state is on the CPU, from 0 to 1",
+    "garbage_collection_threshold": "Share of the memory limit above which cached blocks are freed first; 0 never does",
+    "max_split_size_mb": "MiB from which on blocks are not split; 0 splits any",
 }
-"""What each number means, as its tooltip. A whole number of 0 stands for None."""
-_MAY_BE_UNSET = ("ddp_bucket_size", "logprobs_chunk_size")
+"""What each number means, as its tooltip."""
+_SHARES = ("optimizer_offload_fraction", "garbage_collection_threshold")
+"""The numbers that are not whole."""
+_MAY_BE_UNSET = ("ddp_bucket_size", "logprobs_chunk_size", "garbage_collection_threshold", "max_split_size_mb")
+"""The numbers of which 0 stands for None."""
+_OF_ALLOCATOR = tuple(field.name for field in fields(AllocatorSettings))
 _GROUPS = {
     "Gradients": "use_distributed_optimizer",
     "Optimizer": "use_precision_aware_optimizer",
@@ -26,6 +33,7 @@ _GROUPS = {
     "Loss": "loss",
     "Attention": "attention_backend",
     "FP8": "fp8_format",
+    "torch's allocator": "expandable_segments",
 }
 """Each group's title, with its first field; it ends before the first field of the next one."""
 
@@ -37,7 +45,9 @@ class StateControls:
         self._state = state
         self.by_name: dict[str, Any] = {}
         self.toggle = ipywidgets.ToggleButton(description="Training state")
-        self.toggle.tooltip = "Precision and place of gradients and optimizer state, loss, attention and FP8"
+        self.toggle.tooltip = (
+            "Precision and place of gradients and optimizer state, loss, attention, FP8, torch's allocator"
+        )
         self.toggle.add_class("memlab-state-toggle")
         self.note = ipywidgets.HTML()
         self.note.add_class("memlab-state-note")
@@ -57,10 +67,10 @@ class StateControls:
     def _groups(self) -> list[Any]:
         starts = {field: title for title, field in _GROUPS.items()}
         boxes: list[list[Any]] = []
-        for field in fields(TrainingState):
-            if field.name in starts:
-                boxes.append([ipywidgets.HTML(f"<h4>{starts[field.name]}</h4>")])
-            boxes[-1].append(self._control(field.name))
+        for name in (*(field.name for field in fields(TrainingState)), *_OF_ALLOCATOR):
+            if name in starts:
+                boxes.append([ipywidgets.HTML(f"<h4>{starts[name]}</h4>")])
+            boxes[-1].append(self._control(name))
         groups = [ipywidgets.VBox(children) for children in boxes]
         for group in groups:
             group.add_class("memlab-group")
@@ -71,7 +81,7 @@ class StateControls:
             none = [_NONE] if name == "fp8_format" else []
             control = ipywidgets.Dropdown(options=[*none, *CHOICES[name]], description=name)
         elif name in _NUMBERS:
-            kind = ipywidgets.FloatText if name == "optimizer_offload_fraction" else ipywidgets.IntText
+            kind = ipywidgets.FloatText if name in _SHARES else ipywidgets.IntText
             unset = " (0: unset)" if name in _MAY_BE_UNSET else ""
             control = kind(description=name + unset, tooltip=_NUMBERS[name])
         else:
@@ -79,14 +89,16 @@ class StateControls:
         if not isinstance(control, ipywidgets.Checkbox):
             control.style.description_width = "initial"
         control.add_class(f"memlab-state-{name.replace('_', '-')}")
-        control.observe(lambda change: self._state.edit_state(**{name: _value(name, change["new"])}), names=["value"])
+        edit = self._state.edit_allocator if name in _OF_ALLOCATOR else self._state.edit_state
+        control.observe(lambda change: edit(**{name: _value(name, change["new"])}), names=["value"])
         self.by_name[name] = control
         return control
 
     def _show(self) -> None:
         state = self._state
+        values = state.form.state_values | state.form.allocator_values
         for name, control in self.by_name.items():
-            control.value = _shown(name, state.form.state_values[name])
+            control.value = _shown(name, values[name])
         text = state.validation_error
         is_about_state = state.error_is_about_state
         self.error_box.value = f'<div role="alert">{html.escape(text, quote=False)}</div>' if is_about_state else ""

@@ -13,6 +13,7 @@ from typing import Any
 
 import traitlets
 
+from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.scenario import Scenario
 from memlab.lab.prediction_process import PredictionProcess
 from memlab.record.step_record import StepRecord
@@ -65,13 +66,14 @@ class WhatIf(traitlets.HasTraits):
         run = state.shown
         measured = run.record if run is not None and run.is_ok and state.is_selected(run) else None
         if measured is not None:
-            words = f"peak {format_bytes(measured.peak_allocated_bytes)}{state.compared(run)}"
+            words = f"peak {format_bytes(measured.peak_allocated_bytes)}{state.compared(run)}{_reserved(measured)}"
             if predicted is None:
                 return words
-            return f"{words}; predicted {format_bytes(predicted.peak_allocated_bytes)}"
+            return f"{words}; predicted {format_bytes(predicted.peak_allocated_bytes)}{_reserved(predicted)}"
         if predicted is None:
             return self.notice
-        return f"predicted peak {format_bytes(predicted.peak_allocated_bytes)}{state.compared(predicted)}"
+        peak = f"predicted peak {format_bytes(predicted.peak_allocated_bytes)}"
+        return f"{peak}{state.compared(predicted)}{_reserved(predicted)}"
 
     def close(self) -> None:
         """Ends the thread; the process stays for the next panel."""
@@ -154,3 +156,10 @@ class WhatIf(traitlets.HasTraits):
         if job is None:
             return scenario
         return replace(scenario, layout=replace(scenario.layout, rank=job.worst_rank))
+
+
+def _reserved(record: StepRecord) -> str:
+    """Writes the reserved peak where options of the allocator are set: it is what they change."""
+    if record.scenario.allocator == AllocatorSettings() or record.peak_reserved_bytes is None:
+        return ""
+    return f", {format_bytes(record.peak_reserved_bytes)} reserved"
