@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from megatron.core.package_info import MINOR
 from playwright.sync_api import expect
 
 from tests.browser.conftest import PANEL_CELL
@@ -121,7 +122,15 @@ def test_an_impossible_combination_is_refused_in_the_rules_words(panel: PanelPag
     assert panel.rows.count() == 0
     panel.tick("offload-modules-core-attn")
     expect(panel.error_boxes).to_have_count(0)
+    panel.press("state-toggle")
+    panel.write("state-max-split-size-mb", 5)
+    expect(panel.error_boxes).to_contain_text("max_split_size_mb is 5, must be a whole number of at least 21")
+    panel.write("state-max-split-size-mb", 0)
+    expect(panel.error_boxes).to_have_count(0)
+    panel.tick("state-expandable-segments")
+    expect(panel.part("state-note")).to_contain_text("a CPU has no caching allocator")
     panel.run()
+    assert panel.notebook.ask("lab.records[-1].scenario.allocator.expandable_segments")
 
 
 def test_a_control_that_does_not_apply_is_disabled_and_says_why(panel: PanelPage) -> None:
@@ -130,6 +139,7 @@ def test_a_control_that_does_not_apply_is_disabled_and_says_why(panel: PanelPage
         "recompute-num-layers": "only recompute_granularity 'full' reads it",
         "recompute-modules-moe": "only recompute_granularity 'selective' reads it",
         "offload-modules-attn-norm": "fused into linear_qkv",
+        **({"activation-offload-fraction": "0.16 does not have it, 0.19 does"} if MINOR < 19 else {}),
     }.items():
         control = panel.part(hook, ":is(select, input)")
         expect(control).to_be_disabled()

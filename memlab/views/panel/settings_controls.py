@@ -39,7 +39,7 @@ _EXCEPT_UPDATE = "offload_optimizer_except_update"
 
 
 class SettingsControls:
-    """Four groups of controls on one state. `box` is the widget; `by_name` holds each control.
+    """Five groups of controls on one state. `box` is the widget; `by_name` holds each control.
 
     Names are those of the fields, and ``field:module`` for the ticks.
     """
@@ -51,7 +51,12 @@ class SettingsControls:
         self.notes: dict[str, Any] = {}
         self._boxes: dict[str, Any] = {}
         self._reads: dict[str, Callable[[SettingsForm], Any]] = {}
-        self.box = ipywidgets.VBox([self._recompute(), self._offload(), self._between_steps(), self._workload()])
+        self.box = ipywidgets.VBox(
+            [
+                *(self._recompute(), self._offload(), self._between_steps(), self._workload()),
+                self._offload_since_0_19(),
+            ]
+        )
         self.box.add_class("memlab-settings")
         self._show_form()
         state.observe(lambda _: self._show_form(), names=["form"])
@@ -79,19 +84,22 @@ class SettingsControls:
     def _offload(self) -> Any:
         ticks = _side_by_side(self._tick("offload_modules", module) for module in OFFLOAD_MODULES)
         size = _typed("at least, elements")
-        fraction, delta, inflight = SINCE_MEGATRON_0_19
-        share = ipywidgets.FloatText(description="share of the groups", style={"description_width": "initial"})
         return self._group(
             "Offload during the step",
-            [
-                ticks,
-                self._number("min_offloaded_tensor_size", size),
-                self._number(fraction, share),
-                self._number(delta, _typed("bytes left per stage")),
-                self._number(inflight, _typed("transfers not waited for (-1: any)"), none=-1),
-            ],
-            ("offload_modules", "min_offloaded_tensor_size", *SINCE_MEGATRON_0_19),
+            [ticks, self._number("min_offloaded_tensor_size", size)],
+            ("offload_modules", "min_offloaded_tensor_size"),
         )
+
+    def _offload_since_0_19(self) -> Any:
+        """Below the workload, so that what every version has is on one screen."""
+        fraction, delta, inflight = SINCE_MEGATRON_0_19
+        share = ipywidgets.FloatText(description="share of the groups", style={"description_width": "initial"})
+        numbers = [
+            self._number(fraction, share),
+            self._number(delta, _typed("bytes left, per stage")),
+            self._number(inflight, _typed("not waited for (-1: any)"), none=-1),
+        ]
+        return self._group("Offload, since megatron-core 0.19", numbers, SINCE_MEGATRON_0_19)
 
     def _between_steps(self) -> Any:
         places = {name: _GRADIENTS if name == "offload_gradients" else _DEVICE_OR_HOST for name in _GROUPS}
