@@ -4,6 +4,7 @@
     python benchmarks/accuracy.py measure --states --out states.jsonl               # the same, of training states
     python benchmarks/accuracy.py measure --rl --out rl.jsonl           # packed rows and passes without gradients
     torchrun --nproc-per-node 2 benchmarks/accuracy.py measure --job phi-4:TP2 --out h200.jsonl     # on two
+    torchrun --nproc-per-node 2 benchmarks/accuracy.py measure --rl --job phi-4:CP2 --out cp.jsonl  # packed, on two
     python benchmarks/accuracy.py predict labs/results/h200_steps.jsonl                             # anywhere
 
 A lab is opened for each architecture, number of layers, training state and rank, and takes its cases one after the
@@ -239,6 +240,16 @@ def job_state_cases(architecture: str, job: str) -> Iterator[Case]:
         yield Case(architecture, 2, USUAL, MemorySettings(), state)
 
 
+def job_rl_cases(architecture: str, job: str) -> Iterator[Case]:
+    """Yields packed rows of one rank of a job; under context parallelism the ranks share each sequence."""
+    other = "expert_fc1" if find_architecture(architecture).is_moe else "attn_proj"
+    row = USUAL | {"seq_length": 16384, "num_microbatches": JOBS[job][1]}
+    for settings in (MemorySettings(), full(1), MemorySettings(offload_modules=("core_attn", other))):
+        yield Case(architecture, 2, row, settings, packed_sequences=8)
+    yield Case(architecture, 2, row, MemorySettings(), packed_sequences=8, forward_only=True)
+    yield Case(architecture, 2, row, MemorySettings(), packed_sequences=5)
+
+
 def step(backend: str, wanted: Iterable[Case], out: Path, layout: Layout) -> int:
     """Takes the steps of one rank that the file does not have yet.
 
@@ -300,7 +311,7 @@ def measure(backend: str, job: str | None, out: Path, *, what: str, only: str | 
         return step(backend, wanted, out, Layout())
     architecture, _, name = job.partition(":")
     layout = replace(JOBS[name][0], rank=rank())
-    wanted = (job_state_cases if what == "states" else job_cases)(architecture, name)
+    wanted = {"settings": job_cases, "states": job_state_cases, "rl": job_rl_cases}[what](architecture, name)
     return step(backend, wanted, rank_file(out, architecture, name), layout)
 
 

@@ -121,17 +121,18 @@ class Scenario:
     def _check_packing(self) -> None:
         if self.packed_sequences is None:
             return
+        chunks, ranks = self._chunks_of_a_sequence, self.layout.context_parallel_size
         check_whole_number("packed_sequences", self.packed_sequences, at_most=self.seq_length)
         given = f"packed_sequences is {self.packed_sequences}"
+        if self.packed_sequences > self.seq_length // chunks:
+            raise ValueError(
+                f"{given} with context_parallel_size {ranks}, must be at most {self.seq_length // chunks}, so that "
+                f"each sequence has {chunks} chunks, two per rank: pack fewer sequences, or make seq_length larger"
+            )
         if self.micro_batch_size != 1:
             raise ValueError(
                 f"{given} with micro_batch_size {self.micro_batch_size}, must be with 1, because packed sequences "
                 "share one row: make seq_length larger instead, or leave packed_sequences out"
-            )
-        if self.layout.context_parallel_size > 1:
-            raise ValueError(
-                f"{given} with context_parallel_size {self.layout.context_parallel_size}, which memlab does not "
-                "predict yet: leave packed_sequences out, so that the row is one sequence"
             )
         if self.state.attention_backend == "unfused":
             raise ValueError(
@@ -188,11 +189,21 @@ class Scenario:
 
     @property
     def sequence_lengths(self) -> tuple[int, ...] | None:
-        """Lengths of the sequences that are packed into a row; None if rows are not packed."""
+        """Lengths of the sequences that are packed into a row; None if rows are not packed.
+
+        Where ranks share sequences, each is padded to what `_chunks_of_a_sequence` divides, and so is each length.
+        """
         if self.packed_sequences is None:
             return None
-        length, longer = divmod(self.seq_length, self.packed_sequences)
-        return (length + 1,) * longer + (length,) * (self.packed_sequences - longer)
+        unit = self._chunks_of_a_sequence
+        length, longer = divmod(self.seq_length // unit, self.packed_sequences)
+        return (length * unit + unit,) * longer + (length * unit,) * (self.packed_sequences - longer)
+
+    @property
+    def _chunks_of_a_sequence(self) -> int:
+        """Chunks that context parallelism cuts each sequence into, two per rank; 1 without."""
+        ranks = self.layout.context_parallel_size
+        return 2 * ranks if ranks > 1 else 1
 
     def with_tokens_of_a_row(self, seq_length: int) -> Scenario:
         """Returns the scenario with rows of another length; packed sequences stay as long as they are."""
@@ -202,7 +213,8 @@ class Scenario:
         """Returns how many sequences as long as the packed ones a row of another length has; None without packing."""
         if self.packed_sequences is None:
             return None
-        return max(1, seq_length * self.packed_sequences // self.seq_length)
+        sequences = seq_length * self.packed_sequences // self.seq_length
+        return max(1, min(sequences, seq_length // self._chunks_of_a_sequence))
 
     @property
     def layers_of_chunks(self) -> tuple[int, ...]:

@@ -34,9 +34,9 @@ from memlab.jobs.reinforcement import (
     is_packed,
     longest_sequence,
     sequences_of_a_step,
-    take_passes,
     take_rollout,
     take_rows,
+    take_sequences,
 )
 
 _MEGATRON = "policy.megatron_cfg"
@@ -159,8 +159,7 @@ def complete(reading: Reading) -> None:
         context = values.get("context_parallel_size") or 1
         take_rows(reading, key, -(-tokens // context), longest, sequences)
         return
-    values["seq_length"] = longest
-    take_passes(reading, sequences)
+    take_sequences(reading, longest, sequences)
 
 
 def _complete_ranks(reading: Reading) -> int:

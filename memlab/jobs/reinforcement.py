@@ -38,16 +38,18 @@ def take_rows(reading: Reading, key: str, tokens_per_rank: int, longest: int | N
         ValueError: If the budget is no number of tokens.
     """
     values = reading.values
-    context = values.get("context_parallel_size") or 1
     if tokens_per_rank < 1:
         entry = reading.entries.by_key.get(key)
         place = "the default of other keys" if entry is None else entry.place
         raise refusal(place, key, tokens_per_rank, "must be at least 1")
-    reading.take(key, "seq_length", tokens_per_rank * context)
+    unit, context = _unit_of_rows(reading), values.get("context_parallel_size") or 1
+    # A row is filled with padded sequences up to the budget.
+    reading.take(key, "seq_length", max(1, tokens_per_rank * context // unit) * unit)
     values["micro_batch_size"] = 1
     # Megatron's own attention, "local", is predicted as "unfused".
-    if context == 1 and values.get("attention_backend") not in ("unfused", "local"):
-        values["packed_sequences"] = math.ceil(values["seq_length"] / longest) if longest else 1
+    if values.get("attention_backend") not in ("unfused", "local"):
+        sequences_of_row = math.ceil(values["seq_length"] / longest) if longest else 1
+        values["packed_sequences"] = min(sequences_of_row, values["seq_length"] // unit)
     else:
         reading.miss(key, "either", "the sequences of a row are predicted as a single one")
     rows = None
@@ -58,6 +60,12 @@ def take_rows(reading: Reading, key: str, tokens_per_rank: int, longest: int | N
         f"{key}: micro-batches are filled up to a budget, so their number depends on the data; memlab predicts "
         f"{values['num_microbatches']} full ones, and further ones need the same memory again"
     )
+
+
+def _unit_of_rows(reading: Reading) -> int:
+    """Returns what frameworks pad sequences to a multiple of, for tensor parallel ranks and for two chunks per rank."""
+    tensor, context = (reading.values.get(f"{name}_parallel_size") or 1 for name in ("tensor_model", "context"))
+    return int(tensor * (2 * context if context > 1 else 1))
 
 
 def _full_rows(rows: int | None, stages: int) -> int:
@@ -73,11 +81,10 @@ def is_packed(scenario: Scenario) -> bool:
     """
     if scenario.packed_sequences is not None:
         return math.ceil(scenario.seq_length / longest_sequence(scenario)) == scenario.packed_sequences
-    layout, passes = scenario.layout, scenario.num_microbatches
-    if scenario.micro_batch_size > 1 or _full_rows(passes, layout.pipeline_model_parallel_size) != passes:
+    passes = scenario.num_microbatches
+    if scenario.micro_batch_size > 1 or _full_rows(passes, scenario.layout.pipeline_model_parallel_size) != passes:
         return False
-    is_one_sequence = layout.context_parallel_size > 1 or scenario.state.attention_backend == "unfused"
-    return is_one_sequence and scenario.seq_length % layout.context_parallel_size == 0
+    return scenario.state.attention_backend == "unfused"
 
 
 def longest_sequence(scenario: Scenario) -> int:
@@ -135,8 +142,17 @@ def take_rollout(
     )
 
 
-def take_passes(reading: Reading, sequences: int | None) -> None:
-    """Takes the passes of a step: the sequences of a copy, divided by those of a micro-batch."""
+def take_sequences(reading: Reading, longest: int | None, sequences: int | None) -> None:
+    """Takes micro-batches of rows with one sequence each, and as many passes as a copy's sequences make.
+
+    Args:
+        reading: The job; its sizes are known already.
+        longest: Tokens of the longest sequence, to which the framework pads; None leaves the length.
+        sequences: Sequences of a step over all copies, where they are known.
+    """
+    if longest:
+        unit = _unit_of_rows(reading)
+        reading.values["seq_length"] = -(-longest // unit) * unit
     if not sequences:
         return
     per_pass = max(1, (reading.values.get("micro_batch_size") or 1) * copies(reading))

@@ -34,9 +34,9 @@ from memlab.jobs.reinforcement import (
     is_packed,
     longest_sequence,
     sequences_of_a_step,
-    take_passes,
     take_rollout,
     take_rows,
+    take_sequences,
 )
 
 _MEGATRON = "trainer.policy.megatron_config"
@@ -121,8 +121,7 @@ def complete(reading: Reading) -> None:
     if tokens > 0:
         take_rows(reading, "trainer.max_tokens_per_microbatch", tokens, longest, sequences)
         return
-    values["seq_length"] = longest
-    take_passes(reading, sequences)
+    take_sequences(reading, longest, sequences)
 
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:

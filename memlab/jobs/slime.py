@@ -30,9 +30,9 @@ from memlab.jobs.reinforcement import (
     is_packed,
     longest_sequence,
     sequences_of_a_step,
-    take_passes,
     take_rollout,
     take_rows,
+    take_sequences,
 )
 
 KEYS = (
@@ -101,8 +101,7 @@ def complete(reading: Reading) -> None:
     if is_dynamic and tokens:
         take_rows(reading, "max_tokens_per_gpu", tokens, longest, sequences)
         return
-    values["seq_length"] = longest or values.get("seq_length")
-    take_passes(reading, sequences)
+    take_sequences(reading, longest or values.get("seq_length"), sequences)
 
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:

@@ -35,9 +35,9 @@ from memlab.jobs.reinforcement import (
     is_packed,
     longest_sequence,
     sequences_of_a_step,
-    take_passes,
     take_rollout,
     take_rows,
+    take_sequences,
 )
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -137,10 +137,9 @@ def complete(reading: Reading) -> None:
     if is_dynamic:
         take_rows(reading, f"{_ACTOR}.ppo_max_token_len_per_gpu", tokens, longest, sequences)
         return
-    values["seq_length"] = longest
     if values.get("micro_batch_size") is None:
         reading.warnings.append(f"{_ACTOR}.ppo_micro_batch_size_per_gpu is not in the file, so memlab takes 1")
-    take_passes(reading, sequences)
+    take_sequences(reading, longest, sequences)
 
 
 def _complete_gradients(reading: Reading) -> None:

@@ -13,6 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memlab.config.scenario import Scenario
+from memlab.meter.labels import one_kernel
 
 
 def packed_sequence_params(scenario: Scenario) -> PackedSeqParams | None:
@@ -21,8 +22,16 @@ def packed_sequence_params(scenario: Scenario) -> PackedSeqParams | None:
     if lengths is None:
         return None
     ends, longest = _on_device([0, *accumulate(lengths)]), max(lengths)
+    # Transformer Engine requires the places with padding where ranks share sequences. Padding counts as tokens here.
+    padded = ends if scenario.layout.context_parallel_size > 1 else None
     return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )
 
 
@@ -38,10 +47,24 @@ def _on_device(ends: list[int]) -> torch.Tensor:
     return values * 1
 
 
+@one_kernel()
 def lengths_of(ends: torch.Tensor) -> list[int]:
     """Returns the lengths of the sequences that end at these places."""
     lengths: list[int] = (ends[1:] - ends[:-1]).tolist()
     return lengths
+
+
+def chunks_of_rank(sequence: torch.Tensor, ranks: int, rank: int, dim: int = 0) -> torch.Tensor:
+    """Returns a rank's part of a sequence under context parallelism, all of it on one rank.
+
+    A sequence is cut into two chunks per rank. A rank has one from the front and its counterpart from the back, so that
+    causal attention takes equal FLOPs on each (``get_batch_on_this_cp_rank`` in megatron/core/utils.py, and for packed
+    sequences ``thd_get_partitioned_indices`` of Transformer Engine).
+    """
+    if ranks == 1:
+        return sequence
+    chunks = sequence.chunk(2 * ranks, dim)
+    return torch.cat((chunks[rank], chunks[-1 - rank]), dim)
 
 
 def shifted(tokens: torch.Tensor, lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -19,7 +19,7 @@ from memlab.model.activation_offload import manager as offload_manager
 from memlab.model.build import LiveModel
 from memlab.model.megatron_versions import zero_auxiliary_losses
 from memlab.model.microbatch_replay import MicrobatchReplay
-from memlab.model.packed_sequences import packed_sequence_params, shifted
+from memlab.model.packed_sequences import chunks_of_rank, packed_sequence_params, shifted
 from memlab.upstream.patching import patched
 
 
@@ -127,16 +127,16 @@ def _forward_step(live: LiveModel, batches: Iterator[torch.Tensor], model: Any) 
     else:
         inputs, positions, labels = shifted(tokens, lengths)
     packed = {"packed_seq_params": packed_sequence_params(live.scenario)}
-    arguments, own_labels = (chunks_of_this_rank(inputs), chunks_of_this_rank(positions)), chunks_of_this_rank(labels)
+    own_inputs, own_positions, own_labels = (chunks_of_this_rank(part, lengths) for part in (inputs, positions, labels))
     state = live.scenario.state
     if state.loss == "cross_entropy":
-        return model(*arguments, None, labels=own_labels, **packed), _mean_loss
+        return model(own_inputs, own_positions, None, labels=own_labels, **packed), _mean_loss
 
     def mean_loss(logits: torch.Tensor) -> tuple[torch.Tensor, float]:
         return _mean_loss(live.loss(logits, own_labels, state.logprobs_chunk_size))
 
     # Without labels the model returns the logits.
-    return model(*arguments, None, **packed), mean_loss
+    return model(own_inputs, own_positions, None, **packed), mean_loss
 
 
 def _mean_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, float]:
@@ -159,17 +159,17 @@ def _batches(scenario: Scenario) -> Iterator[torch.Tensor]:
         yield torch.randint(scenario.architecture.vocab_size, shape, generator=generator)
 
 
-def chunks_of_this_rank(batch: torch.Tensor) -> torch.Tensor:
+def chunks_of_this_rank(batch: torch.Tensor, lengths: tuple[int, ...] | None = None) -> torch.Tensor:
     """Returns this rank's part of a batch [sequences, tokens] under context parallelism, all of it without.
 
-    A sequence is cut into two chunks per rank. A rank has one from the front and its counterpart from the back, so that
-    causal attention takes equal FLOPs on each (``get_batch_on_this_cp_rank``, megatron/core/utils.py).
+    Args:
+        batch: Rows of one sequence each, or one row of packed sequences.
+        lengths: Of the packed sequences, of each of which the rank has its part.
     """
     ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-    if ranks == 1:
-        return batch
-    chunks = batch.chunk(2 * ranks, dim=1)
-    return torch.cat((chunks[rank], chunks[-1 - rank]), dim=1)
+    if lengths is None or ranks == 1:
+        return chunks_of_rank(batch, ranks, rank, 1)
+    return torch.cat([chunks_of_rank(sequence, ranks, rank, 1) for sequence in batch.split(lengths, 1)], 1)
 
 
 @contextmanager

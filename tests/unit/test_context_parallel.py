@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -10,18 +11,19 @@ from unittest.mock import patch
 import pytest
 import torch
 from megatron.core import parallel_state, utils
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 
 import memlab.lab.lab
 from memlab.backends import find_backend
 from memlab.config.layout import Layout
-from memlab.config.settings import MemorySettings
 from memlab.lab.lab import Lab
 from memlab.meter.storage_meter import StorageMeter
 from memlab.model import training_step
-from memlab.model.layers import context_parallel
+from memlab.model.layers import context_parallel, packed_context_parallel
 from memlab.model.layers.context_parallel import RingAttention
-from memlab.model.layers.torch_functions import CausalAttention
+from memlab.model.layers.packed_context_parallel import PackedRingAttention
+from memlab.model.layers.torch_functions import CausalAttention, PackedAttention
 from memlab.record.step_record import StepRecord
 from memlab.vocabulary import POOLS
 from tests.unit.ranks import on_ranks
@@ -77,6 +79,71 @@ def test_a_ring_computes_and_keeps_what_one_rank_does(ranks: int, monkeypatch: p
         assert kept[rank] == [rows * 4 * 8, rows * 2 * 8 * 2, rows * 4 * 8, rows * 4]
 
 
+LENGTHS = (24, 12, 36)
+
+
+def rows_of(ranks: int, rank: int) -> list[int]:
+    """Returns the places of a rank's tokens in a row of packed sequences."""
+    starts = [sum(LENGTHS[:index]) for index in range(len(LENGTHS))]
+    return [
+        start + place for start, length in zip(starts, LENGTHS, strict=True) for place in chunks(ranks, rank, length)
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_ring_of_packed_sequences_computes_and_keeps_what_one_rank_does(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_context_parallel, "exchange", by_gathering)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(sum(LENGTHS), heads, 8, generator=generator) for heads in (4, 2, 2))
+    grad = torch.randn(sum(LENGTHS), 4 * 8, generator=generator)
+    ends = torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32)
+
+    def gradients(rows: list[int], attention: Any, *group: Any) -> tuple[torch.Tensor, ...]:
+        leaves = [tensor[rows].clone().requires_grad_() for tensor in (query, key, value)]
+        output = attention.apply(*leaves, 0.3, ends, *group)
+        return output.detach(), *torch.autograd.grad(output, leaves, grad[rows])
+
+    whole = gradients(list(range(sum(LENGTHS))), PackedAttention)
+    parts: Tensors = {}
+    kept: dict[int, list[int]] = {rank: [] for rank in range(ranks)}
+
+    def job(rank: int, group: Any) -> None:
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            kept[rank].append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            parts[rank] = gradients(rows_of(ranks, rank), PackedRingAttention, group)
+
+    on_ranks(ranks, job)
+    for rank in range(ranks):
+        for part, all_of_it in zip(parts[rank], whole, strict=True):
+            torch.testing.assert_close(part, all_of_it[rows_of(ranks, rank)], rtol=1e-4, atol=1e-5)
+        # Query, key and value together, output, and a row's log-sum-exp: a part of what one rank alone keeps. Besides,
+        # where sequences end: on the rank, and in each turn those of queries and of keys.
+        rows, places = sum(LENGTHS) // ranks, len(LENGTHS) + 1
+        tensors = [rows * 4 * 8, rows * 2 * 8 * 2, rows * 4 * 8, rows * 4]
+        assert kept[rank] == tensors + [places] * (1 + 2 * ranks)
+
+
+def test_a_rank_takes_the_chunks_of_packed_sequences_that_megatron_rotates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine's documentation has this example: lengths 8 and 4 on two ranks (`context_parallel.py`)."""
+    places = torch.tensor([[*range(8), *range(4)]])
+    documented = [[0, 1, 6, 7, 0, 3], [2, 3, 4, 5, 1, 2]]
+    monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 2)
+    for rank, expected in enumerate(documented):
+        monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda rank=rank: rank)
+        mine = training_step.chunks_of_this_rank(places, (8, 4))
+        assert mine.tolist() == [expected]
+        of_megatron = [
+            rope_utils._get_thd_freqs_on_this_cp_rank(rank, 2, torch.empty(length // 2), torch.arange(8))
+            for length in (8, 4)
+        ]
+        assert mine.equal(torch.cat(of_megatron).unsqueeze(0))
+
+
 def test_a_rank_takes_the_chunks_that_megatron_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = torch.arange(48).view(2, 24)
     # 0.19 has it under a name of its own, beside other ways of cutting.
@@ -118,9 +185,10 @@ def test_the_ranks_losses_are_the_whole_sequence_s() -> None:
     assert sum(reported) / ranks == pytest.approx(float(values.mean()))
 
 
-def step(seq_length: int, settings: MemorySettings | None = None, **sizes: int) -> StepRecord:
-    with Lab("phi-4-mini", num_layers=4, seq_length=seq_length, layout=Layout(**sizes), backend="simulated") as lab:
-        return lab.step(settings or MemorySettings())
+def step(seq_length: int, packed_sequences: int | None = None, **sizes: int) -> StepRecord:
+    row: dict[str, Any] = {"seq_length": seq_length, "packed_sequences": packed_sequences}
+    with Lab("phi-4-mini", num_layers=4, layout=Layout(**sizes), backend="simulated", **row) as lab:
+        return lab.step()
 
 
 def test_twice_the_sequence_on_two_ranks_is_the_sequence_on_one() -> None:
@@ -135,21 +203,52 @@ def test_twice_the_sequence_on_two_ranks_is_the_sequence_on_one() -> None:
         assert state == pytest.approx(alone.peak_by_category["optimizer state"] / 2, rel=0.001)
 
 
-@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1), (4, 1)])
-def test_the_ring_makes_transformer_engine_s_buffers(ranks: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In forward, counted in context_parallel.py of 2.12.0; outputs and log-sums of a late chunk alone are halves."""
-    exact = replace(find_backend("simulated"), meter=StorageMeter)  # without an allocator's rounding
-    monkeypatch.setattr(memlab.lab.lab, "find_backend", lambda name: exact)
-    tokens, heads, groups, channels = 1024, 24, 8, 128
-    timeline = step(tokens * ranks, context_parallel_size=ranks, rank=rank).timeline
+def made_by_attention(record: StepRecord) -> int:
+    """Returns the bytes that the second layer's attention allocates in forward."""
+    timeline = record.timeline
     assert timeline is not None
     attention = timeline.modules.index("decoder.layers.1.self_attention.core_attention")
     made = (timeline.module == attention) & (timeline.phase == 1) & (timeline.delta_bytes > 0)
-    made &= timeline.pool == POOLS.index("device")
-    key = 2 * tokens * groups * channels
-    output, log_sum = 2 * tokens * heads * channels, 4 * tokens * heads
+    return int(timeline.delta_bytes[made & (timeline.pool == POOLS.index("device"))].sum())
+
+
+@pytest.fixture
+def exact_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulates without an allocator's rounding."""
+    exact = replace(find_backend("simulated"), meter=StorageMeter)
+    monkeypatch.setattr(memlab.lab.lab, "find_backend", lambda name: exact)
+
+
+TOKENS = 1024
+KEY, OUTPUT, LOG_SUM = 2 * TOKENS * 8 * 128, 2 * TOKENS * 24 * 128, 4 * TOKENS * 24
+"""Bytes of a rank's keys, or values, of its output, or queries, and of its log-sum-exp in phi-4-mini."""
+
+
+@pytest.mark.usefixtures("exact_bytes")
+@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1), (4, 1)])
+def test_the_ring_makes_transformer_engine_s_buffers(ranks: int, rank: int) -> None:
+    """In forward, counted in context_parallel.py of 2.12.0; outputs and log-sums of a late chunk alone are halves."""
     turns = [1.0] * (rank + 1) + [0.5] * (ranks - rank - 1)
-    expected = key + sum(turns) * (output + log_sum)
+    expected = KEY + sum(turns) * (OUTPUT + LOG_SUM)
     if ranks > 1:
-        expected += ranks * 2 * key + log_sum + output
-    assert int(timeline.delta_bytes[made].sum()) == expected
+        expected += ranks * 2 * KEY + LOG_SUM + OUTPUT
+    assert made_by_attention(step(TOKENS * ranks, context_parallel_size=ranks, rank=rank)) == expected
+
+
+@pytest.mark.usefixtures("exact_bytes")
+@pytest.mark.parametrize(("ranks", "rank"), [(2, 0), (2, 1), (4, 1)])
+def test_the_ring_of_packed_sequences_makes_transformer_engine_s_buffers(ranks: int, rank: int) -> None:
+    """In forward, counted in the format ``thd`` of the same file: halves are copies, and log-sums are copied."""
+    earlier, later, sequences = rank, ranks - rank - 1, 8
+    expected = KEY + ranks * 2 * KEY + OUTPUT + LOG_SUM  # the value's copy, what is passed on, and the sums
+    expected += (1 + earlier) * (OUTPUT + 2 * LOG_SUM) + earlier * KEY  # all queries, and early keys and values
+    expected += later * (OUTPUT + 2 * LOG_SUM + OUTPUT) // 2  # the output of late queries, and these
+    expected += 4 * (sequences + 1) * (1 + 2 * ranks)  # where sequences end: on the rank, and in each turn
+    assert made_by_attention(step(TOKENS * ranks, sequences, context_parallel_size=ranks, rank=rank)) == expected
+
+
+def test_a_packed_row_on_two_ranks_keeps_what_half_of_it_keeps_on_one() -> None:
+    alone = step(1024, 8)
+    for rank in range(2):
+        record = step(2048, 8, context_parallel_size=2, rank=rank)
+        assert record.peak_by_category["activations"] == pytest.approx(alone.peak_by_category["activations"], rel=0.002)

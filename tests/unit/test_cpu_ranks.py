@@ -37,6 +37,7 @@ class Job:
     settings: tuple[MemorySettings, ...] = (MemorySettings(),)
     architecture: str = "qwen3-moe-tiny"
     state: TrainingState = field(default_factory=TrainingState)
+    packed_sequences: int | None = None
 
     @property
     def num_layers(self) -> int:
@@ -53,6 +54,7 @@ class Job:
             layout=Layout(**self.sizes, rank=rank),
             backend="cpu",
             state=self.state,
+            packed_sequences=self.packed_sequences,
             **workload,
             **others,
         )
@@ -185,7 +187,7 @@ def on_one_rank(job: Job) -> Values:
     copies = job.sizes.get("data_parallel_size", 1)
 
     def batches(scenario: Scenario) -> Iterator[torch.Tensor]:
-        shape = (scenario.micro_batch_size, scenario.seq_length + 1)
+        shape = (scenario.micro_batch_size, scenario.seq_length + (scenario.packed_sequences or 1))
         for copy in range(copies):
             generator = torch.Generator().manual_seed(scenario.seed + copy)
             for _ in range(job.num_microbatches):
@@ -193,7 +195,7 @@ def on_one_rank(job: Job) -> Values:
 
     num_microbatches = copies * job.num_microbatches
     workload = {"num_layers": job.num_layers, "seq_length": 64, "num_microbatches": num_microbatches}
-    alone = Lab(job.architecture, dtype="fp32", backend="cpu", **workload)
+    alone = Lab(job.architecture, dtype="fp32", backend="cpu", packed_sequences=job.packed_sequences, **workload)
     with patch.object(training_step, "_batches", batches), alone as lab:
         return compute(lab)
 
@@ -207,6 +209,14 @@ TWO = [
     Job({"tensor_model_parallel_size": 2}, (PLAIN, *OF_MOE, PLAIN)),
     Job({"expert_model_parallel_size": 2, "data_parallel_size": 2}, (PLAIN, *OF_MOE, PLAIN)),
     Job({"context_parallel_size": 2}, (PLAIN, *OF_MOE)),
+    Job({"context_parallel_size": 2}, (PLAIN, *OF_MOE), packed_sequences=4),
+    Job(
+        {"context_parallel_size": 2},
+        (PLAIN, *OF_DENSE),
+        architecture="phi-4-tiny",
+        state=TrainingState(apply_rope_fusion=True),
+        packed_sequences=2,
+    ),
     Job({"data_parallel_size": 2}, (PLAIN, *OF_DENSE), architecture="phi-4-tiny"),
     Job({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}),
 ]
@@ -225,7 +235,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[list[OfR
 
 
 def name_of(job: Job) -> str:
-    return f"{job.architecture}-{Layout(**job.sizes)}"
+    packed = "" if job.packed_sequences is None else f"-{job.packed_sequences} packed"
+    return f"{job.architecture}-{Layout(**job.sizes)}{packed}"
 
 
 @pytest.fixture(params=[*TWO, *FOUR], ids=name_of)

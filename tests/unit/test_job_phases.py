@@ -30,6 +30,7 @@ VERL = (
 )
 OF_SEQUENCES = f"{ROLLOUT}.log_prob_use_dynamic_bsz=False {ROLLOUT}.log_prob_micro_batch_size_per_gpu=3"
 LOCAL = "actor_rollout_ref.actor.megatron.override_transformer_config.attention_backend=local"
+CONTEXT = "actor_rollout_ref.actor.megatron.context_parallel_size=2"
 OFFLOADED = " ".join(f"actor_rollout_ref.actor.megatron.{name}_offload=True" for name in ("param", "grad", "optimizer"))
 NEMO_RL = """policy:
   model_name: microsoft/phi-4
@@ -89,6 +90,12 @@ SLIME = (
                 "ranks_per_node": 8,
             },
         ),
+        (
+            "run.sh",
+            f"{VERL} {CONTEXT} {ROLLOUT}.log_prob_max_token_len_per_gpu=10000",
+            4,
+            {"seq_length": 20000, "micro_batch_size": 1},
+        ),
         ("run.sh", SLIME, 2, {"seq_length": 16384, "is_colocated": True, "bucket_bytes": GIB // 2}),
     ],
 )
@@ -137,6 +144,19 @@ def test_the_phases_of_a_job_are_those_of_a_live_model(settings: MemorySettings)
     left = gpu_memory_bytes - predicted.outside_torch_bytes - held["generation"]
     assert by_name["generation"].left_for_engine_bytes == left
     assert by_name["generation"].left_bytes == left - gpu_memory_bytes // 2
+
+
+def test_a_row_is_filled_up_to_what_the_layout_divides(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(
+        f"{VERL} {CONTEXT} actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8191 data.max_response_length=3071"
+    )
+    scenario, _ = Job.read(tmp_path / "run.sh", version="2026-08-20").required()
+    assert scenario.seq_length == 2 * 8191 // 8 * 8, "tensor 2 x two chunks on each of two ranks"
+    assert scenario.sequence_lengths == (4096, 4096, 4092, 4092), "as many as fill it, each of 2 x 2 chunks"
+    (tmp_path / "run.sh").write_text(
+        f"{VERL} data.max_response_length=3071".replace("use_dynamic_bsz=True", "use_dynamic_bsz=False")
+    )
+    assert Job.read(tmp_path / "run.sh", version="2026-08-20").required()[0].seq_length == 4096, "padded to two ranks"
 
 
 def test_a_share_that_is_none_is_said(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from memlab.lab.lab import Lab
 from memlab.model.layers.flash_attention import packed_flash_attention
 from memlab.model.layers.fused_rope import fused_apply_rotary_pos_emb_thd
 from memlab.model.layers.torch_functions import PackedAttention
-from tests.unit.live import FULL, gradients_of_step
+from tests.unit.live import FULL, gradients_of_step, offload
 
 LENGTHS = (7, 1, 16)
 ENDS = torch.tensor([0, 7, 8, 24], dtype=torch.int32)
@@ -85,6 +86,7 @@ def test_a_packed_row_trains_as_its_sequences_do_in_rows_of_their_own(architectu
     assert on_cpu[2].scenario.packed_sequences == 5
     with Lab(architecture, backend=of_the_cpu_backend(), **row) as lab:
         simulated = [lab.step(), lab.step(FULL), lab.forward_only(seq_length=320)]
+        assert lab.step(offload("core_attn")).offloaded_bytes_by_module["core_attn"] > 0
     for real, fake in zip(on_cpu, simulated, strict=True):
         assert (real.activation_peak_bytes, real.residual_bytes) == (fake.activation_peak_bytes, fake.residual_bytes)
 
@@ -97,13 +99,23 @@ def test_rows_are_cut_into_about_equal_sequences_which_keep_their_length_in_othe
     assert Scenario.from_dict(job.to_dict()) == job
 
 
+def test_each_sequence_that_ranks_share_is_padded_to_two_chunks_per_rank() -> None:
+    job = Scenario.of("phi-4-tiny", seq_length=96, packed_sequences=5, layout=Layout(context_parallel_size=4))
+    assert job.sequence_lengths == (24, 24, 16, 16, 16)
+    assert job.with_tokens_of_a_row(192).packed_sequences == 10
+    assert replace(job, packed_sequences=12).with_tokens_of_a_row(8).packed_sequences == 1
+
+
 @pytest.mark.parametrize(
     ("values", "rule"),
     [
         ({"packed_sequences": 0}, "of at least 1"),
         ({"packed_sequences": 65}, "64"),
         ({"micro_batch_size": 2}, "share one row"),
-        ({"layout": Layout(context_parallel_size=2)}, "memlab does not predict yet"),
+        (
+            {"packed_sequences": 17, "layout": Layout(context_parallel_size=2)},
+            "17 with context_parallel_size 2, must be at most 16, so that each sequence has 4 chunks",
+        ),
         ({"state": TrainingState(attention_backend="unfused")}, "choose auto, fused or flash"),
     ],
 )

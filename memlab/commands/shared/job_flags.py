@@ -176,7 +176,8 @@ def _fill(arguments: argparse.Namespace, scenario: Scenario, settings: MemorySet
 
 def _packed_sequences(arguments: argparse.Namespace, scenario: Scenario) -> int | None:
     """Returns the job's packed sequences; those of a row of another length are as long as the job's."""
-    rows, ranks = arguments.micro_batch_size or 1, getattr(arguments, "context_parallel_size", None) or 1
-    if rows > 1 or ranks > 1 or arguments.attention_backend == "unfused":
+    if (arguments.micro_batch_size or 1) > 1 or arguments.attention_backend == "unfused":
         return None
-    return scenario.packed_sequences_in(arguments.seq_length or scenario.seq_length)
+    tokens = arguments.seq_length or scenario.seq_length
+    packed, ranks = scenario.packed_sequences_in(tokens), getattr(arguments, "context_parallel_size", None) or 1
+    return packed if packed is None or ranks == 1 else max(1, min(packed, tokens // (2 * ranks)))

@@ -36,7 +36,7 @@ class RingAttention(torch.autograd.Function):
                 visiting.append(torch.empty_like(visiting[turn]))
                 requests = exchange(visiting[turn], visiting[turn + 1], group, step=1)
             queries, keys, causal = _tile(rank, (rank - turn) % size, len(query))
-            their_key, their_value = _apart(visiting[turn], key.shape, value.shape)
+            their_key, their_value = apart(visiting[turn], key.shape, value.shape)
             output, log_sum = attend(query[queries], their_key[keys], their_value[keys], scale, causal=causal)
             outputs.append(output)
             log_sums.append(log_sum)
@@ -71,7 +71,7 @@ class RingAttention(torch.autograd.Function):
             rows = slice(first, last)
             requests = exchange(here[rows], there[rows], ctx.group, step=-1)
             queries, keys, causal = _tile(rank, (rank + 1 + turn) % size, len(query))
-            their_key, their_value = _apart(here[0], *ctx.shapes)
+            their_key, their_value = apart(here[0], *ctx.shapes)
             parts = attend_backward(
                 grad[queries],
                 query[queries],
@@ -86,7 +86,7 @@ class RingAttention(torch.autograd.Function):
                 request.wait()
             if turn == 0:
                 there[1].zero_()
-            grad_key, grad_value = _apart(there[1], *ctx.shapes)
+            grad_key, grad_value = apart(there[1], *ctx.shapes)
             for whole, chunks, part in zip(
                 (grad_query, grad_key, grad_value), (queries, keys, keys), parts, strict=True
             ):
@@ -123,9 +123,8 @@ def _tile(rank: int, owner: int, num_tokens: int) -> tuple[slice, slice, bool]:
     return (both, early, False) if owner < rank else (late, both, False)
 
 
-def _apart(
-    key_value: torch.Tensor, key_shape: torch.Size, value_shape: torch.Size
-) -> tuple[torch.Tensor, torch.Tensor]:
+def apart(key_value: torch.Tensor, key_shape: torch.Size, value_shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns views of keys and values that are sent as one tensor."""
     return key_value[: key_shape.numel()].view(key_shape), key_value[key_shape.numel() :].view(value_shape)
 
 

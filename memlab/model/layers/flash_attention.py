@@ -15,6 +15,7 @@ import torch
 
 from memlab.meter.labels import one_kernel
 from memlab.model.layers.torch_functions import attend, attend_backward, attend_each, attend_each_backward
+from memlab.model.packed_sequences import lengths_of
 
 _QUERIES_PER_BLOCK = 128
 _CHANNELS_PER_BLOCK = 32
@@ -59,7 +60,8 @@ class _PackedFlashAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, ends: torch.Tensor
     ) -> torch.Tensor:
-        output, log_sum_exp = attend_each(query, key, value, scale, ends)
+        ctx.lengths = lengths_of(ends)
+        output, log_sum_exp = attend_each(query, key, value, scale, ctx.lengths)
         random_state = query.new_empty(2, dtype=torch.int64)
         ctx.save_for_backward(query, key, value, output, log_sum_exp, random_state, ends)
         ctx.scale = scale
@@ -67,12 +69,12 @@ class _PackedFlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, log_sum_exp, _, ends = ctx.saved_tensors
+        query, key, value, output, log_sum_exp, _, _ = ctx.saved_tensors
         grad = grads[0].contiguous()
         # Each sequence gets a block of rows more, where it may not be a multiple of one.
-        rows = query.shape[0] + _QUERIES_PER_BLOCK * (len(ends) - 1)
+        rows = query.shape[0] + _QUERIES_PER_BLOCK * len(ctx.lengths)
         buffers = _backward_buffers(query.unsqueeze(0), key.unsqueeze(0), rows)
-        parts = attend_each_backward(grad, query, key, value, output, log_sum_exp, ctx.scale, ends)
+        parts = attend_each_backward(grad, query, key, value, output, log_sum_exp, ctx.scale, ctx.lengths)
         del buffers
         return *parts, None, None
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from memlab.meter.labels import one_kernel
-from memlab.model.packed_sequences import lengths_of
+from memlab.model.packed_sequences import chunks_of_rank, lengths_of
 
 
 def fused_apply_rotary_pos_emb(
@@ -35,42 +35,60 @@ def fused_apply_rotary_pos_emb(
 
 
 def fused_apply_rotary_pos_emb_thd(
-    tensor: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, cp_size: int = 1, cp_rank: int = 0
+    tensor: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    freqs: torch.Tensor,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    interleaved: bool = False,
 ) -> torch.Tensor:
     """Replaces Megatron's function of this name: rotates packed sequences, each from position 0 on.
 
     Args:
-        tensor: Shape [tokens, heads, channels].
-        cu_seqlens: Where the sequences end, int32 [sequences + 1] with a 0 in front.
+        tensor: Shape [tokens of the rank, heads, channels].
+        cu_seqlens: Where the whole sequences end, int32 [sequences + 1] with a 0 in front.
         freqs: As above, for at least as many positions as the longest sequence has tokens.
-        cp_size: Must be 1: memlab packs no sequences under context parallelism.
-        cp_rank: Must be 0.
+        cp_size: Ranks that share each sequence.
+        cp_rank: The rank among them; it has an early and a late chunk of each sequence.
+        interleaved: Must be False, as above (megatron-core 0.19 gives it).
 
     Returns:
         The rotated tensor, contiguous.
     """
-    assert (cp_size, cp_rank) == (1, 0), "memlab packs no sequences under context parallelism"
-    result: torch.Tensor = _FusedRope.apply(tensor, freqs, cu_seqlens)
+    assert not interleaved, "both families rotate halves"
+    result: torch.Tensor = _FusedRope.apply(tensor, freqs, cu_seqlens, cp_size, cp_rank)
     return result
 
 
 class _FusedRope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, freqs: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        freqs: torch.Tensor,
+        ends: torch.Tensor | None = None,
+        ranks: int = 1,
+        rank: int = 0,
+    ) -> torch.Tensor:
         freqs = freqs.float()
         ctx.save_for_backward(freqs, ends)
-        return _rotate(tensor, freqs, ends, 1)
+        ctx.place = ([] if ends is None else lengths_of(ends)), ranks, rank
+        return _rotate(tensor, freqs, ctx.place, 1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        freqs, ends = ctx.saved_tensors
-        return _rotate(grads[0], freqs, ends, -1), None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        freqs, _ = ctx.saved_tensors
+        return _rotate(grads[0], freqs, ctx.place, -1), None, None, None, None
 
 
 @one_kernel()
-def _rotate(tensor: torch.Tensor, freqs: torch.Tensor, ends: torch.Tensor | None, direction: int) -> torch.Tensor:
-    if ends is not None:
-        freqs = torch.cat([freqs[:length, 0] for length in lengths_of(ends)])
+def _rotate(
+    tensor: torch.Tensor, freqs: torch.Tensor, place: tuple[list[int], int, int], direction: int
+) -> torch.Tensor:
+    """Rotates by the angles of a row, or of the part that a rank has of each packed sequence of these lengths."""
+    lengths, ranks, rank = place
+    if lengths:
+        freqs = torch.cat([chunks_of_rank(freqs[:length, 0], ranks, rank) for length in lengths])
     rotated, passed = tensor[..., : freqs.shape[-1]].float(), tensor[..., freqs.shape[-1] :]
     first, second = rotated.chunk(2, dim=-1)
     turned = rotated * freqs.cos() + torch.cat((-second, first), dim=-1) * (freqs.sin() * direction)

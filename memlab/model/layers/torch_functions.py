@@ -151,34 +151,45 @@ class PackedAttention(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, ends: torch.Tensor
     ) -> torch.Tensor:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        output, log_sum_exp = attend_each(query, key, value, scale, ends)
+        # Backward does not read the places: what is offloaded comes back without values in a simulation.
+        ctx.lengths = lengths_of(ends)
+        output, log_sum_exp = attend_each(query, key, value, scale, ctx.lengths)
         ctx.save_for_backward(query, key, value, output, log_sum_exp, ends)
         ctx.scale = scale
         return output.view(len(output), -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        query, key, value, output, log_sum_exp, ends = ctx.saved_tensors
-        parts = attend_each_backward(grads[0], query, key, value, output, log_sum_exp, ctx.scale, ends)
+        query, key, value, output, log_sum_exp, _ = ctx.saved_tensors
+        parts = attend_each_backward(grads[0], query, key, value, output, log_sum_exp, ctx.scale, ctx.lengths)
         return *parts, None, None
 
 
 @one_kernel()
 def attend_each(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, ends: torch.Tensor
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    lengths: list[int],
+    key_lengths: list[int] | None = None,
+    *,
+    causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends each packed sequence by itself; returns output [tokens, heads, channels] and log-sum-exp [heads, tokens].
 
     Args:
         query: Shape [tokens, heads, channels].
-        key: The same, of as many or fewer heads.
+        key: The same, of as many or fewer heads, and of other tokens if `key_lengths` says so.
         value: Like `key`.
         scale: Of the scores.
-        ends: Where the sequences end, int32 [sequences + 1] with a 0 in front.
+        lengths: Of the sequences of queries.
+        key_lengths: Of those of keys; None if they are the same.
+        causal: Whether a query sees only the keys up to its own place.
     """
-    lengths = lengths_of(ends)
-    queries, keys, values = (tensor.unsqueeze(1).split(lengths) for tensor in (query, key, value))
-    rows = [attend(*row, scale) for row in zip(queries, keys, values, strict=True)]
+    queries = query.unsqueeze(1).split(lengths)
+    keys, values = (tensor.unsqueeze(1).split(key_lengths or lengths) for tensor in (key, value))
+    rows = [attend(*row, scale, causal=causal) for row in zip(queries, keys, values, strict=True)]
     outputs, log_sums = zip(*rows, strict=True)
     return torch.cat(outputs).squeeze(1), torch.cat(log_sums, dim=-1).squeeze(0)
 
@@ -192,17 +203,20 @@ def attend_each_backward(
     output: torch.Tensor,
     log_sum_exp: torch.Tensor,
     scale: float,
-    ends: torch.Tensor,
+    lengths: list[int],
+    key_lengths: list[int] | None = None,
+    *,
+    causal: bool = True,
 ) -> tuple[torch.Tensor, ...]:
     """Returns the gradients of query, key and value of `attend_each`."""
-    lengths = lengths_of(ends)
-    grads, queries, keys, values, outputs = (
-        tensor.unsqueeze(1).split(lengths) for tensor in (grad.view(output.shape), query, key, value, output)
+    grads, queries, outputs = (
+        tensor.unsqueeze(1).split(lengths) for tensor in (grad.view(output.shape), query, output)
     )
+    keys, values = (tensor.unsqueeze(1).split(key_lengths or lengths) for tensor in (key, value))
     # Torch's kernel wants the log-sum-exp contiguous.
     log_sums = [part.contiguous() for part in log_sum_exp.unsqueeze(0).split(lengths, dim=-1)]
     rows = zip(grads, queries, keys, values, outputs, log_sums, strict=True)
-    parts = [attend_backward(one, q, k, v, out, log_sum, scale) for one, q, k, v, out, log_sum in rows]
+    parts = [attend_backward(one, q, k, v, out, log_sum, scale, causal=causal) for one, q, k, v, out, log_sum in rows]
     return tuple(torch.cat(of_rows).squeeze(1) for of_rows in zip(*parts, strict=True))
 
 

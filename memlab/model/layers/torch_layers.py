@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from memlab.model.layers.context_parallel import RingAttention
 from memlab.model.layers.flash_attention import flash_attention, packed_flash_attention
+from memlab.model.layers.packed_context_parallel import PackedRingAttention
 from memlab.model.layers.tensor_parallel import split_of
 from memlab.model.layers.torch_functions import (
     CausalAttention,
@@ -202,6 +203,12 @@ class TorchAttention(torch.nn.Module):
 
         Packed sequences have no batch dimension.
         """
+        if packed_seq_params is not None and self.context_parallel_group is not None:
+            ends = packed_seq_params.cu_seqlens_q_padded
+            spread: torch.Tensor = PackedRingAttention.apply(
+                query, key, value, self.softmax_scale, ends, self.context_parallel_group
+            )
+            return spread
         if packed_seq_params is not None:
             ends = packed_seq_params.cu_seqlens_q
             is_flash = self.config.attention_backend is AttnBackend.flash
