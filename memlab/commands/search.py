@@ -87,9 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus",
         type=whole_number,
         metavar="N",
-        help="search the layouts of a job on N GPUs instead of settings: tensor, context, pipeline and expert parallel "
-        "sizes, except those that you give; show which layouts fit with the least recompute; every layout has N x "
-        "--num-microbatches x --micro-batch-size sequences per step",
+        help="search the layouts of a job on N GPUs instead of settings: vary the tensor, context, pipeline and expert "
+        "parallel sizes that you do not give; show each layout that fits, with the least recompute with which it fits; "
+        "every layout has N x --num-microbatches x --micro-batch-size sequences per step",
     )
     parser.add_argument(
         "--largest",
