@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.accuracy import USUAL
+from benchmarks import accuracy
 from memlab import Lab, TrainingState
 from memlab.backends import simulated_routing
 from memlab.lab.predictions import routed_by_chance
@@ -37,6 +37,7 @@ STATES: tuple[dict[str, Any], ...] = (
     {"fp8_format": "hybrid"},
 )
 """What is measured of Qwen3-30B-A3B: the states whose prediction is furthest off, and what they are compared with."""
+USUAL: dict[str, Any] = accuracy.USUAL
 Counts = list[list[int]]
 """Tokens of each expert, by call of a dispatcher, in the order of the calls of one step."""
 
@@ -104,7 +105,7 @@ def _predicted(measured: StepRecord, counts: Counts | None) -> Timeline:
         layer = drawing[5]
         return counts[layer] if counts else drawn(*drawing)
 
-    values = {"num_layers": scenario.num_layers, "state": scenario.state, "routing": scenario.routing}
+    values: dict[str, Any] = {"num_layers": scenario.num_layers, "state": scenario.state, "routing": scenario.routing}
     with (
         patch.object(simulated_routing, "_counts", counts_of),
         Lab(scenario.architecture, **values, backend="simulated", **USUAL) as lab,
