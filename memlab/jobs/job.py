@@ -15,7 +15,7 @@ from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
-from memlab.jobs.bounds import BOUNDS
+from memlab.jobs.bounds import BOUNDS, EFFECTS
 from memlab.jobs.building import CannotStartError, scenario_of, settings_of
 from memlab.jobs.entries import Entries, parse_value
 from memlab.jobs.formats import read_file
@@ -237,7 +237,9 @@ def _bound(reading: Reading, scenario: Scenario) -> None:
         bound = BOUNDS.get(".".join(parts[-2:])) or BOUNDS.get(parts[-1])
         if bound is not None and one.effect != "unknown":
             ranks = (replace(scenario, layout=replace(scenario.layout, rank=n)) for n in scenario.ranks_of_every_kind)
-            reading.not_modelled[index] = replace(one, bound_bytes=max(bound(rank) for rank in ranks))
+            effect = EFFECTS[parts[-1]](scenario) if parts[-1] in EFFECTS else one.effect
+            bound_bytes = max(bound(rank) for rank in ranks)
+            reading.not_modelled[index] = replace(one, effect=effect, bound_bytes=bound_bytes)
 
 
 def _hashable(missing: list[NotModelled]) -> list[NotModelled]:

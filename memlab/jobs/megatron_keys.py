@@ -83,7 +83,7 @@ ARCHITECTURE = (
 
 UNUSED_GRADIENTS = (
     "Transformer Engine keeps an unused weight gradient in bf16 for every shape of weight, between steps too "
-    "(get_dummy_wgrad)"
+    "(get_dummy_wgrad), and in backward makes no gradients of all the rank's experts at once"
 )
 MISSING = (
     Missing("multi_latent_attention", "either", "multi-latent attention is another model", blocks=True),
