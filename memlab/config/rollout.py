@@ -30,6 +30,11 @@ class Rollout:
     bucket_share: float | None = None
     """Then the share of the GPU's free memory that it takes for that; None where this is not known."""
 
+    has_reference_model: bool = False
+    """Whether a frozen copy of the model in bf16 is on the device too, and leaves it where the parameters do."""
+    offloads_for_generation_only: bool = False
+    """Whether log-probabilities and weight sync find on the device what is offloaded for generation."""
+
     def of_log_probabilities(self, scenario: Scenario) -> Scenario:
         """Returns the scenario of a forward-only pass of this job.
 

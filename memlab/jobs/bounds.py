@@ -76,7 +76,20 @@ def _router_bytes(scenario: Scenario) -> int:
 
 def _trained_bytes(scenario: Scenario) -> int:
     """Returns what gradients and optimizer state of all parameters of a rank take, sharded as the job shards them."""
-    model, layout, state = scenario.architecture, scenario.layout, scenario.state
+    layout, state = scenario.layout, scenario.state
+    dense, experts = _parameters(scenario)
+    copies = layout.data_parallel_size * layout.context_parallel_size
+    by_experts = layout.expert_tensor_size * layout.expert_model_parallel_size
+    of_gradient = 2 if state.grad_reduce_in_bf16 else 4
+    shards = (copies, max(1, layout.ranks_of_a_stage // by_experts)) if state.use_distributed_optimizer else (1, 1)
+    return sum(
+        count * of_gradient + 12 * -(-count // shard) for count, shard in zip((dense, experts), shards, strict=True)
+    )
+
+
+def _parameters(scenario: Scenario) -> tuple[int, int]:
+    """Returns how many parameters a rank has, outside experts and in them."""
+    model, layout = scenario.architecture, scenario.layout
     tensor, stage, hidden = layout.tensor_model_parallel_size, layout.pipeline_stage, model.hidden_size
     query = model.num_attention_heads * model.kv_channels
     attention = 2 * hidden * (query + model.num_query_groups * model.kv_channels)
@@ -88,17 +101,10 @@ def _trained_bytes(scenario: Scenario) -> int:
     has_embedding, has_output = stage == 0, stage == layout.pipeline_model_parallel_size - 1
     tied = model.share_embeddings_and_output_weights and has_embedding and has_output
     vocabularies = has_embedding + has_output - tied
-    copies = layout.data_parallel_size * layout.context_parallel_size
     dense = scenario.num_layers_of_stage * (attention // tensor + whole)
     dense += vocabularies * model.vocab_size * hidden // tensor + hidden
     experts = scenario.num_layers_of_stage * mlp // by_experts
-    if not model.is_moe:
-        dense, experts = dense + experts, 0
-    of_gradient = 2 if state.grad_reduce_in_bf16 else 4
-    shards = (copies, max(1, layout.ranks_of_a_stage // by_experts)) if state.use_distributed_optimizer else (1, 1)
-    return sum(
-        count * of_gradient + 12 * -(-count // shard) for count, shard in zip((dense, experts), shards, strict=True)
-    )
+    return (dense, experts) if model.is_moe else (dense + experts, 0)
 
 
 BOUNDS: dict[str, Callable[[Scenario], int]] = {
@@ -110,6 +116,7 @@ BOUNDS: dict[str, Callable[[Scenario], int]] = {
     "use_linear_ce_fusion_loss": _whole_loss_bytes,
     "hidden_dropout": _dropout_bytes,
     "freeze_moe_router": _router_bytes,
+    "ref_model": lambda scenario: 2 * sum(_parameters(scenario)),
     **dict.fromkeys(("lora_rank", "lora.rank", "peft.enabled", "tuner_type", "train_type"), _trained_bytes),
 }
 """By the last part of a key, or by the last two: at most so many bytes more or less, as the key's effect says."""

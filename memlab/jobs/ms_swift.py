@@ -83,6 +83,15 @@ FRAMEWORK_MISSING = (
 )
 
 _LIKELIHOOD = ("grpo", "gkd", "dpo", "kto")
+_WITH_REFERENCE = ("grpo", "dpo", "kto")
+"""Methods that keep a frozen copy of the model where all parameters are trained, GRPO with ``--beta 0`` too, although
+nothing reads it then (``prepare_model`` in swift/megatron/trainers/rlhf_mixin.py). Of adapters, the model without them
+is the reference."""
+
+
+def _tuner(reading: Reading) -> Any:
+    """Returns which parameters are trained; ``train_type`` is the key's name before ms-swift 4."""
+    return reading.entries.get("tuner_type", reading.entries.get("train_type", "full"))
 
 
 def complete(reading: Reading) -> None:
@@ -108,15 +117,22 @@ def complete(reading: Reading) -> None:
     if length and kind == "grpo":
         length += generated
     values["seq_length"] = length
-    _complete_rollout(reading, per_node, is_generating=kind == "grpo")
+    has_reference_model = kind in _WITH_REFERENCE and _tuner(reading) == "full"
+    if has_reference_model and kind != "grpo":
+        reading.miss("ref_model", "more", "a frozen copy of the model in bf16, on the device during training too")
+    _complete_rollout(reading, per_node, is_generating=kind == "grpo", has_reference_model=has_reference_model)
     if length is None:
         reading.warnings.append("max_length is not in the file, so memlab takes the architecture's usual length")
     note_sequence_parallel(reading)
     note_fusion(reading)
 
 
-def _complete_rollout(reading: Reading, per_node: int, *, is_generating: bool) -> None:
-    """Takes what GRPO does between training steps. Its weights go to the engine one by one."""
+def _complete_rollout(reading: Reading, per_node: int, *, is_generating: bool, has_reference_model: bool) -> None:
+    """Takes what GRPO does between training steps. Its weights go to the engine one by one.
+
+    Parameters, gradients and optimizer state are offloaded around generation alone, after the weights went to the
+    engine (``_generate_completions`` and ``offload_context`` in swift/megatron/trainers/rollout_mixin.py).
+    """
     values = reading.values
     mode, sleep_level = values.pop("vllm_mode"), values.pop("sleep_level")
     if not is_generating:
@@ -130,6 +146,8 @@ def _complete_rollout(reading: Reading, per_node: int, *, is_generating: bool) -
         seq_length=values["seq_length"],
         micro_batch_size=values.get("micro_batch_size"),
         bucket_bytes=0,
+        has_reference_model=has_reference_model,
+        offloads_for_generation_only=True,
     )
 
 

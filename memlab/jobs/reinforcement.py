@@ -109,6 +109,8 @@ def take_rollout(
     micro_batch_size: int | None = 1,
     bucket_bytes: int | None = None,
     bucket_share: float | None = None,
+    has_reference_model: bool = False,
+    offloads_for_generation_only: bool = False,
 ) -> None:
     """Takes what the job does between training steps.
 
@@ -120,6 +122,8 @@ def take_rollout(
         micro_batch_size: Rows of such a pass; None takes 1.
         bucket_bytes: Of the weight sync, where a key says it.
         bucket_share: Of the free memory, that the framework takes for the bucket where no key says it.
+        has_reference_model: As in `Rollout`.
+        offloads_for_generation_only: As in `Rollout`.
     """
     values = reading.values
     share = values.pop("engine_share", None)
@@ -139,6 +143,8 @@ def take_rollout(
         engine_ranks=max(1, values.pop("engine_ranks", None) or 1),
         bucket_bytes=bucket_bytes,
         bucket_share=bucket_share if bucket_bytes is None else None,
+        has_reference_model=has_reference_model,
+        offloads_for_generation_only=offloads_for_generation_only,
     )
 
 

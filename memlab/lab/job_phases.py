@@ -57,7 +57,12 @@ def predict_phases(
             seq_length=of_pass.seq_length, micro_batch_size=of_pass.micro_batch_size, warm_up=True
         )
     between = trained.static_bytes
-    parameters = trained.offloaded_bytes_by_group.get("parameters", 0)
+    away = trained.offloaded_bytes_by_group
+    parameters = away.get("parameters", 0)
+    # What log-probabilities and weight sync find on the device, beyond what is there between steps.
+    loaded = sum(away.values()) if rollout.offloads_for_generation_only else parameters
+    reference = trained.peak_by_category["parameters"] if rollout.has_reference_model else 0
+    reference_between = 0 if settings.offload_parameters else reference
     outside = estimate_outside_torch(scenario.layout).total_bytes
     engine = _engine_bytes(rollout, gpu_memory_bytes)
     asleep = 0 if rollout.engine_sleeps else engine
@@ -67,13 +72,13 @@ def predict_phases(
         weights = 0
     of_sync = weights if rollout.engine_sleeps else engine
     if gathered is None and rollout.bucket_share and gpu_memory_bytes is not None and of_sync is not None:
-        free = gpu_memory_bytes - outside - between - parameters - of_sync
+        free = gpu_memory_bytes - outside - between - loaded - reference - of_sync
         gathered = int(max(0, free) * rollout.bucket_share)
     training = (
-        ("generation", between, engine),
-        ("log-probabilities", _held_bytes(passed), asleep),
-        ("training step", _held_bytes(trained), asleep),
-        ("weight sync", between + parameters + (gathered or 0), of_sync),
+        ("generation", between + reference_between, engine),
+        ("log-probabilities", _held_bytes(passed) + loaded - parameters + reference, asleep),
+        ("training step", _held_bytes(trained) + reference, asleep),
+        ("weight sync", between + loaded + reference + (gathered or 0), of_sync),
     )
     return JobPhases(
         rank=scenario.layout.rank,
@@ -90,8 +95,9 @@ def predict_phases(
             )
             for name, num_bytes, engine_bytes in training
         ),
-        host_bytes_of_rank=max(trained.host_bytes, trained.host_reserved_bytes or 0),
+        host_bytes_of_rank=max(trained.host_bytes, trained.host_reserved_bytes or 0) + reference - reference_between,
         ranks_per_node=min(rollout.ranks_per_node, scenario.layout.world_size),
+        reference_bytes=reference,
     )
 
 

@@ -50,6 +50,8 @@ class JobPhases:
     host_bytes_of_rank: int
     """Pinned memory that is reserved, with pageable memory."""
     ranks_per_node: int
+    reference_bytes: int = 0
+    """Of a reference model, which every phase counts in which it is on the device."""
 
     @property
     def host_bytes_of_node(self) -> int:

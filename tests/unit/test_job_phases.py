@@ -20,6 +20,7 @@ from memlab.lab.lab import Lab
 from memlab.record.job_phases import JobPhase, JobPhases
 from memlab.record.step_record import StepRecord
 from memlab.units import GIB, MIB
+from memlab.views.text.job_phases import phases_table
 
 ROLLOUT = "actor_rollout_ref.rollout"
 VERL = (
@@ -86,6 +87,8 @@ SLIME = (
                 "engine_ranks": 2,
                 "bucket_bytes": 0,
                 "gpu_memory_utilization": 0.4,
+                "has_reference_model": True,
+                "offloads_for_generation_only": True,
                 "is_colocated": True,
                 "ranks_per_node": 8,
             },
@@ -123,7 +126,10 @@ def test_the_phases_of_a_job_are_those_of_a_live_model(settings: MemorySettings)
     predicted = predict_phases(job, settings, rollout, gpu_memory_bytes, backend=of_the_cpu_backend())
     with Lab("qwen3-moe-tiny", num_layers=2, seq_length=128, packed_sequences=2, backend="cpu") as lab:
         step, passed = lab.step(settings), lab.forward_only(seq_length=320, warm_up=True)
-        parameters = sum(p.nbytes for p in lab._stepper.live.parameters()) if settings == AWAY else 0
+        weights = [p.nbytes for p in lab._stepper.live.parameters()]
+        parameters, reference = sum(weights) if settings == AWAY else 0, sum(weights)
+        model = lab.scenario.architecture
+        largest = 2 * model.vocab_size * model.hidden_size
     held = {phase.name: phase.training_bytes for phase in predicted.phases}
     expected = {
         "generation": step.static_bytes,
@@ -141,6 +147,24 @@ def test_the_phases_of_a_job_are_those_of_a_live_model(settings: MemorySettings)
         engine_weights = 2 * job.architecture.num_parameters
         free = gpu_memory_bytes - synced.outside_torch_bytes - step.static_bytes - parameters - engine_weights
         assert synced.gathered_bytes == pytest.approx(0.3 * free, abs=256)
+    # ms-swift's GRPO: a reference model, and offloading around generation alone.
+    swift = replace(rollout, has_reference_model=True, offloads_for_generation_only=True, bucket_bytes=0)
+    with_reference = predict_phases(job, settings, swift, gpu_memory_bytes, backend=of_the_cpu_backend())
+    found = {phase.name: phase.training_bytes for phase in with_reference.phases}
+    returned = sum(step.offloaded_bytes_by_group.values())
+    assert found == pytest.approx(
+        {
+            "generation": expected["generation"] + (0 if settings == AWAY else reference),
+            "log-probabilities": expected["log-probabilities"] + reference + max(0, returned - parameters),
+            "training step": expected["training step"] + reference,
+            "weight sync": step.static_bytes + returned + reference + largest,
+        },
+        rel=0,
+        abs=1024,
+    )
+    on_host = with_reference.host_bytes_of_rank - predicted.host_bytes_of_rank
+    assert on_host == (with_reference.reference_bytes if settings == AWAY else 0)
+    assert "the reference model takes" in phases_table(with_reference)
     left = gpu_memory_bytes - predicted.outside_torch_bytes - held["generation"]
     assert by_name["generation"].left_for_engine_bytes == left
     assert by_name["generation"].left_bytes == left - gpu_memory_bytes // 2
@@ -157,6 +181,33 @@ def test_a_row_is_filled_up_to_what_the_layout_divides(tmp_path: Path) -> None:
         f"{VERL} data.max_response_length=3071".replace("use_dynamic_bsz=True", "use_dynamic_bsz=False")
     )
     assert Job.read(tmp_path / "run.sh", version="2026-08-20").required()[0].seq_length == 4096, "padded to two ranks"
+
+
+SWIFT = "NPROC_PER_NODE=8 megatron rlhf --model microsoft/phi-4 --max_length 1024 "
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_reference_model"),
+    [("", True), ("--beta 0", True), ("--tuner_type lora", False), ("--train_type lora", False)],
+)
+def test_a_reference_model_is_kept_where_all_parameters_are_trained(
+    flags: str, has_reference_model: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "run.sh").write_text(f"{SWIFT} --rlhf_type grpo {flags}")
+    job = Job.read(tmp_path / "run.sh")
+    assert job.rollout is not None
+    assert job.rollout.has_reference_model == has_reference_model
+    (tmp_path / "run.sh").write_text(f"{SWIFT} --rlhf_type dpo --tensor_model_parallel_size 2 {flags}")
+    job = Job.read(tmp_path / "run.sh")
+    bounds = {one.key: (one.effect, one.bound_bytes) for one in job.not_modelled}
+    assert job.scenario is not None
+    assert job.rollout is None
+    if not has_reference_model:
+        assert "ref_model" not in bounds
+        return
+    effect, bound_bytes = bounds["ref_model"]
+    assert effect == "more"
+    assert bound_bytes == pytest.approx(2 * job.scenario.architecture.num_parameters / 2, rel=1e-4)
 
 
 def test_a_share_that_is_none_is_said(tmp_path: Path) -> None:

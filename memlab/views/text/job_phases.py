@@ -21,6 +21,8 @@ def phases_table(job: JobPhases) -> str:
         lines.append("the framework chooses the bucket of the weight sync by free memory, so it is not counted above")
     else:
         lines.append(f"weight sync gathers {format_bytes(job.gathered_bytes)} at a time, which is counted above")
+    if job.reference_bytes:
+        lines.append(f"the reference model takes {format_bytes(job.reference_bytes)}, which is counted above")
     lines += [
         f"{phase.name} does not fit: short by {format_bytes(_short(phase))}" for phase in job.phases if _short(phase)
     ]
