@@ -9,8 +9,9 @@ The records are in FOLDER, one file for each way, to be compared with prediction
 (`python benchmarks/accuracy.py predict`).
 
 A block that another stream used is free once that stream has passed it, which the allocator asks when it needs one: so
-the remainders of a job whose dispatcher has a stream of its own depend on timing, in one process too. With --blocking,
-each kernel ends before the next is launched (CUDA_LAUNCH_BLOCKING=1), and they depend on nothing but the order.
+which block a request gets, and which remainder stays unsplit behind it, depends on timing, in one process too. What a
+job requests does not. So two comparisons are printed: of the allocated bytes, and of the requested bytes that torch
+counts, their peak in a step and their sum over it.
 """
 
 from __future__ import annotations
@@ -22,26 +23,66 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+import torch
 
 from benchmarks.accuracy import JOBS, USUAL, full
 from memlab import JobRecord, Lab, MemorySettings, Ranks, StepRecord
+from memlab.lab import job_session
+from memlab.lab.rank import Rank
 from memlab.units import MIB
 
+REQUESTED = "MEMLAB_REQUESTED_BYTES"
+"""Names the folder in which each rank notes what it requested."""
 SETTINGS = (MemorySettings(), full(1), MemorySettings(offload_modules=("core_attn",)), MemorySettings(), full(1))
 ROUNDS = 2
 
 
-def take_steps(lab: Lab) -> tuple[list[StepRecord], list[float]]:
+class CountingRank(Rank):
+    """A rank that notes after each step what was requested in it."""
+
+    def step(self, forward_only: bool, kwargs: dict[str, Any]) -> Any:
+        """As `Rank.step`."""
+        record = super().step(forward_only, kwargs)
+        note_requested("engines")
+        return record
+
+
+def note_requested(way: str) -> None:
+    """Appends the peak of the requested bytes since the step began, and their sum since the process began."""
+    if torch.cuda.is_available():
+        counts = torch.cuda.memory_stats()
+        line = [counts["requested_bytes.all.peak"], counts["requested_bytes.all.allocated"]]
+        with (Path(os.environ[REQUESTED]) / f"{way}-{os.environ['RANK']}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def requested_bytes(folder: Path, way: str) -> list[tuple[int, int]]:
+    """Returns the peak and the sum of each step but the first, of rank 0 and then of rank 1; none on a CPU."""
+    steps = []
+    for path in sorted(folder.glob(f"{way}-?.jsonl")):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        steps += [(peak, total - before) for (_, before), (peak, total) in pairwise(lines)]
+    return steps
+
+
+def take_steps(lab: Lab, after_each: Callable[[], None] = lambda: None) -> tuple[list[StepRecord], list[float]]:
     """Takes a step under each setting, several times over; returns the records and the seconds of each change."""
     records, seconds = [], []
     lab.step()
+    after_each()
     for settings in SETTINGS * ROUNDS:
         started = time.perf_counter()
         records.append(lab.step(settings))
         seconds.append(time.perf_counter() - started)
+        after_each()
     return records, seconds
 
 
@@ -56,7 +97,7 @@ def arguments_of(job: str, num_layers: int | None) -> dict[str, Any]:
 def on_engines(job: str, num_layers: int | None) -> tuple[list[StepRecord], list[float]]:
     """Steps a job on new engines; returns every rank's records."""
     started = time.perf_counter()
-    with Ranks.start(2) as ranks:
+    with patch.object(job_session, "_SERVED", "benchmarks.ranks:CountingRank"), Ranks.start(2) as ranks:
         print(f"two engines: {time.perf_counter() - started:.1f} s")
         with Lab(**arguments_of(job, num_layers), ranks=ranks) as lab:
             steps, seconds = take_steps(lab)
@@ -68,7 +109,7 @@ def as_one_rank(job: str, num_layers: int | None, folder: Path) -> None:
     rank = int(os.environ["RANK"])
     arguments = arguments_of(job, num_layers)
     with Lab(**arguments | {"layout": replace(arguments["layout"], rank=rank)}) as lab:
-        records, seconds = take_steps(lab)
+        records, seconds = take_steps(lab, partial(note_requested, "torchrun"))
     values = {"records": [record.to_dict() for record in records], "seconds": seconds}
     (folder / f"torchrun-{job}-{rank}.json").write_text(json.dumps(values))
 
@@ -89,33 +130,22 @@ def held_bytes(record: StepRecord) -> tuple[Any, ...]:
     return record.peak_allocated_bytes, record.static_bytes, record.peak_by_category
 
 
-def num_repeated(records: list[StepRecord]) -> int:
-    """Returns in how many records a rank has as many bytes as in its last step under the same settings."""
-    last: dict[Any, tuple[Any, ...]] = {}
-    count = 0
-    for record in records:
-        key = (record.scenario, record.settings)
-        count += last.get(key) == held_bytes(record)
-        last[key] = held_bytes(record)
-    return count
-
-
 def main() -> None:
     """Runs the jobs both ways."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("folder", type=Path)
     parser.add_argument("jobs", nargs="+", metavar="ARCHITECTURE:JOB", help=f"with JOB of {', '.join(JOBS)}")
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--blocking", action="store_true", help="each kernel ends before the next is launched")
     parser.add_argument("--as-one-rank", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.as_one_rank:
         as_one_rank(arguments.jobs[0], arguments.layers, arguments.folder)
         return
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    if arguments.blocking:
-        os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
     for job in arguments.jobs:
+        requested = arguments.folder / f"requested-{job}"
+        requested.mkdir()
+        os.environ[REQUESTED] = str(requested)
         records, seconds = on_engines(job, arguments.layers)
         lines = [json.dumps(record.to_dict() | {"peak_by_module": {}}) for record in records]
         (arguments.folder / f"engines-{job}.jsonl").write_text("\n".join(lines) + "\n")
@@ -123,11 +153,12 @@ def main() -> None:
         pairs = list(zip(records, others, strict=True))
         equal = sum(held_bytes(one) == held_bytes(other) for one, other in pairs)
         apart = max(abs(one.peak_allocated_bytes - other.peak_allocated_bytes) for one, other in pairs)
-        repeated = [num_repeated(way) for way in (records, others)]
         ratio = statistics.median(seconds) / statistics.median(other_seconds)
+        of_engines, of_torchrun = (requested_bytes(requested, way) for way in ("engines", "torchrun"))
+        same = sum(one == other for one, other in zip(of_engines, of_torchrun, strict=True))
         print(
-            f"{job}: {equal} of {len(records)} records equal to the byte, peaks at most {apart / MIB:.2f} MiB apart; "
-            f"each way repeats itself in {repeated[0]} and {repeated[1]} of them; a changed setting takes "
+            f"{job}: requested bytes equal in {same} of {len(of_engines)} steps; allocated bytes in {equal} of "
+            f"{len(records)}, with peaks at most {apart / MIB:.2f} MiB apart; a changed setting takes "
             f"{statistics.median(seconds):.2f} s on engines, {statistics.median(other_seconds):.2f} s under torchrun, "
             f"{ratio:.2f} times",
             flush=True,
