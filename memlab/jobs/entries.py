@@ -69,7 +69,8 @@ def parse_value(text: str) -> Any:
     """Reads a value that may also be a list such as ``[core_attn, moe_act]``, as Hydra writes it."""
     text = text.strip()
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
-        return text[1:-1]
+        # In double quotes a backslash escapes a quote and a backslash, as YAML and JSON have it.
+        return re.sub(r'\\(["\\])', r"\1", text[1:-1]) if text[0] == '"' else text[1:-1]
     if text.startswith("[") and text.endswith("]"):
         parts = [part.strip().strip("'\"") for part in text[1:-1].split(",")]
         return [parse_scalar(part) for part in parts if part]

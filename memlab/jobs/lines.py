@@ -1,4 +1,4 @@
-"""Writes keys and values in the notation of Hydra and of YAML."""
+"""Writes keys and values in the notation of a shell, of Hydra and of YAML."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import json
 import re
 import shlex
 from typing import Any
+
+
+def shell_words(value: Any) -> str:
+    """Writes the value of a flag so that a shell changes nothing in it; of a list, a word for each part."""
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    return " ".join(shlex.quote(str(part)) for part in parts)
 
 
 def hydra_lines(values: dict[str, Any]) -> list[str]:

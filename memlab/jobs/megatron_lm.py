@@ -13,6 +13,7 @@ from memlab.config.settings import MemorySettings
 from memlab.jobs import without_effect
 from memlab.jobs.framework import Framework, Reading
 from memlab.jobs.keys import DTYPE, NOT, NUMBER, SWITCH, WHOLE, Key, Missing, with_defaults
+from memlab.jobs.lines import shell_words
 from memlab.jobs.megatron_keys import (
     CHUNKS,
     COMPUTE,
@@ -289,8 +290,7 @@ def render(values: dict[str, Any]) -> list[str]:
 
 
 def _flag(name: str, value: Any) -> str:
-    text = "" if value is True else " " + (" ".join(map(str, value)) if isinstance(value, list) else str(value))
-    return name.replace("_", "-") + text
+    return name.replace("_", "-") + ("" if value is True else " " + shell_words(value))
 
 
 CANNOT_WRITE = {

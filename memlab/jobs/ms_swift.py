@@ -16,6 +16,7 @@ from memlab.config.settings import MemorySettings
 from memlab.jobs import without_effect
 from memlab.jobs.framework import Framework, Reading
 from memlab.jobs.keys import DTYPE, NONE_WORD, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, refusal, with_defaults
+from memlab.jobs.lines import shell_words
 from memlab.jobs.megatron_keys import CHUNKS, COMPUTE, OFFLOAD, OPTIMIZER, RECOMPUTE, SIZES
 from memlab.jobs.megatron_lm import CANNOT_WRITE, FLAGS_MISSING, common, note_fusion, note_sequence_parallel
 from memlab.jobs.model import HUGGING_FACE_NAMES
@@ -214,24 +215,17 @@ def cannot_write(settings: MemorySettings) -> dict[str, str]:
 
 def render(values: dict[str, Any]) -> list[str]:
     """Writes arguments, one a line, each with its value; variables of the environment come first."""
-    lines = [f"{name}={value}" for name, value in values.items() if name.isupper()]
+    lines = [f"{name}={shell_words(value)}" for name, value in values.items() if name.isupper()]
     extra = {
         name.partition(".")[2]: value for name, value in values.items() if name.startswith("megatron_extra_kwargs.")
     }
     for name, value in values.items():
         if not name.isupper() and not name.startswith("megatron_extra_kwargs.") and value is not None:
-            text = (
-                " ".join(map(str, value))
-                if isinstance(value, list)
-                else str(value).lower()
-                if isinstance(value, bool)
-                else value
-            )
-            lines.append(f"--{name} {text}")
+            lines.append(f"--{name} {shell_words(str(value).lower() if isinstance(value, bool) else value)}")
     if (values.get("tensor_model_parallel_size") or 1) > 1:
         lines.append("--sequence_parallel true")
     if extra:
-        lines.append(f"--megatron_extra_kwargs '{json.dumps(extra)}'")
+        lines.append(f"--megatron_extra_kwargs {shell_words(json.dumps(extra))}")
     return lines
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import fields, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from memlab.config.architectures import ARCHITECTURES
+from memlab.config.architectures import ARCHITECTURES, Architecture, find_architecture
 from memlab.config.layout import Layout
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
@@ -17,6 +18,7 @@ from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, SINCE_MEG
 from memlab.config.training_state import TrainingState
 from memlab.jobs.frameworks import FRAMEWORKS
 from memlab.jobs.job import Job
+from memlab.jobs.model import HUGGING_FACE_NAMES
 from memlab.jobs.writing import written
 
 PACKING = ("verl", "nemo-rl", "skyrl", "slime")
@@ -39,6 +41,8 @@ def random_job(dice: random.Random) -> tuple[Scenario, MemorySettings]:
         )
         tensor, context, stages = dice.choice((1, 2, 4)), dice.choice((1, 1, 2)), dice.choice((1, 1, 2, 4))
         experts = dice.choice((1, 2, 8)) if architecture.is_moe else 1
+        if dice.random() < 0.4:
+            architecture = replace(architecture, name=odd_name(dice))
         values = {name: draw(dice) for name, draw in STATES.items() if dice.random() < 0.4}
         try:
             scenario = Scenario.of(
@@ -65,6 +69,36 @@ def random_job(dice: random.Random) -> tuple[Scenario, MemorySettings]:
         except ValueError:
             continue
         return scenario, settings
+
+
+def odd_name(dice: random.Random) -> str:
+    """Draws the name of a folder that a shell, Hydra or YAML would change."""
+    return "m" + "".join(dice.choice(" '\"$*#;&|()<>`\\!?[]{}~=,:%@é") for _ in range(9)) + "x"
+
+
+def write_model(architecture: Architecture, folder: Path) -> Architecture:
+    """Writes the model's own config.json, and returns what memlab reads from it."""
+    values: dict[str, Any] = {
+        "model_type": "qwen3_moe" if architecture.is_moe else "phi3",
+        "num_hidden_layers": architecture.num_layers,
+        "hidden_size": architecture.hidden_size,
+        "intermediate_size": architecture.ffn_hidden_size,
+        "num_attention_heads": architecture.num_attention_heads,
+        "num_key_value_heads": architecture.num_query_groups,
+        "head_dim": architecture.kv_channels,
+        "vocab_size": architecture.vocab_size,
+        "rope_theta": architecture.rotary_base,
+        "rms_norm_eps": architecture.layernorm_epsilon,
+        "tie_word_embeddings": architecture.share_embeddings_and_output_weights,
+        "partial_rotary_factor": architecture.rotary_percent,
+        "num_experts": architecture.num_moe_experts,
+        "num_experts_per_tok": architecture.moe_router_topk,
+        "moe_intermediate_size": architecture.moe_ffn_hidden_size,
+        "router_aux_loss_coef": architecture.moe_aux_loss_coeff,
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
+    return find_architecture(folder)
 
 
 def random_settings(dice: random.Random) -> MemorySettings:
@@ -169,6 +203,9 @@ def test_reading_what_was_written_gives_the_same_job(name: str, tmp_path: Path) 
             continue  # without what cannot be said, the rest is refused
         path = tmp_path / str(number) / FILES.get(name, "run.sh")
         path.parent.mkdir()
+        if scenario.architecture.name not in ARCHITECTURES:
+            model = write_model(scenario.architecture, path.parent / scenario.architecture.name)
+            scenario = replace(scenario, architecture=model)
         lines = list(written(name, replace(scenario, num_microbatches=drawn.num_microbatches), settings).lines)
         if name in LAUNCHERS:
             variables = [line for line in lines if line.partition("=")[0].isupper()]
@@ -179,6 +216,13 @@ def test_reading_what_was_written_gives_the_same_job(name: str, tmp_path: Path) 
         ranks = scenario.layout.world_size if name == "bridge" else None
         job = Job.read(path, format_name=name, version="2026-08-20" if name == "verl" else None, world_size=ranks)
         assert job.scenario is not None, (job.cannot_start, job.not_supported, path.read_text())
+        names = [one.value for one in job.taken if one.field == "architecture" and one.place != "default"]
+        if names:
+            assert names[0] in (scenario.architecture.name, HUGGING_FACE_NAMES.get(scenario.architecture.name))
+        if FRAMEWORKS[name].writes_sizes or not names:  # then these decide, and a model of known sizes has its own name
+            read = job.scenario.architecture
+            same = {field: getattr(read, field) for field in ("name", "default_seq_length")}
+            scenario = replace(scenario, architecture=replace(scenario.architecture, **same))
         for cls in (Layout, TrainingState):
             part = {Layout: "layout", TrainingState: "state"}[cls]
             for field in fields(cls):
