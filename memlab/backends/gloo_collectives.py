@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import FakeWork
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from memlab.meter.observers import EagerMode
 
 _FROM_RANK_TO_RANK = {"c10d::send", "c10d::recv_", "c10d::recv_any_source_"}
 _OF_LISTS = {"c10d::allgather_", "c10d::reduce_scatter_"}
@@ -20,7 +21,7 @@ _OF_LISTS = {"c10d::allgather_", "c10d::reduce_scatter_"}
 size gather the tokens that were routed to each rank. The copies are as long as the longest part."""
 
 
-class CollectivesOnCopies(TorchDispatchMode):
+class CollectivesOnCopies(EagerMode):
     """Runs every collective to its end on copies; who waits for it finds it done.
 
     Enter it before the meter, which then sees neither the copies nor what gloo does with them.

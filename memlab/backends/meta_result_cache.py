@@ -11,13 +11,14 @@ from functools import cache
 from typing import Any, Literal
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from memlab.meter.observers import EagerMode
 
 _TensorSpec = tuple[torch.Size, tuple[int, ...], torch.dtype]
 """Shape, strides and dtype."""
 
 
-class MetaResultCache(TorchDispatchMode):
+class MetaResultCache(EagerMode):
     """Answers an operation on fake tensors from the last one on tensors of the same shapes, strides and dtypes."""
 
     def __init__(self) -> None:
@@ -46,6 +47,10 @@ class MetaResultCache(TorchDispatchMode):
         return made[0] if kind == "one" else tuple(made)
 
 
+_FILL = {"aten::copy_", "aten::zero_", "aten::fill_", "aten::normal_"}
+"""Operations that write a whole tensor, and have no tag for that."""
+
+
 class _NotCacheableError(Exception):
     """The result depends on values, not only on shapes."""
 
@@ -59,7 +64,7 @@ def _kind(func: Any) -> Literal["one", "several", "in place"] | None:
     aliased = [argument for argument in schema.arguments if argument.alias_info is not None]
     if not aliased and not any(result.alias_info for result in schema.returns) and schema.returns:
         return "one" if len(schema.returns) == 1 else "several"
-    is_elementwise = torch.Tag.pointwise in func.tags or schema.name in ("aten::copy_", "aten::zero_", "aten::fill_")
+    is_elementwise = torch.Tag.pointwise in func.tags or schema.name in _FILL
     if aliased == [schema.arguments[0]] and aliased[0].alias_info.is_write and is_elementwise:
         return "in place"
     return None

@@ -5,18 +5,20 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from itertools import compress
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from memlab.meter.observers import strided_parts, tensors_in
+from memlab.meter.observers import ObserveAnyResults, ObserveResults, strided_parts, tensors_in
 from memlab.meter.storage_meter import StorageMeter
 from memlab.vocabulary import POOLS
 
 
 class ProcessMeter(StorageMeter):
     """Counts the storages of CPU tensors; those of other devices are not its business."""
+
+    _observe: ClassVar[type[ObserveResults]] = ObserveAnyResults
 
     def count_existing(self) -> None:
         """Counts the tensors that Python's garbage collector knows.

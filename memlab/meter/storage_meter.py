@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -47,6 +47,8 @@ class StorageAllocation(Allocation):
 class StorageMeter:
     """Counts every storage that is made on its thread inside `watching`; see `memlab.meter.protocol.Meter`."""
 
+    _observe: ClassVar[type[ObserveResults]] = ObserveResults
+
     def __init__(self, labels: Labels) -> None:
         self.device_memory_bytes: int | None = None
         self.out_of_memory: FailedAllocation | None = None
@@ -72,7 +74,7 @@ class StorageMeter:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        with ObserveResults(self), observe_resizes(self):
+        with self._observe(self), observe_resizes(self):
             yield
 
     @contextmanager
@@ -94,12 +96,13 @@ class StorageMeter:
         self._started = time.perf_counter_ns()
 
     def categorise(self, categories: Mapping[str, Iterable[torch.Tensor]]) -> None:
-        for name, tensors in categories.items():
-            code = CATEGORIES.index(name)
-            for tensor in tensors:
-                allocation = self.allocation_of(tensor)
-                if allocation is not None:
-                    allocation.category = code
+        with torch._C.DisableTorchFunction():  # a function mode would see each look at one of hundreds of tensors
+            for name, tensors in categories.items():
+                code = CATEGORIES.index(name)
+                for tensor in tensors:
+                    allocation = self.allocation_of(tensor)
+                    if allocation is not None:
+                        allocation.category = code
 
     def allocation_of(self, tensor: torch.Tensor) -> StorageAllocation | None:
         """Returns what the meter knows of a tensor's storage; None for an unknown storage."""

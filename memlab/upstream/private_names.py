@@ -151,6 +151,21 @@ _TORCH = (
         why="The results of every operation.",
     ),
     Internal(
+        owner="torch.utils._python_dispatch:TorchDispatchMode",
+        names=("_should_skip_dynamo",),
+        use="used",
+        where="meter/observers.py",
+        why="Whether torch wraps the mode's method for its compiler, which nothing needs where nothing is compiled.",
+    ),
+    Internal(
+        owner="torch._C",
+        names=("DisableTorchFunction",),
+        use="used",
+        where="meter/storage_meter.py",
+        why="The meter looks at every parameter in every step; no function mode has to see that.",
+        source="torch/csrc/utils/disable_torch_function.cpp",
+    ),
+    Internal(
         owner="torch.utils._python_dispatch",
         names=("_disable_current_modes",),
         use="used",

@@ -35,6 +35,7 @@ OPERATIONS: dict[str, Callable[[], Any]] = {
     "view": lambda: fake(4, 6).view(24),
     "unsafe view": lambda: torch.ops.aten._unsafe_view(fake(4, 6), [24]),
     "in place": lambda: fake(4, 6).add_(fake(6)),
+    "drawn": lambda: fake(4, 6).normal_(std=0.02),
     "to": lambda: fake(4, 6).to(torch.bfloat16),
     "matrices": lambda: fake(4, 6) @ fake(6, 5),
 }

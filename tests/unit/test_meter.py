@@ -12,6 +12,7 @@ import memlab.lab.session
 from memlab.config.settings import MemorySettings
 from memlab.lab.stepper import Stepper
 from memlab.meter.labels import Labels, labelled_by, on_host, one_kernel
+from memlab.meter.process_meter import ProcessMeter
 from memlab.meter.simulated_meter import SimulatedMeter
 from memlab.meter.storage_meter import StorageMeter
 from memlab.model.layers.torch_functions import RmsNorm
@@ -270,3 +271,8 @@ def test_a_free_that_the_meter_could_not_count_fails_the_timeline_and_every_late
         for end in (meter.finish, lambda: meter.start({})):
             with pytest.raises(RuntimeError, match=r"missed a free \(MemoryError: no memory for an event\).*another"):
                 end()
+
+
+def test_torch_wraps_the_meter_for_its_compiler_only_where_a_program_may_compile() -> None:
+    assert hasattr(ProcessMeter._observe.__torch_dispatch__, "__wrapped__")
+    assert not hasattr(StorageMeter._observe.__torch_dispatch__, "__wrapped__")
