@@ -9,8 +9,8 @@
 
 A lab is opened for each architecture, number of layers, training state and rank, and takes its cases one after the
 other. A line is written after each case: a run that was cut short is continued by the same command. Ranks of a job
-write a file each. A prediction draws the experts of each token at random, since measured models are not trained
-(`predict_measured`).
+write a file each. A measured step keeps how many tokens its router sent to each expert, where that is one number per
+layer, and its prediction has them too. Other predictions draw the experts at random (`predict_measured`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from memlab.analysis.accuracy import pairs_of
 from memlab.commands.shared.ranks import abort_job_on_error, rank
 from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
+from memlab.config.model_restrictions import checkpoints_moe_layers
+from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MOE_OFFLOAD_MODULES, MOE_RECOMPUTE_MODULES, MemorySettings
 from memlab.config.training_state import TrainingState
@@ -274,7 +277,9 @@ def step(backend: str, wanted: Iterable[Case], out: Path, layout: Layout) -> int
                     open_lab.close()
                     lab = open_lab.enter_context(Lab(architecture, **model, backend=backend))
                 lab.set_workload(**workload)
-                record = lab.forward_only(settings, warm_up=True) if forward_only else lab.step(settings)
+                with noting_routes() as counts:
+                    record = lab.forward_only(settings, warm_up=True) if forward_only else lab.step(settings)
+                record = with_routes(record, counts)
             except Exception as error:
                 if layout.world_size > 1:
                     raise
@@ -289,7 +294,35 @@ def step(backend: str, wanted: Iterable[Case], out: Path, layout: Layout) -> int
 
 
 def _key(record: StepRecord) -> tuple[Scenario, MemorySettings, bool]:
-    return record.scenario, record.settings, record.forward_only
+    return replace(record.scenario, routing=Routing()), record.settings, record.forward_only
+
+
+@contextmanager
+def noting_routes() -> Iterator[list[list[int]]]:
+    """Yields a list to which each call of a layer's experts adds their numbers of tokens.
+
+    They are on the host when the experts are called, so nothing is allocated to note them.
+    """
+    from megatron.core.transformer.moe.experts import TEGroupedMLP  # after memlab, which silences its advice
+
+    forward, counts = TEGroupedMLP.forward, list[list[int]]()
+
+    def noting(experts: Any, hidden: Any, tokens_per_expert: Any, *others: Any) -> Any:
+        counts.append(tokens_per_expert.tolist())
+        return forward(experts, hidden, tokens_per_expert, *others)
+
+    with patch.object(TEGroupedMLP, "forward", noting):
+        yield counts
+
+
+def with_routes(record: StepRecord, counts: list[list[int]]) -> StepRecord:
+    """Returns a record whose scenario has the routes of its step, where each layer was passed once and alone."""
+    scenario = record.scenario
+    passes_again = scenario.num_microbatches > 1 or checkpoints_moe_layers(record.settings, scenario.architecture)
+    if not counts or passes_again or scenario.layout.world_size > 1:
+        return record
+    of_step = tuple(map(tuple, counts[-scenario.num_layers :]))  # what came before filled caches
+    return replace(record, scenario=replace(scenario, routing=Routing(kind="counts", counts=of_step)))
 
 
 def _has_model_of(scenario: Scenario, other: Scenario) -> bool:

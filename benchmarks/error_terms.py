@@ -14,16 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from benchmarks import accuracy
 from memlab import Lab, TrainingState
-from memlab.backends import simulated_routing
-from memlab.lab.predictions import routed_by_chance
+from memlab.config.routing import Routing
+from memlab.config.scenario import Scenario
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
 
@@ -38,8 +36,6 @@ STATES: tuple[dict[str, Any], ...] = (
 )
 """What is measured of Qwen3-30B-A3B: the states whose prediction is furthest off, and what they are compared with."""
 USUAL: dict[str, Any] = accuracy.USUAL
-Counts = list[list[int]]
-"""Tokens of each expert, by call of a dispatcher, in the order of the calls of one step."""
 
 
 def measure(folder: Path, seconds: float) -> None:
@@ -52,64 +48,32 @@ def measure(folder: Path, seconds: float) -> None:
                 print(f"{len(STATES) - number} states are left out: {seconds:.0f} s are over")
                 return
             with Lab("qwen3-30b-a3b", num_layers=2, state=TrainingState(**values), **USUAL) as lab:
-                counts: Counts = []
-                with _noting(counts):
-                    record = lab.step()
+                with accuracy.noting_routes() as counts:
+                    record = accuracy.with_routes(lab.step(), counts)
                 assert record.timeline is not None
                 record.timeline.save(folder / f"{number}.npz")
-                # The steps before the recorded one filled caches, with other choices of the router.
-                step = {"record": record.to_dict() | {"peak_by_module": {}}, "counts": counts[-2:]}
-            lines.write(json.dumps(step) + "\n")
+            lines.write(json.dumps(record.to_dict() | {"peak_by_module": {}}) + "\n")
             lines.flush()
             print(f"{time.monotonic() - started:.0f} s: {record.scenario.state}, {record}", flush=True)
-
-
-@contextmanager
-def _noting(counts: Counts) -> Iterator[None]:
-    """Notes the tokens of each expert, which are on the host when the experts are called, so nothing is allocated."""
-    from megatron.core.transformer.moe.experts import TEGroupedMLP  # after memlab, which silences its advice
-
-    forward = TEGroupedMLP.forward
-
-    def noting(experts: Any, hidden: Any, tokens_per_expert: Any, *others: Any) -> Any:
-        counts.append(tokens_per_expert.tolist())
-        return forward(experts, hidden, tokens_per_expert, *others)
-
-    with patch.object(TEGroupedMLP, "forward", noting):
-        yield
 
 
 def predict(folder: Path) -> None:
     """Predicts what was measured, and prints the terms of each error."""
     for number, line in enumerate((folder / "steps.jsonl").read_text().splitlines()):
-        step = json.loads(line)
-        measured = StepRecord.from_dict(step["record"])
-        truth = Timeline.load(folder / f"{number}.npz")
-        drawn = _predicted(measured, None)
-        given = _predicted(measured, step["counts"])
+        measured = StepRecord.from_dict(json.loads(line))
+        truth, routing = Timeline.load(folder / f"{number}.npz"), measured.scenario.routing
         print(f"\n{measured.scenario.state}: peak {truth.peak_bytes():,} bytes in {truth.peak_phase()}")
-        for name, guess in (("drawn", drawn), ("measured", given)):
-            print(f"  routers' choices {name}: error {guess.peak_bytes() - truth.peak_bytes():+,} bytes")
+        print(f"  tokens of the fullest expert, by layer: {[max(layer) for layer in routing.counts]}")
+        for each in (Routing(kind="random", seed=measured.scenario.seed), routing):
+            guess = _predicted(replace(measured.scenario, routing=each))
+            print(f"  routing {each}: error {guess.peak_bytes() - truth.peak_bytes():+,} bytes")
             for term, (requested, added) in _terms(truth, guess).items():
                 print(f"    {term:<16} requested {requested:+14,}    added {added:+14,}")
-        most = [max(layer) for layer in step["counts"]]
-        print(f"  tokens of the fullest expert, by layer: {most}")
 
 
-def _predicted(measured: StepRecord, counts: Counts | None) -> Timeline:
-    """Predicts a step, with the experts' numbers of tokens if they are given."""
-    scenario = routed_by_chance(measured.scenario)
-    drawn = simulated_routing._counts
-
-    def counts_of(*drawing: Any) -> list[int]:
-        layer = drawing[5]
-        return counts[layer] if counts else drawn(*drawing)
-
-    values: dict[str, Any] = {"num_layers": scenario.num_layers, "state": scenario.state, "routing": scenario.routing}
-    with (
-        patch.object(simulated_routing, "_counts", counts_of),
-        Lab(scenario.architecture, **values, backend="simulated", **USUAL) as lab,
-    ):
+def _predicted(scenario: Scenario) -> Timeline:
+    values: dict[str, Any] = {name: getattr(scenario, name) for name in ("num_layers", "state", "routing")}
+    with Lab(scenario.architecture, **values, **USUAL, backend="simulated") as lab:
         timeline = lab.step().timeline
     assert timeline is not None
     return timeline

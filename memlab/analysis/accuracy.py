@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -133,7 +134,8 @@ def _earlier(pairs: list[Pair], step: StepRecord) -> Pair | None:
 
 
 def _identity(step: StepRecord) -> tuple[Scenario, MemorySettings, bool]:
-    return step.scenario, step.settings, step.forward_only
+    # What the router did is measured like the bytes, and differs from state to state.
+    return replace(step.scenario, routing=Routing()), step.settings, step.forward_only
 
 
 def _share(predicted: int, measured: int) -> float:

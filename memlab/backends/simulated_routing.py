@@ -52,7 +52,8 @@ def _with_chosen_map(preprocess: Callable[..., Any]) -> Callable[..., Any]:
         num_tokens, num_experts = routing_map.shape
         config = dispatcher.config
         routing = config.memlab_routing.routing
-        layer, microbatch = config.memlab_routing.of_pass(dispatcher) if routing.kind == "random" else (0, 0)
+        differs = routing.kind in ("random", "counts")
+        layer, microbatch = config.memlab_routing.of_pass(dispatcher) if differs else (0, 0)
 
         def counts_of(ranks: Sequence[int]) -> torch.Tensor:
             """Returns the rows that each rank sends to each expert, int64 [ranks * experts]."""

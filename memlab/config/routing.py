@@ -17,8 +17,13 @@ import numpy as np
 from memlab.config.from_json import parse_json, read_json
 from memlab.config.validation import is_whole_number, shortened
 
-KINDS = ("balanced", "random", "skewed", "shares")
-_CHOICES = "choose balanced, random:SEED, skewed:FACTOR, or a JSON list, or file, with one share per expert"
+KINDS = ("balanced", "random", "skewed", "shares", "counts")
+_MOST = 2**40
+"""Tokens of an expert."""
+_CHOICES = (
+    "choose balanced, random:SEED, skewed:FACTOR, or a JSON list, or file, with one share per expert, or with one list "
+    "of tokens per expert for each layer"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,14 +34,18 @@ class Routing:
         ValueError: If a value breaks its rule.
     """
 
-    kind: Literal["balanced", "random", "skewed", "shares"] = "balanced"
+    kind: Literal["balanced", "random", "skewed", "shares", "counts"] = "balanced"
     """``balanced``: equal shares. ``random``: each token chooses uniformly among all experts. ``skewed``: the first
-    expert gets `factor` times the mean, and each further one less by the same ratio. ``shares``: those given."""
+    expert gets `factor` times the mean, and each further one less by the same ratio. ``shares``: those given, in every
+    layer. ``counts``: those given, by layer, such as a router's own."""
     seed: int = 0
     """For ``random``; each rank draws its own choices in each layer and micro-batch, the same in every step."""
     factor: float = 1.0
     shares: tuple[float, ...] = ()
     """For ``shares``: each expert's share of all routed tokens; they sum to 1."""
+    counts: tuple[tuple[int, ...], ...] = ()
+    """For ``counts``: how many tokens each expert got, by layer. More layers than these repeat them, and another number
+    of tokens is divided in the same proportions."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -48,24 +57,38 @@ class Routing:
                 f"routing skewed has factor {shortened(self.factor)}, must be a number of at least 1: {_CHOICES}"
             )
         object.__setattr__(self, "shares", tuple(self.shares))  # JSON knows no tuples
+        object.__setattr__(self, "counts", tuple(tuple(layer) for layer in self.counts))
         if self.kind == "shares":
             wrong = [share for share in self.shares if not _is_number(share) or not 0 <= share <= 1]
             if wrong or not math.isclose(sum(self.shares), 1, abs_tol=1e-6):
                 what = shortened(wrong[0]) if wrong else f"a sum of {sum(self.shares):g}"
                 raise ValueError(f"routing has shares with {what}, must be from 0 to 1 with a sum of 1: {_CHOICES}")
 
+        if self.kind == "counts":
+            self._check_counts()
+
+    def _check_counts(self) -> None:
+        wrong = [
+            count for layer in self.counts for count in layer if not is_whole_number(count, at_least=0, at_most=_MOST)
+        ]
+        if wrong or not self.counts or not all(map(any, self.counts)):
+            what = shortened(wrong[0]) if wrong else "a layer without tokens" if self.counts else "no layer"
+            raise ValueError(f"routing has counts with {what}, must be whole numbers by layer: {_CHOICES}")
+
     def check(self, num_experts: int, topk: int) -> None:
         """Checks the routing against a model's experts.
 
         Raises:
-            ValueError: If the model's experts cannot get these shares.
+            ValueError: If the model's experts cannot get these shares or counts.
         """
-        if self.kind == "shares" and len(self.shares) != num_experts:
-            raise ValueError(
-                f"routing has {len(self.shares)} shares, must be {num_experts}, one per expert: {_CHOICES}"
-            )
+        given = {"shares": (self.shares,), "counts": self.counts}.get(self.kind, ())
+        for layer in given:
+            if len(layer) != num_experts:
+                raise ValueError(
+                    f"routing has {len(layer)} {self.kind}, must be {num_experts}, one per expert: {_CHOICES}"
+                )
         most = num_experts / topk
-        highest = max(self.shares, default=0) * num_experts if self.kind == "shares" else self.factor
+        highest = max((max(layer) / sum(layer) * num_experts for layer in given), default=self.factor)
         if highest > most + 1e-6:
             raise ValueError(
                 f"routing gives an expert {highest:g} times the mean, must be at most {most:g} (of {num_experts} "
@@ -82,8 +105,8 @@ class Routing:
             num_experts: Of a layer.
             topk: Experts that a token chooses.
             rank: Whose tokens they are.
-            layer: Only ``random`` depends on it, as on `microbatch`: a router chooses anew in each.
-            microbatch: As `layer`.
+            layer: Only ``random`` and ``counts`` depend on it.
+            microbatch: Only ``random`` depends on it: a router chooses anew in each.
         """
         total = num_tokens * topk
         if self.kind == "random":
@@ -91,6 +114,9 @@ class Routing:
             return _random_counts(rng, num_tokens, num_experts, topk)
         if self.kind == "shares":
             shares = self.shares
+        elif self.kind == "counts":
+            of_layer = self.counts[layer % len(self.counts)]
+            shares = tuple(count / sum(of_layer) for count in of_layer)
         else:
             shares = _geometric_shares(num_experts, self.factor if self.kind == "skewed" else 1.0)
         ends = [0, *(round(total * share) for share in accumulate(shares[:-1])), total]
@@ -107,7 +133,9 @@ class Routing:
 
 
 def find_routing(text: str) -> Routing:
-    """Reads ``balanced``, ``random:SEED``, ``skewed:FACTOR``, a JSON list with one share per expert, or a file with it.
+    """Reads ``balanced``, ``random:SEED``, ``skewed:FACTOR``, or a JSON list, or a file with it.
+
+    A list has one share per expert, or for each layer a list with the tokens of each expert.
 
     Raises:
         ValueError: If the text is not one of them.
@@ -129,6 +157,8 @@ def find_routing(text: str) -> Routing:
         raise ValueError(f"routing is {shortened(text)}: {error}") from error
     if not isinstance(shares, list):
         raise ValueError(f"routing is {shortened(text)}, which does not hold a list of shares: {_CHOICES}")
+    if shares and all(isinstance(layer, list) for layer in shares):
+        return Routing(kind="counts", counts=tuple(shares))
     return Routing(kind="shares", shares=tuple(shares))
 
 

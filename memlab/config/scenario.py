@@ -264,7 +264,9 @@ class Scenario:
     @property
     def rows_vary(self) -> bool:
         """Whether the rows that a rank's experts get differ by layer and micro-batch on the simulated backend."""
-        return self.routing.kind == "random" and self.layout.expert_model_parallel_size > 1
+        if self.routing.kind == "random":
+            return self.layout.expert_model_parallel_size > 1
+        return len(self.routing.counts) > 1
 
     def without_effect(self) -> dict[str, str]:
         """Names the options of the training state that do nothing on this rank, each with the reason."""
@@ -293,7 +295,8 @@ class Scenario:
     def to_dict(self) -> dict[str, Any]:
         """Returns the scenario as JSON-ready values; what is a class of its own is a nested object."""
         values = asdict(self)
-        return values | {"routing": values["routing"] | {"shares": list(self.routing.shares)}}
+        counts = [list(layer) for layer in self.routing.counts]
+        return values | {"routing": values["routing"] | {"shares": list(self.routing.shares), "counts": counts}}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Scenario:

@@ -115,7 +115,8 @@ def predict_limit(scenario: Scenario, settings: MemorySettings) -> Limit:
         settings: Of all ranks.
     """
     chance = routed_by_chance(scenario)
-    routings = [replace(chance.routing, seed=seed) for seed in range(_DRAWS)] if chance.rows_vary else [chance.routing]
+    draws = chance.routing.kind == "random" and chance.rows_vary
+    routings = [replace(chance.routing, seed=seed) for seed in range(_DRAWS)] if draws else [chance.routing]
 
     def attempt(limit_bytes: int | None) -> StepRecord:
         most: StepRecord | None = None

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from memlab.analysis.accuracy import FIGURES, Errors, pairs_of
+from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -66,6 +67,24 @@ def test_padding_under_fp8_is_predicted_for_a_router_that_has_learned_nothing() 
     pair = pairs_of(measured, predict_measured(measured))[1]
     assert abs(pair.peak_error) < 0.0001
     assert abs(pair.option_error or 1) < 0.002
+
+
+def test_fp8_parameters_are_predicted_with_the_rows_that_the_router_gave_each_expert() -> None:
+    # Drawn at random, no expert gets more than 512 tokens, whose FP8 values take over 1 MiB. A router that has learned
+    # nothing gives some 900, and others 3,800 of 4,096: the remainders behind their blocks are 9 MiB of 0.1 GiB.
+    plain = {
+        replace(record.scenario, routing=Routing()): record
+        for record in MEASURED
+        if record.settings == MemorySettings() and not record.forward_only
+    }
+    usual = Scenario.of("qwen3-30b-a3b", num_layers=2, seq_length=4096)
+    stored = TrainingState(fp8_format="e4m3", fp8_recipe="tensorwise", fp8_param_gather=True)
+    measured = [plain[usual], plain[replace(usual, state=stored)]]
+    assert max(measured[1].scenario.routing.counts[1]) > 3800
+    pair = pairs_of(measured, predict_measured(measured))[1]
+    assert abs(pair.option_error or 1) < 0.001
+    drawn = replace(measured[1], scenario=replace(measured[1].scenario, routing=Routing()))
+    assert abs(pairs_of(measured, predict_measured([measured[0], drawn]))[1].option_error or 0) > 0.06
 
 
 def test_packed_rows_and_passes_without_gradients_are_predicted_to_a_hundred_thousandth() -> None:

@@ -544,7 +544,11 @@ def test_csv_has_a_row_a_run_with_plain_numbers() -> None:
 
 @pytest.mark.parametrize(
     "routing",
-    [Routing(kind="shares", shares=(0.25, 0.05, *[0.7 / 6] * 6)), Routing(kind="skewed", factor=2.1234567890123)],
+    [
+        Routing(kind="shares", shares=(0.25, 0.05, *[0.7 / 6] * 6)),
+        Routing(kind="skewed", factor=2.1234567890123),
+        Routing(kind="counts", counts=((1, 2, 3, 4, 1, 2, 3, 4),)),
+    ],
 )
 def test_the_command_repeats_a_routing_to_the_last_digit(routing: Routing) -> None:
     scenario = Scenario.of(architecture="qwen3-moe-tiny", routing=routing)

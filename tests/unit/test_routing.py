@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from memlab.config.layout import Layout
 from memlab.config.routing import Routing, find_routing
+from memlab.lab.lab import Lab
 from memlab.model.routing_draws import RoutingDraws
 from tests.unit.corruption import corruptions
 from tests.unit.refusal import refusal
@@ -34,6 +36,60 @@ def test_no_expert_gets_more_rows_than_there_are_tokens() -> None:
         for tokens in (1, 3, 7):
             counts = Routing(kind="shares", shares=shares).tokens_per_expert(tokens, 5, 2, 0)
             assert sum(counts) == 2 * tokens and min(counts) >= 0 and max(counts) <= tokens
+
+
+COUNTS = Routing(kind="counts", counts=((5, 0, 3, 8), (4, 4, 4, 4)))
+
+
+def test_counts_are_those_of_each_layer_and_in_proportion_for_other_numbers_of_tokens(tmp_path: Path) -> None:
+    (tmp_path / "counts.json").write_text(json.dumps(COUNTS.counts))
+    assert find_routing(str(tmp_path / "counts.json")) == find_routing(json.dumps(COUNTS.counts)) == COUNTS
+    assert [COUNTS.tokens_per_expert(8, 4, 2, 0, layer=layer) for layer in (0, 1, 2)] == [
+        [5, 0, 3, 8],
+        [4, 4, 4, 4],
+        [5, 0, 3, 8],
+    ]
+    assert COUNTS.tokens_per_expert(16, 4, 2, 0) == [10, 0, 6, 16]
+    rng = random.Random(2)
+    for _ in range(200):
+        given = tuple(rng.randint(0, 4000) for _ in range(128))
+        whole = Routing(kind="counts", counts=(given,)).tokens_per_expert(4096, 128, 8, 0)
+        exact = [count * 4096 * 8 / sum(given) for count in given]
+        assert sum(whole) == 4096 * 8 and all(abs(one - other) <= 1 for one, other in zip(whole, exact, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [
+        ([[5, 0, 3, 8], [4, 4, 4]], "routing has 3 counts, must be 4, one per expert"),
+        ([[9, 0, 3, 4]], "gives an expert 2.25 times the mean, must be at most 2"),
+        ([[0, 0, 0, 0]], "counts with a layer without tokens"),
+        ([[1, 1.5, 1, 1]], "counts with 1.5, must be whole numbers by layer"),
+        ([[1, 10**400, 1, 1]], "must be whole numbers by layer"),
+        ([[], []], "counts with a layer without tokens"),
+    ],
+)
+def test_counts_that_no_layer_can_have_are_refused(counts: list[Any], words: str) -> None:
+    assert words in refusal(lambda: find_routing(json.dumps(counts)).check(4, 2))
+
+
+def test_layers_with_other_counts_are_stepped_and_not_repeated() -> None:
+    """Layers with equal counts make a replay believe that the next one is like them."""
+    even, uneven = (32,) * 8, (64,) * 4 + (0,) * 4
+    routing = Routing(kind="counts", counts=(even, even, even, even, uneven, even))
+    model: dict[str, Any] = {"num_layers": 6, "seq_length": 128, "backend": "simulated", "routing": routing}
+    model["layout"] = Layout(expert_model_parallel_size=2, data_parallel_size=2)
+    of_experts = []
+    for replay in (True, False):
+        with Lab("qwen3-moe-tiny", **model, replay=replay) as lab:
+            timeline = lab.step().timeline
+        assert timeline is not None
+        sizes = timeline.allocated_bytes_by_module("activations").items()
+        of_experts.append(
+            [sum(size for name, size in sizes if f"layers.{layer}.mlp.experts" in name) for layer in range(6)]
+        )
+    assert of_experts[0] == of_experts[1]
+    assert of_experts[1][3] < of_experts[1][4], "this rank has the experts that get all tokens"
 
 
 def test_a_damaged_file_of_shares_is_refused_in_a_line_or_read(tmp_path: Path) -> None:

@@ -296,8 +296,8 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--routing",
         metavar="CHOICE",
-        help="how tokens are routed to experts: balanced (default), random:SEED, skewed:FACTOR, or one "
-        "share per expert, as a JSON list or the path of a JSON file",
+        help="how tokens are routed to experts: balanced (default), random:SEED, skewed:FACTOR, or a JSON list, or "
+        "the path of a JSON file, with one share per expert, or with a list of tokens per expert for each layer",
     )
 
 

@@ -144,6 +144,8 @@ def _routing_text(routing: Routing) -> str:
     """Writes a routing so that it is read back to the last digit."""
     if routing.kind == "shares":
         return json.dumps(routing.shares)
+    if routing.kind == "counts":
+        return json.dumps(routing.counts)
     return f"skewed:{routing.factor!r}".removesuffix(".0") if routing.kind == "skewed" else str(routing)
 
 
