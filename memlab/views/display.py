@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 
 _SHOWN = (
     "a step record, a timeline, a watched block, an audit or several (lab.audit_offload(), lab.audit_residency()), "
-    "record.out_of_memory, what lab.groups_used(), lab.retained(), lab.fit() or diagnose() returned, or a dict"
+    "record.out_of_memory, what lab.groups_used(), lab.retained(), lab.release_recipe(), lab.fit() or diagnose() "
+    "returned, or a dict"
 )
 
 
@@ -115,8 +116,8 @@ def show(*things: Any, pool: str = "device", axis: Axis = "time", above_start: b
         *things: One of: a `StepRecord`, a `Timeline` or what `memlab.watch` yields; a `JobRecord`, of which the figure
             shows a small timeline per rank, and the table a row; one audit or several, of activation offload or of
             residency; a dict of moments to audits of residency, of which the figure shows a bar per moment; an
-            `OutOfMemory`; what `Lab.groups_used`, `Lab.retained`, `Lab.fit` or `diagnose` returned; a dict of names to
-            bytes (int) or words.
+            `OutOfMemory`; what `Lab.groups_used`, `Lab.retained`, `Lab.release_recipe`, `Lab.fit` or `diagnose`
+            returned; a dict of names to bytes (int) or words.
         pool: Of a step's figure: one of ``"device"``, ``"host"``, ``"on_chip"``. The table contains all.
         axis: Of a step's figure: ``"time"`` in milliseconds, or ``"event"``.
         above_start: Starts the figure's bytes axis at what the pool held throughout the step, as in

@@ -29,6 +29,8 @@ CELLS = (
     "panel(lab, predict=False)",
 )
 FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+MARGIN = 4
+"""Pixels around what a picture shows."""
 FIGURE = ".plotly-graph-div .main-svg >> nth=0"
 # A page decodes its own picture: no image library is needed for that.
 _PIXELS = """async png => {
@@ -48,7 +50,6 @@ def draw(panel: PanelPage) -> None:
     panel.press("pin")
     panel.choose("recompute-granularity", "full")
     peak = panel.run()
-    panel.root.evaluate("panel => panel.scrollIntoView()")
     take(panel.notebook.page, "panel", ".memlab-panel")
     take(panel.notebook.page, "overlay", ".memlab-title", ".memlab-breakdown", ".memlab-runs")
     panel.notebook.ask(f"setattr(lab, 'device_memory_bytes', {peak})")
@@ -80,10 +81,12 @@ def take(page: Page, name: str, *parts: str) -> None:
     """Writes the part of the page from one element to another as a PNG with a palette."""
     page.mouse.move(0, 0)  # plotly shows its buttons under the mouse
     page.evaluate("() => document.activeElement.blur()")
+    page.locator(parts[0]).evaluate(f"part => {{part.style.scrollMarginTop = '{MARGIN}px'; part.scrollIntoView()}}")
     boxes = [page.locator(part).bounding_box() for part in parts]
     found = [box for box in boxes if box]
-    left, top = min(box["x"] for box in found), min(box["y"] for box in found)
-    right, bottom = (max(box[at] + box[size] for box in found) for at, size in (("x", "width"), ("y", "height")))
+    left, top = (max(0.0, min(box[at] for box in found) - MARGIN) for at in ("x", "y"))
+    right = max(box["x"] + box["width"] for box in found) + MARGIN
+    bottom = max(box["y"] + box["height"] for box in found)  # the next row of the panel is near
     clip: FloatRect = {"x": left, "y": top, "width": right - left, "height": bottom - top}
     path = PICTURES / f"{name}.png"
     path.write_bytes(with_palette(page, page.screenshot(clip=clip, animations="disabled", caret="hide")))

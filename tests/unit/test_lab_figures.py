@@ -7,6 +7,7 @@ import re
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -147,3 +148,57 @@ def quoted(settings: re.Match[str]) -> str:
     """Writes settings as the lab's first column has them."""
     verb, modules = settings.groups()
     return f"{verb} `{modules.strip()}`" if modules else f"`{verb}`"
+
+
+def upstream_errors(part: str, **where: object) -> list[dict[str, Any]]:
+    """Returns the rows of a part of `benchmarks/upstream_errors.py` on an H200."""
+    rows = json.loads((ROOT / "labs/results/h200_upstream_errors.json").read_text())["rows"]
+    return [row for row in rows if row["part"] == part and where.items() <= row.items()]
+
+
+def test_lab_04_quotes_what_the_copies_of_gradients_took_on_an_h200() -> None:
+    rows = {row["remedy"]: row for row in upstream_errors("clone")}
+    assert len({row["peak_allocated_bytes"] for row in rows.values()}) == 1, "equal to the byte"
+    assert len({row["loss"] for row in rows.values()}) == 1
+    more = {name: rows[name]["allocated_in_backward_bytes"] for name in ("release_storage", "detach")}
+    text = text_of("04_moe_checkpoint_retention")
+    assert f"allocated {(more['release_storage'] - more['detach']) / 2**20:.0f} MiB more" in text
+    assert f"By hand it is {4 * 2 * 4096 * 2048 / 2**20:.0f} MiB" in text
+
+
+def test_lab_05_quotes_the_bytes_after_each_line_of_a_release_on_an_h200() -> None:
+    table = table_after("H200, GiB", text_of("05_phi4_activation_peak"))
+    lines = {name.removeprefix("after ").strip("`"): cells for name, cells in table.items()}
+    for column, model in ((0, "phi-4"), (2, "qwen3-30b-a3b")):
+        rows = [row for row in upstream_errors("release") if row["model"].startswith(f"{model},")][:7]
+        assert all(row["active_bytes"] == row["allocated_bytes"] for row in rows)
+        found = {row["after"]: (row["allocated_bytes"], row["reserved_bytes"]) for row in rows}
+        for line, cells in lines.items():
+            assert cells[column : column + 2] == [f"{size / GIB:.2f}" for size in found[line]]
+
+
+def test_lab_06_says_what_its_timers_show() -> None:
+    rows = {row["timed"].partition(":")[0]: row for row in upstream_errors("timers")}
+    shown = {name: 1e3 * statistics.median(row["without_waiting_seconds"]) for name, row in rows.items()}
+    taken = {name: 1e3 * statistics.median(row["with_waiting_seconds"]) for name, row in rows.items()}
+    text = text_of("06_weight_sync")
+    load, num_bytes = "load, weights only", rows["load, weights only"]["copied_bytes"]
+    assert f"the timer shows {shown[load]:.1f} ms" in text
+    assert f"takes {taken[load]:.0f} ms, at {num_bytes / taken[load] / 1e6:.0f} GB/s" in text
+    assert f"{round(num_bytes / shown[load] / 1e6, -2):,.0f} GB/s" in text
+    assert f"That takes {taken['gc.collect and empty_cache alone']:.0f} ms" in text
+    assert taken["load as merged"] - shown["load as merged"] == pytest.approx(0.1, abs=0.05)
+    assert f"{num_bytes / 1e9:.1f} GB of weights" in text
+
+
+def test_lab_03_says_where_an_error_appears_on_a_gpu() -> None:
+    text = text_of("03_parameters_gradients_optimizer")
+    first = "inverted condition, first line of the step"
+    (late,) = upstream_errors("crashes", error=first, launch_blocking=False)
+    (there,) = upstream_errors("crashes", error=first, launch_blocking=True)
+    assert "next(batches).cuda()" in late["reported_at"]
+    assert "self.grad_data.zero_()" in there["reported_at"]
+    assert "self.grad_data.zero_()" in text
+    assert all("illegal memory access" in row["ended"] for row in (late, there))
+    (other,) = upstream_errors("crashes", error="inverted condition, in backward", launch_blocking=False)
+    assert other["ended"].startswith("RuntimeError: setStorage")

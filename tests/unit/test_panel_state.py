@@ -405,6 +405,7 @@ def test_pinned_run_lies_over_the_shown_one_in_its_unit() -> None:
 
 def test_a_short_run_under_a_longer_pinned_one_ends_where_it_ended_with_its_label_inside() -> None:
     lab, state = lab_state()
+    lab.timeline = training_step(scale=1024)
     pinned = run_with(state)
     short = TimelineBuilder(phase="forward")
     for _ in range(20):
@@ -420,6 +421,9 @@ def test_a_short_run_under_a_longer_pinned_one_ends_where_it_ended_with_its_labe
     assert (alone.layout.annotations[-1].xanchor, over.layout.annotations[-1].xanchor) == ("right", "left")
     (total,) = (trace for trace in over.data if trace.uid == "total")
     assert max(total.x) == pytest.approx(0.2)
+    label = over.layout.annotations[-1]
+    assert label.showarrow, "it is above the pinned run"
+    assert (label.ax, label.xshift) == (label.x, 0), "the line from the label ends at the mark"
 
 
 def test_axis_starts_at_zero_for_a_pinned_run_far_below_it() -> None:

@@ -40,7 +40,7 @@ def search_figure(found: SearchResult) -> go.Figure:
     unit_bytes, unit = binary_unit(max(point.peak_allocated_bytes for point in found.points))
     transfer_unit_bytes, transfer_unit = binary_unit(max(1, *(point.transferred_bytes for point in found.points)))
     verdict = (
-        f"ringed: the {len(found.cheapest)} that fit with the least work"
+        f"ringed: the {len(found.cheapest)} that fit with the least work; faint: not on the front"
         if found.cheapest
         else nothing_fits_line(found)
     )
@@ -64,10 +64,12 @@ def search_figure(found: SearchResult) -> go.Figure:
 def _axes(figure: go.Figure, x_title: str, transfer_title: str) -> None:
     axis: dict[str, Any] = {"gridcolor": GRID, "linecolor": INK, "zeroline": False, "ticks": "outside"}
     middle = (1 + _GAP) / 2
-    rise = {"rangemode": "tozero", "showline": True, "tickformat": "~f", "range": None}
+    rise = {"rangemode": "tozero", "showline": True, "tickformat": ",~f", "range": None}
     figure.update_layout(
         xaxis={"title": {"text": x_title}, "anchor": "y2", "showgrid": True, "range": None},
-        yaxis=rise | {"title": {"text": "recomputed<br>(MFLOP per token)"}, "domain": [middle, 1.0]},
+        yaxis=rise
+        | {"title": {"text": "recomputed<br>(MFLOP per token)"}, "domain": [middle, 1.0]}
+        | {"zeroline": True, "zerolinecolor": INK, "zerolinewidth": 1},
         yaxis2=axis | rise | {"title": {"text": transfer_title, "standoff": 8}, "domain": [0.0, middle - _GAP]},
         margin_l=90,
     )

@@ -165,7 +165,7 @@ def _overlay(figure: go.Figure, run: Run, pool: str, axis: Axis, unit_bytes: int
     end = max(figure.layout.xaxis.range[1], points.end)
     figure.layout.xaxis.range = [0.0, end]
     if label.x < end / 2:
-        label.update(LABEL_ON_THE_RIGHT)
+        label.update(LABEL_ON_THE_RIGHT | ({"xshift": 0} if label.showarrow else {}))  # a shift would move the line too
     look = series_look(4)
     peak = format_bytes(int(points.total_bytes[points.peak]))
     who = f"run {run.number}" if run.rank is None else f"run {run.number}, rank {run.rank}"
