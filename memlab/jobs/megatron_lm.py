@@ -120,6 +120,19 @@ def complete(reading: Reading) -> None:
         values["overlap_param_gather"] = False
     note_sequence_parallel(reading)
     note_fusion(reading)
+    if values.get("num_moe_experts"):
+        for key, reason in _EXPERT_DEFAULTS.items():
+            if key not in reading.entries.by_key:
+                reading.miss(key, "either", reason)
+
+
+_EXPERT_DEFAULTS = {
+    "moe_token_dispatcher_type": "not given, so allgather; memlab dispatches tokens with alltoall",
+    "moe_grouped_gemm": "not given, so experts one by one; memlab's are grouped",
+    "moe_permute_fusion": "not given, so unfused permutation, which keeps indices",
+    "moe_router_dtype": "not given, so the router computes in the parameters' type; memlab's computes in fp32",
+}
+"""What Megatron-LM does with experts unless told otherwise, where memlab does something else."""
 
 
 def complete_chunks(reading: Reading) -> None:

@@ -18,7 +18,7 @@ HUGGING_FACE_NAMES = {
 }
 # Suffixes of checkpoints that have the same shapes as the model that they were made from.
 _VARIANTS = re.compile(
-    r"([-_](base|instruct|thinking|reasoning|plus|2507|bf16|hf|mcore|torch_dist|torch-dist|megatron))+$"
+    r"([-_](base|instruct|thinking|reasoning|plus|2507|bf16|hf|mcore|torch_dist|torch-dist|megatron|fp8|int4|int8))+$"
 )
 _SIZES = (
     "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size", "qk_layernorm",

@@ -162,4 +162,10 @@ def take_sequences(reading: Reading, longest: int | None, sequences: int | None)
     if not sequences:
         return
     per_pass = max(1, (reading.values.get("micro_batch_size") or 1) * copies(reading))
-    reading.values["num_microbatches"] = max(1, sequences // per_pass)
+    passes = max(1, sequences // per_pass)
+    if sequences % per_pass:
+        reading.warnings.append(
+            f"a step has {sequences} sequences, which is no multiple of {per_pass} (micro-batch x copies of the "
+            f"model): memlab takes {passes} micro-batches"
+        )
+    reading.values["num_microbatches"] = passes

@@ -248,7 +248,8 @@ class _Reader:
         done: list[str] = [""]
         is_quoted = False
         for parts, kind in self._parts(word):
-            is_quoted = is_quoted or kind in ("literal", "double")
+            # An unquoted array has no empty elements left here.
+            is_quoted = is_quoted or kind in ("literal", "double") or (kind == "array" and bool(parts))
             if kind == "array" and parts:
                 done[-1:] = [done[-1] + parts[0] if done[-1] else parts[0], *parts[1:]]
             elif kind == "split":
@@ -265,7 +266,7 @@ class _Reader:
     def _parts(self, word: Word) -> list[tuple[list[str], str]]:
         parts: list[tuple[list[str], str]] = []
         for piece in word.pieces:
-            if piece.kind == "literal":
+            if piece.kind == "literal" or not piece.text:  # quotes around nothing are a word too
                 parts.append(([piece.text], "literal"))
                 continue
             for text, is_expansion in split_expansions(piece.text):
@@ -275,7 +276,8 @@ class _Reader:
                 value = self._expansion(text)
                 if isinstance(value, list):
                     is_whole = piece.kind == "double" and "[*]" in text
-                    parts.append(([" ".join(value)], "double") if is_whole else (value, "array"))
+                    values = value if piece.kind == "double" else _split(value, word.line)
+                    parts.append(([" ".join(value)], "double") if is_whole else (values, "array"))
                 else:
                     self._check(value, word.line)
                     parts.append(([value], "double" if piece.kind == "double" else "split"))
@@ -472,6 +474,11 @@ def _combined(operator: ast.operator, left: int, right: int) -> int:
     if isinstance(operator, (ast.Add, ast.Sub)):
         return left + right if isinstance(operator, ast.Add) else left - right
     raise ValueError(type(operator).__name__)
+
+
+def _split(elements: list[str], line: int) -> list[str]:
+    """Splits the elements of an unquoted array at blanks, as the shell does; each part keeps its element's line."""
+    return [_Element(part, getattr(element, "line", line)) for element in elements for part in str(element).split()]
 
 
 def _append_split(done: list[str], text: str) -> None:

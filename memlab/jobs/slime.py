@@ -51,6 +51,7 @@ KEYS = (
     Key("offload", "is_offloaded_too", SWITCH, False),
     Key("rollout_max_prompt_len", "prompt_length", WHOLE, None),
     Key("rollout_max_response_len", "response_length", WHOLE, None),
+    Key("rollout_max_context_len", "context_length", WHOLE, None),
     *(
         key
         for key in with_defaults(MEGATRON_KEYS, use_distributed_optimizer=True, bf16=True)
@@ -84,8 +85,7 @@ def complete(reading: Reading) -> None:
     is_offloaded = [values.pop(name) for name in ("is_colocated", "is_offloaded", "is_offloaded_too")]
     for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
         values[name] = any(is_offloaded)
-    lengths = [values.pop("prompt_length"), values.pop("response_length")]
-    longest = sum(length or 0 for length in lengths) or None
+    longest = _longest_sequence(reading)
     sequences, is_dynamic = values.pop("sequences"), values.pop("is_dynamic")
     tokens = values.pop("tokens_per_rank")
     of_log_probs = values.pop("log_prob_tokens") or tokens
@@ -104,6 +104,22 @@ def complete(reading: Reading) -> None:
     take_sequences(reading, longest or values.get("seq_length"), sequences)
 
 
+def _longest_sequence(reading: Reading) -> int | None:
+    """Returns the tokens of the longest prompt with its response, as far as the file says it."""
+    prompt, response, context = (reading.values.pop(f"{name}_length") for name in ("prompt", "response", "context"))
+    together = (prompt or 0) + (response or 0)
+    if prompt and response:
+        return int(min(together, context or together))
+    if context:
+        return int(context)
+    if response:
+        reading.warnings.append(
+            "rollout_max_prompt_len and rollout_max_context_len are not in the file, so memlab takes sequences as long "
+            f"as a response, {response} tokens: give --set rollout_max_context_len=TOKENS"
+        )
+    return together or None
+
+
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     world_size, is_row, longest = scenario.layout.world_size, is_packed(scenario), longest_sequence(scenario)
@@ -120,6 +136,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         "is_offloaded_too": False,
         "prompt_length": longest // 2,
         "response_length": longest - longest // 2,
+        "context_length": None,
         "sequences": sequences_of_a_step(scenario),
     }
 

@@ -30,6 +30,7 @@ def words_of(text: str, path: Path = Path("run.sh"), **variables: str) -> list[s
         ("run $((2 ** 70)) $((1 / 0)) $((x)) $((__import__))", [UNKNOWN] * 4),
         ("run $(rm -rf /) `whoami` $(echo $(nproc)) a$(x)b", [UNKNOWN, UNKNOWN, UNKNOWN, f"a{UNKNOWN}b"]),
         ("A=(1 'b c' # no\n  $((1+1))\n)\nA+=(last)\nrun \"${A[@]}\" ${A[1]} \"${A[*]}\"", ["1", "b c", "2", "last", "b", "c", "1 b c 2 last"]),
+        ('A=("--fp8-format hybrid" --bf16 "")\nrun ${A[@]} ${A[*]} "${A[@]}"', ["--fp8-format", "hybrid", "--bf16"] * 2 + ["--fp8-format hybrid", "--bf16", ""]),
         ("run a \\\n  b \\\r\n  c # d\n", ["a", "b", "c"]),
         ("run 'two\nlines' \"a\\\"b\" a\\ b", ["two\nlines", 'a"b', "a b"]),
         ("X=1 Y=2 run $X", ["1"]),

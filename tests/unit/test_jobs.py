@@ -33,6 +33,7 @@ QWEN = """--num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attent
 --num-query-groups 4 --kv-channels 128 --vocab-size 151936 --make-vocab-size-divisible-by 64 --normalization RMSNorm
 --swiglu --disable-bias-linear --position-embedding-type rope --qk-layernorm --untie-embeddings-and-output-weights
 --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-token-dispatcher-type alltoall
+--moe-grouped-gemm --moe-permute-fusion --moe-router-dtype fp32
 --attention-dropout 0 --hidden-dropout 0 --no-gradient-accumulation-fusion --bf16""".replace("\n", " ")
 PHI = """--num-layers 40 --hidden-size 5120 --ffn-hidden-size 17920 --num-attention-heads 40 --group-query-attention
 --num-query-groups 10 --kv-channels 128 --vocab-size 100352 --normalization RMSNorm --swiglu --disable-bias-linear
@@ -315,6 +316,49 @@ def test_what_is_not_modelled_has_its_sign_and_unknown_keys_are_named(tmp_path: 
         "frobnicate": "unknown",
     }
     assert "lr" in job.without_effect
+
+
+def test_what_megatron_lm_does_with_experts_unless_told_otherwise_is_said(tmp_path: Path) -> None:
+    own = (
+        "--moe-grouped-gemm",
+        "--moe-permute-fusion",
+        "--moe-router-dtype fp32",
+        "--moe-token-dispatcher-type alltoall",
+    )
+    text = f"torchrun --nproc-per-node 8 pretrain_gpt.py {QWEN} --seq-length 4096\n"
+    assert Job.read(write(tmp_path, "run.sh", text)).not_modelled == ()
+    for flag in own:
+        text = text.replace(flag, "")
+    keys = {one.key: one.effect for one in Job.read(write(tmp_path, "run.sh", text)).not_modelled}
+    assert keys == {flag.partition(" ")[0].strip("-").replace("-", "_"): "either" for flag in own}
+
+
+@pytest.mark.parametrize(
+    ("flags", "packed", "is_warned"),
+    [
+        ("--rollout-max-response-len 1024 --rollout-max-context-len 4096", 4, False),
+        ("--rollout-max-response-len 1024 --rollout-max-prompt-len 1024", 8, False),
+        ("--rollout-max-response-len 8192 --rollout-max-prompt-len 8192 --rollout-max-context-len 8192", 2, False),
+        ("--rollout-max-response-len 1024", 16, True),
+    ],
+)
+def test_slime_s_sequences_are_a_prompt_with_its_response(
+    flags: str, packed: int, is_warned: bool, tmp_path: Path
+) -> None:
+    text = f"{SLIME} --actor-num-nodes 1 --use-dynamic-batch-size --max-tokens-per-gpu 16384 {flags}"
+    job = Job.read(write(tmp_path, "run.sh", text))
+    assert job.required()[0].packed_sequences == packed
+    assert any("as long as a response" in warning for warning in job.warnings) == is_warned
+
+
+def test_sequences_that_copies_cannot_share_evenly_are_said(tmp_path: Path) -> None:
+    text = (
+        NEMO
+        + "  sequence_packing: {enabled: false}\n  train_micro_batch_size: 1\n  train_global_batch_size: 9\ncluster: {num_nodes: 1, gpus_per_node: 8}\n"
+    )
+    job = Job.read(write(tmp_path, "config.yaml", text))
+    assert job.required()[0].num_microbatches == 1
+    assert "a step has 9 sequences, which is no multiple of 8" in job.warnings[0]
 
 
 def test_a_dense_job_of_bridge_ignores_its_expert_keys_and_takes_the_rows_of_its_data(tmp_path: Path) -> None:
