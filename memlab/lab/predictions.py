@@ -63,8 +63,8 @@ def predict_ranks(
 def predict_measured(measured: Sequence[StepRecord]) -> list[StepRecord]:
     """Predicts steps that were measured, in the order in which they were taken.
 
-    The router of a lab's model has just been initialized, so it spreads tokens over the experts about as chance does.
-    That is predicted too, with ``random`` routing: which rank gets how many rows, and how many rows FP8 pads.
+    A record may have the numbers of tokens that the router sent to each expert, as its scenario's routing: the
+    prediction has them too. Otherwise the experts are drawn at random (`routed_by_chance`).
 
     Args:
         measured: Steps that finished; the steps of one lab follow each other.
@@ -137,7 +137,11 @@ def predict_limit(scenario: Scenario, settings: MemorySettings) -> Limit:
 
 
 def routed_by_chance(scenario: Scenario) -> Scenario:
-    """Returns the scenario of a measured step with the routing that its router is likely to have had."""
+    """Returns the scenario of a measured step with experts that are drawn at random, unless it has a routing.
+
+    It decides which rank gets how many rows, and how many rows FP8 pads. A router that has just been initialized is less
+    even: of 4096 tokens of Qwen3-30B-A3B, its fullest expert got 905 in the first layer, and 3802 in the second.
+    """
     if not scenario.architecture.is_moe or scenario.routing != Routing():
         return scenario
     return replace(scenario, routing=Routing(kind="random", seed=scenario.seed))

@@ -14,8 +14,9 @@ _HEAD = """
 ## How accurate predictions are
 Each step below was measured on the hardware that is named, and predicted by Megatron's own code on fake tensors, on a
 CPU. Errors are shares of the measured value; below zero too little was predicted. A saving is judged if it is over
-64 MiB. Remainders that torch's allocator leaves unsplit, up to 1 MiB per block, are in all figures. The measured models
-were not trained, so their routers chose experts about as chance does; the predictions draw the experts at random.
+64 MiB. Remainders that torch's allocator leaves unsplit, up to 1 MiB per block, are in all figures. Where the name of a
+step has "routing counts", the prediction has the numbers of tokens that the measured router sent to each expert. In
+other steps with experts, the experts are drawn at random, more evenly than the untrained routers chose them.
 """
 
 
