@@ -118,7 +118,7 @@ def _retention(records: Sequence[StepRecord]) -> list[Finding]:
     return [
         Finding(
             kind="retention",
-            evidence=f"{format_bytes(min(left))} of activations stay alive after every step, and do not grow",
+            evidence=f"{format_bytes(min(left))} of activations stay allocated after every step, and do not grow",
             advice="The next forward replaces them, but nothing needs them until then: lab.retained() names the holder",
         )
     ]

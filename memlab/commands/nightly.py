@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N|PROFILE",
         help="in place of --jobs, for several machines: run one case at a time on each engine of a running cluster of "
         "ipyparallel (ipcluster start --profile=PROFILE), or on each of N engines that memlab starts on this machine "
-        "(0 and 1: as --jobs 1); all engines must see the suite, the labs and the folder of runs under the same paths",
+        "(0 or 1: the same as --jobs 1); all engines must see the suite, the labs and the folder of runs under the "
+        "same paths",
     )
     parser.add_argument(
         "--only",

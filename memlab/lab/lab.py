@@ -467,7 +467,7 @@ class Lab:
         return Probes(self._one_rank("audit_offload")).audit_offload(settings)
 
     def retained(self) -> list[Retained]:
-        """Finds what module attributes keep alive between steps through their autograd graphs, and by which path."""
+        """Finds what module attributes keep allocated between steps through their autograd graphs, by which path."""
         return Probes(self._one_rank("retained")).retained()
 
     def tap(self, layer: int, *, guarded: bool = True, every: bool = False) -> AbstractContextManager[Tap]:

@@ -347,7 +347,7 @@ def test_the_record_s_table_shows_what_was_seen() -> None:
     for words in (
         "requested 10.000 GiB, allocated 70.000 GiB, limit 80.000 GiB, reserved 71.000 GiB, of it unused 1.000 GiB",
         "free on the device 7.000 GiB, held outside torch 2.000 GiB",
-        "alive: optimizer state 32.000 GiB",
+        "allocated, by category: optimizer state 32.000 GiB",
         f"most of the step's own: {LAYER} 20.000 GiB",
     ):
         assert words in " ".join(table.split()), words

@@ -322,6 +322,14 @@ def test_the_verdict_comes_first_and_says_by_how_much_and_on_what_basis() -> Non
     assert search_of(surer).to_dict()["verdict"] == search_of(surer).verdict
 
 
+def test_settings_that_were_not_predicted_are_counted_with_the_reason() -> None:
+    text = " ".join(search_table(replace(search_of(point(90, 0, 1)), num_candidates=4, num_pruned=3)).split())
+    assert "1 of 4 settings predicted" in text
+    assert "3 not predicted: by an estimate" in text
+    assert "at least as good in peak, recompute and transfer" in text
+    assert "not predicted" not in search_table(search_of(point(90, 0, 1)))
+
+
 def test_a_step_may_fit_where_its_peak_is_within_the_limit_but_not_within_the_limit_less_the_measured_margin() -> None:
     for family, margin in (("qwen3-moe-tiny", MARGIN_WITH_EXPERTS), ("phi-4-tiny", MARGIN_WITHOUT_EXPERTS)):
         record = record_of(None, scenario=Scenario.of(family), peak_allocated_bytes=GIB)

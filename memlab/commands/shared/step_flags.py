@@ -65,8 +65,8 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number,
         metavar="N",
         help="pack N sequences into the one row of a micro-batch; --seq-length is then the number of tokens in the row "
-        "(default: each sequence has a row of its own). Under context parallelism, each length is a multiple of twice "
-        "the context parallel size",
+        "(default: each sequence has a row of its own). Under context parallelism, each length must be a multiple of "
+        "twice the context parallel size",
     )
     workload.add_argument(
         "--seed", type=whole_number, metavar="N", help="seed of the weights and the data (default 1234)"

@@ -172,7 +172,7 @@ def _holder_sentences(audits: Iterable[OffloadAudit]) -> Iterable[str]:
 
 @runtime_checkable
 class RetainedLeaf(Protocol):
-    """What `Lab.retained` finds: a leaf of an autograd graph that an attribute of a module keeps alive."""
+    """What `Lab.retained` finds: a leaf of an autograd graph that an attribute of a module keeps allocated."""
 
     holder: str
     path: tuple[str, ...]
@@ -182,7 +182,7 @@ class RetainedLeaf(Protocol):
 
 
 def retained_blocks(leaves: Iterable[RetainedLeaf]) -> list[Block]:
-    """Describes what modules keep alive between steps, and the path to it; equal paths of several layers are one entry.
+    """Describes what modules keep allocated between steps, by which path; equal paths of several layers are one entry.
 
     Args:
         leaves: What `Lab.retained` returned.
@@ -201,4 +201,4 @@ def retained_blocks(leaves: Iterable[RetainedLeaf]) -> list[Block]:
                 f"  path: {' -> '.join([*path, 'the input'])}",
             ]
         )
-    return blocks or [["No attribute of a module keeps a leaf of an autograd graph alive."]]
+    return blocks or [["No attribute of a module keeps a leaf of an autograd graph allocated."]]

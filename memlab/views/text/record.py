@@ -215,7 +215,7 @@ def _evidence_blocks(failed: OutOfMemory) -> list[Block]:
         [
             "when the allocation failed:",
             f"  {_figures(sizes)}",
-            f"  alive: {_figures(failed.alive_by_category)}",
+            f"  allocated, by category: {_figures(failed.alive_by_category)}",
             *([f"  most of the step's own: {_figures(modules)}"] if modules else []),
         ]
     ]

@@ -49,7 +49,10 @@ def counts_line(found: SearchResult) -> str:
     """Says how many settings were predicted, how many were not, and why."""
     text = f"{len(found.points)} of {found.num_candidates} settings predicted, each by a step of its own"
     if found.num_pruned:
-        text += f"; {found.num_pruned} pruned: by what their parts save, another is at least as good on all three"
+        text += (
+            f"; {found.num_pruned} not predicted: by an estimate from what each offload module saves, "
+            "another is at least as good in peak, recompute and transfer"
+        )
     if found.num_left:
         text += f"; CUT SHORT: {found.num_left} that may be on the front were not tried: let it take more steps"
     return text
