@@ -29,6 +29,7 @@ from memlab.jobs.megatron_keys import (
     SIZES,
 )
 from memlab.jobs.megatron_lm import common
+from memlab.jobs.model import published_architecture
 from memlab.jobs.reinforcement import LORA
 
 _BUCKETS = tuple(replace(key, default=ABSENT) if key.field == "grad_reduce_in_bf16" else key for key in BUCKETS)
@@ -55,6 +56,7 @@ KEYS = (
     Key("mixed_precision.grad_reduce_in_fp32", "mixed_precision_fp32", SWITCH),
     Key("mixed_precision", "mixed_precision", TEXT),
     Key("env_vars.PYTORCH_CUDA_ALLOC_CONF", "allocator", TEXT),
+    Key("ENV_VARS.PYTORCH_CUDA_ALLOC_CONF", "allocator", TEXT),
 )
 FRAMEWORK_MISSING = (
     Missing("peft.*", "less", LORA, lambda value: value not in (None, "", {})),
@@ -79,6 +81,9 @@ def complete(reading: Reading) -> None:
                 "ddp.grad_reduce_in_fp32 is not in the file: memlab takes true, as bf16_mixed has it"
             )
         values["grad_reduce_in_bf16"] = is_fp32 is False
+    tokenizer = published_architecture(str(reading.get("tokenizer.tokenizer_model", "")))
+    if tokenizer is not None and values.get("hidden_size") and values.get("vocab_size") is None:
+        reading.take("tokenizer.tokenizer_model", "vocab_size", tokenizer.vocab_size)
     divisor = values.pop("make_vocab_size_divisible_by") * (values.get("tensor_model_parallel_size") or 1)
     if values.pop("should_pad_vocab") and values.get("vocab_size"):
         values["vocab_size"] = -(-values["vocab_size"] // divisor) * divisor

@@ -30,7 +30,9 @@ def layout_of(reading: Reading, architecture: Architecture) -> Layout:
 
     Raises:
         CannotStartError: If the ranks cannot be divided so.
+        ValueError: If memlab does not model how layers are split over stages.
     """
+    _count_ends_as_layers(reading, reading.values.get("num_layers") or architecture.num_layers)
     values = {name: reading.values.get(name) for name in LAYOUT_FIELDS}
     values["virtual_pipeline_model_parallel_size"] = values["virtual_pipeline_model_parallel_size"] or 1
     tensor = values["tensor_model_parallel_size"] or 1
@@ -60,6 +62,48 @@ def layout_of(reading: Reading, architecture: Architecture) -> Layout:
         return Layout(**sizes, data_parallel_size=world_size // per_copy)
     except ValueError as error:
         raise CannotStartError(str(error)) from error
+
+
+_COUNTED = {
+    "account_for_embedding_in_pipeline_split": "num_layers_in_first_pipeline_stage",
+    "account_for_loss_in_pipeline_split": "num_layers_in_last_pipeline_stage",
+}
+"""Megatron's options by which a stage with the embedding, or with the loss, has one layer fewer than the others."""
+
+
+def _count_ends_as_layers(reading: Reading, num_layers: int) -> None:
+    """Takes the layers of the first and the last stage where embedding or loss counts as a layer of them.
+
+    The rule is that of ``get_num_layers_to_build`` (megatron/core/transformer/transformer_block.py, 0.16.1).
+    """
+    values = reading.values
+    stages, chunks = (values.get(f"{name}pipeline_model_parallel_size") or 1 for name in ("", "virtual_"))
+    counted = [one for one in reading.not_modelled if one.key.rpartition(".")[2] in _COUNTED]
+    layout = [one for one in reading.not_modelled if one.key.rpartition(".")[2] == "pipeline_model_parallel_layout"]
+    if stages > 1 and layout:
+        raise ValueError(
+            f"{layout[0].key} ({layout[0].place}) gives stages layers one by one, which memlab does not model"
+        )
+    if stages <= 1 or not counted:
+        return
+    keys = ", ".join(one.key for one in counted)
+    if any(values.get(field) is not None for field in _COUNTED.values()):
+        raise CannotStartError(
+            f"{keys} cannot be combined with layers of the first or last stage: leave one of the two out"
+        )
+    together = num_layers + len(counted)
+    if together % (stages * chunks):
+        raise CannotStartError(
+            f"{num_layers} layers and {len(counted)} more that {keys} counts are {together}, must be a multiple of "
+            f"{stages * chunks} stages and chunks: change one of them"
+        )
+    if chunks > 1:
+        raise ValueError(
+            f"{keys} with {chunks} chunks per stage makes chunks of different sizes, which memlab does not model"
+        )
+    for one in counted:
+        reading.take(one.key, _COUNTED[one.key.rpartition(".")[2]], together // stages - 1)
+        reading.not_modelled.remove(one)
 
 
 def scenario_of(reading: Reading, architecture: Architecture) -> Scenario:

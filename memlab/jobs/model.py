@@ -43,13 +43,17 @@ def architecture_named(name: str, folder: Path) -> Architecture:
                 return find_architecture(path)
         except OSError:
             continue
-    short = _VARIANTS.sub("", name.rstrip("/").rpartition("/")[2].lower())
-    if short in ARCHITECTURES:
-        return ARCHITECTURES[short]
+    if (known := published_architecture(name)) is not None:
+        return known
     raise ValueError(
         f"the model is {shortened(name)}, which memlab does not model by this name: it models "
         f"{', '.join(ARCHITECTURES)}; give --architecture with one of them, or with the path of its config.json"
     )
+
+
+def published_architecture(name: str) -> Architecture | None:
+    """Returns the architecture of a published model, or of a checkpoint that was made from one; None if unknown."""
+    return ARCHITECTURES.get(_VARIANTS.sub("", name.rstrip("/").rpartition("/")[2].lower()))
 
 
 def architecture_of(values: dict[str, Any], name: str) -> Architecture:

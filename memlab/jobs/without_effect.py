@@ -23,7 +23,7 @@ MEGATRON_LM = (
 )  # fmt: skip
 BRIDGE = (
     "model.*_freq_factor", "model.old_context_len", "model.scale_factor", "model.glu_linear_offset", "model.mrope_*",
-    "model.timers*", "straggler", "nvrx_straggler", "profiling", "ft", "rerun_state_machine",
+    "model.timers*", "ENV_VARS.*", "straggler", "nvrx_straggler", "profiling", "ft", "rerun_state_machine",
     "checkpoint.*", "logger.*", "tokenizer.*", "dataset.*", "scheduler.*", "rng.*", "rerun_state_machine.*", "dist.*",
     "profiling.*", "ft.*", "straggler.*", "nvrx_straggler.*", "inprocess_restart*", "tensor_inspect*", "validation.*",
     "train.*", "comm_overlap.*", "ddp.*", "optimizer.*", "optimizer_config_override*", "mixed_precision.*",

@@ -318,6 +318,54 @@ def test_what_is_not_modelled_has_its_sign_and_unknown_keys_are_named(tmp_path: 
     assert "lr" in job.without_effect
 
 
+def test_a_model_of_bridge_has_the_vocabulary_of_its_tokenizer_and_its_environment(tmp_path: Path) -> None:
+    text = BRIDGE.replace("  vocab_size: 151936\n", "")
+    text += "train: {global_batch_size: 8}\nddp: {grad_reduce_in_fp32: true}\nworld_size: 8\n"
+    text += "tokenizer: {tokenizer_model: Qwen/Qwen3-30B-A3B}\n"
+    text += "ENV_VARS: {PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:True', NVTE_FLASH_ATTN: 1}\n"
+    job = Job.read(write(tmp_path, "run_config.yaml", text))
+    scenario, _ = job.required()
+    assert (scenario.architecture.name, scenario.allocator.expandable_segments) == ("qwen3-30b-a3b", True)
+    assert [one.key for one in job.not_modelled] == []
+
+
+ACCOUNTED = "  pipeline_model_parallel_size: 5\n  account_for_embedding_in_pipeline_split: true\n  account_for_loss_in_pipeline_split: true\n"
+TRAINED = "train: {global_batch_size: 8}\nddp: {grad_reduce_in_fp32: true}\nworld_size: 40\n"
+
+
+def test_embedding_and_loss_count_as_layers_of_their_stages_as_megatron_counts_them(tmp_path: Path) -> None:
+    path = write(tmp_path, "run_config.yaml", BRIDGE + ACCOUNTED + TRAINED)
+    job = Job.read(path)
+    scenario, _ = job.required()
+    stages = [scenario.layout.layers_of_stage(stage, scenario.num_layers) for stage in range(5)]
+    assert stages == layers_of_megatron(5, 48)
+    assert job.not_modelled == ()
+    path.write_text(BRIDGE + ACCOUNTED.replace("size: 5", "size: 4") + TRAINED)
+    assert "48 layers and 2 more" in str(Job.read(path).cannot_start)
+    path.write_text(BRIDGE + ACCOUNTED + "  virtual_pipeline_model_parallel_size: 2\n" + TRAINED)
+    assert "chunks of different sizes" in str(Job.read(path).not_supported)
+    path.write_text(
+        BRIDGE + "  pipeline_model_parallel_size: 7\n  pipeline_model_parallel_layout: Et*7|t*6L\n" + TRAINED
+    )
+    assert "gives stages layers one by one" in str(Job.read(path).not_supported)
+
+
+def layers_of_megatron(stages: int, num_layers: int) -> list[int]:
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=num_layers,
+        hidden_size=64,
+        num_attention_heads=2,
+        pipeline_model_parallel_size=stages,
+        pipeline_dtype="bf16",
+        account_for_embedding_in_pipeline_split=True,
+        account_for_loss_in_pipeline_split=True,
+    )
+    return [get_num_layers_to_build(config, pp_rank=stage) for stage in range(stages)]
+
+
 def test_what_megatron_lm_does_with_experts_unless_told_otherwise_is_said(tmp_path: Path) -> None:
     own = (
         "--moe-grouped-gemm",
