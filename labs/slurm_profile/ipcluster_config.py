@@ -11,6 +11,7 @@ c.Cluster.engine_launcher_class = "slurm"
 c.Cluster.controller_launcher_class = "local"  # "slurm" starts the controller as a job, too
 # Engines on other nodes have to reach the controller; ipyparallel's default is 127.0.0.1.
 c.Cluster.controller_ip = "*"
-c.Cluster.controller_args = ["--nodb"]  # by default the controller keeps up to 1 GiB of answers
+# By default the controller keeps up to 1 GiB of answers. (ipcluster 9.2 ignores c.Cluster.controller_args.)
+c.LocalControllerLauncher.controller_args = ["--nodb"]
 c.SlurmEngineSetLauncher.batch_template_file = str(Path(__file__).with_name("engines.sbatch"))
 c.SlurmEngineSetLauncher.namespace = {"gpus_per_node": 8}  # yours

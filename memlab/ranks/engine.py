@@ -122,7 +122,7 @@ def start(owner: str, served: str, variables: dict[str, str]) -> int:
     if _own is not None and _own.is_running:
         if _own.owner != owner:
             raise ValueError(
-                f"the engine runs a rank of another notebook ({_own.owner}): close its lab there, or end its kernel"
+                f"the engine runs a rank of another notebook ({_own.owner}): close its Ranks there, or end its kernel"
             )
         if _own.serves == (served, variables):
             _own.heard = time.monotonic()

@@ -1,7 +1,7 @@
 """A small process that ends the engines when the process that started them is gone, however it ended.
 
-``python -m memlab.ranks.guard FOLDER`` reads numbers of processes from its standard input, one per line. When the input
-ends, it kills them with everything that they started, and removes the folder.
+``python -m memlab.ranks.guard FOLDER`` waits for the end of its standard input. Then it kills all processes of the
+cluster whose profile is in the folder, and removes the folder.
 """
 
 from __future__ import annotations
@@ -13,14 +13,30 @@ from contextlib import suppress
 
 import psutil
 
+_PROFILE = "IPP_PROFILE_DIR"
+"""Names the folder in the environment of what ipyparallel starts (9.2), and so of what that starts. A tree of processes
+would not do: if the controller is killed, its schedulers go on, and are no longer below any process of the cluster."""
+_MOST_ROUNDS = 5
+"""In how many rounds processes are ended that were starting others."""
+
 
 def main() -> None:
     """Waits for the end of the input, then ends all."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends when its input ends
-    pids = [int(line) for line in sys.stdin]
-    end_trees(pids)
+    sys.stdin.read()
+    for _ in range(_MOST_ROUNDS):
+        pids = [process.pid for process in psutil.process_iter() if _is_of(process, sys.argv[1])]
+        if not pids:
+            break
+        end_trees(pids)
     shutil.rmtree(sys.argv[1], ignore_errors=True)
+
+
+def _is_of(process: psutil.Process, folder: str) -> bool:
+    with suppress(psutil.Error):  # another user's, or it has just ended
+        return bool(process.environ().get(_PROFILE) == folder)
+    return False
 
 
 def end_trees(pids: list[int]) -> None:

@@ -14,13 +14,14 @@ import tempfile
 import threading
 import time
 import uuid
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import ipyparallel
 import psutil
@@ -63,8 +64,11 @@ class Ranks:
     """Engines for the ranks of a `Lab`; `start` and `connect` make one.
 
     An engine keeps the process of its rank between labs, so that the next lab starts at once. `close` ends what `start`
-    started; so does the end of this process, however it ends.
+    started; so does the end of this process, however it ends, and so does dropping the last name of these ranks and of
+    their labs: a notebook's cell may run again.
     """
+
+    _connected: ClassVar[weakref.WeakSet[Ranks]] = weakref.WeakSet()
 
     def __init__(self, client: ipyparallel.Client, local: _LocalCluster | None) -> None:
         self.client = client
@@ -77,7 +81,10 @@ class Ranks:
         self._closed = threading.Event()
         self._sending = threading.Lock()  # two threads could give two messages one number
         self.refresh()
-        threading.Thread(target=self._keep, name="memlab-keep-engines", daemon=True).start()
+        weakref.finalize(self, client.close)
+        threading.Thread(
+            target=_keep, args=(weakref.ref(self), self._closed), name="memlab-keep-engines", daemon=True
+        ).start()
 
     @classmethod
     def start(cls, number: int) -> Ranks:
@@ -103,6 +110,9 @@ class Ranks:
     def connect(cls, profile: str = "default", cluster_id: str = "") -> Ranks:
         """Connects to engines that run already, which were started with ``ipcluster start --profile=PROFILE``.
 
+        A second connection of this process to the same cluster closes the first one, whose ranks would occupy the
+        engines: a notebook's cell may run again.
+
         Args:
             profile: The profile of ipyparallel that describes the cluster.
             cluster_id: If the profile has several clusters, the one that ``ipcluster list`` shows.
@@ -120,10 +130,16 @@ class Ranks:
             client.close()
             raise ValueError(f"the cluster of profile {profile!r} has no engines: {start}")
         try:
-            return cls(client, None)
+            connected = cls(client, None)
         except BaseException:
             client.close()
             raise
+        for former in tuple(cls._connected):
+            if former.client.session.key == client.session.key and not former.closed:
+                warnings.warn("closing the earlier connection of this process to the same engines", stacklevel=2)
+                former.close()
+        cls._connected.add(connected)
+        return connected
 
     def refresh(self) -> None:
         """Asks which engines there are now; a local cluster first replaces the ones that have ended.
@@ -229,12 +245,11 @@ class Ranks:
         """Whether all engines run here."""
         return {one.host for one in self.engines} == {socket.gethostname()}
 
-    def _keep(self) -> None:
+    def keep(self) -> None:
         """Tells the engines that this process is there: they end the processes of one that is gone."""
-        while not self._closed.wait(_KEEP_SECONDS):
-            for one in self.engines:
-                with suppress(*NO_ENGINE):
-                    self.call(one.number, engine.keep, self.owner)
+        for one in self.engines:
+            with suppress(*NO_ENGINE):
+                self.call(one.number, engine.keep, self.owner)
 
     def close(self) -> None:
         """Ends the processes of this connection's ranks, and the engines if `start` started them."""
@@ -258,6 +273,16 @@ class Ranks:
     def __repr__(self) -> str:
         hosts = {one.host for one in self.engines}
         return f"Ranks({len(self)} engines on {', '.join(sorted(hosts))})"
+
+
+def _keep(ranks: weakref.ref[Ranks], closed: threading.Event) -> None:
+    """Keeps the engines of ranks that still have a name."""
+    while not closed.wait(_KEEP_SECONDS):
+        named = ranks()
+        if named is None:
+            return
+        named.keep()
+        del named
 
 
 def _lacks_memory(answer: ipyparallel.AsyncResult) -> bool:
@@ -310,7 +335,6 @@ class _LocalCluster:
 
     def start(self, number: int) -> ipyparallel.Client:
         self.cluster.start_controller_sync()
-        self._guard_over(self.cluster.controller)
         client = self.cluster.connect_client_sync()
         self._start_engines(lambda: client.ids, number)
         return client
@@ -323,9 +347,7 @@ class _LocalCluster:
 
     def _start_engines(self, present: Callable[[], list[int]], number: int) -> None:
         wanted = len(present()) + number
-        identity = self.cluster.start_engines_sync(number)
-        for launcher in self.cluster.engines[identity].launchers.values():
-            self._guard_over(launcher)
+        self.cluster.start_engines_sync(number)
         deadline = time.monotonic() + _START_SECONDS
         while len(present()) < wanted:
             if time.monotonic() > deadline:
@@ -333,11 +355,6 @@ class _LocalCluster:
                     f"{number} engines did not start within {_START_SECONDS} s: look at the logs in {self.folder}/log"
                 )
             time.sleep(0.1)
-
-    def _guard_over(self, launcher: Any) -> None:
-        assert self._guard.stdin is not None
-        self._guard.stdin.write(f"{launcher.pid}\n")
-        self._guard.stdin.flush()
 
     def end(self) -> None:
         self._end_at_exit()

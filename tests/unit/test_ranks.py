@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -165,6 +166,20 @@ def test_engines_serve_one_notebook_at_a_time(ranks: Ranks, pair: RankGroup) -> 
     assert pair.call("answer", [(1,), (2,)])[0][1] == 1
 
 
+def test_a_cell_that_connects_again_finds_the_engines_free(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ranks._local is not None
+    ranks.end_processes(ranks.engines)
+    clients = iter([ranks._local.cluster.connect_client_sync() for _ in range(2)])
+    monkeypatch.setattr(ipyparallel, "Client", lambda **_: next(clients))
+    former = Ranks.connect()
+    RankGroup(former, 2, SERVED)
+    with pytest.warns(UserWarning, match="closing the earlier connection of this process to the same engines"):
+        again = Ranks.connect()
+    assert former.closed
+    assert RankGroup(again, 2, SERVED).call("answer", [(1,), (2,)])[1][1] == 2
+    again.close()
+
+
 def test_an_engine_ends_the_process_of_a_notebook_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "LEASE_SECONDS", 0.5)
     engine.start("a notebook", SERVED, {})
@@ -244,6 +259,19 @@ def test_calls_leave_nothing_in_the_client(ranks: Ranks) -> None:
     assert max(map(len, (client.history, client.results, client.metadata, client.outstanding))) < 10
 
 
+def test_ranks_without_a_name_end() -> None:
+    ranks = Ranks.start(1)
+    started = psutil.Process(ranks.engines[0].pid)
+    session = JobSession(Scenario.of("qwen3-moe-tiny"), ranks, "cpu", {})
+    del ranks
+    gc.collect()
+    assert started.is_running(), "a lab holds them"
+    session.close()
+    del session
+    gc.collect()
+    assert psutil.wait_procs([started], timeout=20)[1] == []
+
+
 def test_ranks_that_were_closed_say_so_and_close_twice() -> None:
     closed = Ranks.start(1)
     group = RankGroup(closed, 1, SERVED)
@@ -282,6 +310,8 @@ def test_nothing_is_left_of_a_notebook_that_is_killed() -> None:
     folder = notebook.stdout.readline().strip()
     started = psutil.Process(notebook.pid).children(recursive=True)
     assert len(started) > 3
+    # The processes that it has started go on without it.
+    next(process for process in started if "ipyparallel.controller" in process.cmdline()).kill()
     notebook.kill()
     notebook.wait()
     assert psutil.wait_procs(started, timeout=20)[1] == []

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import ipyparallel
@@ -49,15 +50,20 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(PROFILE.parents[1]))
     yield folder
-    left = _processes_of(folder)
+    left = psutil.wait_procs(_processes_of(tmp_path), timeout=20)[1]
     for process in left:
         process.kill()
     assert not left, "ipcluster stop and scancel end everything"
 
 
-def _processes_of(folder: Path) -> list[psutil.Process]:
-    every = psutil.process_iter(["cmdline"])
-    return [process for process in every if any(str(folder) in word for word in process.info["cmdline"] or ())]
+def _processes_of(ipython_folder: Path) -> list[psutil.Process]:
+    """Returns what `ipcluster` has started, and what that has started: all have the folder in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # another user's, or it has just ended
+            if process.environ().get("IPYTHONDIR") == str(ipython_folder):
+                found.append(process)
+    return found
 
 
 def ipcluster(folder: Path, *arguments: str) -> None:
@@ -76,6 +82,10 @@ def test_a_lab_runs_on_the_engines_of_a_slurm_job(profile: Path) -> None:
     try:
         with ipyparallel.Client(profile="slurm", timeout=60) as client:
             client.wait_for_engines(2, timeout=60, interactive=False)
+        started = [process.cmdline() for process in _processes_of(profile.parent)]
+        assert any("ipyparallel.controller" in words and "--nodb" in words for words in started), (
+            "the profile's options"
+        )
         script = (profile / "slurm_engine.sbatch").read_text()
         assert "#SBATCH --ntasks=2\n#SBATCH --ntasks-per-node=2\n" in script
         with (
