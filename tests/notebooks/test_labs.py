@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -38,6 +39,14 @@ def test_a_lab_is_committed_stripped(path: Path) -> None:
     for cell in code_cells(notebook):
         assert cell.outputs == []
         assert cell.execution_count is None
+
+
+@every_lab
+def test_no_paragraph_begins_like_a_heading(path: Path) -> None:
+    lines = [
+        line for cell in read_notebook(path).cells if cell.cell_type == "markdown" for line in cell.source.splitlines()
+    ]
+    assert not [line for line in lines if re.match(r"#+[^# ]", line)], "a page shows '#2634 was fixed' as a heading"
 
 
 @every_lab

@@ -74,7 +74,7 @@ def device_bytes_blocks(moments: Mapping[str, DeviceBytes]) -> list[Block]:
     every = [(one.allocated_bytes, one.active_bytes, one.reserved_bytes) for one in moments.values()]
     unit_bytes, unit = binary_unit(max(count or 0 for counts in every for count in counts))
     known = [number for number in range(3) if every[0][number] is not None]
-    rows = [["after", f"freed {unit}", *(f"{('allocated', 'active', 'reserved')[number]} {unit}" for number in known)]]
+    rows = [["moment", f"freed {unit}", *(f"{('allocated', 'active', 'reserved')[number]} {unit}" for number in known)]]
     former = every[0][0]
     for name, counts in zip(moments, every, strict=True):
         rows.append(
