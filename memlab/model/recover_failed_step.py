@@ -6,6 +6,7 @@ import gc
 import traceback
 from typing import Any
 
+import torch
 from megatron.core.tensor_parallel import random
 
 from memlab.config.settings import MemorySettings
@@ -33,10 +34,23 @@ def recover(live: LiveModel, settings: MemorySettings, error: BaseException) -> 
     forget_communication(live)
     for module in live.modules():
         forget_pending_offload(module)
+        _forget_discarded_outputs(module)
     drop_graphs(live)
     offload_manager.empty_groups()
     apply_settings.apply(live, settings)
     gc.collect()
+
+
+def _forget_discarded_outputs(module: torch.nn.Module) -> None:
+    """Drops what a checkpoint keeps from forward until backward recomputes the output that it discarded.
+
+    A module keeps its last ``CheckpointWithoutOutput`` as an attribute, and that keeps the inputs with the graph of the
+    whole step (``tensor_parallel/random.py``). Only the module's next checkpoint takes its place, and there is none if
+    other settings follow.
+    """
+    for checkpoint in vars(module).values():
+        if isinstance(checkpoint, random.CheckpointWithoutOutput):
+            checkpoint.run_function = checkpoint.rng_states = checkpoint.outputs = checkpoint.ctx = None
 
 
 def _clear_incomplete_states(optimizer: Any) -> None:

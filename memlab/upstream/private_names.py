@@ -758,6 +758,14 @@ _MEGATRON = (
         since=(0, 19),
     ),
     Internal(
+        owner=_RANDOM + ":CheckpointWithoutOutput",
+        names=("run_function", "rng_states", "outputs", "ctx"),
+        use="used",
+        where="model/recover_failed_step.py",
+        why="From forward to backward they keep the inputs with the step's graph; after a failed step, for good.",
+        on_instances=True,
+    ),
+    Internal(
         owner="megatron.core.transformer.transformer_layer:TransformerLayer",
         names=("mlp_norm_manager",),
         use="used",

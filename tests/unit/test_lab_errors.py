@@ -88,6 +88,23 @@ def test_a_kept_exception_changes_no_byte_of_the_next_step(name: str, open_lab: 
     assert len(kept) == len(PLACES)
 
 
+@pytest.mark.parametrize("place", ["last layer", "backward", "out of memory"])
+def test_a_failed_step_keeps_nothing_if_the_next_one_discards_no_outputs(
+    place: str, open_lab: Callable[..., Any]
+) -> None:
+    lab = open_lab("qwen3-moe-tiny", num_layers=3, seq_length=64)
+    fresh = memory_of(lab.step(PLAIN))
+    discarding = recompute("layernorm", "moe_act")
+    if place == "out of memory":
+        lab.device_memory_bytes = lab.step(discarding).peak_allocated_bytes - 1
+        assert lab.step(discarding).status == "out_of_memory"
+        lab.device_memory_bytes = None
+    else:
+        with broken(lab, place), pytest.raises(RuntimeError, match="raised on purpose"):
+            lab.step(discarding)
+    assert memory_of(lab.step(PLAIN)) == fresh
+
+
 @pytest.mark.parametrize("place", [*PLACES, "stop", "out of memory"])
 def test_a_step_without_a_warm_up_starts_with_no_byte_of_the_step_that_failed(
     place: str, open_lab: Callable[..., Any]
