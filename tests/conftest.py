@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+import memlab.regression  # noqa: F401  # before any test imports nbformat, without the 2 s that its imports take
+
 gc.disable()  # until all is imported, see below
 
 

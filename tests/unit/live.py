@@ -54,7 +54,9 @@ def random_settings(lab: Lab, rng: random.Random) -> MemorySettings:
         return settings
 
 
-def gradients_of_step(lab: Lab, settings: MemorySettings) -> tuple[float | None, list[torch.Tensor]]:
+def gradients_of_step(
+    lab: Lab, settings: MemorySettings, *, warm_up: bool = True
+) -> tuple[float | None, list[torch.Tensor]]:
     """Takes a step and returns its loss and a copy of every gradient buffer as the optimizer sees it."""
     optimizer, copies = lab._stepper.live.optimizer, []
     take_step = optimizer.step
@@ -66,7 +68,7 @@ def gradients_of_step(lab: Lab, settings: MemorySettings) -> tuple[float | None,
 
     optimizer.step = copy_then_step
     try:
-        record = lab.step(settings)
+        record = lab.step(settings, warm_up=warm_up)
     finally:
         optimizer.step = take_step
     return record.loss, copies

@@ -411,7 +411,7 @@ def test_the_most_passes_in_flight_are_seen_in_a_step_that_ends_at_its_peak() ->
                 nonlocal most
                 most = max(most, labels.passes_in_flight)
 
-            lab.step(on_progress=look)
+            lab.step(warm_up=False, on_progress=look)
             assert most == lab.scenario.most_passes_in_flight, layout
 
 

@@ -96,7 +96,7 @@ def test_no_record_is_refused() -> None:
         peaks({})
 
 
-SMALL: dict[str, Any] = {"num_layers": 4, "seq_length": 64}
+SMALL: dict[str, Any] = {"num_layers": 2, "seq_length": 64}
 
 
 def test_a_rank_of_every_kind_is_the_command_s(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_rank_of_every_kind_is_the_command_s(capfd: pytest.CaptureFixture[str]
         "--world-size 4 --expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-microbatches 2 --rank all"
     )
     command = (
-        f"predict qwen3-moe-tiny --num-layers 4 --seq-length 64 --routing skewed:2 {flags} --out {tmp_path} --json"
+        f"predict qwen3-moe-tiny --num-layers 2 --seq-length 64 --routing skewed:2 {flags} --out {tmp_path} --json"
     )
     assert main(command.split()) == 0
     told = json.loads(capfd.readouterr().out)
