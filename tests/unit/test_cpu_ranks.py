@@ -219,6 +219,7 @@ TWO = [
     ),
     Job({"data_parallel_size": 2}, (PLAIN, *OF_DENSE), architecture="phi-4-tiny"),
     Job({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}),
+    Job({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
 ]
 FOUR = [
     Job({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "data_parallel_size": 2}),
