@@ -116,10 +116,10 @@ BOUNDS: dict[str, Callable[[Scenario], int]] = {
     "use_linear_ce_fusion_loss": _whole_loss_bytes,
     "hidden_dropout": _dropout_bytes,
     "freeze_moe_router": _router_bytes,
-    "ref_model": lambda scenario: 2 * sum(_parameters(scenario)),
+    **dict.fromkeys(("ref_model", "ref.megatron.param_offload"), lambda scenario: 2 * sum(_parameters(scenario))),
     **dict.fromkeys(("lora_rank", "lora.rank", "peft.enabled", "tuner_type", "train_type"), _trained_bytes),
 }
-"""By the last part of a key, or by the last two: at most so many bytes more or less, as the key's effect says."""
+"""By the last part of a key, or the last two or three: at most so many bytes more or less, as the key's effect says."""
 
 EFFECTS: dict[str, Callable[[Scenario], Effect]] = {
     "gradient_accumulation_fusion": lambda scenario: "either" if scenario.architecture.is_moe else "more",

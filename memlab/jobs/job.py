@@ -234,7 +234,7 @@ def _bound(reading: Reading, scenario: Scenario) -> None:
     """Says how much what is not modelled can change, where that is known."""
     for index, one in enumerate(reading.not_modelled):
         parts = one.key.split(".")
-        bound = BOUNDS.get(".".join(parts[-2:])) or BOUNDS.get(parts[-1])
+        bound = next((BOUNDS[end] for n in (3, 2, 1) if (end := ".".join(parts[-n:])) in BOUNDS), None)
         if bound is not None and one.effect != "unknown":
             ranks = (replace(scenario, layout=replace(scenario.layout, rank=n)) for n in scenario.ranks_of_every_kind)
             effect = EFFECTS[parts[-1]](scenario) if parts[-1] in EFFECTS else one.effect

@@ -133,6 +133,7 @@ def complete(reading: Reading) -> None:
         seq_length=of_log_probs,
         micro_batch_size=rows,
         bucket_bytes=(values.pop("bucket") or 0) * 2**20,
+        has_reference_model=_keeps_reference_model(reading),
     )
     if is_dynamic:
         take_rows(reading, f"{_ACTOR}.ppo_max_token_len_per_gpu", tokens, longest, sequences)
@@ -140,6 +141,23 @@ def complete(reading: Reading) -> None:
     if values.get("micro_batch_size") is None:
         reading.warnings.append(f"{_ACTOR}.ppo_micro_batch_size_per_gpu is not in the file, so memlab takes 1")
     take_sequences(reading, longest, sequences)
+
+
+def _keeps_reference_model(reading: Reading) -> bool:
+    """Returns whether a reference model is on the device wherever the parameters are.
+
+    A penalty by KL divergence needs one (``need_reference_policy`` in verl/trainer/ppo/utils.py), unless adapters are
+    trained. It is offloaded as the parameters are (``ref/megatron_ref.yaml``), unless its own key says otherwise.
+    """
+    compares = [reading.entries.get(key) for key in ("algorithm.use_kl_in_reward", f"{_ACTOR}.use_kl_loss")]
+    adapters = [reading.entries.get(f"actor_rollout_ref.model.{key}") for key in ("lora.rank", "lora_rank")]
+    if True not in compares or any(adapters):
+        return False
+    moves = bool(reading.values.get("offload_parameters"))
+    key = "actor_rollout_ref.ref.megatron.param_offload"
+    if moves and reading.entries.get(key) is False:
+        reading.miss(key, "more", "the reference model stays on the device while the parameters are offloaded")
+    return not moves and reading.entries.get(key) is not True
 
 
 def _complete_gradients(reading: Reading) -> None:

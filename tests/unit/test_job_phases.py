@@ -210,6 +210,34 @@ def test_a_reference_model_is_kept_where_all_parameters_are_trained(
     assert bound_bytes == pytest.approx(2 * job.scenario.architecture.num_parameters / 2, rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("flags", "has_reference_model", "is_missed"),
+    [
+        ("", False, False),
+        ("actor_rollout_ref.actor.use_kl_loss=True", True, False),
+        ("algorithm.use_kl_in_reward=True", True, False),
+        ("actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.model.lora.rank=8", False, False),
+        ("actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.ref.megatron.param_offload=True", False, False),
+        (f"actor_rollout_ref.actor.use_kl_loss=True {OFFLOADED}", False, False),
+        (
+            f"algorithm.use_kl_in_reward=True {OFFLOADED} actor_rollout_ref.ref.megatron.param_offload=False",
+            False,
+            True,
+        ),
+    ],
+)
+def test_verl_keeps_a_reference_model_where_a_penalty_needs_one(
+    flags: str, has_reference_model: bool, is_missed: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "run.sh").write_text(f"{VERL} {flags}")
+    job = Job.read(tmp_path / "run.sh", version="2026-08-20")
+    assert job.rollout is not None and job.scenario is not None
+    assert job.rollout.has_reference_model == has_reference_model
+    missed = [one.bound_bytes for one in job.not_modelled if one.key.endswith("ref.megatron.param_offload")]
+    expected = pytest.approx(job.scenario.architecture.num_parameters, rel=1e-4)  # 2 bytes, shared by two ranks
+    assert missed == ([expected] if is_missed else [])
+
+
 def test_a_share_that_is_none_is_said(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(f"{SKYRL} generator.gpu_memory_utilization=60")
     job = Job.read(tmp_path / "run.sh")
