@@ -476,14 +476,14 @@ class Stepper:
                 self.labels.enter_phase("load")
                 load_seconds += self.transfers.load(["optimizer state"])
 
-        with self.labels.phase_of("forward"), self.checkpoint_input_remedy(), self._replaying(forward_only):
+        microbatches = None if forward_only else self._microbatches()
+        replaying = self._replaying(forward_only, microbatches)
+        with self.labels.phase_of("forward"), self.checkpoint_input_remedy(), replaying:
             if forward_only:
                 self._offload_watch.misled |= not suspend_offload
                 loss = forward_only_step(self.live, self.labels, suspend_offload=suspend_offload)
             else:
-                loss = train_step(
-                    self.live, self.labels, load_for_update, self._microbatches(), update or update_parameters
-                )
+                loss = train_step(self.live, self.labels, load_for_update, microbatches, update or update_parameters)
         with self._off_the_clock():  # the groups get their category before they leave the device
             self.meter.categorise(self._categories() if adds_to_groups else self.transfers.workspaces())
         with self.labels.phase_of("offload"):
@@ -503,26 +503,30 @@ class Stepper:
             return {}
         return self.transfers.categories()
 
-    def _replaying(self, forward_only: bool) -> AbstractContextManager[None]:
+    def _replaying(self, forward_only: bool, microbatches: MicrobatchReplay | None) -> AbstractContextManager[None]:
         """Returns a context for a step: its layers are replayed, where that is known to give the same events.
 
         Each pass must start its own communication if that overlaps with computation. Megatron's offload manager counts
         passes, FP8 keeps state between them, and taps and `Meter.at_event` look at real tensors. The graph that an MoE
-        layer's dispatcher retains keeps more under full recompute; what it keeps depends on which pass through the
-        layer was the last one, where a pipeline stage has several in flight; after an out-of-memory, on where that
-        happened.
+        layer's dispatcher retains keeps more under full recompute; after an out-of-memory, what it keeps depends on
+        where that happened. On a pipeline stage, an MoE layer that is recomputed in the backward pass of one
+        micro-batch frees what its dispatcher retains of another's forward pass.
         """
         meter = self.meter
         if self._replay is None or not isinstance(meter, SimulatedMeter):
             return nullcontext()
         needs_real_passes = forward_only or self._needs_real_passes()
         if self.scenario.architecture.is_moe:
-            needs_real_passes |= self.scenario.layout.pipeline_model_parallel_size > 1
             needs_real_passes |= self.settings.recompute_granularity == "full" or meter.device_memory_bytes is not None
+            is_recomputed = checkpoints_moe_layers(self.settings, self.scenario.architecture)
+            needs_real_passes |= is_recomputed and self.scenario.layout.pipeline_model_parallel_size > 1
         if forward_only:
             self._replay.forget()  # it frees the graphs that layers retain, and what replaces them has no role
         replays = self.replays and not needs_real_passes
-        return self._replay.during_step(replays=replays) if self.replays or self._replay.has_orphans else nullcontext()
+        if not self.replays and not self._replay.has_orphans:
+            return nullcontext()
+        num_microbatches = self.scenario.num_microbatches if microbatches is None else microbatches.num_stepped
+        return self._replay.during_step(replays=replays, num_microbatches=num_microbatches)
 
     def _needs_real_passes(self) -> bool:
         """Whether passes differ, or something counts them, keeps state between them, or looks at real tensors."""
@@ -553,6 +557,9 @@ class Stepper:
             return None
         if layout.virtual_pipeline_model_parallel_size > 1:
             return None
+        is_full = self.settings.recompute_granularity == "full"
+        if is_full and layout.pipeline_model_parallel_size > 1 and not self.scenario.architecture.is_moe:
+            return None  # when a replayed checkpoint frees its random state, it is not known after an insertion
         return MicrobatchReplay(meter, self.labels, self.scenario)
 
     @contextmanager

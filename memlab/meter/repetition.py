@@ -82,6 +82,15 @@ class Period:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def emptied(self) -> set[tuple[int, int]]:
+        """Returns the places, at the end of the period, of storages that have no bytes until a later period.
+
+        Recompute of a layer's norm empties its output's storage in forward, and fills it again in backward.
+        """
+        is_filled = (self.columns[_DELTA] > 0) & (self.distance > 0)
+        filled = zip(self.distance[is_filled].tolist(), self.storage[is_filled].tolist(), strict=True)
+        return {(periods, storage) for distance, storage in filled for periods in range(1, distance + 1)}
+
     def again(self, answer: Answer, bases: Sequence[int], reserved_number: int) -> Columns:
         """Returns the rows of a repetition.
 
@@ -187,6 +196,8 @@ class Inserted:
     """Allocations that exist, or existed when the step began, by number."""
     first_number: int
     """The first number after those of the opening events."""
+    waiting: list[Any]
+    """Replayed passes (`memlab.meter.recording.Replay`) whose backward comes after these events."""
 
     @property
     def num_roles(self) -> int:
@@ -213,7 +224,7 @@ class Repetition(NamedTuple):
     blocks: dict[int, Block]
     """Of the storages that are on the device at the end, by number."""
     moved: dict[int, int]
-    """New numbers of storages that are allocated at the end, by those of the storages whose places they take."""
+    """New numbers of storages that are in use at the end, by those of the storages whose places they take."""
     categories: npt.NDArray[np.int64]
 
 
@@ -259,10 +270,12 @@ def repeat(
     own, num_bases = count - start, len(bases)
     categories = np.zeros(count, dtype=np.int64)
     categories[columns[_STORAGE]] = columns[_CATEGORY]
-    of_own = _categories_of_own(categories, live, bases)
+    standing = _numbers({*places, *period.emptied()}, bases)
+    is_in_use = live.copy()
+    is_in_use[list(standing.values())] = True
+    of_own = _categories_of_own(categories, is_in_use, bases)
     if (of_own < 0).any():
         return None
-    standing = _numbers(places, bases)
     for (_, storage), number in standing.items():  # a later repetition frees it
         categories[number] = of_own[storage]
     answers: list[Answer] = []
@@ -286,7 +299,7 @@ def repeat(
     parts = [period.again(each, bases[: num_bases + turn], reserved_number) for turn, each in enumerate(answers)]
     rows = np.concatenate(parts, axis=1)
     rows[_NANOSECONDS] = columns[_NANOSECONDS, -1]
-    moved = {standing[place]: number for place, number in _numbers(places, bases).items()}
+    moved = {standing[place]: number for place, number in _numbers(standing, bases).items()}
     return Repetition(rows, allocator, blocks, moved, np.concatenate([categories, *[of_own] * times]))
 
 

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -243,10 +244,12 @@ class SimulatedMeter(StorageMeter):
             return False
         columns, numbers, ends = columns_of(self._opening, self._events, self._started, positions)
         objects = {numbers[id(each)]: each for each in self._live.values() if id(each) in numbers}
-        live = np.flatnonzero(is_live(columns, ends[-1][1]))
-        if not objects.keys() >= set(live.tolist()):
-            return False  # a pass that is replayed is not over
-        allocator, blocks = self._for_trial(objects)
+        live = set(np.flatnonzero(is_live(columns, ends[-1][1])).tolist())
+        waiting = [each for each in self._replayed_passes() if not each.is_over]
+        of_passes = {each.number + role: (each, role) for each in waiting for role, _ in each.left_allocated()}
+        if not objects.keys() | of_passes.keys() >= live:
+            return False
+        allocator, blocks = self._for_trial(objects, of_passes)
         try:
             done = repeat(columns, ends, times, allocator, blocks, self._limit_bytes, len(self._opening) - 1)
         except DoesNotFitError:
@@ -254,22 +257,42 @@ class SimulatedMeter(StorageMeter):
         if done is None:
             return False
         objects = {done.moved.get(number, number): each for number, each in objects.items()}
-        self._commit(done.allocator, done.blocks, done.rows, objects)
+        of_passes = {done.moved.get(number, number): each for number, each in of_passes.items()}
+        self._commit(done.allocator, done.blocks, done.rows, objects, of_passes)
+        firsts = {id(each): number - role for number, (each, role) in of_passes.items()}
+        assert all(firsts[id(each)] == number - role for number, (each, role) in of_passes.items())
+        for each in waiting:
+            each.number = firsts.get(id(each), each.number)
         of_opening = {numbers[id(event.allocation)]: event.allocation for event in self._opening}
         rows = np.concatenate([columns[:, len(self._opening) :], done.rows], axis=1)
-        self._events[:] = [Inserted(rows, done.categories, objects | of_opening, len(self._opening))]
+        self._events[:] = [Inserted(rows, done.categories, objects | of_opening, len(self._opening), waiting)]
         return True
+
+    def _replayed_passes(self) -> list[Replay]:
+        """Returns the replayed passes of the step, without those that were over when periods were inserted."""
+        inserted = [each for event in self._events if isinstance(event, Inserted) for each in event.waiting]
+        return inserted + [event for event in self._events if isinstance(event, Replay)]
 
     def _in_order(self) -> list[StorageAllocation]:
         return sorted(self._live.values(), key=lambda allocation: allocation.birth)
 
-    def _for_trial(self, by_number: Mapping[int, StorageAllocation]) -> tuple[CachingAllocator, dict[int, Block]]:
-        """Returns the allocator and its blocks by the numbers of storages; copies, if a request may not fit."""
+    def _for_trial(
+        self,
+        by_number: Mapping[int, StorageAllocation],
+        of_passes: Mapping[int, tuple[Replay, int]] = MappingProxyType({}),
+    ) -> tuple[CachingAllocator, dict[int, Block]]:
+        """Returns the allocator and its blocks by the numbers of storages; copies, if a request may not fit.
+
+        Args:
+            by_number: The allocations.
+            of_passes: Storages that are roles of replayed passes.
+        """
         blocks = {number: self._blocks.get(id(each)) for number, each in by_number.items()}
+        blocks |= {number: each.blocks[role] for number, (each, role) in of_passes.items()}
         of_device = {number: block for number, block in blocks.items() if block is not None}
         if self._limit_bytes is None:
             return self._allocator, of_device
-        allocator, copies = self._allocator.copy(self._blocks.values())
+        allocator, copies = self._allocator.copy([*self._blocks.values(), *of_device.values()])
         self._copies = copies
         return allocator, {number: copies[id(block)] for number, block in of_device.items()}
 
@@ -279,13 +302,18 @@ class SimulatedMeter(StorageMeter):
         blocks: Mapping[int, Block],
         rows: npt.NDArray[np.int64],
         objects: Mapping[int, StorageAllocation],
+        of_passes: Mapping[int, tuple[Replay, int]] = MappingProxyType({}),
     ) -> None:
-        """Gives allocations the blocks that they have after a repetition."""
+        """Gives allocations, and roles of replayed passes, the blocks that they have after a repetition."""
         if allocator is not self._allocator:
             self._allocator = allocator
             self._blocks = {key: self._copies[id(block)] for key, block in self._blocks.items()}
             self._copies = {}
         for number, block in blocks.items():
+            if number in of_passes:
+                replay, role = of_passes[number]
+                replay.blocks[role] = block
+                continue
             allocation = objects[number]
             self._blocks[id(allocation)] = block
             allocation.num_bytes = block.num_bytes
@@ -466,7 +494,7 @@ class SimulatedMeter(StorageMeter):
 
     def abandon(self) -> None:
         """Frees what replayed passes of this step have left allocated, after an error."""
-        for done in reversed([event for event in self._events if isinstance(event, Replay)]):
+        for done in reversed(self._replayed_passes()):
             for role, requested_bytes in done.left_allocated():
                 self.let_go(self.separate(done, role, requested_bytes))
         for allocation in self._abandoned:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,21 +55,18 @@ class _Unit:
     is_last: bool = False
     end_distance: int = 0
     """Units of its run that follow it."""
+    ends_chunk: bool = False
+    """Whether no layer of its chunk of the model follows it."""
     run: int = 0
     """Which sequence of equal units it is in."""
     modules: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     places: dict[int, int] = field(default_factory=dict)
     kind: Any = None
     last_pass: _Pass | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Retained:
-    """What a pass left allocated until the layer's next one."""
-
-    allocation: StorageAllocation
-    storage: weakref.ref[Any] | None
-    """What holds it, or held what an earlier pass left here."""
+    held: list[weakref.ref[Any] | None] = field(default_factory=list)
+    """What the pass that was stepped last left allocated: the storages, in the order of `_Pass.left`."""
+    replaced: dict[Role, weakref.ref[Any]] = field(default_factory=dict)
+    """Storages that dispatchers refer to in place of those of the pass that was stepped last."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,8 +95,6 @@ class _Pass:
     """What backward left allocated, without `result`."""
     kept: torch.Tensor | None = None
     """`result`, if the layer itself would keep it."""
-    held: list[weakref.ref[Any] | None] = field(default_factory=list)
-    """What held the unit's retained storages when it was stepped last."""
     is_over: bool = False
 
 
@@ -127,37 +122,47 @@ class LayerReplay:
 
     def __init__(self, live: LiveModel, labels: Labels, meter: SimulatedMeter) -> None:
         self._live, self._labels, self._meter = live, labels, meter
+        layout = live.scenario.layout
+        self._is_moe_stage = live.scenario.architecture.is_moe and layout.pipeline_model_parallel_size > 1
+        followed = layout.pipeline_stage < layout.pipeline_model_parallel_size - 1 or len(live.chunks) > 1
+        self._overlaps = live.scenario.architecture.is_moe and followed
+        """Whether an MoE layer's forward pass may come between those of another micro-batch."""
         self._kinds = [_kind(layer) for layer in live.layers]
         self._numbers = {id(layer): number for number, layer in enumerate(live.layers)}
         self._names: dict[str, int] = {}
         self._places = [self._places_of(number) for number in range(len(live.layers))]
         self._units: dict[tuple[int, ...], _Unit] = {}
-        self._retained: list[list[_Retained]] = [[] for _ in live.layers]
+        self._retained: list[list[StorageAllocation]] = [[] for _ in live.layers]
         """What the last pass through each layer left allocated."""
         self._learns = self._replays = False
-        self._reference: dict[int, Recording] = {}
+        self._num_microbatches = 1
+        self._reference: dict[tuple[Any, ...], Recording] = {}
+        """The forward pass that was stepped last, by its key without the unit's place."""
+        self._latest_of_run: dict[int, Recording] = {}
+        """The forward pass that was stepped last in this step, whatever its key."""
         self._inside = False
         self._known: dict[tuple[Any, ...], _Known] = {}
         self._freed_by_pass: dict[int, StorageAllocation] = {}
         """What a unit's next pass freed, by its identity."""
-        self._last_signature: dict[tuple[int, bool], bytes] = {}
+        self._last_signature: dict[tuple[int, bool, bool], bytes] = {}
         self._in_flight: list[_Pass] = []
         self.num_replayed = 0
         """Forward passes through layers that the last step replayed."""
 
     @contextmanager
-    def during_step(self, *, replays: bool) -> Iterator[None]:
+    def during_step(self, *, replays: bool, num_microbatches: int = 1) -> Iterator[None]:
         """Replays in the block, which takes one step.
 
         Args:
             replays: False steps every pass, and learns nothing of them: a tap may keep what they would free. The block
                 is then needed only if an earlier step has replayed passes.
+            num_microbatches: How many forward passes of each layer the schedule makes.
         """
-        self._learns = replays
+        self._learns, self._num_microbatches = replays, num_microbatches
         self._replays = replays and not self._retains_checkpoints()
         self._plan()
-        self._reference.clear()
         self._in_flight.clear()
+        self._latest_of_run.clear()
         self._inside, self.num_replayed = False, 0
         for unit in self._units.values():
             unit.last_pass = None
@@ -182,9 +187,9 @@ class LayerReplay:
 
     def release(self) -> None:
         """Frees what replayed passes retain, and drops the model."""
-        for each in [each for of_layer in self._retained for each in of_layer]:
-            if each.allocation.key < 0 and each.allocation.num_bytes:
-                self._meter.let_go(each.allocation)
+        for allocation in [each for of_layer in self._retained for each in of_layer]:
+            if allocation.key < 0 and allocation.num_bytes:
+                self._meter.let_go(allocation)
         self.forget()
         self._units.clear()
         self._retained.clear()
@@ -194,7 +199,7 @@ class LayerReplay:
     @property
     def has_orphans(self) -> bool:
         """Whether a replayed pass has left something allocated that no storage stands for."""
-        return any(each.allocation.key < 0 for of_layer in self._retained for each in of_layer)
+        return any(each.key < 0 for of_layer in self._retained for each in of_layer)
 
     def abandon(self) -> None:
         """Frees what replayed passes have allocated, after an error."""
@@ -205,7 +210,7 @@ class LayerReplay:
         """Gives what replayed passes left allocated the category of what stepped passes of equal layers left."""
         known: dict[Any, int | None] = {}
         by_layer = zip(self._kinds, self._retained, strict=True)
-        retained = [(kind, each.allocation) for kind, of_layer in by_layer for each in of_layer]
+        retained = [(kind, each) for kind, of_layer in by_layer for each in of_layer]
         for kind, allocation in retained:
             if allocation.key >= 0:
                 known[kind, self._label(allocation)] = allocation.category
@@ -250,7 +255,8 @@ class LayerReplay:
                 run += starts
                 after = next((n for n, kind in enumerate(kinds[place:]) if kind != kinds[place]), len(kinds) - place)
                 key = tuple(first + layer for layer in layers)
-                self._units[key] = self._unit(key, former, run, starts, ends, after - 1)
+                unit = self._units[key] = self._unit(key, former, run, starts, ends, after - 1)
+                unit.ends_chunk = place == len(units) - 1
             first += num_layers
 
     def _unit(
@@ -310,9 +316,25 @@ class LayerReplay:
             return self._replay_forward(one, known, given)
         return self._step_forward(one, previous, given, step)
 
-    def _place(self, one: _Pass) -> tuple[Any, ...]:
+    def _backward_key(self, one: _Pass, *, is_latest: bool) -> tuple[Any, ...]:
+        """Returns what decides about a backward pass beside the model and the settings.
+
+        Args:
+            one: The pass.
+            is_latest: Whether no other forward pass through the unit has begun since. An MoE layer's token dispatcher
+                refers to tensors of the latest one; those of an earlier one are freed by its backward.
+        """
         unit = one.unit
-        return unit.run, unit.is_first, unit.is_last, one.number > 0
+        return "backward", unit.run, unit.is_first, unit.is_last, one.number > 0, is_latest
+
+    def _is_latest(self, one: _Pass) -> bool:
+        return not self._overlaps or one.unit.last_pass is one
+
+    def _may_be_latest(self, one: _Pass) -> tuple[bool, ...]:
+        """Returns whether a pass may be its unit's latest one when its backward begins: yes, no, or both."""
+        if not self._overlaps or one.number == self._num_microbatches - 1:
+            return (True,)
+        return (True, False) if len(self._live.chunks) > 1 else (False,)
 
     def _key(self, one: _Pass, given: torch.Tensor) -> tuple[Any, ...]:
         """Returns what decides about a forward pass beside the model and the settings."""
@@ -320,32 +342,43 @@ class LayerReplay:
         earlier = len(self._retained_by(unit)), self._previous(one) is not None
         return "forward", unit.run, unit.is_first, one.number > 0, earlier, _spec(given), given.requires_grad
 
-    def _retained_by(self, unit: _Unit) -> list[_Retained]:
+    def _retained_by(self, unit: _Unit) -> list[StorageAllocation]:
         return [each for layer in unit.layers for each in self._retained[layer]]
 
-    def _retain(self, unit: _Unit, left: list[_Retained]) -> None:
+    def _retain(self, unit: _Unit, left: list[StorageAllocation]) -> None:
         for layer in unit.layers:
             self._retained[layer] = []
         for each in left:
-            at = unit.places.get(each.allocation.module, 0) // len(self._names)
+            at = unit.places.get(each.module, 0) // len(self._names)
             self._retained[unit.layers[at]].append(each)
 
     def _can_replay(self, one: _Pass, known: _Known, given: torch.Tensor) -> bool:
         unit = one.unit
         if not self._replays or not known.is_proven or one.input is None:
             return False
-        if not given.requires_grad or not torch.is_grad_enabled():
+        # What a stage has received from another one is the result of no node, which would report its gradient.
+        if given.grad_fn is None or not torch.is_grad_enabled():
             return False
         if any(self._other(one, role) is None for _, role in known.recording.others):
             return False
-        backward = self._known.get(("backward", *self._place(one)))
+        # What the last dispatcher of a stage refers to keeps the whole graph, and with it what the stage has received
+        # and its gradient. The dispatchers before it must not keep them longer (`_detach`).
+        keeps_graph = self._previous(one) is None or True in self._may_be_latest(one)
+        if self._is_moe_stage and unit.ends_chunk and keeps_graph:
+            return False
+        return all(self._will_know_backward(one, is_latest=is_latest) for is_latest in self._may_be_latest(one))
+
+    def _will_know_backward(self, one: _Pass, *, is_latest: bool) -> bool:
+        """Whether two equal backward passes will have been stepped before that of a pass which begins now."""
+        unit, key = one.unit, self._backward_key(one, is_latest=is_latest)
+        backward = self._known.get(key)
         if backward is not None and backward.is_proven:
             return True
-        # Backward begins at the last unit, with the earliest micro-batch: two passes that it reaches before this one
-        # must be stepped.
-        waiting = [each for each in self._in_flight if each.replay is None and self._place(each) == self._place(one)]
-        if sum(each.unit is unit and each.output >= 0 for each in waiting) + (backward is not None) >= 2:
-            return given.grad_fn is not None
+        # Backward begins at the last unit, with the earliest micro-batch.
+        waiting = [each for each in self._in_flight if each.unit is unit and each.replay is None and each.output >= 0]
+        equal = [each for each in waiting if self._may_be_latest(each) == (is_latest,)]
+        if sum(self._backward_key(each, is_latest=is_latest) == key for each in equal) + (backward is not None) >= 2:
+            return True
         return not unit.is_first and not unit.is_last and unit.end_distance >= 3
 
     def _other(self, one: _Pass, role: Role) -> Any:
@@ -357,7 +390,7 @@ class LayerReplay:
             return one.gradient
         if role.owner == RETAINED:
             retained = self._retained_by(unit)
-            return retained[role.number].allocation if role.number < len(retained) else None
+            return retained[role.number] if role.number < len(retained) else None
         previous = self._previous(one)
         if role.owner != PREVIOUS or previous is None:
             return None
@@ -371,7 +404,7 @@ class LayerReplay:
 
     def _roles_of_others(self, one: _Pass) -> dict[int, Role]:
         retained = enumerate(self._retained_by(one.unit))
-        known = {id(each.allocation): Role(RETAINED, place) for place, each in retained}
+        known = {id(each): Role(RETAINED, place) for place, each in retained}
         previous = self._previous(one)
         if previous is not None and previous.replay is None:
             known |= {id(allocation): Role(PREVIOUS, role) for role, allocation in enumerate(previous.roles)}
@@ -383,18 +416,24 @@ class LayerReplay:
         self, one: _Pass, previous: _Pass | None, given: torch.Tensor, step: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         key, known = self._key(one, given), self._roles_of_others(one)
+        of_equal = key[:2] + key[3:]
+        reference = self._reference.get(of_equal)
+        of_previous = self._left_to_next(self._previous(one), reference)
+        known |= {id(allocation): role for role, allocation in of_previous.items()}
         at, span = self._meter.position(), self._labels.span
         if torch.is_grad_enabled() and given.grad_fn is not None:
             given.grad_fn.register_prehook(lambda gradients: self._end_backward(one, gradients[0]))
+        one.unit.held, one.unit.replaced = [], {}
         self._inside = True
-        self._meter.after_event = self._frees_of_orphans(one.unit)
+        reference = reference or self._latest_of_run.get(one.unit.run)
+        self._meter.after_event = self._frees_of_orphans(one.unit, reference, of_previous)
         try:
             result = step()
         finally:
             self._inside = False
             if self._meter.after_event is not None:
                 self._meter.after_event = None
-                self._let_go(one.unit)
+                self._let_go(one.unit, of_previous.values())
         self._drop_freed(one.unit, by_pass=True)
         recorded = self._meter.record(at, self._meter.position(), known, (span, self._labels.span), one.unit.places)
         if recorded is not None:
@@ -403,9 +442,9 @@ class LayerReplay:
             one.output = next((role for role, each in enumerate(one.roles) if each is of_result), -1)
             if one.output >= 0:
                 self._learn(key, one, False, recording, one.output, result)
-            self._reference[one.unit.run] = recording
+            self._reference[of_equal] = self._latest_of_run[one.unit.run] = recording
         else:
-            self._last_signature.pop((one.unit.run, False), None)
+            self._last_signature.pop((one.unit.run, False, True), None)
         node = result.grad_fn
         if node is not None:
             self._in_flight.append(one)
@@ -414,7 +453,7 @@ class LayerReplay:
 
     def _retains_checkpoints(self) -> bool:
         """Whether a graph that a layer retains keeps checkpoints of other layers, whose passes do not free them."""
-        return any(each.allocation.pool != _DEVICE for of_layer in self._retained for each in of_layer)
+        return any(each.pool != _DEVICE for of_layer in self._retained for each in of_layer)
 
     def _retain_result(self, unit: _Unit) -> None:
         """Counts what a unit's last pass returned as retained, if it is still allocated: a checkpoint's leaf has it."""
@@ -424,53 +463,66 @@ class LayerReplay:
         self._drop_freed(unit)
         retained = self._retained_by(unit)
         result = one.result
-        if result is not None and result.num_bytes and not any(result is known.allocation for known in retained):
+        if result is not None and result.num_bytes and not any(result is known for known in retained):
             if one.kept is None:
-                retained.append(_Retained(result, _storage_of(result)))
+                unit.held[len(one.left) :] = [_storage_of(result)]
             else:
-                retained.append(self._hold(one, result, len(one.left)))
+                self._hold(unit, result, len(one.left), Role(GRADIENT, 0))
+            retained.append(result)
         one.kept = None
         self._retain(unit, retained)
 
-    def _hold(self, one: _Pass, allocation: StorageAllocation, place: int) -> _Retained:
+    def _hold(self, unit: _Unit, allocation: StorageAllocation, place: int, role: Role) -> None:
         """Keeps what a replayed pass leaves, in the storage that a stepped pass has left there, if it still exists."""
         meter = self._meter
         meter.hand_over(allocation)
-        held = one.held[place] if place < len(one.held) else None
+        held = unit.replaced.get(role) or (unit.held[place] if place < len(unit.held) else None)
         storage = None if held is None else held()
         if storage is not None and storage.nbytes() == allocation.requested_bytes:
             meter.follow(storage, allocation)
         else:
             meter.keep(allocation)
-        return _Retained(allocation, held)
 
     def _drop_freed(self, unit: _Unit, *, by_pass: bool = False) -> None:
         for each in self._retained_by(unit) if by_pass else ():
-            if not each.allocation.num_bytes:
-                self._freed_by_pass[id(each.allocation)] = each.allocation
+            if not each.num_bytes:
+                self._freed_by_pass[id(each)] = each
         for layer in unit.layers:
-            self._retained[layer] = [each for each in self._retained[layer] if each.allocation.num_bytes]
+            self._retained[layer] = [each for each in self._retained[layer] if each.num_bytes]
 
-    def _let_go(self, unit: _Unit) -> None:
-        for each in self._retained_by(unit):
-            if each.allocation.key < 0 and each.allocation.num_bytes:
-                self._meter.let_go(each.allocation)
+    def _let_go(self, unit: _Unit, of_previous: Iterable[StorageAllocation]) -> None:
+        for each in [*self._retained_by(unit), *of_previous]:
+            if each.key < 0 and each.num_bytes:
+                self._meter.let_go(each)
 
-    def _frees_of_orphans(self, unit: _Unit) -> Callable[[], None] | None:
+    def _left_to_next(self, previous: _Pass | None, reference: Recording | None) -> dict[Role, StorageAllocation]:
+        """Returns what a replayed pass, whose backward has not ended, has allocated and the unit's next pass frees."""
+        if previous is None or previous.replay is None:
+            return {}
+        if reference is None and self._overlaps:
+            raise NotReplayableError(f"what layer {previous.unit.layers[0]} frees of its previous pass is not known")
+        replay = previous.replay
+        roles = [] if reference is None else [role for role in reference.freed if role.owner == PREVIOUS]
+        totals = replay.recording.totals
+        return {role: self._meter.separate(replay, role.number, totals[Role(OWN, role.number)]) for role in roles}
+
+    def _frees_of_orphans(
+        self, unit: _Unit, reference: Recording | None, of_previous: Mapping[Role, StorageAllocation]
+    ) -> Callable[[], None] | None:
         """Returns what frees, in a stepped pass, what a replayed one left: at the places of an equal layer's pass."""
-        retained = self._retained_by(unit)
-        orphans = {place: each.allocation for place, each in enumerate(retained) if each.allocation.key < 0}
+        retained = enumerate(self._retained_by(unit))
+        orphans = {Role(RETAINED, place): each for place, each in retained if each.key < 0}
+        orphans.update(of_previous)
         if not orphans:
             return None
-        reference = self._reference.get(unit.run)
         rows = iter([] if reference is None else zip(reference.owner.tolist(), reference.role.tolist(), strict=True))
         meter, waiting = self._meter, [next(rows, None)]
 
         def after_event() -> None:
             meter.after_event = None
             waiting[0] = next(rows, None)
-            while waiting[0] is not None and waiting[0][0] == RETAINED and waiting[0][1] in orphans:
-                meter.let_go(orphans.pop(waiting[0][1]))
+            while waiting[0] is not None and Role(*waiting[0]) in orphans:
+                meter.let_go(orphans.pop(Role(*waiting[0])))
                 waiting[0] = next(rows, None)
             meter.after_event = after_event
 
@@ -482,7 +534,7 @@ class LayerReplay:
         if not self._learns:
             return
         former = self._known.get(key)
-        of_run = one.unit.run, is_backward
+        of_run = one.unit.run, is_backward, self._is_latest(one)
         same = self._last_signature.get(of_run) == recording.signature
         same |= former is not None and former.recording.signature == recording.signature
         self._last_signature[of_run] = recording.signature
@@ -509,7 +561,7 @@ class LayerReplay:
         if one.output >= 0 and one.gradient is not None:
             recorded = meter.record(one.backward_from, meter.position(), known, spans, unit.places)
         if recorded is None:
-            self._last_signature.pop((unit.run, True), None)
+            self._last_signature.pop((unit.run, True, self._is_latest(one)), None)
             return
         recording, own = recorded
         of_result = meter.allocation_of(gradient)
@@ -521,10 +573,12 @@ class LayerReplay:
             left.append(one.input)
         one.left = left
         if unit.last_pass is one:
-            self._retain(unit, [_Retained(each, _storage_of(each)) for each in left])
+            unit.held = [_storage_of(each) for each in one.left]
+            self._retain(unit, one.left)
         if result < 0 or Role(FORWARD, one.output) in recording.totals:
             return
-        self._learn(("backward", *self._place(one)), one, True, recording, result, gradient)
+        key = self._backward_key(one, is_latest=self._is_latest(one))
+        self._learn(key, one, True, recording, result, gradient)
 
     def _replay_forward(self, one: _Pass, known: _Known, given: torch.Tensor) -> torch.Tensor:
         self.num_replayed += len(one.unit.layers)
@@ -535,9 +589,48 @@ class LayerReplay:
 
     def forward_of(self, one: _Pass, known: _Known) -> torch.Tensor:
         """Replays a forward pass, and returns its output."""
+        previous = self._previous(one)
+        references = [] if previous is None else self._references_to(previous)
         self._in_flight.append(one)
         one.replay = self._run(one, known.recording, None)
+        for dispatcher, name, role in references:
+            self._replace(one.unit, dispatcher, name, role)
+        if self._is_moe_stage:
+            self._detach(one.unit)
         return self._result(one.replay, known)
+
+    def _references_to(self, previous: _Pass) -> list[tuple[Any, str, Role]]:
+        """Returns what the unit's token dispatchers refer to of a stepped pass whose backward has not ended."""
+        roles = {id(allocation): Role(FORWARD, number) for number, allocation in enumerate(previous.roles)}
+        found = []
+        for dispatcher, name, tensor in self._tensors_of_dispatchers(previous.unit):
+            role = roles.get(id(self._meter.allocation_of(tensor)))
+            if role is not None:
+                found.append((dispatcher, name, role))
+        return found
+
+    def _tensors_of_dispatchers(self, unit: _Unit) -> Iterator[tuple[Any, str, torch.Tensor]]:
+        for layer in unit.layers:
+            dispatcher = getattr(self._live.layers[layer].mlp, "token_dispatcher", None)
+            for each in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
+                for name, value in [] if each is None else list(vars(each).items()):
+                    if isinstance(value, torch.Tensor):
+                        yield each, name, value
+
+    def _detach(self, unit: _Unit) -> None:
+        """Drops the graph of an earlier pass from a unit's dispatchers, as a forward pass does that is not replayed."""
+        with self._meter.paused():
+            for dispatcher, name, tensor in self._tensors_of_dispatchers(unit):
+                if tensor.grad_fn is not None:
+                    setattr(dispatcher, name, tensor.detach())
+
+    def _replace(self, unit: _Unit, dispatcher: Any, name: str, role: Role) -> None:
+        """Lets a dispatcher refer to another tensor, as a forward pass does that is not replayed."""
+        former = getattr(dispatcher, name)
+        with self._meter.paused():
+            tensor = torch.empty_strided(former.shape, former.stride(), dtype=former.dtype, device="meta")
+        setattr(dispatcher, name, tensor)
+        unit.replaced[role] = weakref.ref(tensor.untyped_storage())
 
     def backward_of(self, one: _Pass, gradient: torch.Tensor) -> torch.Tensor:
         """Replays a backward pass, and returns the gradient of the input."""
@@ -545,32 +638,35 @@ class LayerReplay:
         assert forward is not None
         self._enter(reversed(unit.layers))
         one.gradient = meter.allocation_of(gradient)
-        known = self._known.get(("backward", *self._place(one)))
+        is_latest = self._is_latest(one)
+        known = self._known.get(self._backward_key(one, is_latest=is_latest))
         if known is None or not known.is_proven:
             raise NotReplayableError(f"the backward of layer {unit.layers[0]} is not known")
         done = self._run(one, known.recording, forward)
         result = self._result(done, known)
         one.result = meter.allocation_of(result)
-        between = self._known.get(("backward", unit.run, False, False, one.number > 0))
+        between = self._known.get(("backward", unit.run, False, False, one.number > 0, is_latest))
         if between is not None and Role(GRADIENT, 0) not in between.recording.freed:
             one.kept = result
         of_forward = set(forward.recording.live) - {role for owner, role in known.recording.freed if owner == FORWARD}
-        left = [(forward, role) for role in sorted(of_forward) if forward.has(role)]
-        left += [(done, role) for role in known.recording.live if done.has(role)]
+        left = [(forward, Role(FORWARD, role)) for role in sorted(of_forward) if forward.has(role)]
+        left += [(done, Role(OWN, role)) for role in known.recording.live if done.has(role)]
         forward.is_over = done.is_over = one.is_over = True
         self._in_flight = [other for other in self._in_flight if other is not one]
-        retained = []
-        for place, (replay, role) in enumerate(left):
-            size = replay.recording.totals[Role(OWN, role)]
-            size += known.recording.totals.get(Role(FORWARD, role), 0) if replay is forward else 0
-            retained.append(self._hold(one, meter.separate(replay, role, size), place))
+        retained: dict[Role, StorageAllocation] = {}
+        for replay, role in left:
+            size = replay.recording.totals[Role(OWN, role.number)]
+            size += known.recording.totals.get(role, 0) if replay is forward else 0
+            retained[role] = meter.separate(replay, role.number, size)
         if Role(INPUT, 0) not in known.recording.freed:
             assert one.input is not None
-            retained.append(self._hold(one, one.input, len(left)))
-        one.left = [each.allocation for each in retained]
+            retained[Role(INPUT, 0)] = one.input
+        for place, (role, allocation) in enumerate(retained.items()):
+            self._hold(unit, allocation, place, role)
+        one.left = list(retained.values())
         one.source = known.source
         if unit.last_pass is one:
-            self._retain(unit, retained)
+            self._retain(unit, one.left)
         return result
 
     def at_end_of_graph(self, one: _Pass) -> Any:
@@ -592,7 +688,6 @@ class LayerReplay:
 
     def _run(self, one: _Pass, recording: Recording, forward: Replay | None) -> Replay:
         others = {role: self._other(one, role) for _, role in recording.others}
-        one.held = one.held or [each.storage for each in self._retained_by(one.unit)]
         for role in recording.freed:
             other = others.get(role)
             if isinstance(other, StorageAllocation):

@@ -41,6 +41,18 @@ _CASES: list[tuple[str, dict[str, Any], list[MemorySettings]]] = [
     ("phi-4-tiny", {"num_layers": 8, "seq_length": 64, "num_microbatches": 10, "layout": _STAGES}, [_LAYERNORM, _FULL]),
     ("phi-4-tiny", {"num_layers": 12, "seq_length": 64, "num_microbatches": 4, "layout": _CHUNKS}, [_LAYERNORM]),
     ("qwen3-moe-tiny", {"num_layers": 2, "seq_length": 64, "num_microbatches": 8}, [MemorySettings(), _FULL]),
+    # On stages, a dispatcher's references pass from stepped passes to replayed ones and back, several passes in flight.
+    (
+        "qwen3-moe-tiny",
+        {"num_layers": 12, "seq_length": 64, "num_microbatches": 9, "layout": _STAGES},
+        [MemorySettings(), _LAYERNORM, _MOE],
+    ),
+    (
+        "qwen3-moe-tiny",
+        {"num_layers": 8, "seq_length": 64, "num_microbatches": 4, "layout": replace(_STAGES, rank=1)},
+        [MemorySettings(), _LAYERNORM],
+    ),
+    ("qwen3-moe-tiny", {"num_layers": 16, "seq_length": 64, "num_microbatches": 4, "layout": _CHUNKS}, [_LAYERNORM]),
 ]
 
 
