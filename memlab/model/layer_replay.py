@@ -339,7 +339,11 @@ class LayerReplay:
     def _key(self, one: _Pass, given: torch.Tensor) -> tuple[Any, ...]:
         """Returns what decides about a forward pass beside the model and the settings."""
         unit = one.unit
-        earlier = len(self._retained_by(unit)), self._previous(one) is not None
+        # By places in this list the pass frees what an earlier one has left, maybe under other settings.
+        retained = tuple(
+            (unit.places.get(each.module, 0), each.phase, each.requested_bytes) for each in self._retained_by(unit)
+        )
+        earlier = retained, self._previous(one) is not None
         return "forward", unit.run, unit.is_first, one.number > 0, earlier, _spec(given), given.requires_grad
 
     def _retained_by(self, unit: _Unit) -> list[StorageAllocation]:
