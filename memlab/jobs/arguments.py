@@ -47,7 +47,7 @@ def read_overrides(words: Iterable[tuple[str, int]], entries: Entries) -> None:
     for word, line in words:
         match = _OVERRIDE.fullmatch(word)
         if match:
-            value = UNKNOWN if UNKNOWN in match[2] else parse_value(match[2])
+            value = match[2] if UNKNOWN in match[2] else parse_value(match[2])
             entries.add(match[1], value, line)
 
 

@@ -112,6 +112,8 @@ def _json_entries(text: str, path: Path) -> Entries:
     return entries
 
 
+_BRACKETS = re.compile(r"\[[\w ]*\]")
+"""Several values of one argument, as Megatron-LM's tests write them; their launcher takes the brackets away."""
 _JSON_KEY = re.compile(r'\s*"([^"]{1,200})"\s*:')
 
 
@@ -121,8 +123,9 @@ def _yaml_format(root: Node, path: Path, format_name: str | None) -> tuple[str, 
         entries = Entries()
         for key, node in model_args.value.items():
             value = [child.value for child in node.value] if isinstance(node.value, list) else node.value
-            if isinstance(value, str) and " " in value:
-                value = [parse_scalar(part) for part in value.split()]
+            if isinstance(value, str) and (" " in value or _BRACKETS.fullmatch(value)):
+                words = value[1:-1] if _BRACKETS.fullmatch(value) else value
+                value = [parse_scalar(part) for part in words.split()]
             entries.add(key.lstrip("-").replace("-", "_"), value, node.line)
         variables = root.value.get("ENV_VARS")
         if variables is not None and isinstance(variables.value, dict):

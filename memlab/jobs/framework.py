@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
-from memlab.jobs.entries import Entries
+from memlab.jobs.entries import UNKNOWN, Entries
 from memlab.jobs.keys import ABSENT, Effect, Key, Missing, refusal
 
 Style = Literal["flags", "overrides"]
@@ -134,6 +134,8 @@ class Framework:
             if entry is None:
                 continue
             reading.known.add(key.name)
+            if entry.is_unknown and key.field in _NAMES_A_MODEL:
+                entry = replace(entry, value=_known_end(entry.value))
             if entry.is_unknown:
                 reading.warnings.append(
                     f"{entry.place}: {key.name} is known only when the script runs, so memlab takes the default: give "
@@ -172,6 +174,15 @@ class Framework:
     def ignores(self, key: str) -> bool:
         """Whether a key is known to change no memory of a training step."""
         return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.without_effect)
+
+
+_NAMES_A_MODEL = ("architecture", "loaded")
+
+
+def _known_end(value: Any) -> Any:
+    """Returns the last part of a path whose folder only a run of the file would show, such as ``${FOLDER}/phi-4``."""
+    _, slash, name = str(value).rstrip("/").rpartition("/")
+    return name if slash and UNKNOWN not in name else value
 
 
 def _matching(reading: Reading, name: str) -> list[str]:

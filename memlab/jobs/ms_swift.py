@@ -83,7 +83,9 @@ FRAMEWORK_MISSING = (
     ),
 )
 
-_LIKELIHOOD = ("grpo", "gkd", "dpo", "kto")
+_LIKELIHOOD = ("grpo", "gkd")
+"""Methods that compute log-probabilities from logits. DPO and KTO take the language model's loss per token for them
+(``get_logps`` in swift/megatron/trainers/rlhf_mixin.py)."""
 _WITH_REFERENCE = ("grpo", "dpo", "kto")
 """Methods that keep a frozen copy of the model where all parameters are trained, GRPO with ``--beta 0`` too, although
 nothing reads it then (``prepare_model`` in swift/megatron/trainers/rlhf_mixin.py). Of adapters, the model without them
@@ -109,10 +111,8 @@ def complete(reading: Reading) -> None:
     kind, generated = values.pop("rlhf_type"), values.pop("max_completion_length")
     if kind in _LIKELIHOOD:
         values["loss"] = "logprobs"
-        if kind == "dpo":
-            reading.miss(
-                "rlhf_type", "more", "a micro-batch of DPO has a chosen and a rejected answer for each sequence"
-            )
+    if kind == "dpo":
+        reading.miss("rlhf_type", "more", "a micro-batch of DPO has a chosen and a rejected answer for each sequence")
     lengths = [values.pop(name) for name in ("packing_length", "given_seq_length", "max_length")]
     length = next((number for number in lengths if number), None)
     if length and kind == "grpo":

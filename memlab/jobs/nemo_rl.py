@@ -52,6 +52,13 @@ _REFIT_SHARE = 0.3
 (``_compute_buffer_size`` in nemo_rl/weight_sync/ipc_weight_synchronizer.py)."""
 
 
+_PAIRS = {"dpo", "rm"}
+"""Methods whose sequences come in pairs, a chosen and a rejected one, always in the same micro-batch (``policy.train``
+in nemo_rl/algorithms/{dpo,rm}.py)."""
+_WITHOUT_GENERATION = {"sft", *_PAIRS}
+"""Methods that have no inference engine, so nothing leaves the device for one."""
+
+
 def _without_default(keys: tuple[Key, ...]) -> tuple[Key, ...]:
     return tuple(Key(key.name, key.field, key.conversion, ABSENT) for key in keys)
 
@@ -117,6 +124,8 @@ FRAMEWORK_MISSING = (
 def complete(reading: Reading) -> None:
     """Derives ranks, workload, recompute and what leaves the device around generation."""
     values = reading.values
+    sections = {key.partition(".")[0] for key in reading.entries.by_key}
+    generates = "grpo" in sections or not sections & _WITHOUT_GENERATION
     per_node = _complete_ranks(reading)
     values["loss"] = "logprobs"
     if not values.pop("is_checkpointing"):
@@ -127,13 +136,17 @@ def complete(reading: Reading) -> None:
     if not values.pop("is_fp8"):
         values["fp8_format"] = None
     for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
-        values[name] = values["is_colocated"]
+        values[name] = values["is_colocated"] and generates
     is_colocated = values.pop("is_colocated")
     if not reading.get(f"{_MEGATRON}.defer_fp32_logits"):
         reading.miss(
             f"{_MEGATRON}.defer_fp32_logits", "more", "all logits are copied to fp32, which memlab's loss does not do"
         )
+    _note_sequence_parallel(reading)
     longest, sequences = values.pop("longest"), values.pop("sequences")
+    if not generates and sections & _PAIRS:
+        reading.take("policy.train_micro_batch_size", "micro_batch_size", 2 * values["micro_batch_size"])
+        sequences *= 2
     is_packed_row, is_dynamic = values.pop("is_packed"), values.pop("is_dynamic")
     per_micro_batch = longest * values["micro_batch_size"]
     packed, dynamic = values.pop("packed_tokens", None), values.pop("dynamic_tokens", None)
@@ -142,16 +155,7 @@ def complete(reading: Reading) -> None:
     of_log_probs = longest
     if is_packed_row or is_dynamic:
         of_log_probs, rows = (of_packed if is_packed_row else of_dynamic) or longest * rows, 1
-    bucket = values.pop("bucket", None)
-    take_rollout(
-        reading,
-        is_colocated=is_colocated,
-        ranks_per_node=per_node,
-        seq_length=of_log_probs,
-        micro_batch_size=rows,
-        bucket_bytes=int(bucket * 2**30) if bucket else None,
-        bucket_share=_REFIT_SHARE if is_colocated else None,
-    )
+    _take_rollout(reading, per_node, of_log_probs, rows, is_colocated=is_colocated, generates=generates)
     if is_packed_row or is_dynamic:
         key = f"policy.{'sequence_packing' if is_packed_row else 'dynamic_batching'}.train_mb_tokens"
         tokens = (packed if is_packed_row else dynamic) or per_micro_batch
@@ -160,6 +164,31 @@ def complete(reading: Reading) -> None:
         take_rows(reading, key, -(-tokens // context), longest, sequences)
         return
     take_sequences(reading, longest, sequences)
+
+
+def _take_rollout(
+    reading: Reading, per_node: int, seq_length: int, rows: int, *, is_colocated: bool, generates: bool
+) -> None:
+    values = reading.values
+    bucket = values.pop("bucket", None)
+    if not generates:
+        del values["engine_share"], values["engine_ranks"]
+        return
+    take_rollout(
+        reading,
+        is_colocated=is_colocated,
+        ranks_per_node=per_node,
+        seq_length=seq_length,
+        micro_batch_size=rows,
+        bucket_bytes=int(bucket * 2**30) if bucket else None,
+        bucket_share=_REFIT_SHARE if is_colocated else None,
+    )
+
+
+def _note_sequence_parallel(reading: Reading) -> None:
+    key = f"{_MEGATRON}.sequence_parallel"
+    if (reading.values.get("tensor_model_parallel_size") or 1) > 1 and reading.get(key) is False:
+        reading.miss(key, "more", "norms and residuals keep whole sequences on each rank")
 
 
 def _complete_ranks(reading: Reading) -> int:

@@ -5,6 +5,7 @@ Names and defaults: ``slime/utils/arguments.py`` and ``slime/backends/megatron_u
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from memlab.config.scenario import Scenario
@@ -75,6 +76,7 @@ def complete(reading: Reading) -> None:
     complete_chunks(reading)
     note_sequence_parallel(reading)
     note_fusion(reading)
+    _take_allocator(reading)
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     values.setdefault("world_size", nodes * per_node)
     values["use_distributed_optimizer"], values["dtype"] = True, "bf16"
@@ -102,6 +104,18 @@ def complete(reading: Reading) -> None:
         take_rows(reading, "max_tokens_per_gpu", tokens, longest, sequences)
         return
     take_sequences(reading, longest or values.get("seq_length"), sequences)
+
+
+def _take_allocator(reading: Reading) -> None:
+    """Takes the allocator's settings from the environment that Ray gives the ranks, a JSON text."""
+    entry = reading.entries.by_key.get("runtime_env_json")
+    # Other variables of the text may be known only when the script runs.
+    found = _ALLOCATOR.search(str(entry.value)) if entry is not None else None
+    if found:
+        reading.take("runtime_env_json", "allocator", found[1])
+
+
+_ALLOCATOR = re.compile(r'"PYTORCH_(?:CUDA_)?ALLOC_CONF"\s*:\s*"([^"]{0,500})"')
 
 
 def _longest_sequence(reading: Reading) -> int | None:

@@ -19,7 +19,8 @@ MEGATRON_LM = (
     "manual_gc_*", "te_rng_tracker", "tee", "redirects", "no_check_for_nan*", "check_for_*", "rampup_*",
     "auto_detect*", "non_persistent*", "overlap_p2p*", "no_overlap_p2p*", "align_*", "no_align*", "rank", "local_rank",
     "data_parallel_size", "consumed_*", "iteration", "start_time", "use_dist_ckpt*", "perform_initialization",
-    "app_tag*", "inprocess*", "no_async*", "vocab_extra_ids", "ffn_hidden_size",
+    "app_tag*", "inprocess*", "no_async*", "vocab_extra_ids", "ffn_hidden_size", "no_ckpt_*",
+    "use_persistent_ckpt_worker", "logging_level",
 )  # fmt: skip
 BRIDGE = (
     "model.*_freq_factor", "model.old_context_len", "model.scale_factor", "model.glu_linear_offset", "model.mrope_*",
