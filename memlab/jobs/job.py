@@ -250,9 +250,28 @@ def _last(taken: list[Taken]) -> list[Taken]:
     return list({(one.key, one.field): one for one in taken}.values())
 
 
+_NOT_OF_THE_MODEL_ALONE = ("num_layers", "vocab_size")
+"""Sizes that are read beside another architecture, or that are padded after reading."""
+
+
+def _warn_of_replaced_sizes(reading: Reading, architecture: Architecture) -> None:
+    """Says which sizes of the file a given architecture replaces."""
+    replaced = [
+        f"{one.key} {shortened(one.value)} ({one.place}) by {getattr(architecture, one.field)}"
+        for one in reading.taken
+        if one.place != "default"
+        and one.field not in _NOT_OF_THE_MODEL_ALONE
+        and one.memlab_value not in (None, getattr(architecture, one.field, one.memlab_value))
+    ]
+    if replaced:
+        reading.warnings.append(f"--architecture {architecture.name} replaces {', '.join(replaced)}")
+
+
 def _architecture(reading: Reading, given: str | Path | Architecture | None) -> Architecture:
     if given is not None:
-        return given if isinstance(given, Architecture) else find_architecture(given)
+        architecture = given if isinstance(given, Architecture) else find_architecture(given)
+        _warn_of_replaced_sizes(reading, architecture)
+        return architecture
     if reading.blocked:
         raise ValueError(f"memlab does not have this model: {'; '.join(dict.fromkeys(reading.blocked))}")
     name = reading.values.get("architecture")

@@ -110,6 +110,8 @@ MISSING = (
         "more",
         "shared experts: parameters, gradients, optimizer state and activations of a dense MLP of this width per layer",
     ),
+    Missing("add_qkv_bias", "more", "biases of the projection to queries, keys and values, which memlab does not have"),
+    Missing("qk_clip", "more", "the largest attention logit of each head is kept until the optimizer's step"),
     Missing("mtp_num_layers", "more", "multi-token prediction: one more layer and one more set of logits for each"),
     Missing(
         "hidden_dropout", "more", "dropout: a mask of 1 byte and a copy of 2 bytes per element of each residual", bool

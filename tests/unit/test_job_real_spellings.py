@@ -31,6 +31,20 @@ def test_a_model_is_known_by_its_name_where_its_folder_is_not(script: str, versi
     assert "known only when the script runs" in " ".join(Job.read(tmp_path / "run.sh", version=version).warnings)
 
 
+def test_sizes_that_a_given_architecture_replaces_are_said(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "model:\n  num_layers: 8\n  num_moe_experts: 48\n  moe_router_topk: 8\n  qk_clip: true\n"
+        "train:\n  micro_batch_size: 1\n  global_batch_size: 8\nddp: {grad_reduce_in_fp32: true}\n"
+    )
+    job = Job.read(path, architecture="qwen3-30b-a3b", world_size=8)
+    assert job.required()[0].architecture.num_moe_experts == 128
+    assert "--architecture qwen3-30b-a3b replaces model.num_moe_experts 48 (line 3) by 128" in job.warnings
+    assert "model.qk_clip" in {one.key for one in job.not_modelled}
+    path.write_text(path.read_text().replace("48", "128"))
+    assert Job.read(path, architecture="qwen3-30b-a3b", world_size=8).warnings == ()
+
+
 @pytest.mark.parametrize("modules", ["core_attn mlp moe_act", '"[core_attn mlp moe_act]"'])
 def test_several_values_of_a_test_of_megatron_lm_may_be_in_brackets(modules: str, tmp_path: Path) -> None:
     (tmp_path / "model_config.yaml").write_text(
