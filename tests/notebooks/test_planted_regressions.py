@@ -113,7 +113,12 @@ def test_summary_text_and_page_name_metric_module_and_settings(night: Night, nam
     assert module in f"{difference.module} {metric}"
     assert case.settings_of(name) == settings
     text = night.output[night.output.index(f"{case.name}: changed") :].partition("\n\n")[0]
-    for words in (metric, module, f"settings of {name}: {settings}", "look at the code since the baseline's commit"):
+    for words in (
+        metric,
+        module,
+        f"settings of {name}: {settings}",
+        "nothing but the code since the baseline's commit",
+    ):
         assert words in text
     failed = night.page[: night.page.index("All cases")].replace("<wbr>", "")
     part = failed[failed.index(f'id="case-{quote(case.name)}"') :].partition('<details class="case')[0]

@@ -222,7 +222,7 @@ def test_a_rank_that_prints_for_days_fills_no_disk_and_its_last_words_are_kept()
 
     call(1, "chat", 3 * 2**20)
     assert os.fstat(log).st_size > 3 * 2**20
-    call(2, "chat", 10)  # receiving its answer shortens the log of before
+    call(2, "chat", 10)  # sending it shortens the log of before
     engine.keep("a notebook")
     assert os.fstat(log).st_size < 2**14
     _, ended = call(3, "leave", 4)
