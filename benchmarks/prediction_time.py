@@ -64,7 +64,8 @@ CASES: dict[str, tuple[str, ...]] = {
 
 def cost(arguments: tuple[str, ...], folder: Path) -> tuple[float, float] | None:
     """Returns processor seconds and the largest resident size in GB of a case; None if this version cannot run it."""
-    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONWARNINGS": "ignore"}
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             [sys.executable, *arguments], cwd=folder, env=environment, stdout=output, stderr=subprocess.DEVNULL
