@@ -247,11 +247,16 @@ class StepRecord:
             return f"{self.settings}: {self.status}: {self.message}"
         loss = "" if self.loss is None else f", loss {self.loss:.6f}"
         name = f"{self.settings}, forward only" if self.forward_only else f"{self.settings}"
-        return (
-            f"{name}: peak {format_bytes(self.peak_allocated_bytes)} "
-            f"({format_bytes(self.activation_peak_bytes)} above the start), "
-            f"{self.step_seconds * 1e3:.0f} ms{loss}"
-        )
+        peak = f"peak {format_bytes(self.peak_allocated_bytes)} ({self._above_start()})"
+        return f"{name}: {peak}, {self.step_seconds * 1e3:.0f} ms{loss}"
+
+    def _above_start(self) -> str:
+        # Not `activation_peak_bytes`: that of forward and backward may be lower than the peak, and than the start.
+        above = self.peak_allocated_bytes - self.static_bytes
+        if not above:
+            return "at the start"
+        phase = "" if self.peak_phase in ("", "forward", "backward") else f", in the {self.peak_phase} phase"
+        return f"{format_bytes(above)} above the start{phase}"
 
 
 def _version_in(values: dict[str, Any]) -> str:

@@ -540,6 +540,22 @@ def test_record_table_names_everything_that_was_measured() -> None:
         assert re.search(words, table), words
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"peak_phase": "backward"}, "peak 5.000 GiB (2.000 GiB above the start), "),
+        ({"peak_phase": ""}, "peak 5.000 GiB (2.000 GiB above the start), "),
+        ({"peak_phase": "optimizer"}, "peak 5.000 GiB (2.000 GiB above the start, in the optimizer phase), "),
+        ({"peak_phase": "idle", "peak_allocated_bytes": 3 * GIB}, "peak 3.000 GiB (at the start), "),
+    ],
+)
+def test_a_record_in_one_line_says_how_far_its_own_peak_is_above_the_start(changes: dict[str, Any], words: str) -> None:
+    sizes = {"static_bytes": 3 * GIB, "peak_allocated_bytes": 5 * GIB, "activation_peak_bytes": -128 * KIB}
+    record = replace(PLAIN, **(sizes | changes))
+    assert words in str(record)
+    assert re.search(r"device, activation peak below the start +(<?0\.\d+) +131,072 ", record_table(record))
+
+
 def modules_listed(record: StepRecord) -> dict[str, int]:
     """The rows of a record's table that list modules, with their bytes."""
     lines = record_table(record).splitlines()

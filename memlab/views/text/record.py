@@ -98,7 +98,7 @@ def record_table(record: StepRecord) -> str:
     entries: list[tuple[str, int | None]] = [
         *peak_entries(record.peak_allocated_bytes, record.peak_by_category, record.peak_by_module),
         ("device, at the step's start", record.static_bytes),
-        ("device, activation peak above the start", record.activation_peak_bytes),
+        activation_peak_entry(record.activation_peak_bytes),
         ("device, residual at the step's end", record.residual_bytes),
         ("device, recomputed by backward", record.recomputed_bytes),
         *_allocator_entries(record),
@@ -118,6 +118,11 @@ def record_table(record: StepRecord) -> str:
     if record.out_of_memory is not None:
         blocks += _evidence_blocks(record.out_of_memory)
     return as_text(blocks)
+
+
+def activation_peak_entry(num_bytes: int) -> tuple[str, int]:
+    """Returns the row for the peak over forward and backward; what is freed before them may put it below the start."""
+    return f"device, activation peak {'below' if num_bytes < 0 else 'above'} the start", abs(num_bytes)
 
 
 def timeline_table(timeline: Timeline) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from memlab.record.watch_record import WatchRecord
 from memlab.views.text.columns import SETTING_WIDTH, Block, Table, as_text
 from memlab.views.text.compare import byte_column, finished, message_lines
-from memlab.views.text.record import entries_table, peak_entries
+from memlab.views.text.record import activation_peak_entry, entries_table, peak_entries
 from memlab.vocabulary import place_in_words
 
 
@@ -21,7 +21,7 @@ def watch_table(record: WatchRecord) -> str:
     entries: list[tuple[str, int | None]] = [
         *peak_entries(record.peak_allocated_bytes, record.peak_by_category, record.peak_by_module),
         ("device, at the block's start", record.static_bytes),
-        ("device, activation peak above the start", record.activation_peak_bytes),
+        activation_peak_entry(record.activation_peak_bytes),
         ("device, residual at the block's end", record.residual_bytes),
         ("device, recomputed by backward", record.recomputed_bytes),
         *([("host, the block's peak", record.host_bytes)] if record.host_bytes else []),
