@@ -73,7 +73,10 @@ class Check(_Goals):
 
     def residual_is_zero(self) -> Self:
         """Requires that nothing stays allocated after the step."""
-        hint = "a checkpointed MoE layer keeps its input and gradient: recompute something smaller, or apply a remedy"
+        hint = (
+            "a checkpointed MoE layer keeps its input and the gradient of that input: recompute a smaller part, "
+            "or set a remedy"
+        )
         return self._below("the residual after the step", self._record.residual_bytes, 1, hint)
 
     def recomputes_less_than(self, num_bytes: int) -> Self:
@@ -119,7 +122,7 @@ class Check(_Goals):
         """Requires that the peaks of the worst and the best rank of a job are closer than a number of bytes."""
         if not isinstance(self._record, JobRecord):
             return self._goal(False, "the record is that of one rank, must be that of a job", "pass what lab.step gave")
-        hint = "find what only the worst rank holds, and spread it or take it away"
+        hint = "find what only the worst rank holds, and spread it over the ranks or remove it"
         what = "the distance from the lowest to the highest peak of a rank"
         return self._below(what, self._record.spread_bytes, num_bytes, hint)
 
@@ -138,8 +141,8 @@ class Check(_Goals):
             return self._goal(True, "the loss is the same, to the last bit")
         if math.isclose(mine or 0.0, theirs or 0.0, rel_tol=tolerance):
             reason = (
-                "megatron-core 0.19 sorts the experts of a router only where gradients are recorded, so a checkpoint "
-                "around the router rounds in another order"
+                "megatron-core 0.19 sorts the experts of a router only where gradients are recorded, so in a "
+                "checkpoint around the router, the softmax adds in another order"
             )
             return self._goal(True, f"the loss is the same within {tolerance:g} ({reason})")
         return self._goal(False, f"the loss is {mine!r}, must be {theirs!r}: a memory setting changes no number")
@@ -156,7 +159,7 @@ class Check(_Goals):
             if name not in ("parameters", "gradients", "optimizer state", "workspace")
         }
         name, size = max(categories.items(), key=lambda item: item[1], default=("activations", 0))
-        return f"the largest part of the peak that settings change is '{name}', {format_bytes(size)}"
+        return f"of the parts of the peak that settings can change, the largest is '{name}', {format_bytes(size)}"
 
 
 class ResidencyCheck(_Goals):
@@ -171,7 +174,7 @@ class ResidencyCheck(_Goals):
         resident = [group for group in GROUPS if self._audit.device_bytes(group)]
         if sorted(resident) != sorted(groups):
             what = f"the device holds {', '.join(resident) or 'none of the groups'}, must hold only {', '.join(groups)}"
-            return self._goal(False, what, "offload what the phase does not touch, and load what it does")
+            return self._goal(False, what, "offload what the phase does not use, and load what it uses")
         if self._audit.complaints:
             return self._goal(False, f"the device holds the right groups, but {self._audit.complaints[0]}")
         return self._goal(True, f"the device holds only {', '.join(groups)}")

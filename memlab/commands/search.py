@@ -58,7 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rank",
         type=rank_or_all,
         metavar="N|all",
-        help="judge only rank N of the job (default all: one rank of each kind, of which the worst counts)",
+        help="judge only rank N of the job (default all: predict one rank of each kind, and judge the worst; ranks of "
+        "one kind need the same memory)",
     )
     parser.add_argument(
         "--gpu-memory", type=memory_size, required=True, metavar="SIZE", help="memory of the GPU, such as 80GiB"
@@ -80,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=number_or_profile,
         metavar="N|PROFILE",
         help="predict in N processes of this machine, or on the ipyparallel engines of a running cluster "
-        "(ipcluster start --profile=PROFILE); the result is the same on any number; 0 and 1 use this process alone "
+        "(ipcluster start --profile=PROFILE); the result does not depend on N; 0 and 1 use this process alone "
         "(default: one process per core, fewer if host memory is short, or this process alone if the search is short)",
     )
     parser.add_argument(
@@ -88,20 +89,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number,
         metavar="N",
         help="search the layouts of a job on N GPUs instead of settings: vary the tensor, context, pipeline and expert "
-        "parallel sizes that you do not give; show each layout that fits, with the least recompute with which it fits; "
+        "parallel sizes that you do not give; show each layout that fits, and the least recompute that it needs; "
         "every layout has N x --num-microbatches x --micro-batch-size sequences per step",
     )
     parser.add_argument(
         "--largest",
         metavar="{" + ",".join(WHATS) + "}",
-        help="instead of searching settings, find the largest workload that fits under those that you give: the "
+        help="instead of searching settings, find the largest workload that fits under the settings that you give: the "
         "longest sequence, the most sequences in a micro-batch, or the most tokens in a micro-batch of one packed row; "
         "the number of micro-batches stays as it is",
     )
     parser.add_argument(
         "--along-front",
         action="store_true",
-        help="with --largest: first search the settings, and then find the largest workload under each on the front",
+        help="with --largest: first search the settings, and then find the largest workload under each setting on the "
+        "front (no other is at least as good in peak, recompute and transfer)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object; bytes are integers")
     parser.add_argument(

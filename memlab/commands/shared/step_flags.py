@@ -105,7 +105,7 @@ _SWITCHES = {
     "overlap_cpu_optimizer_d2h_h2d": "with --optimizer-cpu-offload: transfer some tensors while the CPU updates others",
     "manual_gc": "collect Python's garbage before the first step; this frees memory only with --optimizer-cpu-offload",
     "cross_entropy_loss_fusion": "compute the cross entropy with fewer kernels",
-    "apply_rope_fusion": "rotate queries and keys in one kernel",
+    "apply_rope_fusion": "apply the rotary embedding to queries and keys in one kernel",
     "fp8_param_gather": "store the weight matrices in FP8",
 }
 _CHOICE_HELP = {
@@ -283,8 +283,8 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-replay",
         dest="replay",
         action="store_false",
-        help="run every layer and every micro-batch, including those that are known to repeat others; this takes "
-        "longer, and the peak differs by unsplit remainders at most",
+        help="run every layer and every micro-batch, even if it is known to repeat an earlier one; this takes longer, "
+        "and changes the peak at most by the ends of blocks that torch does not split off (up to 1 MiB each)",
     )
     group = parser.add_argument_group("job")
     group.add_argument(
@@ -296,8 +296,9 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--routing",
         metavar="CHOICE",
-        help="how tokens are routed to experts: balanced (default), random:SEED, skewed:FACTOR, or a JSON list, or "
-        "the path of a JSON file, with one share per expert, or with a list of tokens per expert for each layer",
+        help="how tokens are routed to experts: balanced (default), random:SEED, skewed:FACTOR (the first expert gets "
+        "FACTOR times the mean), or JSON (a list, or the path of a file): one share per expert, or for each layer a "
+        "list of tokens per expert",
     )
 
 
