@@ -115,11 +115,11 @@ def basis_of(scenario: Scenario) -> str:
     """Says what a verdict on a predicted step is based on, and which routing it assumes."""
     share = f"{measured_margin(scenario):.1%}"
     if not scenario.architecture.is_moe:
-        return f"a predicted step; steps of dense models on H200s needed up to {share} more"
+        return f"a predicted step; steps of dense models on H200s needed up to {share} more than predicted"
     routing = f"a predicted step with {scenario.routing} routing"
     spread = " that are spread over ranks" if scenario.layout.expert_model_parallel_size > 1 else ""
     several = ", with several micro-batches," if spread and scenario.num_microbatches > 1 else ""
-    return f"{routing}; steps of models with experts{spread}{several} on H200s needed up to {share} more"
+    return f"{routing}; steps of models with experts{spread}{several} on H200s needed up to {share} more than predicted"
 
 
 class FitInterrupted(KeyboardInterrupt):

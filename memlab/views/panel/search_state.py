@@ -124,5 +124,5 @@ class SearchState(traitlets.HasTraits):
                 return
             self.found = outcome
             count = len(outcome.cheapest)
-            fit = f"{count} of them with the least work that fits" if count else "nothing fits"
-            self.notice = f"On the front: {len(outcome.front)}, {fit}. Click a point to take its settings."
+            fit = f"{count} of them fit with the least extra work" if count else "none of them fits"
+            self.notice = f"On the front: {len(outcome.front)} settings, {fit}. Click a point to take its settings."

@@ -26,7 +26,7 @@ class SearchView:
         self.limit = ipywidgets.Text(description="GPU memory for torch", continuous_update=False)
         self.limit.style.description_width = "initial"
         self.search = ipywidgets.Button(description="Search")
-        self.search.tooltip = "Predicts settings on a simulated lab next to this one, which stays free"
+        self.search.tooltip = "Predicts settings in another process; this lab stays usable"
         self.stop = ipywidgets.Button(description="Stop search")
         self.status = ipywidgets.HTML()
         self.choice = ipywidgets.Dropdown(description="on the front", options=[("", _NO_CHOICE)])
@@ -92,6 +92,6 @@ class SearchView:
             (f"{point.settings}: {format_bytes(point.peak_allocated_bytes)}", found.points.index(point))
             for point in found.front
         ]
-        self.choice.options = [("take a setting into the controls", _NO_CHOICE), *options]
+        self.choice.options = [("choose settings for the controls", _NO_CHOICE), *options]
         self._show()
         self.table.value = f'<pre tabindex="0">{html.escape(search_table(found), quote=False)}</pre>'

@@ -74,7 +74,7 @@ class SettingsControls:
                         self._number("recompute_num_layers", _typed("layers")),
                     ]
                 ),
-                ipywidgets.HTML("modules, under selective:"),
+                ipywidgets.HTML("modules (granularity selective):"),
                 _side_by_side(self._tick("recompute_modules", module) for module in RECOMPUTE_MODULES),
                 self._choice("checkpoint_input_remedy", "MoE checkpoint's input", _REMEDIES),
             ],
@@ -83,7 +83,7 @@ class SettingsControls:
 
     def _offload(self) -> Any:
         ticks = _side_by_side(self._tick("offload_modules", module) for module in OFFLOAD_MODULES)
-        size = _typed("at least, elements")
+        size = _typed("smallest tensor (elements)")
         return self._group(
             "Offload during the step",
             [ticks, self._number("min_offloaded_tensor_size", size)],
@@ -93,18 +93,18 @@ class SettingsControls:
     def _offload_since_0_19(self) -> Any:
         """Below the workload, so that what every version has is on one screen."""
         fraction, delta, inflight = SINCE_MEGATRON_0_19
-        share = ipywidgets.FloatText(description="share of the groups", style={"description_width": "initial"})
+        share = ipywidgets.FloatText(description="share of groups offloaded", style={"description_width": "initial"})
         numbers = [
             self._number(fraction, share),
-            self._number(delta, _typed("bytes left, per stage")),
-            self._number(inflight, _typed("not waited for (-1: any)"), none=-1),
+            self._number(delta, _typed("more bytes kept, per stage")),
+            self._number(inflight, _typed("copies in progress (-1: any)"), none=-1),
         ]
         return self._group("Offload, since megatron-core 0.19", numbers, SINCE_MEGATRON_0_19)
 
     def _between_steps(self) -> Any:
         places = {name: _GRADIENTS if name == "offload_gradients" else _DEVICE_OR_HOST for name in _GROUPS}
         boxes = [self._choice(name, _GROUPS[name], choices) for name, choices in places.items()]
-        boxes.append(self._choice(_EXCEPT_UPDATE, "outside its update", _DEVICE_OR_HOST))
+        boxes.append(self._choice(_EXCEPT_UPDATE, "optimizer, except update", _DEVICE_OR_HOST))
         return self._group("Between steps", boxes, (*_GROUPS, _EXCEPT_UPDATE))
 
     def _workload(self) -> Any:

@@ -348,9 +348,11 @@ class LabState(traitlets.HasTraits):
             self._pressed = _Pressed(form, settings, selection)
         elif self._pressed.selection != selection:
             waiting = self._pressed.settings
-            self._say(f"Not started: Run already waits to take a step ({waiting}): press it again after that step")
+            self._say(
+                f"Not started: a step with other settings ({waiting}) is already waiting: press Run again after it"
+            )
             return None
-        self.notice = f"Run follows when this step has ended: {settings}"
+        self.notice = f"Waiting for the running step to end. Then this step starts: {settings}"
         return self._pressed.ended
 
     def _start_pressed(self, pressed: _Pressed) -> None:
@@ -544,7 +546,7 @@ class LabState(traitlets.HasTraits):
         )
         self.moment = None
         self.tried = self.shown = run
-        self.notice = f"{run}: {run.status if run.is_ok else run.outcome}; Run keeps it in the table"
+        self.notice = f"{run}: {run.status if run.is_ok else run.outcome}; press Run to keep it in the table"
 
     def _fail(self, error: BaseException, scenario: Scenario, settings: MemorySettings) -> None:
         _logger.error("the step under %s ended in an error", settings, exc_info=error)

@@ -14,11 +14,11 @@ from memlab.views.panel.state import LabState
 
 _NONE = "none"
 _NUMBERS = {
-    "ddp_bucket_size": "Elements of a bucket; 0 leaves it to Megatron's rule",
+    "ddp_bucket_size": "Elements in a bucket; with 0, Megatron chooses the size",
     "logprobs_chunk_size": "Tokens whose log-probabilities are computed at once; 0 computes all at once",
     "optimizer_offload_fraction": "Share of the parameters whose state is on the CPU, from 0 to 1",
-    "garbage_collection_threshold": "Share of the memory limit above which cached blocks are freed first; 0 never does",
-    "max_split_size_mb": "MiB from which on blocks are not split; 0 splits any",
+    "garbage_collection_threshold": "Above this share of the memory limit, torch frees unused cached blocks; 0: never",
+    "max_split_size_mb": "Blocks larger than this many MiB are not split; with 0, all blocks may be split",
 }
 """What each number means, as its tooltip."""
 _SHARES = ("optimizer_offload_fraction", "garbage_collection_threshold")

@@ -22,6 +22,8 @@ from memlab.vocabulary import PHASES
 
 _NUM_MODULES = 8
 _ALL_RANKS = -1
+_FLOOR_TOOLTIPS = ("The axis starts at the bytes that are held throughout the step", "The axis starts at 0")
+"""Of `FLOORS`, in its order."""
 
 
 class TimelineView:
@@ -34,6 +36,7 @@ class TimelineView:
         self.pool = self._switch("pool", POOLS_SHOWN, "Of")
         self.axis = self._switch("axis", AXES, "Along")
         self.floor = self._switch("floor", FLOORS, "Bytes from")
+        self.floor.tooltips = _FLOOR_TOOLTIPS
         self.chart = ChartWidget(self._figure(), self._look_at_point)
         self.chart.add_class("memlab-chart")
         self.slider = Slider(name="moment, as the number of its event")
@@ -177,7 +180,7 @@ def breakdown_html(timeline: Timeline, moment: int, pool: str, *, is_peak: bool)
     index = timeline.first_step_event + moment
     total = timeline.bytes_at(index, pool)
     where = f"event {moment:,}, {timeline.nanoseconds[index] / 1e6:,.3f} ms, {PHASES[timeline.phase[index]]}"
-    head = f"Allocated on the {pool} {'at the peak' if is_peak else 'then'}: {format_bytes(total)}"
+    head = f"Allocated on the {pool} {'at the peak' if is_peak else 'at this moment'}: {format_bytes(total)}"
     categories = timeline.breakdown(index, "category", pool)
     modules = grouped_modules(timeline.breakdown(index, "module", pool), categories)
     others = sum(list(modules.values())[_NUM_MODULES:])

@@ -12,11 +12,12 @@ from memlab.views.text.results import hardware_of
 
 _HEAD = """
 ## How accurate predictions are
-Each step below was measured on the hardware that is named, and predicted by Megatron's own code on fake tensors, on a
-CPU. Errors are shares of the measured value; below zero too little was predicted. A saving is judged if it is over
-64 MiB. Remainders that torch's allocator leaves unsplit, up to 1 MiB per block, are in all figures. Where the name of a
-step has "routing counts", the prediction has the numbers of tokens that the measured router sent to each expert. In
-other steps with experts, the experts are drawn at random, more evenly than the untrained routers chose them.
+Each step below was measured on the hardware that is named. It was predicted on a CPU by Megatron's own code, on tensors
+without values. An error is a share of the measured value; it is below zero if the prediction is too low. The error of a
+saving is given if the saving is over 64 MiB. All figures include the remainders that torch's allocator leaves unsplit,
+up to 1 MiB per block. If the name of a step has "routing counts", its prediction uses the numbers of tokens that the
+measured router sent to each expert. In all other predictions of models with experts, each token chooses its experts at
+random, which spreads the tokens more evenly than the untrained routers did.
 """
 
 
@@ -79,11 +80,12 @@ def _steps(pairs: Sequence[Pair]) -> list[str]:
 
 _LIMITS_HEAD = """
 ## The limit of what fits
-The smallest memory with which a step completes, found by bisection: each attempt is a fresh process on the GPU, and a
-fresh lab in a prediction, whose torch may reserve only so much. If the predicted limit is the lower one (an error below
-zero), memlab says "fits" of a GPU on which the step runs out of memory; to such a limit it adds a margin before it says
-"fits", so the last column judges the limit with that margin. Where experts are spread over ranks, the predicted limit
-is the highest of three random routings.
+A limit is the smallest memory with which a step completes. Bisection finds it: each attempt limits the memory that
+torch may reserve, and takes the step in a fresh process on the GPU, or in a fresh lab for a prediction. The error is
+below zero if the predicted limit is lower than the measured one. memlab therefore adds a margin to the predicted limit,
+and says "fits" only above the sum of both. The last column says whether this is still too early: whether the sum is
+less than the step needs. Where experts are spread over ranks, the predicted limit is the highest of three random
+routings.
 """
 
 
@@ -94,7 +96,7 @@ def limits_page(limits: Sequence[tuple[Limit, Limit]]) -> str:
         limits: Pairs of a measured and a predicted limit; at least one.
     """
     rows = [
-        '| step | setting | measured GB | predicted GB | error | "fits" is said from GB | too early |',
+        '| step | setting | measured GB | predicted GB | error | memlab says "fits" from GB | too early |',
         "| --- | --- | ---: | ---: | ---: | ---: | --- |",
     ]
     num_too_early = 0

@@ -234,7 +234,7 @@ function initialize() {
     for (const output of document.querySelectorAll(".jp-OutputArea-output")) {
       if (output.textContent !== NOT_FOUND) continue;
       const advice = document.createElement("div");
-      advice.textContent = "The kernel still has it: load the page again, or run this cell again.";
+      advice.textContent = "The kernel still has the panel: load the page again, or run this cell again.";
       output.append(advice);
     }
   }, RESTORED_MS);
