@@ -53,6 +53,7 @@ class Result:
 
     record: StepRecord
     seconds: tuple[float, ...]
+    """Empty if other programs used the GPU or the host meanwhile: the step's bytes are right then, its time is not."""
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Result:
@@ -68,7 +69,7 @@ class Result:
                 )
             raise ValueError(f"fields are {sorted(values)}, must be record and seconds: measure the settings again")
         seconds = values["seconds"]
-        if not isinstance(seconds, list) or not seconds or not all(_is_time(second) for second in seconds):
+        if not isinstance(seconds, list) or not all(_is_time(second) for second in seconds):
             raise ValueError(f"seconds are {seconds!r}, must be a list of positive numbers: measure the settings again")
         return cls(StepRecord.from_dict(values["record"]), tuple(seconds))
 
@@ -101,11 +102,7 @@ def results_page(results: Iterable[Result], hardware: str = "") -> str:
         )
         if plain is None:
             raise ValueError(f"{name} has no result without settings, must have one to compare with: measure it")
-        versions = ", ".join(f"{package} {version}" for package, version in plain.record.versions.items())
-        counts = sorted({len(result.seconds) for result in group})
-        repeats = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        where = f"{plain.record.backend}, {hardware_of(plain.record, hardware)}"
-        lines += [f"## {name}", f"Measured on {where}, with {versions}. Median of {repeats} steps.", ""]
+        lines += [f"## {name}", _measured_on([result.record for result in group], hardware) + _repeats(group), ""]
         settings = [result for result in group if result.record.scenario.state == TrainingState()]
         states = [result for result in group if result not in settings]
         if len(settings) > 1 or not states:
@@ -130,7 +127,8 @@ it by hand.
 - **reserved**: the most device memory that torch's allocator held during the step.
 - **step**: the time of forward, backward and optimizer, with the meter on. **spread**: the interquartile range of the
   step times, divided by their median. If the spread is large, the host was slower than the GPU, and the times say
-  little. **time ratio**: the step time divided by the step time without settings.
+  little. **time ratio**: the step time divided by the step time without settings. A row has no times if other
+  programs used the GPU or the host while it was measured.
 
 Tables of training states have some columns of their own:
 
@@ -147,6 +145,21 @@ def hardware_of(record: StepRecord, given: str = "") -> str:
     return recorded or given or "hardware not recorded"
 
 
+def _measured_on(records: Sequence[StepRecord], hardware: str) -> str:
+    places = []
+    for record in records:
+        versions = ", ".join(f"{package} {version}" for package, version in record.versions.items())
+        places.append(f"{record.backend}, {hardware_of(record, hardware)}, with {versions}")
+    return f"Measured on {'; '.join(dict.fromkeys(places))}."
+
+
+def _repeats(results: Sequence[Result]) -> str:
+    counts = sorted({len(result.seconds) for result in results if result.seconds})
+    if not counts:
+        return ""
+    return f" Median of {counts[0]} steps." if len(counts) == 1 else f" Median of {counts[0]} to {counts[-1]} steps."
+
+
 def _is_time(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
@@ -158,7 +171,7 @@ def _row(result: Result, plain: Result) -> tuple[str, ...]:
     saved = plain.record.peak_allocated_bytes - record.peak_allocated_bytes
     transferred = sum(record.offloaded_bytes_by_module.values())
     touched = transferred or record.recomputed_bytes
-    step, plain_step = statistics.median(result.seconds), statistics.median(plain.seconds)
+    tokens = record.scenario.tokens_per_step
     return (
         str(record.settings),
         _gib(record.peak_allocated_bytes),
@@ -168,10 +181,8 @@ def _row(result: Result, plain: Result) -> tuple[str, ...]:
         f"{saved / touched:.2f}" if touched else "",
         _gib(record.residual_bytes) if record.residual_bytes else "0",
         "" if record.peak_reserved_bytes is None else _gib(record.peak_reserved_bytes),
-        f"{step * 1e3:.0f}",
-        _spread(result.seconds),
-        f"{step / plain_step:.2f}",
-        f"{record.scenario.tokens_per_step / step:,.0f}",
+        *_times(result, plain),
+        f"{tokens / statistics.median(result.seconds):,.0f}" if result.seconds else "",
     )
 
 
@@ -184,7 +195,6 @@ def _state_row(result: Result, plain: Result) -> tuple[str, ...]:
         freed = default.static_bytes - record.static_bytes
         changes = _gib(freed), _gib(default.peak_allocated_bytes - record.peak_allocated_bytes)
     settings = "" if record.settings == MemorySettings() else f", {record.settings}"
-    step, plain_step = statistics.median(result.seconds), statistics.median(plain.seconds)
     return (
         f"{record.scenario.state}{settings}",
         _gib(record.static_bytes),
@@ -195,10 +205,16 @@ def _state_row(result: Result, plain: Result) -> tuple[str, ...]:
         "" if record.peak_reserved_bytes is None else _gib(record.peak_reserved_bytes),
         _gib(record.host_bytes) if record.host_bytes >= MIB else "",
         _gib(record.host_reserved_bytes or 0) if (record.host_reserved_bytes or 0) >= MIB else "",
-        f"{step * 1e3:.0f}",
-        _spread(result.seconds),
-        f"{step / plain_step:.2f}",
+        *_times(result, plain),
     )
+
+
+def _times(result: Result, plain: Result) -> tuple[str, str, str]:
+    if not result.seconds:
+        return "", "", ""
+    step = statistics.median(result.seconds)
+    ratio = f"{step / statistics.median(plain.seconds):.2f}" if plain.seconds else ""
+    return f"{step * 1e3:.0f}", _spread(result.seconds), ratio
 
 
 def _is_plain(record: StepRecord) -> bool:
