@@ -29,7 +29,7 @@ from memlab.record.transfer import Action, Transfer
 
 _SERVED = "memlab.lab.rank:Rank"
 _STOP_SECONDS = 20.0
-"""After Ctrl-C, how long the ranks may take to end their step together."""
+"""After Ctrl-C, how long the ranks may take to end their step or pass together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,16 @@ class JobSession:
         on_progress: Callable[[Progress], None] | None = None,
     ) -> StepRecord:
         """Implements `Lab.step`."""
-        running = self.submit(settings, state=state, allocator=allocator, warm_up=warm_up, on_progress=on_progress)
+        return self._result_of(
+            self.submit(settings, state=state, allocator=allocator, warm_up=warm_up, on_progress=on_progress)
+        )
+
+    def _result_of(self, running: Future[StepRecord]) -> StepRecord:
+        """Waits for a step or a forward-only pass.
+
+        Ctrl-C ends a step where the ranks can end it together. A pass has no such place: it runs to its end. Whichever
+        takes too long for that ends with the processes.
+        """
         try:
             return running.result()
         except KeyboardInterrupt:
@@ -211,13 +220,15 @@ class JobSession:
 
     def forward_only(
         self, settings: MemorySettings | None, scenario: Scenario, *, suspend_offload: bool, warm_up: bool
-    ) -> JobRecord:
+    ) -> StepRecord:
         """Implements `Lab.forward_only`."""
         requested = self.settings if settings is None else settings
         self.check(requested)
         arguments = {"settings": requested, "suspend_offload": suspend_offload, "warm_up": warm_up}
         arguments |= _workload_of(scenario)
-        return self.worker.run_exclusive(lambda: self._take_step(arguments, None, forward_only=True))
+        return self._result_of(
+            self.worker.start(lambda: self._take_step(arguments, None, forward_only=True), before=self._stop.clear)
+        )
 
     def _take_step(
         self,

@@ -291,6 +291,8 @@ class Lab:
     def stop(self) -> bool:
         """Requests that the running step ends between two phases or layers; its record says ``interrupted``.
 
+        The ranks of a job end a step together, before its optimizer, and a forward-only pass at its end.
+
         Returns:
             Whether a step was running.
         """

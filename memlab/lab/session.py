@@ -137,7 +137,12 @@ class Session:
         on_progress: Callable[[Progress], None] | None = None,
     ) -> StepRecord:
         """Implements `Lab.step`."""
-        running = self.submit(settings, state=state, allocator=allocator, warm_up=warm_up, on_progress=on_progress)
+        return self._result_of(
+            self.submit(settings, state=state, allocator=allocator, warm_up=warm_up, on_progress=on_progress)
+        )
+
+    def _result_of(self, running: Future[StepRecord]) -> StepRecord:
+        """Waits for a step or a pass; Ctrl-C ends it at its next layer."""
         try:
             return running.result()
         except KeyboardInterrupt:
@@ -177,18 +182,19 @@ class Session:
         def take_pass() -> StepRecord:
             self._apply_if_changed(requested)
             is_other = scenario != self.stepper.scenario
+            monitor = StepMonitor(self.stepper.labels, scenario, 2 if warm_up else 1, self._stops, None)
             with self.stepper.workload_of_a_pass(scenario):
                 if warm_up:
                     self.stepper.release_garbage()
-                    record = self.stepper.step(forward_only=True, suspend_offload=suspend_offload)
+                    record = self.stepper.step(monitor, forward_only=True, suspend_offload=suspend_offload)
                 if not warm_up or record.status == "ok":
-                    record = self.stepper.step(forward_only=True, suspend_offload=suspend_offload)
+                    record = self.stepper.step(monitor, forward_only=True, suspend_offload=suspend_offload)
             self._is_steady = self._is_steady and record.status == "ok" and not is_other
             record = name_smaller_loss(record)
             self.records.append(record)
             return record
 
-        return self.run_exclusive(take_pass)
+        return self._result_of(self.worker.start(take_pass, before=self._stop.clear))
 
     def stop(self) -> bool:
         """Implements `Lab.stop`."""

@@ -5,6 +5,7 @@ Every function returns soon, so that an engine always answers and can always be 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import socket
@@ -96,12 +97,24 @@ _own: _RankProcess | None = None
 
 def describe() -> dict[str, Any]:
     """Returns where this engine runs, and the versions that a rank would have there."""
-    versions = {"memlab": __version__, "python": platform.python_version()}
+    versions = own_code() | {"python": platform.python_version()}
     for package in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     started = psutil.Process().create_time()
     return {"host": socket.gethostname(), "pid": os.getpid(), "versions": versions, "started": started}
+
+
+def own_code() -> dict[str, str]:
+    """Returns memlab's version, and a hash of its source files: hosts may have different code of one version.
+
+    The files are read anew each time (20 ms), because the process of a rank imports them when it starts.
+    """
+    package = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(b"%s\0%s\0" % (path.relative_to(package).as_posix().encode(), path.read_bytes()))
+    return {"memlab": __version__, "the hash of memlab's source files": digest.hexdigest()[:12]}
 
 
 def start(owner: str, served: str, variables: dict[str, str]) -> int:

@@ -16,7 +16,7 @@ import time
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -300,13 +300,22 @@ def why_lost(error: ipyparallel.error.RemoteError) -> str:
 
 def _require_equal_versions(engines: list[Engine]) -> None:
     for other in engines[1:]:
-        for package, version in engines[0].versions.items():
-            theirs = other.versions.get(package, "missing")
-            if theirs != version:
-                raise ValueError(
-                    f"{package} is {version} on {engines[0]} and {theirs} on {other}, must be the same on all ranks: "
-                    "install one version everywhere, and start the engines again"
-                )
+        first = engines[0]
+        _compare(f"on {first}", first.versions, other, first.versions.keys() | other.versions.keys())
+    own = engine.own_code()
+    for first in engines[:1]:
+        # A host with GPUs may have another torch than this one, but it has to understand what memlab sends.
+        _compare("in this process", own, first, own.keys())
+
+
+def _compare(place: str, versions: dict[str, str], other: Engine, names: Iterable[str]) -> None:
+    for name in sorted(names):
+        here, there = versions.get(name, "missing"), other.versions.get(name, "missing")
+        if here != there:
+            raise ValueError(
+                f"{name} is {here} {place} and {there} on {other}, must be the same on all ranks: install one version "
+                "everywhere, and start the engines again"
+            )
 
 
 class _LocalCluster:

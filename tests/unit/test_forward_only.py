@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import megatron.core
 import pytest
 
 from memlab.cli import main
 from memlab.config.settings import MemorySettings
+from memlab.lab import stepper
 from memlab.lab.lab import Lab
+from memlab.lab.session import Session
 from memlab.vocabulary import PHASES
 from tests.unit.live import FULL, offload
 
@@ -54,6 +60,32 @@ def test_a_warm_up_that_does_not_fit_is_the_record(open_lab: Callable[..., Lab])
     lab.device_memory_bytes = lab.forward_only().peak_allocated_bytes - 1
     record = lab.forward_only(warm_up=True)
     assert (record.status, record.step_index) == ("out_of_memory", 1)
+
+
+def test_ctrl_c_ends_a_pass_at_its_next_layer(open_lab: Callable[..., Lab], monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    plain = lab.forward_only(warm_up=True)
+    stopping = threading.Event()
+    take_pass, stop = stepper.forward_only_step, Session.stop
+
+    def interrupted_pass(*args: Any, **kwargs: Any) -> float | None:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        assert stopping.wait(60)
+        return take_pass(*args, **kwargs)
+
+    def noted_stop(session: Session) -> bool:
+        was_running = stop(session)
+        stopping.set()
+        return was_running
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stepper, "forward_only_step", interrupted_pass)
+        patched.setattr(Session, "stop", noted_stop)
+        with pytest.raises(KeyboardInterrupt):
+            lab.forward_only(warm_up=True)
+    assert not lab.busy
+    assert (lab.records[1].status, lab.records[1].forward_only) == ("interrupted", True)
+    assert lab.forward_only().peak_allocated_bytes == plain.peak_allocated_bytes
 
 
 @pytest.mark.parametrize(("command", "backend"), [("measure", ["--backend", "cpu"]), ("predict", [])])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,6 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import ipyparallel
 import psutil
@@ -18,6 +22,7 @@ import pytest
 
 from memlab import JobRecord, Lab, Layout, MemorySettings, Ranks, TrainingState
 from memlab.config.scenario import Scenario
+from memlab.lab import job_session
 from memlab.lab.job_session import JobSession
 from memlab.lab.stepper import ModelLost
 from memlab.ranks import engine, group, messages
@@ -296,6 +301,31 @@ def test_ranks_with_different_versions_are_refused() -> None:
         _require_equal_versions(engines)
 
 
+@pytest.mark.parametrize("absent_on", [0, 1])
+def test_a_package_that_only_one_engine_has_is_a_difference(absent_on: int) -> None:
+    versions = [{"transformer-engine": "2.12.0"}, {"transformer-engine": "2.12.0"}]
+    del versions[absent_on]["transformer-engine"]
+    with pytest.raises(ValueError, match=r"^transformer-engine is .*missing on engine"):
+        _require_equal_versions([Engine(number, "a", 1, each, 0.0) for number, each in enumerate(versions)])
+
+
+def test_an_engine_with_other_code_of_the_same_version_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(Path(engine.__file__).parents[1], tmp_path / "memlab")
+    with (tmp_path / "memlab" / "units.py").open("a") as source:
+        source.write("# another line\n")
+    program = "import json; from memlab.ranks.engine import describe; print(json.dumps(describe()))"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    answer = subprocess.check_output([sys.executable, "-c", program], cwd=tmp_path, env=environment)
+    here, other = Engine(0, **engine.describe()), Engine(1, **json.loads(answer))
+    assert here.versions["memlab"] == other.versions["memlab"]
+    _require_equal_versions([here, here])
+    words = r"^the hash of memlab's source files is \w{12} %s and \w{12} on engine 1 \(process \d+ on .*\), must be the same"
+    with pytest.raises(ValueError, match=words % r"on engine 0 \(process \d+ on .*\)"):
+        _require_equal_versions([here, other])
+    with pytest.raises(ValueError, match=words % "in this process"):
+        _require_equal_versions([other, other])
+
+
 def test_no_cluster_is_one_line() -> None:
     with pytest.raises(ValueError, match=r"no cluster of profile 'none-such' answers .*ipcluster start --profile"):
         Ranks.connect("none-such")
@@ -384,6 +414,35 @@ def test_a_step_that_one_rank_cannot_finish_ends_on_all_and_the_job_is_built_aga
         assert running.result(timeout=60).status == "interrupted"
         assert lab.step(warm_up=False).status == "ok"
         assert processes == [process_of(ranks, rank).pid for rank in range(2)]
+
+
+def test_ctrl_c_waits_for_the_pass_of_a_job_or_ends_its_processes(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks.refresh()
+    call, stopping = RankGroup.call, threading.Event()
+
+    def interrupted_call(group: RankGroup, method: str, *args: Any) -> list[Any]:
+        if method == "step":
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+            assert stopping.wait(60)
+        return call(group, method, *args)
+
+    with Lab(**TINY, layout=Layout(data_parallel_size=2), ranks=ranks) as lab:
+        lab.forward_only()
+        processes = [process_of(ranks, rank) for rank in range(2)]
+        for seconds, num_microbatches in ((60.0, 2), (0.0, 16_000)):
+            stopping.clear()
+            with monkeypatch.context() as patched:
+                patched.setattr(RankGroup, "call", interrupted_call)
+                patched.setattr(RankGroup, "notify", lambda *_: stopping.set())
+                patched.setattr(job_session, "_STOP_SECONDS", seconds)
+                with pytest.raises(KeyboardInterrupt):
+                    lab.forward_only(num_microbatches=num_microbatches)
+            assert not lab.busy
+            assert len(lab.records) == 2, "the short pass has ended, and the long one has no record"
+        assert psutil.wait_procs(processes, timeout=10)[1] == []
+        assert lab.forward_only().status == "ok", "the job is built again"
 
 
 def test_a_job_of_one_rank_runs_out_of_memory_and_goes_on_after_a_build_that_failed(ranks: Ranks) -> None:
