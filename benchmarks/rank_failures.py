@@ -3,24 +3,33 @@
     python -m benchmarks.rank_failures                      every kind once
     python -m benchmarks.rank_failures kill_rank --rounds 20
 
-After each failure, the job has to take a step again. At the end, no process may be left.
+After each failure, a job has to take a step on the same cluster. After each round, no process of a rank may be left but
+the two of that job, and at the end none at all. `cut_connection` needs root (`benchmarks.own_cluster.Host`).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import psutil
 
+from benchmarks.host_memory import take_host_memory
+from benchmarks.own_cluster import OF_BRIDGE, PROFILE, ROOT, Cluster, Host, Notebook
 from memlab import Lab, Layout, MemorySettings, Ranks
 from memlab.lab import job_session, stepper
 from memlab.lab.rank import Rank
@@ -31,7 +40,24 @@ MOST_SECONDS = 30.0
 DELAYS = (0.0, 0.05, 0.1, 0.3, 0.7, 1.2)
 """Seconds from the start of a step to its failure, one after another: other moments of the step."""
 LAYOUTS = (Layout(tensor_model_parallel_size=2), Layout(data_parallel_size=2), Layout(pipeline_model_parallel_size=2))
+JOB: dict[str, Any] = {"architecture": "qwen3-moe-tiny", "num_layers": 2, "seq_length": 64, "backend": "cpu"}
+SETTINGS = MemorySettings(recompute_granularity="selective", recompute_modules=("core_attn",))
 WITHIN = "MEMLAB_FAILURE_WITHIN_A_STEP"
+MARK = "MEMLAB_FAILURES"
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a failure ended."""
+
+    seconds: float
+    """From the failure to its end."""
+    words: str
+    """What was raised."""
+    is_named: bool
+    """Whether that names the rank, or the engine and what is wrong with it."""
+    next_step: str
+    """What became of the next step on the same cluster: ``ok``."""
 
 
 def _raise() -> None:
@@ -43,25 +69,11 @@ def _spin() -> None:
         pass
 
 
-_TAKEN: list[bytearray] = []
-
-
-def _take_host_memory() -> None:
-    """Takes all that its limit allows, in smaller and smaller pieces, and keeps it: nothing is left to say so with."""
-    used_bytes = psutil.Process().memory_info().vms
-    psutil.Process().rlimit(psutil.RLIMIT_AS, (used_bytes + 2**28, used_bytes + 2**28))
-    for size in (2**24, 2**16, 2**10):
-        with suppress(MemoryError):
-            while True:
-                _TAKEN.append(bytearray(size))
-    _TAKEN.append(bytearray(2**24))
-
-
 WITHIN_A_STEP: dict[str, Callable[[], object]] = {
     "exception": _raise,
     "hang": lambda: time.sleep(1000),
     "spin": _spin,
-    "host_memory": _take_host_memory,
+    "host_memory": take_host_memory,
 }
 """What rank 1 does in place of its model's step."""
 
@@ -85,83 +97,295 @@ def _process_of_rank(ranks: Ranks, rank: int) -> int:
     return next(child.pid for child in children if "rank_process" in " ".join(child.cmdline()))
 
 
-FROM_OUTSIDE: dict[str, Callable[[Ranks], None]] = {
+FROM_OUTSIDE: dict[str, Callable[[Ranks], object]] = {
     "kill_rank": lambda ranks: os.kill(_process_of_rank(ranks, 1), signal.SIGKILL),
     "stop_rank": lambda ranks: os.kill(_process_of_rank(ranks, 1), signal.SIGSTOP),
     "kill_engine": lambda ranks: os.kill(ranks.engines[1].pid, signal.SIGKILL),
     "stop_engine": lambda ranks: os.kill(ranks.engines[1].pid, signal.SIGSTOP),
+    "engine_memory": lambda ranks: ranks.call(ranks.engines[1].number, take_host_memory),
     "ctrl_c": lambda _: os.kill(os.getpid(), signal.SIGINT),
 }
 """What happens to rank 1, or to this process, while a step runs."""
 
 
-def provoke(kind: str, lab: Lab, ranks: Ranks, delay: float) -> tuple[float, str]:
-    """Steps until the failure; returns the seconds from there to the end of the call, and what it raised."""
+def step_until_it_fails(lab: Lab, happen: Callable[[], object] | None, delay: float) -> tuple[float, str, bool]:
+    """Steps until the failure.
+
+    Args:
+        lab: Of two ranks.
+        happen: Called after the delay; None if the lab's rank 1 fails by itself.
+        delay: In seconds. Without one, Ctrl-C may come before the step.
+
+    Returns:
+        The seconds from the failure to the end of the call, what it raised, and whether that names rank 1.
+    """
     happened = [time.monotonic()]
 
-    def happen() -> None:
+    def fail() -> None:
         happened[0] = time.monotonic()
-        FROM_OUTSIDE[kind](ranks)
+        assert happen is not None
+        happen()
 
     try:
-        if kind in FROM_OUTSIDE:
-            threading.Timer(delay, happen).start()  # without a delay, Ctrl-C may come before the step
+        if happen is not None:
+            threading.Timer(delay, fail).start()
         for number in range(1000):
-            if kind in WITHIN_A_STEP:
+            if happen is None:
                 happened[0] = time.monotonic()  # the step that does not return began here
-            lab.step(MemorySettings(recompute_granularity="selective", recompute_modules=("core_attn",)), warm_up=False)
+            lab.step(SETTINGS, warm_up=False)
             if time.monotonic() - happened[0] > 2 * MOST_SECONDS:
-                return time.monotonic() - happened[0], f"NO FAILURE in {number + 1} steps"
+                return time.monotonic() - happened[0], f"NO FAILURE in {number + 1} steps", False
     except KeyboardInterrupt:
-        return time.monotonic() - happened[0], "KeyboardInterrupt"
+        return time.monotonic() - happened[0], "KeyboardInterrupt", True
     except RankFailed as error:
-        words = str(error) if error.rank == 1 else f"NAMES RANK {error.rank}: {error}"
-        return time.monotonic() - happened[0], words
+        return time.monotonic() - happened[0], str(error), error.rank == 1
     raise AssertionError("unreachable")
 
 
-def processes_left(mark: str) -> list[str]:
-    """Returns the command lines of processes that inherited the mark from this one."""
+@contextmanager
+def on_local_engines(kind: str) -> Iterator[Callable[[int], Ended]]:
+    """Rank 1 fails in a step on engines of `Ranks.start`."""
+    served = "benchmarks.rank_failures:FaultyRank" if kind in WITHIN_A_STEP else "memlab.lab.rank:Rank"
+    with patch.object(job_session, "_SERVED", served), Ranks.start(2) as ranks:
+
+        def provoke(number: int) -> Ended:
+            with Lab(**JOB, layout=_layout(number), ranks=ranks) as lab:
+                lab.step(warm_up=False)
+                happen = partial(FROM_OUTSIDE[kind], ranks) if kind in FROM_OUTSIDE else None
+                seconds, words, is_named = step_until_it_fails(lab, happen, _delay(number))
+                return Ended(seconds, words, is_named, lab.step(warm_up=False).status)
+
+        yield provoke
+
+
+@contextmanager
+def cut_connection() -> Iterator[Callable[[int], Ended]]:
+    """The host of rank 1 is cut off in a step, and comes back a second after the error."""
+    with Host(0, 2) as first, Host(1, 2) as second, Cluster(OF_BRIDGE) as cluster:
+        cluster.wait_for([cluster.start_engine(first), cluster.start_engine(second)])
+        with Ranks.connect(PROFILE) as ranks:
+
+            def provoke(number: int) -> Ended:
+                with Lab(**JOB, layout=_layout(number), ranks=ranks) as lab:
+                    lab.step(warm_up=False)
+                    seconds, words, is_named = step_until_it_fails(lab, second.cut, _delay(number))
+                    time.sleep(1)
+                    second.mend()
+                    return Ended(seconds, words, is_named, lab.step(warm_up=False).status)
+
+            yield provoke
+
+
+@contextmanager
+def on_two_engines(num_notebooks: int) -> Iterator[list[Notebook]]:
+    """A cluster with two engines, and notebooks that know it."""
+    with Cluster() as cluster:
+        cluster.wait_for([cluster.start_engine(), cluster.start_engine()])
+        with ExitStack() as stack:
+            yield [stack.enter_context(Notebook()) for _ in range(num_notebooks)]
+
+
+def cell(number: int, ranks: str = f"Ranks.connect({PROFILE!r})") -> str:
+    """Returns a cell that opens a job, and prints the status of a step and that it is done."""
+    return (
+        "from memlab import *\n"
+        f"ranks = {ranks}\n"
+        f"lab = Lab(**{JOB!r}, layout={_layout(number)!r}, ranks=ranks)\n"
+        "print(lab.step(warm_up=False).status)"
+    )
+
+
+@contextmanager
+def kernel_restart() -> Iterator[Callable[[int], Ended]]:
+    """A kernel restarts in a step on engines that run on. Until its ranks have ended, its next job may be refused."""
+    with on_two_engines(1) as (notebook,):
+
+        def provoke(number: int) -> Ended:
+            happened, of_job = _restart_in_a_step(notebook, cell(number), number)
+            words = notebook.run(cell(number))
+            seconds = _seconds_to_the_end(of_job, happened)
+            return Ended(seconds, words, words == "ok" or _is_refusal(words), notebook.run(cell(number)))
+
+        yield provoke
+
+
+@contextmanager
+def kernel_restart_local() -> Iterator[Callable[[int], Ended]]:
+    """A kernel restarts in a step on engines that it has started, which end with it."""
+    with Notebook() as notebook:
+
+        def provoke(number: int) -> Ended:
+            of_round = cell(number, "Ranks.start(2)")
+            happened, of_job = _restart_in_a_step(notebook, of_round, number)
+            seconds = _seconds_to_the_end(of_job, happened)
+            return Ended(seconds, "", True, notebook.run(of_round))
+
+        yield provoke
+
+
+def _restart_in_a_step(notebook: Notebook, of_round: str, number: int) -> tuple[float, list[psutil.Process]]:
+    """Restarts the kernel of a job; returns when that was, and the processes of the job's ranks."""
+    opened = notebook.run(of_round)
+    assert opened == "ok", opened
+    of_job = rank_processes()
+    assert len(of_job) == 2, of_job
+    notebook.begin("lab.set_workload(num_microbatches=64)\nlab.step()")
+    time.sleep(_delay(number))
+    happened = time.monotonic()
+    notebook.restart(now=number % 2 == 0)
+    return happened, of_job
+
+
+def _seconds_to_the_end(processes: list[psutil.Process], happened: float) -> float:
+    """Waits for the end of processes, and returns the seconds from the failure until they were seen to have ended."""
+    left = psutil.wait_procs(processes, timeout=2 * MOST_SECONDS)[1]
+    return float("inf") if left else time.monotonic() - happened
+
+
+def _is_refusal(words: str, owner: str = r"\d+") -> bool:
+    """Whether an error names the rank, the engine, and the process whose rank the engine runs."""
+    named = rf"ValueError: rank \d cannot run on engine \d .* runs a rank of another notebook \(process {owner} on"
+    return re.match(named, words) is not None
+
+
+@contextmanager
+def two_notebooks() -> Iterator[Callable[[int], Ended]]:
+    """A second notebook opens a job on engines of a first one, whose job goes on; then the first one closes its own."""
+    with on_two_engines(2) as notebooks:
+
+        def provoke(number: int) -> Ended:
+            first, second = notebooks if number % 2 == 0 else notebooks[::-1]
+            opened = first.run(cell(number))
+            running = first.begin("print(lab.step().status)") if number % 4 < 2 else None
+            time.sleep(_delay(number))
+            happened = time.monotonic()
+            words = second.run(cell(number))
+            seconds = time.monotonic() - happened
+            is_named = _is_refusal(words, str(first.pid))
+            steps = [opened, *([first.wait(running)] if running else []), first.run("print(lab.step().status)")]
+            first.run("lab.close()\nranks.close()")
+            steps.append(second.run(cell(number)))
+            second.run("lab.close()\nranks.close()")
+            return Ended(seconds, words, is_named, "ok" if set(steps) == {"ok"} else str(steps))
+
+        yield provoke
+
+
+@contextmanager
+def other_code(file: str, text: str, name: str) -> Iterator[Callable[[int], Ended]]:
+    """The second engine has another memlab, and is replaced by one that has the same.
+
+    Args:
+        file: In which the other memlab differs.
+        text: That it has there at the end.
+        name: What the refusal says is different.
+    """
+    source = Path(tempfile.mkdtemp(prefix="memlab-source-"))
+    shutil.copytree(ROOT / "memlab", source / "memlab")
+    with (source / "memlab" / file).open("a") as other:
+        other.write(text)
+    try:
+        with Cluster() as cluster:
+            first = cluster.start_engine()
+
+            def provoke(number: int) -> Ended:
+                other = cluster.start_engine(source=source)
+                cluster.wait_for([first, other])
+                started = time.monotonic()
+                try:
+                    Ranks.connect(PROFILE)
+                    words = "NO FAILURE"
+                except ValueError as error:
+                    words = str(error)
+                seconds = time.monotonic() - started
+                both = [f"engine \\d+ \\(process {one.pid} on" for one in (first, other)]
+                is_named = any(re.match(rf"{name} is .*{a}.*{b}", words) for a, b in (both, both[::-1]))
+                cluster.end_engine(other)
+                cluster.wait_for([first])
+                same = cluster.start_engine()
+                cluster.wait_for([first, same])
+                with Ranks.connect(PROFILE) as ranks, Lab(**JOB, layout=_layout(number), ranks=ranks) as lab:
+                    next_step = lab.step(warm_up=False).status
+                cluster.end_engine(same)
+                cluster.wait_for([first])
+                return Ended(seconds, words, is_named, next_step)
+
+            yield provoke
+    finally:
+        shutil.rmtree(source)
+
+
+ON_A_CLUSTER: dict[str, Callable[[], AbstractContextManager[Callable[[int], Ended]]]] = {
+    "cut_connection": cut_connection,
+    "kernel_restart": kernel_restart,
+    "kernel_restart_local": kernel_restart_local,
+    "two_notebooks": two_notebooks,
+    "other_version": partial(other_code, "_version.py", '__version__ = "9.9.9"\n', "memlab"),
+    "other_source": partial(other_code, "units.py", "# other\n", "the hash of memlab's source files"),
+}
+"""What happens on a cluster of several processes, hosts or notebooks."""
+KINDS = [*FROM_OUTSIDE, *WITHIN_A_STEP, *ON_A_CLUSTER]
+
+
+def _layout(number: int) -> Layout:
+    return LAYOUTS[number % len(LAYOUTS)]
+
+
+def _delay(number: int) -> float:
+    return DELAYS[number % len(DELAYS)]
+
+
+def processes_left(mark: str) -> list[psutil.Process]:
+    """Returns the processes that inherited the mark from this one."""
     left = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.pid != os.getpid() and process.environ().get("MEMLAB_FAILURES") == mark:
-                left.append(" ".join(process.cmdline())[-60:])
+            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
+                left.append(process)
     return left
+
+
+def rank_processes() -> list[psutil.Process]:
+    """Returns the processes of ranks that inherited the mark from this one."""
+    found = []
+    for process in processes_left(os.environ[MARK]):
+        with suppress(psutil.Error):
+            if "rank_process" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def soak(kind: str, rounds: int) -> list[str]:
     """Provokes one kind of failure so many times; returns what went wrong, and prints a line for each round."""
-    os.environ["MEMLAB_FAILURES"] = mark = f"{os.getpid()}-{kind}"
+    os.environ[MARK] = mark = f"{os.getpid()}-{kind}"
     os.environ[WITHIN] = kind
     wrong: list[str] = []
-    served = "benchmarks.rank_failures:FaultyRank" if kind in WITHIN_A_STEP else "memlab.lab.rank:Rank"
-    with patch.object(job_session, "_SERVED", served), Ranks.start(2) as ranks:
+    with ON_A_CLUSTER[kind]() if kind in ON_A_CLUSTER else on_local_engines(kind) as provoke:
         for number in range(rounds):
-            layout = LAYOUTS[number % len(LAYOUTS)]
-            with Lab("qwen3-moe-tiny", num_layers=2, seq_length=64, layout=layout, ranks=ranks, backend="cpu") as lab:
-                lab.step(warm_up=False)
-                seconds, words = provoke(kind, lab, ranks, DELAYS[number % len(DELAYS)])
-                again = lab.step(warm_up=False).status
-            print(f"{kind} {number + 1}, {layout}: ended after {seconds:.1f} s, next step {again}: {words}", flush=True)
-            if seconds > MOST_SECONDS or again != "ok" or words.startswith(("NAMES", "NO ")):
-                wrong.append(f"{kind} {number + 1}: {seconds:.1f} s, {again}, {words}")
+            ended = provoke(number)
+            num_left = max(0, len(rank_processes()) - 2)
+            line = (
+                f"{kind} {number + 1}, {_layout(number)}: ended after {ended.seconds:.1f} s, next step "
+                f"{ended.next_step}, {num_left} ranks left behind, load {os.getloadavg()[0]:.0f}: {ended.words}"
+            )
+            print(line, flush=True)
+            is_well = ended.is_named and ended.seconds <= MOST_SECONDS and ended.next_step == "ok" and num_left == 0
+            wrong += [] if is_well else [line]
     time.sleep(2)
-    return wrong + [f"{kind}: left behind: {process}" for process in processes_left(mark)]
+    return wrong + [f"{kind}: left behind: {' '.join(each.cmdline())[-60:]}" for each in processes_left(mark)]
 
 
 def main() -> int:
     """Runs the kinds that are named."""
-    kinds = [*FROM_OUTSIDE, *WITHIN_A_STEP]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "kinds", nargs="*", default=kinds, choices=[*kinds, kinds], metavar="KIND", help=", ".join(kinds)
+        "kinds", nargs="*", default=KINDS, choices=[*KINDS, KINDS], metavar="KIND", help=", ".join(KINDS)
     )
     parser.add_argument("--rounds", type=int, default=1, help="of each kind (default: %(default)s)")
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     wrong = [words for kind in arguments.kinds for words in soak(kind, arguments.rounds)]
-    print("\n".join(wrong) or f"all {arguments.rounds * len(arguments.kinds)} failures ended well")
+    print("\n".join(["not ended well:", *wrong]) if wrong else "all failures ended well")
     return 1 if wrong else 0
 
 
