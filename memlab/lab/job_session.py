@@ -104,10 +104,17 @@ class JobSession:
         meeting = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
         if on_this_machine:
             # gloo would look the host's name up, which a laptop may not have.
-            meeting["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+            interfaces = ["lo0" if sys.platform == "darwin" else "lo"] * size
+        else:
+            interfaces = group.call("interface_to", [(self._other_host(rank),) for rank in range(size)])
         arguments = [
-            (meeting | {"RANK": str(rank)}, self._wanted_backend, self._scenario_of(rank), self._given)
-            for rank in range(size)
+            (
+                meeting | {"RANK": str(rank)} | ({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
+                self._wanted_backend,
+                self._scenario_of(rank),
+                self._given,
+            )
+            for rank, interface in enumerate(interfaces)
         ]
         opened = group.call("open", arguments)
         self.backend = JobBackend(opened[0]["name"], opened[0]["reason"])
@@ -117,6 +124,10 @@ class JobSession:
             group.call("set", [("device_memory_bytes", self.device_memory_bytes)] * size)
         if self.settings != MemorySettings():
             group.call("call", [("apply", (self.settings,), {})] * size)
+
+    def _other_host(self, rank: int) -> str:
+        own, *others = [self._ranks.engines[rank].host, *(one.host for one in self._ranks.engines)]
+        return next((host for host in others if host != own), own)
 
     def _scenario_of(self, rank: int) -> Scenario:
         return replace(self.scenario, layout=replace(self.scenario.layout, rank=rank))

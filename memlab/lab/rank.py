@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any
 
+import psutil
+
 from memlab.config.scenario import Scenario
 from memlab.lab.lab import Lab
 from memlab.lab.progress import Progress
@@ -68,6 +70,21 @@ class Rank:
             master_listen_fd=listening.detach(),
         )
         return port
+
+    def interface_to(self, host: str) -> str:
+        """Returns the network interface by which this machine reaches another one; empty if the name is unknown here.
+
+        By default gloo takes the interface of this machine's own name. Debian's /etc/hosts says that this is 127.0.1.1,
+        where no other machine reaches it.
+        """
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((host, 1))  # finds the route, and sends nothing
+            except OSError:
+                return ""
+            own: str = probe.getsockname()[0]
+        of_interfaces = psutil.net_if_addrs().items()
+        return next((name for name, of_name in of_interfaces if own in {one.address for one in of_name}), "")
 
     def open(self, meeting: dict[str, str], backend: str, scenario: Scenario, given: dict[str, Any]) -> dict[str, Any]:
         """Opens the lab of this rank; all ranks are called together.

@@ -24,6 +24,7 @@ from memlab import JobRecord, Lab, Layout, MemorySettings, Ranks, TrainingState
 from memlab.config.scenario import Scenario
 from memlab.lab import job_session
 from memlab.lab.job_session import JobSession
+from memlab.lab.rank import Rank
 from memlab.lab.stepper import ModelLost
 from memlab.ranks import engine, group, messages
 from memlab.ranks.group import RankFailed, RankGroup
@@ -379,6 +380,27 @@ def test_a_lab_on_two_ranks_does_what_a_lab_on_one_does(ranks: Ranks) -> None:
     with Lab(**TINY, layout=Layout(data_parallel_size=2), ranks=ranks) as lab:
         assert lab.step(FULL).status == "ok"
         assert processes == [process_of(ranks, rank).pid for rank in range(2)], "the next lab finds the processes"
+
+
+def test_ranks_on_several_hosts_use_the_network_that_leads_to_the_others(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks.refresh()
+    call, opened = RankGroup.call, []
+
+    def noted_call(group: RankGroup, method: str, *args: Any) -> list[Any]:
+        if method == "open":
+            opened.extend(meeting for meeting, *_ in args[0])
+        return call(group, method, *args)
+
+    monkeypatch.setattr(RankGroup, "call", noted_call)
+    monkeypatch.setattr(Ranks, "is_on_this_machine", False)
+    with Lab(**TINY, layout=Layout(data_parallel_size=2), ranks=ranks) as lab:
+        assert lab.step(warm_up=False).status == "ok"
+    assert [meeting["MASTER_ADDR"] for meeting in opened] == [ranks.engines[0].host] * 2
+    assert {meeting["GLOO_SOCKET_IFNAME"] for meeting in opened} <= psutil.net_if_addrs().keys()
+    assert psutil.net_if_addrs()[Rank(print).interface_to("127.0.0.1")][0].address == "127.0.0.1"
+    assert Rank(print).interface_to("no such host") == ""
 
 
 def test_a_step_that_one_rank_cannot_finish_ends_on_all_and_the_job_is_built_again(ranks: Ranks) -> None:
