@@ -371,8 +371,8 @@ def soak(kind: str, rounds: int) -> list[str]:
             print(line, flush=True)
             is_well = ended.is_named and ended.seconds <= MOST_SECONDS and ended.next_step == "ok" and num_left == 0
             wrong += [] if is_well else [line]
-    time.sleep(2)
-    return wrong + [f"{kind}: left behind: {' '.join(each.cmdline())[-60:]}" for each in processes_left(mark)]
+    left = psutil.wait_procs(processes_left(mark), timeout=MOST_SECONDS)[1]
+    return wrong + [f"{kind}: left behind: {each}" for each in left]
 
 
 def main() -> int:

@@ -135,7 +135,8 @@ def start(owner: str, served: str, variables: dict[str, str]) -> int:
     if _own is not None and _own.is_running:
         if _own.owner != owner:
             raise ValueError(
-                f"the engine runs a rank of another notebook ({_own.owner}): close its Ranks there, or end its kernel"
+                f"the engine runs a rank of another notebook ({_own.owner}): close its Ranks there, or end its kernel "
+                f"and wait {LEASE_SECONDS:.0f} s"
             )
         if _own.serves == (served, variables):
             _own.heard = time.monotonic()
