@@ -81,7 +81,7 @@ class Ranks:
         self._closed = threading.Event()
         self._sending = threading.Lock()  # two threads could give two messages one number
         self.refresh()
-        weakref.finalize(self, client.close)
+        self._end_connection = weakref.finalize(self, _end_connection, client, self._closed, self._sending)
         threading.Thread(
             target=_keep, args=(weakref.ref(self), self._closed), name="memlab-keep-engines", daemon=True
         ).start()
@@ -255,9 +255,7 @@ class Ranks:
         """Ends the processes of this connection's ranks, and the engines if `start` started them."""
         if self._local is None and not self.closed:
             self.end_processes(self.engines)
-        with self._sending:
-            self._closed.set()
-            self.client.close()
+        self._end_connection()
         if self._local is not None:
             self._local.end()
 
@@ -273,6 +271,13 @@ class Ranks:
     def __repr__(self) -> str:
         hosts = {one.host for one in self.engines}
         return f"Ranks({len(self)} engines on {', '.join(sorted(hosts))})"
+
+
+def _end_connection(client: ipyparallel.Client, closed: threading.Event, sending: threading.Lock) -> None:
+    """Closes a client once nothing is being sent; what comes later finds that it is closed."""
+    with sending:
+        closed.set()
+        client.close()
 
 
 def _keep(ranks: weakref.ref[Ranks], closed: threading.Event) -> None:

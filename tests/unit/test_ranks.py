@@ -278,6 +278,13 @@ def test_ranks_without_a_name_end() -> None:
     assert psutil.wait_procs([started], timeout=20)[1] == []
 
 
+def test_a_program_that_ends_without_closing_its_ranks_prints_nothing() -> None:
+    # The engines are kept so often that one is kept while the connection closes.
+    code = "from memlab.ranks import ranks; ranks._KEEP_SECONDS = 0.001; kept = ranks.Ranks.start(1)"
+    ended = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
+    assert ended.stdout + ended.stderr == ""
+
+
 def test_ranks_that_were_closed_say_so_and_close_twice() -> None:
     closed = Ranks.start(1)
     group = RankGroup(closed, 1, SERVED)
