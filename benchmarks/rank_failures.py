@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -201,10 +202,10 @@ def kernel_restart() -> Iterator[Callable[[int], Ended]]:
     with on_two_engines(1) as (notebook,):
 
         def provoke(number: int) -> Ended:
-            happened, of_job = _restart_in_a_step(notebook, cell(number), number)
+            released = _restart_in_a_step(notebook, cell(number), number)
             words = notebook.run(cell(number))
-            seconds = _seconds_to_the_end(of_job, happened)
-            return Ended(seconds, words, words == "ok" or _is_refusal(words), notebook.run(cell(number)))
+            is_named = words == "ok" or _is_refusal(words)
+            return Ended(released.result(), words, is_named, notebook.run(cell(number)))
 
         yield provoke
 
@@ -216,15 +217,14 @@ def kernel_restart_local() -> Iterator[Callable[[int], Ended]]:
 
         def provoke(number: int) -> Ended:
             of_round = cell(number, "Ranks.start(2)")
-            happened, of_job = _restart_in_a_step(notebook, of_round, number)
-            seconds = _seconds_to_the_end(of_job, happened)
-            return Ended(seconds, "", True, notebook.run(of_round))
+            released = _restart_in_a_step(notebook, of_round, number)
+            return Ended(released.result(), "", True, notebook.run(of_round))
 
         yield provoke
 
 
-def _restart_in_a_step(notebook: Notebook, of_round: str, number: int) -> tuple[float, list[psutil.Process]]:
-    """Restarts the kernel of a job; returns when that was, and the processes of the job's ranks."""
+def _restart_in_a_step(notebook: Notebook, of_round: str, number: int) -> Future[float]:
+    """Restarts the kernel of a job; returns the future seconds from there to the end of its ranks' processes."""
     opened = notebook.run(of_round)
     assert opened == "ok", opened
     of_job = rank_processes()
@@ -232,14 +232,14 @@ def _restart_in_a_step(notebook: Notebook, of_round: str, number: int) -> tuple[
     notebook.begin("lab.set_workload(num_microbatches=64)\nlab.step()")
     time.sleep(_delay(number))
     happened = time.monotonic()
+
+    def seconds_to_the_end() -> float:
+        left = psutil.wait_procs(of_job, timeout=4 * MOST_SECONDS)[1]
+        return float("inf") if left else time.monotonic() - happened
+
+    released = ThreadPoolExecutor(1).submit(seconds_to_the_end)
     notebook.restart(now=number % 2 == 0)
-    return happened, of_job
-
-
-def _seconds_to_the_end(processes: list[psutil.Process], happened: float) -> float:
-    """Waits for the end of processes, and returns the seconds from the failure until they were seen to have ended."""
-    left = psutil.wait_procs(processes, timeout=2 * MOST_SECONDS)[1]
-    return float("inf") if left else time.monotonic() - happened
+    return released
 
 
 def _is_refusal(words: str, owner: str = r"\d+") -> bool:
