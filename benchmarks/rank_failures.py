@@ -200,12 +200,15 @@ def cell(number: int, ranks: str = f"Ranks.connect({PROFILE!r})") -> str:
 def kernel_restart() -> Iterator[Callable[[int], Ended]]:
     """A kernel restarts in a step on engines that run on. Until its ranks have ended, its next job may be refused."""
     with on_two_engines(1) as (notebook,):
+        _open(notebook, cell(0))
 
         def provoke(number: int) -> Ended:
-            released = _restart_in_a_step(notebook, cell(number), number)
-            words = notebook.run(cell(number))
-            is_named = words == "ok" or _is_refusal(words)
-            return Ended(released.result(), words, is_named, notebook.run(cell(number)))
+            released = _restart_in_a_step(notebook, number)
+            words = opened = notebook.run(cell(number + 1))
+            seconds = released.result()
+            if words != "ok":
+                opened = notebook.run(cell(number + 1))
+            return Ended(seconds, words, words == "ok" or _is_refusal(words), opened)
 
         yield provoke
 
@@ -214,19 +217,22 @@ def kernel_restart() -> Iterator[Callable[[int], Ended]]:
 def kernel_restart_local() -> Iterator[Callable[[int], Ended]]:
     """A kernel restarts in a step on engines that it has started, which end with it."""
     with Notebook() as notebook:
+        _open(notebook, cell(0, "Ranks.start(2)"))
 
         def provoke(number: int) -> Ended:
-            of_round = cell(number, "Ranks.start(2)")
-            released = _restart_in_a_step(notebook, of_round, number)
-            return Ended(released.result(), "", True, notebook.run(of_round))
+            released = _restart_in_a_step(notebook, number)
+            return Ended(released.result(), "", True, notebook.run(cell(number + 1, "Ranks.start(2)")))
 
         yield provoke
 
 
-def _restart_in_a_step(notebook: Notebook, of_round: str, number: int) -> Future[float]:
-    """Restarts the kernel of a job; returns the future seconds from there to the end of its ranks' processes."""
-    opened = notebook.run(of_round)
+def _open(notebook: Notebook, of_job: str) -> None:
+    opened = notebook.run(of_job)
     assert opened == "ok", opened
+
+
+def _restart_in_a_step(notebook: Notebook, number: int) -> Future[float]:
+    """Restarts a kernel that has a job; returns the future seconds from there to the end of its ranks' processes."""
     of_job = rank_processes()
     assert len(of_job) == 2, of_job
     notebook.begin("lab.set_workload(num_microbatches=64)\nlab.step()")
@@ -252,20 +258,20 @@ def _is_refusal(words: str, owner: str = r"\d+") -> bool:
 def two_notebooks() -> Iterator[Callable[[int], Ended]]:
     """A second notebook opens a job on engines of a first one, whose job goes on; then the first one closes its own."""
     with on_two_engines(2) as notebooks:
+        _open(notebooks[0], cell(0))
 
         def provoke(number: int) -> Ended:
             first, second = notebooks if number % 2 == 0 else notebooks[::-1]
-            opened = first.run(cell(number))
-            running = first.begin("print(lab.step().status)") if number % 4 < 2 else None
+            step = "print(lab.step().status)"
+            running = first.begin(step) if number % 4 < 2 else None
             time.sleep(_delay(number))
             happened = time.monotonic()
-            words = second.run(cell(number))
+            words = second.run(cell(number + 1))
             seconds = time.monotonic() - happened
             is_named = _is_refusal(words, str(first.pid))
-            steps = [opened, *([first.wait(running)] if running else []), first.run("print(lab.step().status)")]
+            steps = [*([first.wait(running)] if running else []), first.run(step)]
             first.run("lab.close()\nranks.close()")
-            steps.append(second.run(cell(number)))
-            second.run("lab.close()\nranks.close()")
+            steps.append(second.run(cell(number + 1)))
             return Ended(seconds, words, is_named, "ok" if set(steps) == {"ok"} else str(steps))
 
         yield provoke
