@@ -75,6 +75,8 @@ class Ranks:
         self._local = local
         self._ended: set[int] = set()
         """Numbers of engines that this process has ended."""
+        self._used: set[int] = set()
+        """Numbers of engines that have run a rank of this connection; others may run those of another notebook."""
         self.owner = f"process {os.getpid()} on {socket.gethostname()}, {uuid.uuid4().hex[:6]}"
         """Names this connection to the engines, which serve one at a time."""
         self.engines: list[Engine] = []
@@ -216,11 +218,15 @@ class Ranks:
                 raise ConnectionError("these engines were given back")
             # The client keeps the name of every message that it ever sent, which only its `%px` magics look up.
             self.client.history.clear()
-            return self.client[number].apply_async(function, *args)
+            answer = self.client[number].apply_async(function, *args)
+        if function is engine.start:
+            answer.add_done_callback(lambda done: self._used.add(number) if done.exception() is None else None)
+        return answer
 
     def end_processes(self, engines: Sequence[Engine]) -> None:
-        """Ends the processes of these engines, whatever they do, and engines that do not answer."""
+        """Ends this connection's processes on these engines, whatever they do, and engines of it that do not answer."""
         asked = {}
+        engines = [one for one in engines if one.number in self._used]
         for one in engines:
             with suppress(*NO_ENGINE):
                 asked[one] = self.call(one.number, engine.end, self.owner)
