@@ -24,8 +24,9 @@ import psutil
 from memlab._version import __version__
 from memlab.ranks.process_log import ProcessLog
 
-LEASE_SECONDS = 25.0
-"""An engine ends its process if the notebook that started it has not asked for messages for so long."""
+LEASE_SECONDS = 20.0
+"""An engine ends its process if the notebook that started it has not been heard of for so long. Jupyter gives a kernel
+that it restarts another 5 s to end by itself: together less than half a minute."""
 # Not as the main module, whose classes the notebook could not unpickle.
 _RANK_PROCESS = "from memlab.ranks.rank_process import main; main()"
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "ipyparallel")
