@@ -147,8 +147,8 @@ class Ranks:
         """Asks which engines there are now; a local cluster first replaces the ones that have ended.
 
         Raises:
-            ValueError: If these ranks are closed, an engine does not answer, engines end again and again, or they have
-                different versions.
+            ValueError: If these ranks are closed, an engine does not answer, engines end again and again, they have
+                different versions, or their memlab is not that of this process.
         """
         if self.closed:
             raise ValueError("these engines were given back: start others, with Ranks.start, and open a lab on them")
