@@ -1,11 +1,17 @@
-"""What the CPU optimizer saves on the device, allocated, reserved and seen from outside: the rows of NeMo-RL PR #3628.
+"""What the CPU optimizer saves on the device, step by step: the rows of NeMo-RL PR #3628.
 
     python -m benchmarks.optimizer_on_host measure FILE.jsonl [--seconds 45]     on a GPU
-    python -m benchmarks.optimizer_on_host predict                               anywhere
+    python -m benchmarks.optimizer_on_host predict [--expandable-segments]       anywhere
 
 The pull request (2026-08-13) measures Qwen3-0.6B on one H100 without the CPU optimizer, with half of the parameters in
 it (also overlapped), and with all of them (overlapped): 15.24, 14.13, 14.65 and 10.53 GiB. These are the most of
-samples taken from outside. It names neither the sequence length nor the other options of the training state.
+samples taken from outside, so they contain what torch reserved. It names neither the sequence length nor the other
+options of the training state.
+
+With overlapped copies, ``HybridDeviceOptimizer`` has a stream for gradients and one for parameters, and torch's
+allocator has pools for each stream. What these copies need on the device (conversions between bf16 and fp32, and fp32
+gradients that are replaced while the old ones exist) is reserved there, beside what forward and backward leave unused.
+``labs/results/h200_optimizer_on_host.jsonl`` has the rows as an H200 reserved them.
 """
 
 from __future__ import annotations
@@ -22,7 +28,9 @@ from typing import Any
 import torch
 
 from memlab import Lab, TrainingState
+from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import Architecture
+from memlab.record.step_record import StepRecord
 from memlab.units import GIB
 
 MODEL = Architecture(
@@ -42,7 +50,9 @@ MODEL = Architecture(
 )
 """Qwen3-0.6B: with its sizes, the dense family has the same layers."""
 WORKLOAD: dict[str, Any] = {"seq_length": 1024, "num_microbatches": 2}
-"""The largest peak is in a micro-batch, so the saving depends little on it."""
+"""The largest allocated peak is in a micro-batch, so its saving depends little on the length."""
+NUM_STEPS = 2
+"""A lab records its second and third step: from the third on, the pools of the optimizer's streams no longer grow."""
 AWARE = {"use_precision_aware_optimizer": True}
 BASES: dict[str, dict[str, Any]] = {
     "precision-aware": AWARE,
@@ -62,7 +72,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def measure(path: Path, seconds: float) -> None:
-    """Takes two steps in each state, until the time is over; writes a line for each at once."""
+    """Takes some steps in each state, until the time is over; writes a line for each state at once."""
     started = time.monotonic()
     with path.open("w") as lines:
         for base, row, state in _states():
@@ -70,14 +80,14 @@ def measure(path: Path, seconds: float) -> None:
                 print(f"stopped before {base}, {row}: {seconds:.0f} s are over")
                 return
             with Lab(MODEL, state=state, **WORKLOAD) as lab, _most_used() as used:
-                record = lab.step()
+                records = [lab.step() for _ in range(NUM_STEPS)]
             values = {
                 "base": base,
                 "row": row,
-                "peak_allocated_bytes": record.peak_allocated_bytes,
-                "peak_reserved_bytes": record.peak_reserved_bytes,
+                "peak_allocated_bytes": [record.peak_allocated_bytes for record in records],
+                "peak_reserved_bytes": [record.peak_reserved_bytes for record in records],
                 "most_used_bytes": max(used),
-                "step_seconds": record.step_seconds,
+                "step_seconds": [round(record.step_seconds, 6) for record in records],
             }
             lines.write(json.dumps(values) + "\n")
             lines.flush()
@@ -103,18 +113,22 @@ def _most_used() -> Iterator[list[int]]:
         sampler.join()
 
 
-def predict() -> None:
+def predict(allocator: AllocatorSettings) -> None:
     """Prints the peaks of each state, and how much less they are than without the CPU optimizer."""
-    least: dict[str, tuple[int, int]] = {}
+    plain: dict[str, list[StepRecord]] = {}
     for base, row, state in _states():
-        with Lab(MODEL, state=state, backend="simulated", **WORKLOAD) as lab:
-            record = lab.step()
-        peaks = record.peak_allocated_bytes, record.peak_reserved_bytes or 0
-        plain = least.setdefault(base, peaks)
-        allocated, reserved = (
-            f"{one / GIB:.2f} ({(of_plain - one) / GIB:.2f} less)" for one, of_plain in zip(peaks, plain, strict=True)
-        )
-        print(f"{base}, {row}: allocated {allocated}, reserved {reserved} GiB", flush=True)
+        with Lab(MODEL, state=state, backend="simulated", allocator=allocator, **WORKLOAD) as lab:
+            records = [lab.step() for _ in range(NUM_STEPS)]
+        steps = zip(records, plain.setdefault(base, records), strict=True)
+        print(f"{base}, {row}: {'; '.join(_less(record, other) for record, other in steps)}", flush=True)
+
+
+def _less(record: StepRecord, plain: StepRecord) -> str:
+    figures = (
+        ("allocated", record.peak_allocated_bytes, plain.peak_allocated_bytes),
+        ("reserved", record.peak_reserved_bytes or 0, plain.peak_reserved_bytes or 0),
+    )
+    return ", ".join(f"{name} {own / GIB:.3f} ({(other - own) / GIB:.3f} less)" for name, own, other in figures)
 
 
 def _states() -> Iterator[tuple[str, str, TrainingState]]:
@@ -128,8 +142,9 @@ if __name__ == "__main__":
     parser.add_argument("action", choices=("measure", "predict"))
     parser.add_argument("file", type=Path, nargs="?", default=Path("optimizer_on_host.jsonl"))
     parser.add_argument("--seconds", type=float, default=600.0, help="begin no further state after this time")
+    parser.add_argument("--expandable-segments", action="store_true", help="predict with this option of torch")
     arguments = parser.parse_args()
     if arguments.action == "measure":
         measure(arguments.file, arguments.seconds)
     else:
-        predict()
+        predict(AllocatorSettings(expandable_segments=arguments.expandable_segments))
