@@ -279,46 +279,40 @@ def two_notebooks() -> Iterator[Callable[[int], Ended]]:
 
 @contextmanager
 def other_code(file: str, text: str, name: str) -> Iterator[Callable[[int], Ended]]:
-    """The second engine has another memlab, and is replaced by one that has the same.
+    """A third engine has another memlab; the two others are free again once it has ended.
 
     Args:
         file: In which the other memlab differs.
         text: That it has there at the end.
         name: What the refusal says is different.
     """
-    source = Path(tempfile.mkdtemp(prefix="memlab-source-"))
-    shutil.copytree(ROOT / "memlab", source / "memlab")
-    with (source / "memlab" / file).open("a") as other:
-        other.write(text)
-    try:
-        with Cluster() as cluster:
-            first = cluster.start_engine()
+    with tempfile.TemporaryDirectory(prefix="memlab-source-") as folder, Cluster() as cluster:
+        source = Path(folder)
+        shutil.copytree(ROOT / "memlab", source / "memlab")
+        with (source / "memlab" / file).open("a") as other:
+            other.write(text)
+        same = [cluster.start_engine(), cluster.start_engine()]
+        cluster.wait_for(same)
 
-            def provoke(number: int) -> Ended:
-                other = cluster.start_engine(source=source)
-                cluster.wait_for([first, other])
-                started = time.monotonic()
-                try:
-                    Ranks.connect(PROFILE)
-                    words = "NO FAILURE"
-                except ValueError as error:
-                    words = str(error)
-                seconds = time.monotonic() - started
-                both = [f"engine \\d+ \\(process {one.pid} on" for one in (first, other)]
-                is_named = any(re.match(rf"{name} is .*{a}.*{b}", words) for a, b in (both, both[::-1]))
-                cluster.end_engine(other)
-                cluster.wait_for([first])
-                same = cluster.start_engine()
-                cluster.wait_for([first, same])
-                with Ranks.connect(PROFILE) as ranks, Lab(**JOB, layout=_layout(number), ranks=ranks) as lab:
-                    next_step = lab.step(warm_up=False).status
-                cluster.end_engine(same)
-                cluster.wait_for([first])
-                return Ended(seconds, words, is_named, next_step)
+        def provoke(number: int) -> Ended:
+            other = cluster.start_engine(source=source)
+            cluster.wait_for([*same, other])
+            started = time.monotonic()
+            try:
+                Ranks.connect(PROFILE)
+                words = "NO FAILURE"
+            except ValueError as error:
+                words = str(error)
+            seconds = time.monotonic() - started
+            is_named = (
+                re.match(rf"{name} is .* on engine \d+ .* on engine \d+ \(process {other.pid} on", words) is not None
+            )
+            cluster.end_engine(other)
+            cluster.wait_for(same)
+            with Ranks.connect(PROFILE) as ranks, Lab(**JOB, layout=_layout(number), ranks=ranks) as lab:
+                return Ended(seconds, words, is_named, lab.step(warm_up=False).status)
 
-            yield provoke
-    finally:
-        shutil.rmtree(source)
+        yield provoke
 
 
 ON_A_CLUSTER: dict[str, Callable[[], AbstractContextManager[Callable[[int], Ended]]]] = {
