@@ -1,8 +1,9 @@
 """The two kinds of pools in which torch's caching allocator keeps free blocks: with fixed and expandable segments.
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` (torch 2.11: ``get_free_block``, ``try_merge_blocks``,
-``alloc_block``, ``try_allocate_expandable_block``, ``map_block``, ``unmap_block``), for one stream. A device has two
-pools: one for requests of at most 1 MiB, and one for larger ones.
+``alloc_block``, ``try_allocate_expandable_block``, ``map_block``, ``unmap_block``). A device has two pools for each
+stream: one for requests of at most 1 MiB, and one for larger ones. (torch has two for all streams, ordered by stream
+first: ``BlockComparatorSize``. A search never leaves its stream.)
 """
 
 from __future__ import annotations
@@ -24,20 +25,26 @@ _ADDRESSES_BYTES = 2**50
 """Addresses of a pool: more than the memory of any GPU, so that they never run out."""
 
 
+def pool_number(block: Block) -> int:
+    """Returns the number of the pool that a block is of: pools share no addresses."""
+    return block.address // _ADDRESSES_BYTES
+
+
 class SegmentPool:
     """Segments of fixed size, each of them one piece of the device's memory (``cudaMalloc``).
 
     Args:
-        is_small: Whether it is the pool of requests up to 1 MiB.
+        number: Of the pool: 0 and 1 for the default stream, 2 and 3 for the next one. Even ones are the pools of
+            requests up to 1 MiB.
     """
 
-    def __init__(self, *, is_small: bool) -> None:
+    def __init__(self, number: int) -> None:
         self.reserved_bytes = 0
         self.num_searches = 0
         """Requests that searched the pool: the clock by which garbage collection tells the age of a free block."""
-        self.is_small = is_small
-        # The two pools share no addresses.
-        self._top = 0 if is_small else _ADDRESSES_BYTES
+        self.number = number
+        self.is_small = number % 2 == 0
+        self._top = number * _ADDRESSES_BYTES
         self._free: list[tuple[int, int]] = []
         """Size and address of the free blocks, in torch's search order."""
         self._free_blocks: dict[int, Block] = {}
@@ -47,10 +54,6 @@ class SegmentPool:
     def largest_free_bytes(self) -> int:
         """The largest free block, 0 if there is none."""
         return self._free[-1][0] if self._free else 0
-
-    def owns(self, block: Block) -> bool:
-        """Whether a block is of this pool."""
-        return (block.address < _ADDRESSES_BYTES) == self.is_small
 
     def find(self, num_bytes: int) -> Block | None:
         """Returns the smallest free block that holds so many bytes, and leaves it in the pool."""
@@ -125,7 +128,7 @@ class SegmentPool:
         Args:
             copies: Its blocks, by the identity of the own ones.
         """
-        other = type(self)(is_small=self.is_small)
+        other = type(self)(self.number)
         other.reserved_bytes, other.num_searches, other._top = self.reserved_bytes, self.num_searches, self._top
         other._free, other._offered_at = list(self._free), dict(self._offered_at)
         other._free_blocks = {address: copies[id(block)] for address, block in self._free_blocks.items()}
@@ -144,9 +147,9 @@ class ExpandablePool(SegmentPool):
     free neighbours merge across what would be two segments otherwise.
     """
 
-    def __init__(self, *, is_small: bool) -> None:
-        super().__init__(is_small=is_small)
-        self._page_bytes = SMALL_SEGMENT_BYTES if is_small else LARGE_SEGMENT_BYTES
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self._page_bytes = SMALL_SEGMENT_BYTES if self.is_small else LARGE_SEGMENT_BYTES
         self._start = self._top
         self._unmapped = {self._start: Block(self._start, _ADDRESSES_BYTES, False, self._start)}
         """By address. They are not free: a block there has no memory."""

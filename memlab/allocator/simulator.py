@@ -1,8 +1,9 @@
 """torch's caching allocator, simulated: which block a request would get, and what the allocator would reserve.
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` (torch 2.11: ``malloc``, ``get_free_block``,
-``should_split``, ``garbage_collect_cached_blocks``, ``release_available_cached_blocks``, ``release_cached_blocks``),
-for one stream. `Blocks` replays what a real allocator did; this class also searches for the block.
+``should_split``, ``garbage_collect_cached_blocks``, ``release_available_cached_blocks``, ``release_cached_blocks``).
+A block belongs to the stream that was current when its segment was reserved, and no request on another stream gets it.
+`Blocks` replays what a real allocator did; this class also searches for the block.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from memlab.allocator.pools import ExpandablePool, SegmentPool
+from memlab.allocator.pools import ExpandablePool, SegmentPool, pool_number
 from memlab.allocator.replay import Block
 from memlab.allocator.rules import LARGE_SEGMENT_BYTES, SMALL_REQUEST_BYTES, rounded_bytes, segment_bytes
 from memlab.config.allocator_settings import AllocatorSettings
@@ -29,22 +30,32 @@ class CachingAllocator:
         self._settings = settings
         split_mib = settings.max_split_size_mb
         self._unsplit_from_bytes = sys.maxsize if split_mib is None else split_mib * MIB
-        pool = ExpandablePool if settings.expandable_segments else SegmentPool
-        self._small, self._large = pool(is_small=True), pool(is_small=False)
+        self._kind = ExpandablePool if settings.expandable_segments else SegmentPool
+        self._small, self._large = self._kind(0), self._kind(1)
+        self._of_streams: dict[int, SegmentPool] = {}
+        """The pools of other streams, by number."""
 
     @property
     def reserved_bytes(self) -> int:
         """What the allocator has taken from the device, used or not."""
-        return self._small.reserved_bytes + self._large.reserved_bytes
+        of_default_stream = self._small.reserved_bytes + self._large.reserved_bytes
+        if not self._of_streams:  # nearly always
+            return of_default_stream
+        return of_default_stream + sum(pool.reserved_bytes for pool in self._of_streams.values())
 
-    def largest_free_bytes(self, requested_bytes: int) -> int:
+    def largest_free_bytes(self, requested_bytes: int, stream: int = 0) -> int:
         """Returns the largest free block that such a request may take."""
-        return self._pool_of(rounded_bytes(requested_bytes)).largest_free_bytes
+        return self._pool_of(rounded_bytes(requested_bytes), stream).largest_free_bytes
 
-    def allocate(self, requested_bytes: int) -> Block:
-        """Returns the block that a request gets."""
+    def allocate(self, requested_bytes: int, stream: int = 0) -> Block:
+        """Returns the block that a request gets.
+
+        Args:
+            requested_bytes: The size of the request.
+            stream: The number of the current stream, 0 for the default one.
+        """
         num_bytes = rounded_bytes(requested_bytes)
-        pool = self._pool_of(num_bytes)
+        pool = self._pool_of(num_bytes, stream)
         block = self._best_fit(pool, num_bytes)
         if block is None:
             block = pool.grow(num_bytes)
@@ -60,15 +71,17 @@ class CachingAllocator:
             pool.offer(after)
         return block
 
-    def makes_space(self, requested_bytes: int, limit_bytes: int) -> bool:
+    def makes_space(self, requested_bytes: int, limit_bytes: int, stream: int = 0) -> bool:
         """Returns whether a request fits within `limit_bytes` reserved, after returning free memory if it must.
 
         The limit is one that torch knows, as ``torch.cuda.set_per_process_memory_fraction`` sets it: only then does
         it collect garbage. It is compared with the request rounded to a segment, also where pages suffice.
         """
         num_bytes = rounded_bytes(requested_bytes)
-        pool = self._pool_of(num_bytes)
-        pool.num_searches += 1
+        pool = self._pool_of(num_bytes, stream)
+        # Garbage collection has one clock for the large pools of all streams.
+        for each in self._pools() if self._of_streams else (pool,):
+            each.num_searches += each.is_small == pool.is_small
         if self._best_fit(pool, num_bytes) is not None:
             return True
         if self._settings.garbage_collection_threshold is not None:
@@ -82,18 +95,19 @@ class CachingAllocator:
 
     def free(self, block: Block) -> None:
         """Frees a block, and merges it with its free neighbours."""
-        (self._large if self._large.owns(block) else self._small).free(block)
+        number = pool_number(block)
+        (self._large if number == 1 else self._small if number == 0 else self._of_streams[number]).free(block)
 
     def empty_cache(self) -> None:
         """Returns the segments or pages in which nothing is allocated to the device."""
-        self._large.empty()
-        self._small.empty()
+        for pool in self._pools():
+            pool.empty()
 
     def state(self) -> tuple[Any, ...]:
         """Returns what decides about later requests, beside the allocated blocks."""
         # Garbage collection knows how long a block has been free.
         clock = None if self._settings.garbage_collection_threshold is None else self._large.num_searches
-        return self._small.state(), self._large.state(), clock
+        return *(pool.state() for pool in self._pools()), clock
 
     def copy(self, blocks: Iterable[Block]) -> tuple[CachingAllocator, dict[int, Block]]:
         """Returns an allocator in the same state, for requests that may have to be undone.
@@ -106,7 +120,7 @@ class CachingAllocator:
         """
         copies: dict[int, Block] = {}
         originals: list[Block] = []
-        waiting = [*blocks, *self._small.blocks(), *self._large.blocks()]
+        waiting = [*blocks, *(block for pool in self._pools() for block in pool.blocks())]
         while waiting:
             block = waiting.pop()
             if id(block) not in copies:
@@ -119,10 +133,22 @@ class CachingAllocator:
             copied.after = None if block.after is None else copies[id(block.after)]
         other = CachingAllocator(self._settings)
         other._small, other._large = self._small.copy(copies), self._large.copy(copies)
+        other._of_streams = {number: pool.copy(copies) for number, pool in self._of_streams.items()}
         return other, copies
 
-    def _pool_of(self, num_bytes: int) -> SegmentPool:
-        return self._small if num_bytes <= SMALL_REQUEST_BYTES else self._large
+    def _pools(self) -> list[SegmentPool]:
+        return [self._small, self._large, *self._of_streams.values()]
+
+    def _pool_of(self, num_bytes: int, stream: int) -> SegmentPool:
+        of_default_stream = self._small if num_bytes <= SMALL_REQUEST_BYTES else self._large
+        if stream == 0:
+            return of_default_stream
+        number = 2 * stream + of_default_stream.number
+        pool = self._of_streams.get(number)
+        if pool is None:
+            pool = self._of_streams[number] = self._kind(number)
+            pool.num_searches = of_default_stream.num_searches
+        return pool
 
     def _best_fit(self, pool: SegmentPool, num_bytes: int) -> Block | None:
         block = pool.find(num_bytes)
@@ -144,14 +170,16 @@ class CachingAllocator:
     def _collect_garbage(self, threshold_bytes: int) -> None:
         """Returns large segments to the device, those first that have been free for longest."""
         excess = self.reserved_bytes - threshold_bytes
-        ages = {segment.address: (segment, self._large.age(segment)) for segment in self._large.free_segments()}
+        large = [pool for pool in self._pools() if not pool.is_small]
+        free = [(pool, segment) for pool in large for segment in pool.free_segments()]
+        ages = {segment.address: (pool, segment, pool.age(segment)) for pool, segment in free}
         while excess > 0 and ages:
-            mean = sum(age for _, age in ages.values()) / len(ages)
+            mean = sum(age for _, _, age in ages.values()) / len(ages)
             # Never more often than needed: all of at least the mean age go, also when fewer would do.
-            old = [segment for segment, age in ages.values() if age >= mean]
-            for segment in old:
+            old = [(pool, segment) for pool, segment, age in ages.values() if age >= mean]
+            for pool, segment in old:
                 excess -= segment.num_bytes
-                self._large.give_back(segment)
+                pool.give_back(segment)
                 del ages[segment.address]
 
     def _return_oversize(self, pool: SegmentPool, num_bytes: int) -> bool:

@@ -7,6 +7,7 @@ host: a call without a device, or for ``"cpu"`` or pinned memory.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -14,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from memlab.meter.labels import on_host
+from memlab.meter.labels import current_stream, on_host, on_stream
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
@@ -194,11 +195,26 @@ FACTORIES = (
 """Functions that make a tensor on a device of their own choice: on the host, unless an argument names the device."""
 
 
-class _Stream:
-    """A call returns when its work is done, so there is nothing to wait for and nothing to order."""
+_NUM_STREAMS = 32
+"""torch takes the streams of a process from a pool in turn, and then the first one again (``kStreamsPerPool`` in
+``c10/cuda/CUDAStream.cpp``, torch 2.11)."""
+_stream_numbers = itertools.cycle(range(1, _NUM_STREAMS + 1))
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+
+class _Stream:
+    """A call returns when its work is done, so there is nothing to wait for and nothing to order.
+
+    Its number decides from which of the allocator's pools a request is served while it is the current stream.
+    """
+
+    def __init__(self, *_: Any, number: int | None = None, **__: Any) -> None:
+        self.number = next(_stream_numbers) if number is None else number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream) and self.number == other.number
+
+    def __hash__(self) -> int:
+        return self.number
 
     def wait_stream(self, stream: Any) -> None:
         pass
@@ -230,7 +246,12 @@ class _Event:
         return True
 
 
-_STREAM = _Stream()
+_DEFAULT_STREAM = _Stream(number=0)
+
+
+def _as_current(stream: _Stream | None) -> contextlib.AbstractContextManager[None]:
+    """Replaces ``torch.cuda.stream``, which does nothing for None."""
+    return contextlib.nullcontext() if stream is None else on_stream(stream.number)
 
 
 _from_numpy = torch.from_numpy
@@ -254,9 +275,9 @@ def _nothing(*_: Any, **__: Any) -> None:
 CUDA_API: dict[str, Any] = {
     "Stream": _Stream,
     "Event": _Event,
-    "current_stream": lambda *_: _STREAM,
-    "default_stream": lambda *_: _STREAM,
-    "stream": lambda *_: contextlib.nullcontext(),
+    "current_stream": lambda *_: _Stream(number=current_stream()),
+    "default_stream": lambda *_: _DEFAULT_STREAM,
+    "stream": _as_current,
     "synchronize": _nothing,
     "current_device": lambda: torch.device("cpu"),
     "set_device": _nothing,

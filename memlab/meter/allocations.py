@@ -34,6 +34,8 @@ class Allocation:
     freed_in_step: int | None = None
     rounding_bytes: int = 0
     """The part of `num_bytes` that the allocator added to the request."""
+    stream: int = 0
+    """The stream that was current when it was requested, 0 for the default one."""
 
     @property
     def final_category(self) -> int:

@@ -39,6 +39,8 @@ class Labels:
         """Above 0 while new storages are host memory."""
         self.pinned_depth = 0
         """Above 0 while new storages are pinned host memory, which torch's host allocator rounds."""
+        self.stream = 0
+        """The number of the current CUDA stream, 0 for the default one: torch's allocator has pools for each."""
         self.known_category: int | None = None
         """The category of new storages, if the code that makes them knows it, such as activations copied back from
         the host."""
@@ -159,7 +161,7 @@ def is_labelling() -> bool:
 
 @contextmanager
 def labelled_by(labels: Labels) -> Iterator[None]:
-    """Makes `labels` those that `one_kernel`, `on_host` and `keeping` change, for the block."""
+    """Makes `labels` those that `one_kernel`, `on_host`, `on_stream` and `keeping` change, for the block."""
     global _active  # noqa: PLW0603  # replaced functions and layers have no reference to a lab
     outer, _active = _active, labels
     try:
@@ -202,6 +204,25 @@ def on_host(*, pinned: bool = False) -> Iterator[None]:
     finally:
         labels.host_depth -= 1
         labels.pinned_depth -= pinned
+
+
+def current_stream() -> int:
+    """Returns the number of the current CUDA stream, 0 for the default one."""
+    return 0 if _active is None else _active.stream
+
+
+@contextmanager
+def on_stream(number: int) -> Iterator[None]:
+    """Makes a CUDA stream the current one for the block."""
+    labels = _active
+    if labels is None:
+        yield
+        return
+    outer, labels.stream = labels.stream, number
+    try:
+        yield
+    finally:
+        labels.stream = outer
 
 
 def keeping(category: str) -> AbstractContextManager[None]:

@@ -137,8 +137,8 @@ def record(
         if role is None:
             number = own.get(key)
             if number is None:
-                if delta < 0 or allocation.span < first_span or key in forgotten:
-                    return None
+                if delta < 0 or allocation.span < first_span or key in forgotten or allocation.stream:
+                    return None  # a replay requests memory on the default stream only
                 number = own[key] = len(births)
                 allocations.append(allocation)
                 birth = (module, allocation.phase, allocation.span - first_span, allocation.recomputed)

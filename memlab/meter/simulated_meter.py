@@ -110,7 +110,8 @@ class SimulatedMeter(StorageMeter):
         """Called after each event, if it is set."""
         self._reserved = self._reserved_allocation()
         self._is_special = False
-        """Whether the step has done what is not repeated: pinned memory, or returned what the allocator caches."""
+        """Whether the step has done what is not repeated: used pinned memory or a stream of its own, or returned what
+        the allocator caches."""
         self._found: list[tuple[StorageAllocation, int, int]] = []
         """What the step found allocated, with requested bytes and pool."""
         self._finished: _Finished | None = None
@@ -164,8 +165,9 @@ class SimulatedMeter(StorageMeter):
             torch.OutOfMemoryError: If it does not, after it has returned what it caches.
         """
         allocator, limit = self._allocator, self.device_memory_bytes
-        if limit is not None and num_bytes and not allocator.makes_space(num_bytes, limit):
-            largest, reserved = allocator.largest_free_bytes(num_bytes), allocator.reserved_bytes
+        stream = self._labels.stream
+        if limit is not None and num_bytes and not allocator.makes_space(num_bytes, limit, stream):
+            largest, reserved = allocator.largest_free_bytes(num_bytes, stream), allocator.reserved_bytes
             self._fail_allocation(num_bytes, limit, reserved_bytes=reserved, largest_free_bytes=largest)
 
     def _take(self, allocation: StorageAllocation, num_bytes: int) -> int:
@@ -174,7 +176,9 @@ class SimulatedMeter(StorageMeter):
             self._pinned_blocks[id(allocation)] = self._pinned.allocate(num_bytes)
         if allocation.pool != _DEVICE or not num_bytes:
             return num_bytes
-        block = self._blocks[id(allocation)] = self._allocator.allocate(num_bytes)
+        stream = allocation.stream = self._labels.stream
+        self._is_special = self._is_special or stream != 0
+        block = self._blocks[id(allocation)] = self._allocator.allocate(num_bytes, stream)
         self._update_reserved()
         allocation.rounding_bytes = block.num_bytes - num_bytes
         return block.num_bytes
