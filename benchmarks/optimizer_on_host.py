@@ -61,6 +61,7 @@ BASES: dict[str, dict[str, Any]] = {
 }
 """States that the job may have had. The second is that of NeMo-RL's own files (``examples/configs/sft.yaml``), if
 Python's garbage collector has freed the first of the two CPU optimizers that Megatron makes."""
+LOSS = {"loss": "logprobs", "apply_rope_fusion": True}
 HALF = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
 OVERLAPPED = {"overlap_cpu_optimizer_d2h_h2d": True}
 ROWS: dict[str, dict[str, Any]] = {
@@ -134,7 +135,7 @@ def _less(record: StepRecord, plain: StepRecord) -> str:
 def _states() -> Iterator[tuple[str, str, TrainingState]]:
     for base, values in BASES.items():
         for row, others in ROWS.items():
-            yield base, row, TrainingState(**values, **others, loss="logprobs", apply_rope_fusion=True)
+            yield base, row, TrainingState(**values, **others, **LOSS)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import optimizer_on_host
 from memlab.allocator.pinned import PinnedMemory
 from memlab.backends.cpu import cuda_replaced
 from memlab.backends.simulated import on_fake_tensors
@@ -27,6 +30,7 @@ HALF = TrainingState(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
 OVERLAPPED = replace(HALF, overlap_cpu_optimizer_d2h_h2d=True)
 PRECISION_AWARE = replace(ALL, use_precision_aware_optimizer=True, grad_reduce_in_bf16=True, main_grads_dtype="bf16")
 TINY = {"num_layers": 1, "seq_length": 64, "backend": "cpu"}
+ROWS_OF_AN_H200 = Path(__file__).parents[2] / "labs" / "results" / "h200_optimizer_on_host.jsonl"
 
 
 def rounded_to_power_of_two(num_bytes: int) -> int:
@@ -70,6 +74,20 @@ def trained(monkeypatch: pytest.MonkeyPatch, state: TrainingState) -> tuple[list
     with Lab("qwen3-moe-tiny", state=state, **TINY) as lab:
         losses = [lab.step().loss for _ in range(3)]
         return losses, [parameter.detach().clone() for parameter in lab._stepper.live.parameters()]
+
+
+def test_overlapped_copies_reserve_memory_of_their_own_as_on_an_h200() -> None:
+    base, row = "precision-aware, bf16 gradients", "50 %, overlapped"
+    measured = [json.loads(line) for line in ROWS_OF_AN_H200.open()]
+    (steps,) = (each for each in measured if (each["base"], each["row"], each["tokens"]) == (base, row, [1024] * 4))
+    second, third = steps["peak_reserved_bytes"][:2]
+    assert third > second + 0.5 * GIB, "the pool of the gradients' stream grows once more in the third step"
+    state = TrainingState(**optimizer_on_host.BASES[base], **optimizer_on_host.ROWS[row], **optimizer_on_host.LOSS)
+    with Lab(optimizer_on_host.MODEL, state=state, backend="simulated", **optimizer_on_host.WORKLOAD) as lab:
+        for allocated, reserved in zip(steps["peak_allocated_bytes"], steps["peak_reserved_bytes"], strict=True):
+            record = lab.step()
+            assert record.peak_allocated_bytes == pytest.approx(allocated, rel=1e-5)
+            assert record.peak_reserved_bytes == pytest.approx(reserved, rel=5e-4)
 
 
 def test_losses_and_weights_equal_the_default_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
