@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self, overload
 
 from memlab.analysis.loss_tolerance import loss_tolerance
@@ -52,6 +52,8 @@ class Check(_Goals):
         self._record = record
         if record.status != "ok":
             self._goal(False, f"the step ended early ({record.message})", "change the settings so that the step ends")
+        elif record.forward_only:
+            self._goal(False, "the record is that of a forward-only pass, must be that of a training step")
 
     def peak_below(self, num_bytes: int) -> Self:
         """Requires `peak_allocated_bytes` below a number of bytes."""
@@ -73,11 +75,21 @@ class Check(_Goals):
 
     def residual_is_zero(self) -> Self:
         """Requires that nothing stays allocated after the step."""
+        residual = self._record.residual_bytes
+        if not residual:
+            return self._goal(True, "the residual after the step is zero")
         hint = (
-            "a checkpointed MoE layer keeps its input and the gradient of that input: recompute a smaller part, "
-            "or set a remedy"
+            "an MoE layer whose router is recomputed keeps the checkpoint's input and its gradient: recompute a part "
+            "without the router (or set checkpoint_input_remedy, which lab 04 explains)"
         )
-        return self._below("the residual after the step", self._record.residual_bytes, 1, hint)
+        return self._goal(False, f"the residual after the step is {format_bytes(residual)}, must be zero", hint)
+
+    def offloads_nothing(self) -> Self:
+        """Requires that the step transferred no activation to the host."""
+        modules = ", ".join(self._record.offloaded_bytes_by_module)
+        if not modules:
+            return self._goal(True, "no activation was transferred to the host")
+        return self._goal(False, f"{modules} transferred activations to the host, must transfer none", "only recompute")
 
     def recomputes_less_than(self, num_bytes: int) -> Self:
         """Requires fewer recomputed bytes."""
@@ -109,6 +121,14 @@ class Check(_Goals):
         if remedy is None:
             return self._goal(True, "no remedy is set")
         return self._goal(False, f"checkpoint_input_remedy is {remedy!r}, must be None", "leave the remedy out")
+
+    def empties_no_storage(self) -> Self:
+        """Requires that no remedy empties a storage, which something else may still read."""
+        empties = self._record.settings.checkpoint_input_remedy == "release_storage"
+        if not empties:
+            return self._goal(True, "no storage is emptied")
+        hint = "choose a remedy that drops a reference instead"
+        return self._goal(False, "release_storage empties storages, must leave them to their references", hint)
 
     def moves(self, *modules: str) -> Self:
         """Requires that each of some offload modules transferred bytes to the host."""
@@ -183,25 +203,37 @@ class ResidencyCheck(_Goals):
         """Requires the complaints of another audit, to the byte."""
         if self._audit.complaints == other.complaints:
             return self._goal(True, f"the same complaint, {other}")
-        return self._goal(False, f"the audit says '{self._audit}', must say '{other}'", "look at the holder it names")
+        hint = "compare this with what the audits in the sections about the five errors say"
+        return self._goal(False, f"the audit says '{self._audit}', which is not what the job's audit says", hint)
 
 
 class FormulaCheck(_Goals):
-    """Goals for a number of bytes that a formula gave."""
+    """Goals for the bytes that a formula gave, for one model or for each of several."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: Sequence[float]) -> None:
         super().__init__()
-        self._num_bytes = num_bytes
+        self._num_bytes = [int(mine) if mine == int(mine) else mine for mine in num_bytes]  # `/` gives floats
 
-    def is_exactly(self, num_bytes: int) -> Self:
-        """Requires a number of bytes that memlab metered. The line says how far off the formula is, and not the sum."""
-        missing = num_bytes - self._num_bytes
-        if not missing:
-            return self._goal(True, f"the formula gives {self._num_bytes:,} bytes, exactly what memlab metered")
-        direction = "too few" if missing > 0 else "too many"
-        hint = "go through the modules one by one, and ask which tensors each of them keeps"
-        what = f"the formula gives {self._num_bytes:,} bytes, {abs(missing):,} {direction}"
-        return self._goal(False, what, hint)
+    def is_exactly(
+        self, num_bytes: int | Sequence[int], hint: str = "ask of each module which tensors it keeps"
+    ) -> Self:
+        """Requires what memlab metered: of one model, or of each in the order of the formula's results.
+
+        Args:
+            num_bytes: The line says how far off the formula is, and not the sum.
+            hint: What to look at, in the words of the exercise.
+        """
+        metered = [num_bytes] if isinstance(num_bytes, int) else num_bytes
+        if len(metered) != len(self._num_bytes):
+            what = f"the formula gives {len(self._num_bytes)} results, must give {len(metered)}, one per model"
+            return self._goal(False, what, "replace only the 0 in the marked line")
+        for place, (mine, needed) in enumerate(zip(self._num_bytes, metered, strict=True), start=1):
+            which = f" for model {place}" if len(metered) > 1 else ""
+            if mine != needed:
+                off = f"{abs(needed - mine):,} {'too few' if needed > mine else 'too many'}"
+                return self._goal(False, f"the formula gives {mine:,} bytes{which}, {off}", hint)
+        given = " and ".join(f"{mine:,}" for mine in self._num_bytes)
+        return self._goal(True, f"the formula gives {given} bytes, exactly what memlab metered")
 
 
 @overload
@@ -209,12 +241,13 @@ def check(measured: StepRecord) -> Check: ...
 @overload
 def check(measured: ResidencyAudit) -> ResidencyCheck: ...
 @overload
-def check(measured: int) -> FormulaCheck: ...
-def check(measured: StepRecord | ResidencyAudit | int) -> Check | ResidencyCheck | FormulaCheck:
+def check(measured: float | Sequence[float]) -> FormulaCheck: ...
+def check(measured: StepRecord | ResidencyAudit | float | Sequence[float]) -> Check | ResidencyCheck | FormulaCheck:
     """Begins the check of an exercise: ``check(record).peak_below(...).same_loss_as(plain)``.
 
     Args:
-        measured: What `Lab.step` or `Lab.audit_residency` returned, or the number of bytes that a formula gave.
+        measured: What `Lab.step` or `Lab.audit_residency` returned, or the bytes that a formula gave: a number, or a
+            list with one per model.
 
     Returns:
         A check whose goals print a line each, up to the first that is missed. It is true if all were reached.
@@ -226,11 +259,12 @@ def check(measured: StepRecord | ResidencyAudit | int) -> Check | ResidencyCheck
         return Check(measured)
     if isinstance(measured, ResidencyAudit):
         return ResidencyCheck(measured)
-    if isinstance(measured, int) and not isinstance(measured, bool):
-        return FormulaCheck(measured)
+    numbers = measured if isinstance(measured, (list, tuple)) else [measured]
+    if numbers and all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in numbers):
+        return FormulaCheck(numbers)
     raise ValueError(
-        f"check got a {type(measured).__name__}, must be a record (or an audit, or a whole number of bytes): "
-        "pass what lab.step(...) returned"
+        f"check got a {type(measured).__name__}, must be a record (or an audit, or the bytes that a formula "
+        "gives): pass what lab.step(...) returned, or a number"
     )
 
 

@@ -73,6 +73,10 @@ class View:
     def __repr__(self) -> str:
         return self.table
 
+    def only_table(self) -> View:
+        """Returns the table without the figure, for ``display(compare(...).only_table())`` in a cell."""
+        return View(None, self.table, self.html)
+
     def save(self, path: Path | str) -> Path:
         """Saves figure and table as one HTML file that needs no network."""
         path = Path(path)

@@ -61,20 +61,39 @@ def state(options: str) -> str:
     return f"mine = lab.step(state=TrainingState({options}))"
 
 
+def for_each(formula: str, letters: str) -> str:
+    return f"mine = [{formula} for {letters} in sizes]"
+
+
+DENSE_LETTERS = "t, h, f, a, g, d"
 ALL_MODULES = ("qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 EXERCISES = {
     "01_recompute": [
         Exercise(
             solution=selective("moe"),
-            wrong=(step("full.settings"), selective("core_attn"), selective("layernorm")),
+            wrong=(
+                step("full.settings"),
+                selective("core_attn"),
+                selective("layernorm", "moe_act"),
+                offload(*ALL_MODULES),  # it recomputes nothing
+            ),
         ),
         Exercise(
             solution=selective("moe_act"),
-            wrong=(offload("moe_act"), selective("moe"), selective("core_attn"), step("MemorySettings()")),
+            wrong=(
+                # The offload lowers the peak, and not what is recomputed.
+                selective(
+                    "core_attn", others=', offload_modules=["expert_fc1", "moe_act"], min_offloaded_tensor_size=0'
+                ),
+                offload("moe_act"),
+                selective("moe"),
+                selective("core_attn"),
+                step("MemorySettings()"),
+            ),
         ),
         Exercise(
-            solution="mine = (2 * h + 4 + 2 * m * k) * t",
-            # Without the norm's fp32 number, without the experts, all of the MoE part.
+            # As a float too: a formula with a division gives one.
+            solution="mine = (4 * h / 2 + 4 + 2 * m * k) * t",
             wrong=("mine = (2 * h + 2 * m * k) * t", "mine = (2 * h + 4) * t", 'mine = by_hand["moe"]'),
         ),
     ],
@@ -82,6 +101,7 @@ EXERCISES = {
         Exercise(
             solution=step("everything.settings"),
             wrong=(
+                "mine = log_probabilities",  # a forward-only pass keeps nothing for backward
                 selective("moe"),
                 offload("moe_act"),
                 step(f"MemorySettings(offload_modules={list(ALL_MODULES)})"),
@@ -113,6 +133,9 @@ EXERCISES = {
                 step('remedies["detach"].settings'),
                 selective("moe", others=', checkpoint_input_remedy="detach"'),
                 offload("moe_act"),
+                selective(
+                    "core_attn", others=', offload_modules=["expert_fc1", "moe_act"], min_offloaded_tensor_size=0'
+                ),
                 selective("moe"),
                 selective("core_attn"),
             ),
@@ -123,6 +146,8 @@ EXERCISES = {
                 offload(*ALL_MODULES),
                 selective("moe_act", "layernorm", others=', checkpoint_input_remedy="detach"'),
                 step('remedies["clear_gradient"].settings'),
+                step('remedies["release_storage"].settings'),
+                "mine = unguarded",  # a use after free, which the record does not show
                 block(2),
             ),
         ),
@@ -204,17 +229,31 @@ EXERCISES = {
     ],
     "10_one_layer": [
         Exercise(
-            solution="mine = (6 * h + 4 + 2 * (a + 2 * g) * d + 2 * (a + g) * d + 8 * d + 2 * a * d) * t",
+            solution=for_each("(6*h + 4 + 2*(a + 2*g)*d + 2*(a + g)*d + 8*d + 2*a*d) * t", DENSE_LETTERS),
             wrong=(
                 # Without what the slice holds, without the tables, without the output that linear_proj needs.
-                "mine = (6 * h + 4 + 2 * (a + g) * d + 8 * d + 2 * a * d) * t",
-                "mine = (6 * h + 4 + 2 * (a + 2 * g) * d + 2 * (a + g) * d + 2 * a * d) * t",
-                "mine = (6 * h + 4 + 2 * (a + 2 * g) * d + 2 * (a + g) * d + 8 * d) * t",
+                for_each("(6*h + 4 + 2*(a + g)*d + 8*d + 2*a*d) * t", DENSE_LETTERS),
+                for_each("(6*h + 4 + 2*(a + 2*g)*d + 2*(a + g)*d + 2*a*d) * t", DENSE_LETTERS),
+                for_each("(6*h + 4 + 2*(a + 2*g)*d + 2*(a + g)*d + 8*d) * t", DENSE_LETTERS),
+                # Right for the tiny model only: its width is that of its heads, and it has as many key-value heads.
+                for_each("(6*h + 4 + 2*(g + 2*a)*d + 2*(a + g)*d + 8*d + 2*a*d) * t", DENSE_LETTERS),
+                for_each("(6*h + 4 + 2*(a + 2*g)*d + 2*(a + g)*d + 8*d + 2*h) * t", DENSE_LETTERS),
+                "mine = 803840",
             ),
         ),
         Exercise(
-            solution="mine = 4 * one - 3 * (5 * E * t + 8 * E)",
-            wrong=("mine = 8 * one", "mine = 4 * one", "mine = one", "mine = 4 * one - 3 * 8 * E"),
+            solution=for_each("4 * one - 3 * (5 * E * t + 8 * E)", "one, t, E"),
+            wrong=tuple(
+                for_each(formula, "one, t, E")
+                for formula in (
+                    "8 * one",
+                    "4 * one",
+                    "one",
+                    "4 * one - 3 * 8 * E",
+                    # The map from tokens to rows is saved by each micro-batch.
+                    "4 * one - 3 * (5 * E * t + 8 * E + 4 * (2 * E + 1) * t)",
+                )
+            ),
         ),
     ],
 }
@@ -340,7 +379,7 @@ def test_a_solution_reaches_the_goal_and_no_wrong_answer_does(
         exercise: ([exercise, *(answered(exercise, wrong) for wrong in each.wrong)], answered(exercise, each.solution))
         for exercise, each in zip(exercises, EXERCISES[lab], strict=True)
     }
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"display": MagicMock()}  # IPython's, which every notebook has
     cells = [cell for wrong, solution in answers.values() for cell in (*wrong, solution)]
     for source in cells_needed(work, cells, FORMULAS.get(lab, set())):
         exec(source, names)  # noqa: S102  # the lab's own cells

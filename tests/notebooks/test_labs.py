@@ -11,12 +11,19 @@ import nbformat
 import pytest
 
 import memlab
-from memlab.regression.suite.notebooks import INTERACTIVE_TAG, PARAMETERS_TAG, RECORD_TAG, has_tag, read_notebook
+from memlab.regression.suite.notebooks import (
+    HIDE_INPUT_TAG,
+    INTERACTIVE_TAG,
+    PARAMETERS_TAG,
+    RECORD_TAG,
+    has_tag,
+    read_notebook,
+)
 from memlab.regression.suite.parameters import INTERACTIVE, read_parameters
 from tests.notebooks.small_labs import run_lab
 
 LABS = sorted((Path(__file__).parents[2] / "labs").glob("*.ipynb"))
-TAGS = {PARAMETERS_TAG, INTERACTIVE_TAG, RECORD_TAG, "exercise", "hide-input"}
+TAGS = {PARAMETERS_TAG, INTERACTIVE_TAG, RECORD_TAG, "exercise", HIDE_INPUT_TAG}
 every_lab = pytest.mark.parametrize("path", LABS, ids=lambda path: path.stem)
 
 
@@ -35,10 +42,20 @@ def test_a_lab_is_committed_stripped(path: Path) -> None:
     assert set(notebook.metadata) <= {"kernelspec"}, "no language_info, no papermill, no widgets"
     assert notebook.metadata.kernelspec.name == "python3"
     for cell in notebook.cells:
-        assert set(cell.metadata) <= {"tags"}
+        assert set(cell.metadata) <= {"tags", "jupyter"}
     for cell in code_cells(notebook):
         assert cell.outputs == []
         assert cell.execution_count is None
+
+
+@every_lab
+def test_jupyterlab_hides_the_code_that_a_page_leaves_out(path: Path) -> None:
+    """A quiz names its right answer. JupyterLab does not know the tag: it reads the metadata."""
+    for cell in read_notebook(path).cells:
+        is_hidden = cell.metadata.get("jupyter") == {"source_hidden": True}
+        assert is_hidden == has_tag(cell, HIDE_INPUT_TAG)
+        assert is_hidden or not cell.source.startswith("quiz(")
+        assert is_hidden or "jupyter" not in cell.metadata
 
 
 @every_lab
@@ -69,7 +86,7 @@ def test_a_lab_has_its_parts_in_order(path: Path) -> None:
 @every_lab
 def test_a_lab_holds_no_logic(path: Path) -> None:
     cells = code_cells(read_notebook(path))
-    assert len([cell for cell in cells if not has_tag(cell, "hide-input")]) <= 19, "quizzes left out"
+    assert len([cell for cell in cells if not has_tag(cell, HIDE_INPUT_TAG)]) <= 19, "quizzes left out"
     for cell in cells:
         assert set(cell.metadata.get("tags", [])) <= TAGS
         assert cell.source.count("\n") < 15

@@ -27,6 +27,7 @@ def with_settings(settings: MemorySettings, **changes: Any) -> StepRecord:
 
 def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture[str]) -> None:
     moved = with_settings(offload("moe_act"), offloaded_bytes_by_module={"moe_act": 1})
+    assert check(PLAIN).offloads_nothing().empties_no_storage()
     assert check(moved).moves("moe_act").residual_is_zero().recomputes_less_than(1).without_remedy()
     full = with_settings(FULL, recomputed_bytes=2)
     assert check(full).recomputes_whole_layers().recomputes_more_than(1).same_loss_as(PLAIN)
@@ -34,7 +35,7 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
     assert check(full).peak_below(peak + 1).starts_below(start + 1).activation_peak_below(activations + 1)
     assert check(PLAIN).host_below(PLAIN.host_bytes + 1)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 11
+    assert len(lines) == 13
     assert all(line.startswith("reached: ") for line in lines)
 
 
@@ -61,7 +62,7 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
         (
             replace(PLAIN, residual_bytes=3 * MIB),
             ("residual_is_zero",),
-            "the residual after the step is 3.00 MiB, must",
+            "the residual after the step is 3.00 MiB, must be zero",
         ),
         (replace(PLAIN, recomputed_bytes=2), ("recomputes_less_than", 2), "what backward recomputes is 2 B, must be"),
         (PLAIN, ("moves", "moe_act"), "moe_act transferred nothing to the host: it is not among offload_modules"),
@@ -69,6 +70,21 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
             replace(PLAIN, without_effect={"offload_modules:moe_act": "all is under min_offloaded_tensor_size"}),
             ("moves", "moe_act"),
             "moe_act transferred nothing to the host: all is under min_offloaded_tensor_size",
+        ),
+        (
+            replace(PLAIN, offloaded_bytes_by_module={"moe_act": 1}),
+            ("offloads_nothing",),
+            "moe_act transferred activations to the host, must transfer none",
+        ),
+        (
+            replace(PLAIN, forward_only=True),
+            ("peak_below", 10**15),
+            "that of a forward-only pass, must be that of a tr",
+        ),
+        (
+            with_settings(replace(FULL, checkpoint_input_remedy="release_storage")),
+            ("empties_no_storage",),
+            "release_storage empties storages, must leave them to their references. Hint: choose a remedy that",
         ),
         (replace(PLAIN, loss=1.0), ("same_loss_as", PLAIN), "a memory setting changes no number"),
         (PLAIN, ("same_loss_as", replace(PLAIN, status="out_of_memory", message="too large")), "ended early (too larg"),
@@ -97,6 +113,21 @@ def test_a_check_as_the_last_expression_of_a_cell_shows_nothing_more() -> None:
 def test_settings_in_place_of_a_record_are_refused_with_what_to_pass() -> None:
     with pytest.raises(ValueError, match=r"check got a MemorySettings, must be a record .* lab\.step"):
         check(MemorySettings())  # type: ignore[call-overload]
+
+
+def test_a_formula_must_hold_for_every_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check([2.0, 4]).is_exactly([2, 4])
+    assert check(6 / 2).is_exactly(3)
+    assert not check([2, 2]).is_exactly([2, 4])
+    assert not check(2).is_exactly([2, 4])
+    assert not check(5).is_exactly(3, "count again")
+    assert capsys.readouterr().out.splitlines() == [
+        "reached: the formula gives 2 and 4 bytes, exactly what memlab metered",
+        "reached: the formula gives 3 bytes, exactly what memlab metered",
+        "not yet: the formula gives 2 bytes for model 2, 2 too few. Hint: ask of each module which tensors it keeps.",
+        "not yet: the formula gives 1 results, must give 2, one per model. Hint: replace only the 0 in the marked line.",
+        "not yet: the formula gives 5 bytes, 2 too many. Hint: count again.",
+    ]
 
 
 def test_a_failure_of_megatron_s_is_a_text_without_addresses() -> None:

@@ -18,7 +18,10 @@ CHOICES = {"`a` < b": "It is less.", "c": "It is & more."}
         ("", 175_272, "result: 175,272 bytes (you entered no guess)"),
         ("100,000", 175_272, "result: 175,272 bytes; your guess: 100,000 bytes (43 % too low)"),
         ("175272", 175_272, "result: 175,272 bytes; your guess: 175,272 bytes (exact)"),
-        ("2", 0, "result: 0 bytes; your guess: 2 bytes"),
+        ("2", 0, "result: 0 bytes; your guess: 2 bytes (too high)"),
+        ("0", -368, "result: -368 bytes; your guess: 0 bytes (100 % too high)"),
+        ("1000000 bytes", 4_000, "result: 4,000 bytes; your guess: 1,000,000 bytes (24,900 % too high)"),
+        ("Activations ", "activations", "result: activations; your guess: Activations (right)"),
         ("the <optimizer>", "activations", "result: activations; your guess: the <optimizer>"),
     ],
 )

@@ -68,7 +68,7 @@ def test_a_storage_that_something_else_refers_to_is_never_emptied(open_lab: Call
     # Layer 2's checkpoint keeps its input, which is tapped, and its gradient; the others keep nothing.
     assert (record.status, record.loss, record.residual_bytes) == ("ok", loss, 2 * 128 * 128 * 2)
     reason = record.without_effect["checkpoint_input_remedy"]
-    assert reason.startswith("1 checkpoint input is left alone")
+    assert reason.startswith("on 1 checkpoint input, left alone because")
     assert lab.step(remedied("release_storage")).without_effect == {}
     with pytest.raises(ValueError, match="from 0 to 3"), lab.tap(4):
         pass

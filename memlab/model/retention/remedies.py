@@ -58,10 +58,10 @@ class CheckpointRemedy:
         num_spared = self._release.num_spared
         if not num_spared:
             return {}
-        inputs = "1 checkpoint input is" if num_spared == 1 else f"{num_spared} checkpoint inputs are"
+        inputs = "1 checkpoint input" if num_spared == 1 else f"{num_spared} checkpoint inputs"
         return {
-            "checkpoint_input_remedy": f"{inputs} left alone: something else refers to "
-            "their storage and would find it empty: use 'detach'"
+            "checkpoint_input_remedy": f"on {inputs}, left alone because something else refers to "
+            "the same storage and would find it empty: use 'detach'"
         }
 
 

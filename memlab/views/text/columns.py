@@ -23,8 +23,9 @@ SETTING_WIDTH = 27
 
 _DECIMALS = {GIB: 3, MIB: 2, KIB: 1, 1: 0}
 
-_HTML_CELL = "padding:.25em .7em;vertical-align:bottom"
-_HTML_NAME = f"{_HTML_CELL};text-align:left;min-width:12em;max-width:36em;overflow-wrap:break-word"
+# The widest table, `compare`, has eleven columns: these paddings fit it into JupyterLab on a screen of 1280 pixels.
+_HTML_CELL = "padding:.25em .4em;vertical-align:bottom"
+_HTML_NAME = f"{_HTML_CELL};text-align:left;min-width:8em;max-width:36em;overflow-wrap:break-word"
 _HTML_NUMBER = f"{_HTML_CELL};text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums"
 
 
@@ -71,7 +72,8 @@ def _html_of(block: Block) -> str:
         for row in rows
     )
     style = "border-collapse:collapse;margin:.6em 0"
-    return f'<table style="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    table = f'<table style="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    return f'<div style="overflow-x:auto">{table}</div>'
 
 
 def _html_cell(tag: str, content: str, *, is_first: bool) -> str:

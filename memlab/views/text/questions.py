@@ -15,27 +15,37 @@ def amount(value: float | str, unit: str = "") -> str:
     return f"{digits} {unit}".rstrip()
 
 
-def as_number(text: str) -> float | None:
-    """Reads a guess such as ``175,000`` or ``1.5``; None if it is not a number."""
+def as_number(text: str, unit: str = "") -> float | None:
+    """Reads a guess such as ``175,000``, ``1.5`` or ``60 %``; None if it is not a number."""
     try:
-        return float(text.replace(",", "").replace(" ", ""))
+        return float(text.strip().removesuffix(unit).replace(",", "").replace(" ", ""))
     except ValueError:
         return None
 
 
 def guess_and_result(guessed: str, result: float | str, unit: str = "") -> str:
-    """Says in one line what the result is, what was guessed, and how far a guessed number is off."""
+    """Says in one line what the result is, what was guessed, and how far a guessed number is off.
+
+    A guess in words is called right where it is the result; whether other words mean the same, the reader decides.
+    """
     shown = f"result: {amount(result, unit)}"
     if not guessed.strip():
         return f"{shown} (you entered no guess)"
-    number = as_number(guessed)
+    number = as_number(guessed, unit)
     if number is None or isinstance(result, str):
-        return f"{shown}; your guess: {guessed.strip()}"
-    distance = ""
-    if result:
-        percent = 100 * (number - result) / result
-        distance = " (exact)" if number == result else f" ({abs(percent):.2g} % too {'high' if percent > 0 else 'low'})"
-    return f"{shown}; your guess: {amount(number, unit)}{distance}"
+        is_right = guessed.strip().casefold() == amount(result, unit).casefold()
+        return f"{shown}; your guess: {guessed.strip()}{' (right)' if is_right else ''}"
+    return f"{shown}; your guess: {amount(number, unit)}{_distance(number, result)}"
+
+
+def _distance(number: float, result: float) -> str:
+    if number == result:
+        return " (exact)"
+    direction = "high" if number > result else "low"
+    if not result:
+        return f" (too {direction})"
+    percent = 100 * abs((number - result) / result)
+    return f" ({percent:,.0f} % too {direction})" if percent >= 10 else f" ({percent:.2g} % too {direction})"
 
 
 def quiz_text(question: str, choices: Mapping[str, str], right: str) -> str:
