@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Self, overload
+from typing import Any, Self, overload
 
 from memlab.analysis.loss_tolerance import loss_tolerance
 from memlab.record.job_record import JobRecord
@@ -259,7 +259,7 @@ def check(measured: StepRecord | ResidencyAudit | float | Sequence[float]) -> Ch
         return Check(measured)
     if isinstance(measured, ResidencyAudit):
         return ResidencyCheck(measured)
-    numbers = measured if isinstance(measured, (list, tuple)) else [measured]
+    numbers: Sequence[Any] = measured if isinstance(measured, (list, tuple)) else [measured]
     if numbers and all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in numbers):
         return FormulaCheck(numbers)
     raise ValueError(

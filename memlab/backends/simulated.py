@@ -52,6 +52,11 @@ def of_the_cpu_backend() -> Backend:
     return replace(simulated, meter=StorageMeter, fill_workspaces=lambda is_moe: None)
 
 
+def predicting(backend_name: str) -> Backend:
+    """Returns the simulated backend that predicts the bytes of another one: the ``cpu``, or else a GPU."""
+    return of_the_cpu_backend() if backend_name == "cpu" else backend("predicts a GPU")
+
+
 @contextmanager
 def on_fake_tensors() -> Iterator[None]:
     """Runs Megatron on this thread with fake tensors in place of a CUDA device's, for the block."""

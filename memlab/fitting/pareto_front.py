@@ -86,9 +86,9 @@ class SearchResult:
 
     @property
     def best(self) -> Point:
-        """The answer: the first of the cheapest with the best verdict, or the lowest peak if none fits."""
+        """The answer: the first of the cheapest with the best verdict, or the front's lowest peak if none fits."""
         best = min(self.cheapest, key=lambda point: VERDICTS.index(point.verdict), default=None)
-        return best or min(self.points, key=lambda point: point.peak_allocated_bytes)
+        return best or min(self.front, key=lambda point: point.peak_allocated_bytes)
 
     @property
     def verdict(self) -> str:

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from memlab.backends.simulated import of_the_cpu_backend
+from memlab.backends.simulated import predicting
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.does_it_fit import Step
@@ -109,8 +109,8 @@ def main() -> None:
                 if step is None or (scenario, backend_name) != open_for:
                     step = None
                     opened.close()
-                    backend = of_the_cpu_backend() if backend_name == "cpu" else "simulated"
-                    step, open_for = opened.enter_context(stepping(scenario, backend=backend)), (scenario, backend_name)
+                    step = opened.enter_context(stepping(scenario, backend=predicting(backend_name)))
+                    open_for = scenario, backend_name
                 record = step(MemorySettings.from_dict(question["settings"]), None)
                 answer = replace(record, timeline=None).to_dict()
             except ValueError as error:

@@ -34,6 +34,8 @@ class SearchProcess:
         scenario: What is run.
         base: What each setting does at least.
         limit_bytes: What torch may hold.
+        resolution_bytes: As for `memlab.fitting.search.search`.
+        backend: Name of the backend whose steps are predicted; on the ``cpu``, routing is as chance spreads tokens.
         on_line: Called on a thread of its own with each line of progress.
         on_end: Called on that thread with the result, or with one line that says what went wrong.
     """
@@ -45,6 +47,7 @@ class SearchProcess:
         limit_bytes: int,
         *,
         resolution_bytes: int,
+        backend: str = "simulated",
         on_line: Callable[[str], object],
         on_end: Callable[[SearchResult | str], object],
     ) -> None:
@@ -54,6 +57,7 @@ class SearchProcess:
             "base": base.to_dict(),
             "limit_bytes": limit_bytes,
             "resolution_bytes": resolution_bytes,
+            "backend": backend,
             "answer": str(Path(self._folder.name) / "search.json"),
         }
         self._stopped = False
@@ -113,7 +117,12 @@ def main() -> None:
     request = json.load(sys.stdin)
     answer = Path(request.pop("answer"))
     scenario, base = Scenario.from_dict(request.pop("scenario")), MemorySettings.from_dict(request.pop("base"))
-    with open_workers() as workers:
+    backend = request.pop("backend")
+    if backend == "cpu":  # as the panel predicts a single change
+        from memlab.lab.predictions import routed_by_chance
+
+        scenario = routed_by_chance(scenario)
+    with open_workers(backend=backend) as workers:
         found = front_of(base, [scenario], workers, **request)
     answer.write_text(json.dumps(found.to_dict()))
 

@@ -118,7 +118,7 @@ class Predictor:
     def __init__(self, report: Callable[[Any], None] = lambda _: None) -> None:
         del report
         self._lab = ExitStack()
-        self._scenario: Scenario | None = None
+        self._open_for: tuple[Scenario, str] | None = None
         self._step: Step | None = None
         import memlab.lab.lab  # noqa: F401  # with torch and Megatron
 
@@ -127,7 +127,12 @@ class Predictor:
         gc.freeze()
 
     def predict(
-        self, scenario: Scenario, settings: MemorySettings, limit_bytes: int, replay: bool = True
+        self,
+        scenario: Scenario,
+        settings: MemorySettings,
+        limit_bytes: int,
+        replay: bool = True,
+        backend: str = "simulated",
     ) -> Prediction:
         """Takes one step, and a second one with the limit if only that shows whether the step fits.
 
@@ -136,10 +141,14 @@ class Predictor:
             settings: Of the step.
             limit_bytes: What torch may hold.
             replay: As for a `Lab`.
+            backend: Name of the backend whose step is predicted: bytes on the ``cpu`` have no allocator's rounding.
         """
-        if self._step is None or scenario != self._scenario:
+        from memlab.backends.simulated import predicting
+
+        if self._step is None or (scenario, backend) != self._open_for:
             self.close()
-            self._step, self._scenario = self._lab.enter_context(stepping(scenario, replay=replay)), scenario
+            opened = stepping(scenario, replay=replay, backend=predicting(backend))
+            self._step, self._open_for = self._lab.enter_context(opened), (scenario, backend)
         return Prediction.of(self._step(settings, None), self._step, limit_bytes)
 
     def communicate(self, scenario: Scenario, settings: MemorySettings) -> dict[str, int]:

@@ -40,7 +40,11 @@ _IMPORTS = ("memlab.lab.lab", "memlab.lab.search_steps", "memlab.backends.simula
 
 @contextmanager
 def open_workers(
-    engines: Ranks | int | None = None, *, at_most: int = sys.maxsize, replay: bool = True
+    engines: Ranks | int | None = None,
+    *,
+    at_most: int = sys.maxsize,
+    replay: bool = True,
+    backend: str = "simulated",
 ) -> Iterator[Workers]:
     """Opens processes that predict, for the block.
 
@@ -49,15 +53,16 @@ def open_workers(
             they fit into half of the free host memory. Or the engines of a cluster.
         at_most: How many processes None is at most.
         replay: As for a `Lab`.
+        backend: Name of the backend whose steps are predicted.
     """
     number = _num_processes(at_most) if engines is None else engines
     if number in (0, 1):
         with closing(_ThisProcess()) as alone:
-            yield Workers(alone, replay=replay)
+            yield Workers(alone, replay=replay, backend=backend)
         return
     places = number if isinstance(number, Ranks) else LocalProcesses(number, _IMPORTS)
     with Balanced(places, _SERVED, NO_GPU) as balanced:
-        yield Workers(balanced, replay=replay)
+        yield Workers(balanced, replay=replay, backend=backend)
 
 
 def _num_processes(at_most: int) -> int:
@@ -106,11 +111,12 @@ class Workers:
     Args:
         processes: They serve `Predictor`.
         replay: As for a `Lab`.
+        backend: Name of the backend whose steps are predicted.
     """
 
-    def __init__(self, processes: Balanced | _ThisProcess, *, replay: bool = True) -> None:
+    def __init__(self, processes: Balanced | _ThisProcess, *, replay: bool = True, backend: str = "simulated") -> None:
         self._processes = processes
-        self._replay = replay
+        self._how = replay, backend
         self._predictions: dict[Step, Future[Prediction]] = {}
 
     def predict(
@@ -176,7 +182,7 @@ class Workers:
     def _begun(self, scenario: Scenario, settings: MemorySettings, limit_bytes: int) -> Future[Prediction]:
         key = Step(scenario, settings, limit_bytes)
         if key not in self._predictions:
-            self._predictions[key] = self._processes.submit("predict", *key, self._replay, after=scenario)
+            self._predictions[key] = self._processes.submit("predict", *key, *self._how, after=scenario)
         return self._predictions[key]
 
 

@@ -30,6 +30,7 @@ class FakeProcess:
 
     def __init__(self, scenario: Scenario, base: MemorySettings, limit_bytes: int, **others: Any) -> None:
         self.asked = (scenario, base, limit_bytes)
+        self.backend = others["backend"]
         self.on_line, self.on_end = others["on_line"], others["on_end"]
 
     def stop(self) -> None:
@@ -97,6 +98,17 @@ def test_the_table_says_what_was_left_out(found: SearchResult) -> None:
     assert text.count("fits\n") + text.count("may fit\n") >= len(found.cheapest)
 
 
+def test_the_lowest_peak_that_is_named_where_nothing_fits_is_in_the_front_below(found: SearchResult) -> None:
+    above = tuple(replace(point, verdict="does not fit") for point in found.points)
+    lowest = min(above, key=lambda point: point.peak_allocated_bytes)
+    # Of two peaks that count as equal, the front has the one with less work.
+    lower = replace(lowest, peak_allocated_bytes=lowest.peak_allocated_bytes - 1, recomputed_operations=1e15)
+    none_fits = replace(found, limit_bytes=GIB, points=(*above, lower))
+    named = search_table(none_fits).partition("of the front, '")[2].partition("'")[0]
+    assert named in {f"{point.settings}" for point in none_fits.front}
+    assert lower not in none_fits.front and none_fits.best in none_fits.front
+
+
 def test_a_search_is_of_the_form_s_workload_and_what_waits_between_steps(state: SearchState) -> None:
     kept = {"offload_parameters": True, "offload_optimizer": True, "offload_optimizer_except_update": True}
     state._state.edit(seq_length=128, recompute_granularity="full", **kept)
@@ -106,6 +118,7 @@ def test_a_search_is_of_the_form_s_workload_and_what_waits_between_steps(state: 
     scenario, base, limit_bytes = state._process.asked
     assert (scenario.seq_length, base, limit_bytes) == (128, MemorySettings(**kept), 30 * MIB)
     assert scenario.state == TrainingState(grad_reduce_in_bf16=True)
+    assert state._process.backend == "cpu", "it compares with the runs of a lab on a CPU"
     assert state.busy
     state.start()
     assert "is running" in state.notice
@@ -169,6 +182,7 @@ def test_a_failed_search_is_a_line_and_the_panel_lives() -> None:
     state._start_process = FakeProcess
     state.is_open = True
     assert view.toggle.value and view.table.layout.display == "none"
+    assert "on this CPU, as in the runs" in view.what.value
     state.start()
     state._process.on_end("The search ended with code 1 (ValueError: so): change budget or workload, and search again.")
     assert "code 1" in view.status.value and view.stop.disabled

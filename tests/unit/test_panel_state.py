@@ -24,13 +24,14 @@ from memlab.config.model_restrictions import check_on_model, without_effect
 from memlab.config.routing import Routing, find_routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
+from memlab.fitting.recompute_cost import recomputed_operations
 from memlab.lab.lab import Lab
 from memlab.record.step_record import StepRecord
 from memlab.units import MIB
 from memlab.views.panel import exports
 from memlab.views.panel import state as state_module
 from memlab.views.panel.chart_data import TRACES, chart_figure, event_at, mark_moment
-from memlab.views.panel.run import Run, rows
+from memlab.views.panel.run import Run, columns, rows
 from memlab.views.panel.settings_form import SettingsForm
 from memlab.views.panel.state import LabState
 
@@ -292,8 +293,15 @@ def test_pinned_run_is_what_the_others_are_held_against() -> None:
 
     first, second = rows(state.runs, state.pinned)
     assert (first["saved"], second["saved"]) == ("", "1.0 KiB")
-    assert second["step_time"] == "210.2 ms (+100%)"
-    assert second["loss"].endswith("(same)")
+    assert second["loss"] == "same"
+    assert (first["recomputed"], first["to_host"]) == ("", "")
+    operations = recomputed_operations(state.runs[1].settings, state.runs[1].scenario)
+    assert second["recomputed"] == f"{operations / 1e6:,.2f} MFLOP"
+    assert second["step_time"] == "210.2 ms", "a CPU's time is no cost, so it is not compared"
+    assert columns(state.runs)["step_time"] == "CPU time"
+    on_gpu = [replace(run, backend="cuda") for run in state.runs]
+    assert rows(on_gpu, on_gpu[0])[1]["step_time"] == "210.2 ms (+100%)"
+    assert columns(on_gpu)["step_time"] == "step time"
     state.show(1)
     state.pin()
     assert state.pinned is None

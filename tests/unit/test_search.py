@@ -433,6 +433,12 @@ def test_a_search_in_a_process_of_its_own_ends_in_what_it_found_or_in_words() ->
     lines, found = run(Scenario.of(architecture="phi-4-tiny", num_layers=1, seq_length=32))
     assert isinstance(found, SearchResult) and found.cheapest[0].settings == PLAIN
     assert len(lines) == len(found.points)
+    _, on_cpu = run(Scenario.of(architecture="phi-4-tiny", num_layers=1, seq_length=32), backend="cpu")
+    with Lab("phi-4-tiny", num_layers=1, seq_length=32, backend="cpu") as lab:
+        measured = lab.step().peak_allocated_bytes
+    assert isinstance(on_cpu, SearchResult)
+    # Counters of a few bytes are not predicted; a GPU's workspaces alone are several times the step.
+    assert on_cpu.points[0].peak_allocated_bytes == pytest.approx(measured, rel=1e-3)
     broken = Scenario.of(architecture="phi-4-tiny", num_layers=1, seq_length=32)
     object.__setattr__(broken, "seq_length", 0)
     _, words = run(broken)

@@ -50,7 +50,7 @@ def search_figure(found: SearchResult) -> go.Figure:
     figure.update_layout(
         height=height, hovermode="closest", title_y=1.0 - 20 / height, legend_y=-50 / (PLOT_HEIGHT + PLOT_HEIGHT // 2)
     )
-    _axes(figure, f"peak allocated on the device ({unit})", f"transferred to the host<br>and back ({transfer_unit})")
+    _axes(figure, f"peak allocated on the device ({unit})", f"to the host<br>and back ({transfer_unit})")
     for panel, axis in enumerate(("y", "y2")):
         heights = [
             point.recomputed_operations / 1e6 if panel == 0 else point.transferred_bytes / transfer_unit_bytes
@@ -71,7 +71,7 @@ def _axes(figure: go.Figure, x_title: str, transfer_title: str) -> None:
         | {"title": {"text": "recomputed<br>(MFLOP per token)"}, "domain": [middle, 1.0]}
         | {"zeroline": True, "zerolinecolor": INK, "zerolinewidth": 1},
         yaxis2=axis | rise | {"title": {"text": transfer_title, "standoff": 8}, "domain": [0.0, middle - _GAP]},
-        margin_l=90,
+        margin_l=96,
     )
 
 

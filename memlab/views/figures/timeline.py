@@ -110,8 +110,9 @@ def timeline_figure(
     if axis == "time" and len(points) > 1 and points.position[-1] == 0:
         x_title = "all events have the same time: axis='event' gives each its own place"
     floor_height = FLOOR_HEIGHT if held_bytes else 0
+    y_title = f"on the {pool}" if is_bare else POOL_TITLES[pool]  # a bare chart is low, and its page has the words
     figure = figure_frame(
-        title, lines, x_title, f"{POOL_TITLES[pool]} ({unit})", band_height=BAND_HEIGHT, floor_height=floor_height
+        title, lines, x_title, f"{y_title} ({unit})", band_height=BAND_HEIGHT, floor_height=floor_height
     )
     if is_bare:
         margin = {"l": 58, "r": 12, "t": BAND_HEIGHT + 8, "b": 44 + floor_height}

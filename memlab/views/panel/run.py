@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.fitting.does_it_fit import transferred_bytes
+from memlab.fitting.recompute_cost import recomputed_operations
 from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes
@@ -18,12 +20,16 @@ COLUMNS = {
     "peak": "peak",
     "worst_rank": "worst rank (spread)",
     "saved": "saved",
+    "recomputed": "recomputed per token",
+    "to_host": "to the host",
     "step_time": "step time",
-    "tokens_per_second": "tokens/s",
     "loss": "loss",
     "status": "status",
 }
-"""Of the table, in their order: a row's key to the column's heading."""
+"""Of the table, in their order: a row's key to the column's heading.
+
+Recomputed FLOPs and bytes to the host are the cost on any machine, as in a search (`memlab.fitting.pareto_front`). The
+time of a step on a CPU is no measure of it."""
 OF_JOBS = "worst_rank"
 """The column that only runs on several ranks fill."""
 
@@ -166,6 +172,8 @@ def columns(runs: Sequence[Run], base: Run | None = None) -> dict[str, str]:
     if all(run.is_ok for run in runs):
         left_out.add("status")
     titles = COLUMNS if base is None else COLUMNS | {"saved": f"less than run {base.number}"}
+    if any(run.backend == "cpu" for run in runs):
+        titles = titles | {"step_time": "CPU time"}
     return {name: title for name, title in titles.items() if name not in left_out}
 
 
@@ -186,19 +194,21 @@ def _row(run: Run, base: StepRecord | None) -> dict[str, str]:
         "peak": format_bytes(record.peak_allocated_bytes),
         "loss": "" if record.loss is None else f"{record.loss:.6f}",
     }
+    if operations := recomputed_operations(record.settings, record.scenario):
+        cells["recomputed"] = f"{operations / 1e6:,.2f} MFLOP"
+    if transferred := transferred_bytes(record):
+        cells["to_host"] = format_bytes(transferred)
     is_timed = record.tokens_per_second > 0  # a prediction has no rate, and its seconds say nothing about a GPU
     if is_timed:
         cells["step_time"] = f"{record.step_seconds * 1e3:,.1f} ms"
-        cells["tokens_per_second"] = f"{record.tokens_per_second:,.0f}"
     if base is None:
         return cells
     cells["saved"] = format_bytes(base.peak_allocated_bytes - record.peak_allocated_bytes).replace("-", _MINUS)
-    if is_timed:
+    if is_timed and run.backend != "cpu":
         cells["step_time"] += _percent(record.step_seconds, base.step_seconds)
-        cells["tokens_per_second"] += _percent(record.tokens_per_second, base.tokens_per_second)
     if record.loss is not None and base.loss is not None:
         difference = record.loss - base.loss
-        cells["loss"] += f" ({difference:+.6f})".replace("-", _MINUS) if difference else " (same)"
+        cells["loss"] = f"{cells['loss']} ({difference:+.6f})".replace("-", _MINUS) if difference else "same"
     return cells
 
 

@@ -32,6 +32,7 @@ from memlab.views.text.ranks import rank_by_rank_blocks, ranks_table
 from memlab.views.text.record import record_table
 
 _logger = logging.getLogger(__name__)
+_COST_NOTE = "The cost on a GPU is what is recomputed and what goes to the host. The CPU's time does not show it."
 _SHOWN_IN_TABLE = ["runs", "shown", "pinned", "rank", "pinned_rank", "export_folder", "export_open"]
 
 
@@ -82,7 +83,10 @@ class RunsView:
         self._exports = ipywidgets.VBox([export_bar, self.repeat, self.copy_as.box])
         for bar in (actions, export_bar):
             bar.add_class("memlab-actions")
-        self.box = ipywidgets.VBox([self.table, actions, self._exports])
+        self.cost_note = ipywidgets.HTML()
+        self.cost_note.add_class("memlab-cost-note")
+        # What the toggle opens is above the table, where it does not fall below the panel's lower edge.
+        self.box = ipywidgets.VBox([actions, self._exports, self.table, self.cost_note])
         self.box.add_class("memlab-runs-part")
         self._show()
         state.observe(lambda _: self._show(), names=_SHOWN_IN_TABLE)
@@ -144,6 +148,7 @@ class RunsView:
         self.table.rows = cells
         self.table.pinned = pinned.number if pinned else 0
         self.table.shown = shown.number if shown else 0
+        self.cost_note.value = _COST_NOTE if any(run.backend == "cpu" for run in state.runs) else ""
         self.pin.description = "Unpin" if state.is_pinned else "Pin"
         self.folder.value = state.export_folder
         self.export_toggle.value = state.export_open

@@ -44,6 +44,11 @@ class SearchState(traitlets.HasTraits):
         self._start_process = start_process
         self._process: Any = None
 
+    @property
+    def backend(self) -> str:
+        """Whose steps are predicted: the ``cpu``'s next to a lab on a CPU, so that they compare with its runs."""
+        return "cpu" if self._state.lab.backend.name == "cpu" else "simulated"
+
     @traitlets.observe("is_open")
     def _propose_limit(self, _change: object) -> None:
         if not self.limit:
@@ -77,6 +82,7 @@ class SearchState(traitlets.HasTraits):
                     base,
                     limit_bytes,
                     resolution_bytes=default_resolution_bytes(limit_bytes),
+                    backend=self.backend,
                     on_line=self._say,
                     on_end=self._finish,
                 )

@@ -23,7 +23,10 @@ class SearchView:
         self.state = state
         self.toggle = ipywidgets.ToggleButton(description="Search what fits")
         self.toggle.tooltip = "The settings that fit, and the extra work that each costs"
-        self.limit = ipywidgets.Text(description="GPU memory for torch", continuous_update=False)
+        on_cpu = state.backend == "cpu"
+        self.limit = ipywidgets.Text(
+            description="memory for a step" if on_cpu else "GPU memory for torch", continuous_update=False
+        )
         self.limit.style.description_width = "initial"
         self.search = ipywidgets.Button(description="Search")
         self.search.tooltip = "Predicts settings in another process; this lab stays usable"
@@ -31,17 +34,27 @@ class SearchView:
         self.status = ipywidgets.HTML()
         self.choice = ipywidgets.Dropdown(description="on the front", options=[("", _NO_CHOICE)])
         self.choice.style.description_width = "initial"
+        what = (
+            "allocated bytes on this CPU, as in the runs: a GPU needs more, for workspaces and its allocator's blocks"
+            if on_cpu
+            else "a GPU's bytes: workspaces and the allocator's blocks included"
+        )
+        self.what = ipywidgets.HTML(
+            "Search predicts a step under many settings, and lists those that no other beats in peak, recomputed FLOPs "
+            f"and bytes to the host. It predicts {what}. It takes from seconds to a few minutes."
+        )
         self.table = ipywidgets.HTML()
         self.chart: ChartWidget | None = None
         self._num_found = 0
         self._bar = ipywidgets.Box([self.limit, self.search, self.stop, self.status])
-        self.box = self._section = ipywidgets.VBox([self._bar, self.choice, self.table])
+        self.box = self._section = ipywidgets.VBox([self._bar, self.what, self.choice, self.table])
         names = {"search-toggle": self.toggle, "search-limit": self.limit, "search-start": self.search}
         names |= {
             "search-stop": self.stop,
             "search": self.box,
             "search-status": self.status,
             "search-choice": self.choice,
+            "search-what": self.what,
         }
         for name, widget in (names | {"search-bar": self._bar, "search-text": self.table}).items():
             widget.add_class(f"memlab-{name}")
@@ -85,7 +98,7 @@ class SearchView:
             self.chart = ChartWidget(figure, self._take_point)
             self.chart.add_class("memlab-chart")
             self.chart.add_class("memlab-search-chart")
-            self._section.children = [self._bar, self.chart, self.choice, self.table]
+            self._section.children = [self._bar, self.what, self.chart, self.choice, self.table]
         else:
             self.chart.show(figure)
         options = [

@@ -144,8 +144,17 @@ class SettingsControls:
 
     def _tick(self, field: str, module: str) -> Any:
         control = ipywidgets.Checkbox(description=module, indent=False)
-        control.observe(lambda change: self._state.toggle(field, module, on=change["new"]), names=["value"])
-        return self._register(f"{field}:{module}", control, lambda form: module in getattr(form, field))
+        name = f"{field}:{module}"
+
+        def edit(change: dict[str, Any]) -> None:
+            if not control.disabled:  # the form keeps what is ticked, for when the control applies again
+                self._state.toggle(field, module, on=change["new"])
+
+        def read(form: SettingsForm) -> bool:
+            return module in getattr(form, field) and not control.disabled
+
+        control.observe(edit, names=["value"])
+        return self._register(name, control, read)
 
     def _register(self, name: str, control: Any, read: Callable[[SettingsForm], Any]) -> Any:
         """Puts a note next to a control: what it transferred in the shown run, or why it has no effect."""
@@ -159,12 +168,12 @@ class SettingsControls:
         return box
 
     def _show_form(self) -> None:
+        self._show_notes()  # first: a tick that does not apply is shown as not ticked
         form = self._state.form
         for name, control in self.by_name.items():
             value = self._reads[name](form)
             if value is not None:
                 control.value = value
-        self._show_notes()
         self._show_validation_error()
 
     def _show_notes(self) -> None:
@@ -178,7 +187,8 @@ class SettingsControls:
             box = self._boxes[name]
             (box.add_class if len(note) > _LETTERS_BESIDE and not reason else box.remove_class)("memlab-wide")
             if reason:
-                # The note covers the control: JupyterLab shows the tooltip of a disabled control nowhere.
+                # The note covers the control: JupyterLab shows the tooltip of a disabled control nowhere, and that of
+                # its label, which is the control's name, everywhere else.
                 why = html.escape(reason)
                 self.notes[
                     name

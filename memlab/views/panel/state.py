@@ -59,6 +59,10 @@ class _Pressed:
     ended: Future[StepRecord] = field(default_factory=Future)
 
 
+_READY = "Ready: change a setting, then press Run."
+_NOT_STARTED = "Not started"
+
+
 class LabState(traitlets.HasTraits):
     """What a panel on one lab shows.
 
@@ -75,7 +79,7 @@ class LabState(traitlets.HasTraits):
     busy = traitlets.Bool()
     progress = traitlets.Any()
     """Place of the running step, a `ProgressLike`; None before its first phase and while no step runs."""
-    notice = traitlets.Unicode("Ready: change a setting, then press Run.")
+    notice = traitlets.Unicode(_READY)
     """Result of the user's last action, in words."""
     runs = traitlets.Tuple()
     """Each a `Run`, in the order in which they ended."""
@@ -151,6 +155,8 @@ class LabState(traitlets.HasTraits):
         except ValueError as error:
             error_text = str(error)
         self.settings, self.validation_error = settings, error_text
+        if self.notice.startswith(_NOT_STARTED):  # by a rule that the form may no longer break
+            self.notice = _READY
 
     @property
     def rebuilds(self) -> Rebuilt:
@@ -309,7 +315,7 @@ class LabState(traitlets.HasTraits):
         with self._pressing:
             form, settings = (self.form, self.settings) if pressed is None else (pressed.form, pressed.settings)
             if settings is None:
-                self._say(f"Not started: {self.validation_error}")
+                self._say(f"{_NOT_STARTED}: {self.validation_error}")
                 return None
             with self.lock:
                 if self._trying is not None and not is_tried:
@@ -326,7 +332,7 @@ class LabState(traitlets.HasTraits):
                     settings, state=scenario.state, allocator=scenario.allocator, on_progress=self._note_progress
                 )
             except ValueError as error:
-                self._say(f"Not started: {error}")
+                self._say(f"{_NOT_STARTED}: {error}")
                 return None
             except Exception as error:  # noqa: BLE001 - any error becomes a row of the table, and the panel stays usable
                 self._fail(error, form.scenario(self.lab.scenario_as_opened), settings)
@@ -349,7 +355,7 @@ class LabState(traitlets.HasTraits):
         elif self._pressed.selection != selection:
             waiting = self._pressed.settings
             self._say(
-                f"Not started: a step with other settings ({waiting}) is already waiting: press Run again after it"
+                f"{_NOT_STARTED}: a step with other settings ({waiting}) is already waiting: press Run again after it"
             )
             return None
         self.notice = f"Waiting for the running step to end. Then this step starts: {settings}"

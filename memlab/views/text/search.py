@@ -68,14 +68,15 @@ def front_line(found: SearchResult) -> str:
 
 def nothing_fits_line(found: SearchResult) -> str:
     """Says what the setting with the lowest peak is short by."""
-    least = min(found.points, key=lambda point: point.peak_allocated_bytes)
+    least = min(found.front, key=lambda point: point.peak_allocated_bytes)
     short_by = least.peak_allocated_bytes - found.limit_bytes
     fragmented = "the peak fits, but fragmentation leaves no block large enough"
     why = f"is short by {format_bytes(short_by)}" if short_by > 0 else fragmented
     what = "nothing that was tried fits" if found.num_left else "nothing fits"
     more = "let it take more steps, or " if found.num_left else ""
     return (
-        f"{what}: '{least.settings}' has the lowest peak, {format_bytes(least.peak_allocated_bytes)}, and {why}: "
+        f"{what}: of the front, '{least.settings}' has the lowest peak, "
+        f"{format_bytes(least.peak_allocated_bytes)}, and {why}: "
         f"{more}take more devices, another layout, another training state, or a smaller batch"
     )
 

@@ -7,6 +7,17 @@ function cell(tag, text, row) {
   return element;
 }
 
+// Scrolls the table only: scrollIntoView would also move the page under the reader's mouse.
+function bringIntoSight(row) {
+  const frame = row.closest(".memlab-runs");
+  const head = row.closest("table")?.tHead;
+  if (!frame || !head) return;
+  const [box, place] = [frame.getBoundingClientRect(), row.getBoundingClientRect()];
+  const top = box.top + head.getBoundingClientRect().height;
+  if (place.bottom > box.bottom) frame.scrollTop += place.bottom - box.bottom;
+  else if (place.top < top) frame.scrollTop -= top - place.top;
+}
+
 function render({ model, el }) {
   const table = document.createElement("table");
   el.append(table);
@@ -26,6 +37,7 @@ function render({ model, el }) {
       row.setAttribute("aria-selected", isShown);
       row.tabIndex = isShown ? 0 : -1;
       if (isShown && table.contains(document.activeElement)) row.focus();
+      if (isShown) bringIntoSight(row);
       row.classList.toggle("memlab-pinned", Number(row.dataset.run) === model.get("pinned"));
     }
     const rows = runRows();
