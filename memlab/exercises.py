@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self, overload
 
 from memlab.analysis.loss_tolerance import loss_tolerance
+from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.record.job_record import JobRecord
 from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.step_record import StepRecord
 from memlab.record.transfer import GROUPS
-from memlab.units import format_bytes
+from memlab.units import format_bytes, parse_bytes
 
 
 class _Goals:
@@ -62,6 +63,19 @@ class Check(_Goals):
     def activation_peak_below(self, num_bytes: int) -> Self:
         """Requires `activation_peak_bytes` below a number of bytes."""
         return self._below("the activation peak", self._record.activation_peak_bytes, num_bytes, self._largest())
+
+    def fits(self, gpu_memory: str) -> Self:
+        """Requires `peak_allocated_bytes` below what a GPU of a size (``79GiB``) leaves for torch in this layout."""
+        outside = estimate_outside_torch(self._record.scenario.layout).total_bytes
+        return self.peak_below(parse_bytes(gpu_memory) - outside)
+
+    def runs_on(self, num_ranks: int) -> Self:
+        """Requires a job of this many ranks, each of which has a GPU."""
+        world_size = self._record.scenario.layout.world_size
+        if world_size == num_ranks:
+            return self._goal(True, f"the job runs on {num_ranks} GPUs")
+        hint = "the product of the parallel sizes is the number of GPUs; those of experts use the same GPUs"
+        return self._goal(False, f"the layout has {world_size} GPUs, must have {num_ranks}", hint)
 
     def starts_below(self, num_bytes: int) -> Self:
         """Requires `static_bytes` below a number of bytes."""

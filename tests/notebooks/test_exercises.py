@@ -175,6 +175,7 @@ EXERCISES = {
             solution=layout(tp=2, pp=2, dp=2),
             wrong=(
                 layout(dp=8),
+                layout(tp=2, dp=8),  # it fits, on twice as many GPUs
                 # Its first stage fits, its second does not.
                 layout(
                     tp=2,

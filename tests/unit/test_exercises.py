@@ -27,7 +27,7 @@ def with_settings(settings: MemorySettings, **changes: Any) -> StepRecord:
 
 def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture[str]) -> None:
     moved = with_settings(offload("moe_act"), offloaded_bytes_by_module={"moe_act": 1})
-    assert check(PLAIN).offloads_nothing().empties_no_storage()
+    assert check(PLAIN).offloads_nothing().empties_no_storage().runs_on(1).fits("80GiB")
     assert check(moved).moves("moe_act").residual_is_zero().recomputes_less_than(1).without_remedy()
     full = with_settings(FULL, recomputed_bytes=2)
     assert check(full).recomputes_whole_layers().recomputes_more_than(1).same_loss_as(PLAIN)
@@ -35,7 +35,7 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
     assert check(full).peak_below(peak + 1).starts_below(start + 1).activation_peak_below(activations + 1)
     assert check(PLAIN).host_below(PLAIN.host_bytes + 1)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 13
+    assert len(lines) == 15
     assert all(line.startswith("reached: ") for line in lines)
 
 
@@ -45,6 +45,9 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
         (PLAIN, ("activation_peak_below", 1), "the activation peak is "),
         (PLAIN, ("peak_below", 1), "the peak of the step is "),
         (PLAIN, ("starts_below", 1), "the start of the step is "),
+        # CUDA and its libraries take more than the 2 GiB, so nothing is left for the step.
+        (PLAIN, ("fits", "2GiB"), "the peak of the step is "),
+        (PLAIN, ("runs_on", 8), "the layout has 1 GPUs, must have 8. Hint: the product of the parallel sizes"),
         (
             replace(PLAIN, host_bytes=3 * MIB),
             ("host_below", MIB),

@@ -616,6 +616,12 @@ def test_a_prediction_has_no_time_in_a_table() -> None:
     assert rows["none"][-3:] == ["105.1", "38,972", "12.333740"]
 
 
+def test_a_table_of_predictions_has_no_columns_of_times_and_loss() -> None:
+    predicted = [replace(step, tokens_per_second=0.0, loss=None) for step in (PLAIN, RECOMPUTED)]
+    assert "tokens/s" not in compare_table(*predicted) and "loss" not in compare_table(*predicted)
+    assert "tokens/s" in compare_table(predicted[0], replace(RECOMPUTED, tokens_per_second=9.0)), "one has a rate"
+
+
 def test_compare_table_keeps_quiet_about_what_a_failed_step_did_not_measure() -> None:
     table = compare_table(PLAIN, replace(out_of_memory(RECOMPUTED), settings=MemorySettings()))
     row = next(line.split() for line in table.splitlines() if line.startswith("none (out of memory)"))

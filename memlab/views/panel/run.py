@@ -20,16 +20,15 @@ COLUMNS = {
     "peak": "peak",
     "worst_rank": "worst rank (spread)",
     "saved": "saved",
-    "recomputed": "recomputed per token",
-    "to_host": "to the host",
+    "cost": "recomputed, to host",
     "step_time": "step time",
     "loss": "loss",
     "status": "status",
 }
 """Of the table, in their order: a row's key to the column's heading.
 
-Recomputed FLOPs and bytes to the host are the cost on any machine, as in a search (`memlab.fitting.pareto_front`). The
-time of a step on a CPU is no measure of it."""
+FLOPs recomputed per token and bytes to the host are the cost on any machine, as in a search
+(`memlab.fitting.pareto_front`). The time of a step on a CPU is no measure of it."""
 OF_JOBS = "worst_rank"
 """The column that only runs on several ranks fill."""
 
@@ -194,10 +193,9 @@ def _row(run: Run, base: StepRecord | None) -> dict[str, str]:
         "peak": format_bytes(record.peak_allocated_bytes),
         "loss": "" if record.loss is None else f"{record.loss:.6f}",
     }
-    if operations := recomputed_operations(record.settings, record.scenario):
-        cells["recomputed"] = f"{operations / 1e6:,.2f} MFLOP"
-    if transferred := transferred_bytes(record):
-        cells["to_host"] = format_bytes(transferred)
+    operations, transferred = recomputed_operations(record.settings, record.scenario), transferred_bytes(record)
+    costs = [f"{operations / 1e6:,.2f} MFLOP"] if operations else []
+    cells["cost"] = ", ".join([*costs, format_bytes(transferred)] if transferred else costs)
     is_timed = record.tokens_per_second > 0  # a prediction has no rate, and its seconds say nothing about a GPU
     if is_timed:
         cells["step_time"] = f"{record.step_seconds * 1e3:,.1f} ms"

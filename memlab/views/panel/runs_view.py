@@ -32,7 +32,7 @@ from memlab.views.text.ranks import rank_by_rank_blocks, ranks_table
 from memlab.views.text.record import record_table
 
 _logger = logging.getLogger(__name__)
-_COST_NOTE = "The cost on a GPU is what is recomputed and what goes to the host. The CPU's time does not show it."
+_COST_NOTE = "The cost on a GPU: FLOPs recomputed per token, bytes to the host. The CPU's time does not show it."
 _SHOWN_IN_TABLE = ["runs", "shown", "pinned", "rank", "pinned_rank", "export_folder", "export_open"]
 
 

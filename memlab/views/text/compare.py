@@ -106,6 +106,8 @@ def compare_blocks(*records: StepRecord) -> list[Block]:
         ["", "tokens/s", "", *(rate if known else "-" for (_, rate), known in zip(times, timed, strict=True))],
         ["", "loss", "", *("-" if record.loss is None else f"{record.loss:.6f}" for record in records)],
     ]
+    # A prediction has no times and no loss.
+    columns = [column for column in columns if set(column[3:]) != {"-"}]
     meaning = "device memory, allocated; saved = first row minus this row"
     table = Table([list(row) for row in zip(*columns, strict=True)], num_head_rows=3, first_width=SETTING_WIDTH)
     notes = [*message_lines(records, names), *without_effect_lines(records, names)]
