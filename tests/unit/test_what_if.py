@@ -187,7 +187,7 @@ def test_run_for_other_settings_than_those_that_are_tried_follows_whatever_the_c
     assert pressed is state.run(), "pressed twice, it runs once"
     simulated.is_on = False
     state.edit(offload_optimizer=False)
-    assert state.run() is None and "press it again" in state.notice
+    assert state.run() is None and "press Run again" in state.notice
     lab.holds = False
     if stops:
         state.stop()
