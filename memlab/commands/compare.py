@@ -15,13 +15,8 @@ from memlab.record.step_record import StepRecord
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
-    parser.add_argument(
-        "folders",
-        type=Path,
-        nargs="+",
-        metavar="FOLDER",
-        help="folders that measure --out or predict --out wrote; give two or more",
-    )
+    parser.add_argument("first", type=Path, metavar="FOLDER", help="folder that measure --out or predict --out wrote")
+    parser.add_argument("others", type=Path, nargs="+", metavar="FOLDER", help="one or more folders to compare it with")
     parser.add_argument("--json", action="store_true", help="print one JSON object; bytes are integers")
     parser.add_argument(
         "--out", type=out_path, metavar="FILE", help="also write the figure and the text to this new HTML file"
@@ -32,12 +27,10 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     """Reads the records.
 
     Raises:
-        ValueError: If there are fewer than two, one cannot be read, or the page exists or cannot be written.
+        ValueError: If a record cannot be read, or the page exists or cannot be written.
     """
-    if len(arguments.folders) < 2:
-        raise ValueError(f"got 1 folder, {arguments.folders[0]}, must be at least 2: give one to compare it with")
     check_new_file(arguments.out)
-    records = [_load(folder) for folder in arguments.folders]
+    records = [_load(folder) for folder in (arguments.first, *arguments.others)]
     from memlab.views.display import compare
     from memlab.views.text.difference import comparison_text
 

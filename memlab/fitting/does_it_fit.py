@@ -111,8 +111,16 @@ def verdict_margin(verdict: Verdict, margin_bytes: int) -> str:
     return f", with {format_bytes(margin_bytes)} to spare{less}"
 
 
-def basis_of(scenario: Scenario) -> str:
-    """Says what a verdict on a predicted step is based on, and which routing it assumes."""
+def basis_of(scenario: Scenario, backend: str = "simulated") -> str:
+    """Says what a verdict on a predicted step is based on, and which routing it assumes.
+
+    Args:
+        scenario: Of the step.
+        backend: Name of the backend whose step was predicted: ``cpu``, or else a GPU's.
+    """
+    if backend == "cpu":
+        routing = f" with {scenario.routing} routing" if scenario.architecture.is_moe else ""
+        return f"a step that was predicted for this CPU{routing}; it says nothing about a GPU"
     share = f"{measured_margin(scenario):.1%}"
     if not scenario.architecture.is_moe:
         return f"a predicted step; steps of dense models on H200s needed up to {share} more than predicted"
@@ -188,9 +196,16 @@ def _alternatives(record: StepRecord, step: Step, limit_bytes: int) -> Iterator[
             )
 
 
-def judge(record: StepRecord, step: Step, limit_bytes: int) -> Verdict:
-    """Returns the verdict on a step within a limit; takes further steps if that is unclear."""
-    if fits(record, step, limit_with_margin(limit_bytes, record.scenario)):
+def judge(record: StepRecord, step: Step, limit_bytes: int, *, on_cpu: bool = False) -> Verdict:
+    """Returns the verdict on a step within a limit; takes further steps if that is unclear.
+
+    Args:
+        record: Of the step, without a limit.
+        step: Takes the step again with a limit.
+        limit_bytes: What torch may hold.
+        on_cpu: Whether the step was predicted for a CPU. The margin was measured on GPUs, so there is none then.
+    """
+    if fits(record, step, limit_bytes if on_cpu else limit_with_margin(limit_bytes, record.scenario)):
         return "fits"
     return "may fit" if fits(record, step, limit_bytes) else "does not fit"
 

@@ -66,6 +66,8 @@ class SearchResult:
     """Settings without a step: they are estimated not to be on the front."""
     num_left: int = 0
     """Settings that might be on the front and were not tried, because the search was cut short."""
+    backend: str = "simulated"
+    """Name of the backend whose steps were predicted: ``cpu``, or else a GPU's."""
 
     @property
     def front(self) -> tuple[Point, ...]:
@@ -101,7 +103,7 @@ class SearchResult:
         surer = [point for point in self.points if point.verdict == "fits"] if best.verdict == "may fit" else []
         if surer:
             margin += f"; '{min(surer, key=lambda point: point.work).settings}' fits, with more extra work"
-        return f"'{best.settings}' {best.verdict} {limit}{margin}; based on {basis_of(self.scenario)}"
+        return f"'{best.settings}' {best.verdict} {limit}{margin}; based on {basis_of(self.scenario, self.backend)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON-ready values; a point also says whether it is on the front, and of the cheapest that fit."""

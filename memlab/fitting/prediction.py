@@ -37,13 +37,14 @@ class Prediction:
         return self.verdict != "does not fit"
 
     @classmethod
-    def of(cls, record: StepRecord, step: Step, limit_bytes: int) -> Self:
+    def of(cls, record: StepRecord, step: Step, limit_bytes: int, *, on_cpu: bool = False) -> Self:
         """Judges a step that was taken without a limit.
 
         Args:
             record: Of the step.
             step: Takes the step again with the limit, if only that shows whether it fits.
             limit_bytes: What torch may reserve.
+            on_cpu: Whether the step was predicted for a CPU.
         """
         return cls(
             rank=record.scenario.layout.rank,
@@ -52,7 +53,7 @@ class Prediction:
             start_bytes=record.static_bytes - record.residual_bytes,
             transferred_bytes=transferred_bytes(record),
             host_bytes=record.host_bytes,
-            verdict=judge(record, step, limit_bytes),
+            verdict=judge(record, step, limit_bytes, on_cpu=on_cpu),
             without_effect=frozenset(record.without_effect),
         )
 

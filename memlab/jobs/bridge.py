@@ -73,6 +73,11 @@ FRAMEWORK_MISSING = (
 def complete(reading: Reading) -> None:
     """Derives gradients, the padded vocabulary and the type of parameters."""
     values = reading.values
+    if values.get("hidden_size") is None:  # Megatron-Bridge writes all sizes of the model into a whole configuration
+        reading.warnings.append(
+            "model.hidden_size is not in the file, so it overrides a recipe that memlab does not see: memlab takes "
+            "Megatron's defaults for all keys that the file does not have; give the run_config.yaml of a checkpoint"
+        )
     values["dtype"] = "bf16" if values.pop("is_bf16") else "fp32"
     mixed, is_fp32 = values.pop("mixed_precision", None), values.pop("mixed_precision_fp32", None)
     if "grad_reduce_in_bf16" not in values:

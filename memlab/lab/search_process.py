@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from memlab.config.scenario import Scenario
@@ -123,7 +124,7 @@ def main() -> None:
 
         scenario = routed_by_chance(scenario)
     with open_workers(backend=backend) as workers:
-        found = front_of(base, [scenario], workers, **request)
+        found = replace(front_of(base, [scenario], workers, **request), backend=backend)
     answer.write_text(json.dumps(found.to_dict()))
 
 

@@ -149,7 +149,7 @@ class Predictor:
             self.close()
             opened = stepping(scenario, replay=replay, backend=predicting(backend))
             self._step, self._open_for = self._lab.enter_context(opened), (scenario, backend)
-        return Prediction.of(self._step(settings, None), self._step, limit_bytes)
+        return Prediction.of(self._step(settings, None), self._step, limit_bytes, on_cpu=backend == "cpu")
 
     def communicate(self, scenario: Scenario, settings: MemorySettings) -> dict[str, int]:
         """Counts what a rank sends in a step, by kind of collective, on a lab of its own."""

@@ -446,7 +446,7 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureF
     with saved(tmp_path, whole=record, bare=replace(record, timeline=None)) as (whole, bare):
         record.save(tmp_path / "job" / "rank-0")
         for arguments, words in (
-            ([whole], "got 1 folder"),
+            ([whole], "arguments are required: FOLDER"),
             ([whole, str(tmp_path)], "holds no record.json"),
             ([whole, str(tmp_path / "job")], "one per rank: give one of them"),
             ([whole, bare, "--out", str(tmp_path / "page.html")], "has no timeline"),

@@ -329,6 +329,19 @@ def test_a_model_of_bridge_has_the_vocabulary_of_its_tokenizer_and_its_environme
     assert [one.key for one in job.not_modelled] == []
 
 
+@pytest.mark.parametrize("model", ["  hf_model_id: microsoft/phi-4\n", ""])
+def test_overrides_of_a_recipe_are_not_taken_for_the_whole_job(tmp_path: Path, model: str) -> None:
+    overrides = f"model:\n{model}  seq_length: 8192\ntrain: {{global_batch_size: 8}}\nddp: {{}}\nworld_size: 8\n"
+    (warning,) = (
+        line
+        for line in Job.read(write(tmp_path, "overrides.yaml", overrides), architecture="phi-4").warnings
+        if "recipe" in line
+    )
+    assert "takes Megatron's defaults" in warning and "give the run_config.yaml of a checkpoint" in warning
+    whole = Job.read(write(tmp_path, "run_config.yaml", BRIDGE + TRAINED))
+    assert not any("recipe" in line for line in whole.warnings)
+
+
 ACCOUNTED = "  pipeline_model_parallel_size: 5\n  account_for_embedding_in_pipeline_split: true\n  account_for_loss_in_pipeline_split: true\n"
 TRAINED = "train: {global_batch_size: 8}\nddp: {grad_reduce_in_fp32: true}\nworld_size: 40\n"
 

@@ -109,6 +109,14 @@ def test_the_lowest_peak_that_is_named_where_nothing_fits_is_in_the_front_below(
     assert lower not in none_fits.front and none_fits.best in none_fits.front
 
 
+def test_a_search_on_a_cpu_cites_no_measurement_of_gpus(found: SearchResult) -> None:
+    assert "on H200s" in found.verdict
+    on_cpu = SearchResult.from_dict(replace(found, backend="cpu").to_dict())
+    assert on_cpu.verdict.endswith(
+        "a step that was predicted for this CPU with balanced routing; it says nothing about a GPU"
+    )
+
+
 def test_a_search_is_of_the_form_s_workload_and_what_waits_between_steps(state: SearchState) -> None:
     kept = {"offload_parameters": True, "offload_optimizer": True, "offload_optimizer_except_update": True}
     state._state.edit(seq_length=128, recompute_granularity="full", **kept)

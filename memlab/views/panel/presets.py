@@ -40,14 +40,14 @@ PRESETS = {
         ),
         source="slime 128cb0e7, scripts/run-qwen3-30B-A3B.sh",
     ),
-    "NeMo RL: GRPO, defaults": Preset(
+    "NeMo-RL: GRPO, defaults": Preset(
         state=TrainingState(
             use_precision_aware_optimizer=True,
             grad_reduce_in_bf16=True,
             overlap_grad_reduce=True,
             overlap_param_gather=True,
         ),
-        source="NeMo RL 00294d9b, examples/configs/grpo_math_1B.yaml",
+        source="NeMo-RL 00294d9b, examples/configs/grpo_math_1B.yaml",
     ),
     "SkyRL: Megatron, defaults": Preset(
         settings=_FULL, source="SkyRL 898eb390, skyrl/train/config/megatron_config/policy.yaml"

@@ -135,7 +135,9 @@ Tables of training states have some columns of their own:
 - **start**: bytes allocated when the step begins. **freed**: the start in the default state minus this start.
 - **peak in**: the phase of the step in which the peak is reached.
 - **host**: the most host memory in use during the step. **pinned**: page-locked host memory that torch holds at the
-  step's end; torch rounds each request up to a power of two.
+  step's end; torch rounds each request up to a power of two. Several states were measured one after the other in one
+  process, and torch keeps such memory for later requests. So a row with a value in *pinned* and none in *host* (such as
+  `cross_entropy_loss_fusion`) shows what an earlier state left over: its own step used no host memory.
 """
 
 
