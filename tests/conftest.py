@@ -19,8 +19,7 @@ def _collections_pass_libraries_over() -> None:
     """A lab collects garbage after each change, and would look through all of torch and Megatron in every test."""
     import memlab.lab.lab  # noqa: F401  # with all that it imports
 
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # without a collection, which would visit all of it once more
     gc.enable()
 
 
@@ -38,13 +37,13 @@ def _signals_are_heard() -> None:
 
 @pytest.fixture
 def open_lab() -> Iterator[Callable[..., Any]]:
-    """Opens small labs, and closes the last one after the test."""
+    """Opens small labs, of two layers if a test does not say more, and closes the last one after the test."""
     from memlab.lab.lab import Lab
 
     labs: list[Lab] = []
 
     def open_lab(architecture: str = "qwen3-moe-tiny", **options: Any) -> Lab:
-        labs.append(Lab(architecture, backend="cpu", **{"seq_length": 128, **options}))
+        labs.append(Lab(architecture, backend="cpu", **{"num_layers": 2, "seq_length": 128, **options}))
         return labs[-1]
 
     yield open_lab

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 from unittest.mock import MagicMock
@@ -11,9 +12,11 @@ from unittest.mock import MagicMock
 import nbformat
 import pytest
 
-from memlab import MemorySettings, predict_ranks
+from memlab import Lab, MemorySettings, TrainingState, predict_ranks
+from memlab.config.scenario import Scenario
 from memlab.exercises import Check, FormulaCheck, ResidencyCheck
 from memlab.record.job_record import JobRecord
+from memlab.record.step_record import StepRecord
 
 LABS = Path(__file__).parents[2] / "labs"
 MARK = "  # change me"
@@ -285,16 +288,46 @@ FORMULAS = {
 """What the cells name that compare a formula with metered bytes: they are run too, though no answer needs them."""
 
 
+class LabOfAnswers(Lab):
+    """A lab that takes each step once: an answer that repeats a step of a cell, or another answer, gets its record.
+
+    A step depends on no step before it, to the byte: tests/unit/test_lab.py, test_settings_live.py, test_state_change.py.
+    """
+
+    known: dict[object, StepRecord] = {}  # noqa: RUF012  # each test has its own
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._settings, self._state = self.settings, self.scenario.state
+
+    def step(
+        self, settings: MemorySettings | None = None, *, state: TrainingState | None = None, **options: Any
+    ) -> StepRecord:
+        if settings is not None:
+            self._settings = settings
+        if state is not None:
+            self._state = state
+        scenario = replace(self.scenario, state=self._state)
+        key = self.backend.name, scenario, self._settings, self.device_memory_bytes, *sorted(options.items())
+        if key not in self.known:
+            self.known[key] = super().step(self._settings, state=self._state, **options)
+        return self.known[key]
+
+
 class PredictedJob:
-    """In the place of a lab on live ranks, which takes minutes for the answers of one notebook: the same ranks, predicted.
+    """In the place of a lab on live ranks, which takes minutes for the answers of one notebook: one rank of every kind,
+    predicted.
 
     The live ranks of each layout are compared with their predictions in tests/unit/test_cpu_ranks.py, to the byte.
     """
 
-    known: ClassVar[dict[str, JobRecord]] = {}
+    known: ClassVar[dict[object, JobRecord]] = {}
 
     def __init__(self, architecture: str, *, ranks: object, **job: Any) -> None:
-        self.job = {"architecture": architecture, "routing": "random:7", **job}
+        # Under random routing all ranks differ, and where no experts are spread, none gets other rows than another one.
+        routing = "random:7" if job["layout"].expert_model_parallel_size > 1 else "balanced"
+        self.scenario = Scenario.of(architecture, routing=routing, **job)
+        self.job = {"architecture": architecture, "routing": routing, **job}
 
     def __enter__(self) -> Self:
         return self
@@ -306,15 +339,16 @@ class PredictedJob:
         """No answer depends on the longer workload, which takes as long as all answers together."""
 
     def step(self, settings: MemorySettings | None = None, *, warm_up: bool = True) -> JobRecord:
-        key = repr((self.job, settings or MemorySettings()))
+        key = self.scenario, settings or MemorySettings()
         if key not in self.known:
-            ranks = range(self.job["layout"].world_size)
-            self.known[key] = JobRecord.of(list(predict_ranks(settings=settings, ranks=ranks, **self.job).values()))
+            self.known[key] = JobRecord.of(list(predict_ranks(settings=settings, **self.job).values()))
         return self.known[key]
 
 
-PREDICTED: dict[str, dict[str, Any]] = {"09_ranks": {"Lab": PredictedJob, "Ranks": MagicMock()}}
+INSTEAD: dict[str, dict[str, Any]] = {"09_ranks": {"Lab": PredictedJob, "Ranks": MagicMock()}}
 """What a lab imports, and gets in this form instead."""
+ONLY_STEPS = {"01_recompute", "08_training_state", "10_one_layer"}
+"""Labs whose answers and cells do nothing but steps, without a tap or a pass of another kind: they get a `LabOfAnswers`."""
 
 pytestmark = pytest.mark.notebook
 
@@ -375,6 +409,9 @@ def test_a_solution_reaches_the_goal_and_no_wrong_answer_does(
 ) -> None:
     for figure in ("show", "compare"):
         monkeypatch.setattr(f"memlab.{figure}", MagicMock())  # drawing is tested elsewhere
+    if lab in ONLY_STEPS:
+        monkeypatch.setattr("memlab.Lab", LabOfAnswers)
+        monkeypatch.setattr(LabOfAnswers, "known", {})
     work, exercises = exercises_of(lab)
     answers = {
         exercise: ([exercise, *(answered(exercise, wrong) for wrong in each.wrong)], answered(exercise, each.solution))
@@ -382,11 +419,13 @@ def test_a_solution_reaches_the_goal_and_no_wrong_answer_does(
     }
     names: dict[str, Any] = {"display": MagicMock()}  # IPython's, which every notebook has
     cells = [cell for wrong, solution in answers.values() for cell in (*wrong, solution)]
-    for source in cells_needed(work, cells, FORMULAS.get(lab, set())):
+    needed = cells_needed(work, cells, FORMULAS.get(lab, set()))
+    assert lab not in ONLY_STEPS or set(re.findall(r"\blab\.(\w+)\(", "\n".join(needed + cells))) == {"step"}
+    for source in needed:
         exec(source, names)  # noqa: S102  # the lab's own cells
         if source is work[0]:
             names |= SMALLER.get(lab, {})
-        names |= PREDICTED.get(lab, {})
+        names |= INSTEAD.get(lab, {})
     try:
         for wrong, solution in answers.values():
             for cell in wrong:
@@ -398,5 +437,5 @@ def test_a_solution_reaches_the_goal_and_no_wrong_answer_does(
                 assert [line.startswith("not yet: ") for line in lines] == [False] * (len(lines) - 1) + [True]
             assert value_of(solution, names), f"this is the solution, and the check refuses it:\n{solution}"
     finally:
-        if lab not in PREDICTED:
+        if lab not in INSTEAD:
             names["lab"].close()

@@ -194,7 +194,7 @@ def test_a_step_that_needs_more_than_the_device_ends_in_a_record_and_the_model_s
 def test_an_out_of_memory_while_loading_or_in_the_first_optimizer_step_is_survived_too(
     open_lab: Callable[..., Any],
 ) -> None:
-    lab = open_lab("phi-4-tiny")
+    lab = open_lab("phi-4-tiny", num_layers=4)
     parameters = lab.scenario.architecture.num_parameters
     lab.device_memory_bytes = 11 * parameters + 4_000_000
     assert lab.step().status == "out_of_memory", "Adam's moments do not fit"
@@ -233,7 +233,7 @@ def test_stop_ends_a_step_between_two_layers_and_the_model_steps_on(open_lab: Ca
 def test_an_error_inside_a_step_is_told_and_the_model_steps_on(
     open_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lab = open_lab("qwen3-moe-tiny")
+    lab = open_lab("qwen3-moe-tiny", num_layers=4)
     plain = lab.step(FULL)
     attention = lab._stepper.live.chunk.module.decoder.layers[2].self_attention.core_attention
     with monkeypatch.context() as broken:
@@ -245,7 +245,7 @@ def test_an_error_inside_a_step_is_told_and_the_model_steps_on(
 
 
 def test_progress_names_phase_and_layer_and_ends_at_its_total(open_lab: Callable[..., Any]) -> None:
-    lab = open_lab("phi-4-tiny", num_microbatches=2)
+    lab = open_lab("phi-4-tiny", num_layers=4, num_microbatches=2)
     seen: list[Any] = []
     lab.step(FULL, on_progress=seen.append)
     done = [progress.done for progress in seen]
@@ -548,5 +548,5 @@ def test_a_model_that_the_host_has_no_memory_for_is_refused_before_it_is_built(o
     with pytest.raises(
         ValueError, match=r"takes at least 245.7.* between its steps, and this process may use .*memlab predict"
     ):
-        open_lab("phi-4")
+        open_lab("phi-4", num_layers=None)
     assert not open_one.closed

@@ -79,7 +79,7 @@ def test_every_event_agrees_with_torch_s_allocation_profiler(
         offload_optimizer=True,
     )
     monkeypatch.setattr(memlab.lab.session, "Stepper", ProfiledStepper)
-    lab = open_lab(family, seq_length=32)
+    lab = open_lab(family, num_layers=4, seq_length=32)
     stepper: ProfiledStepper = lab._stepper
     built = len(stepper.meter_totals)
     for settings in (MemorySettings(), FULL, recompute("layernorm", "core_attn"), moved):
@@ -220,7 +220,7 @@ def test_the_modules_of_peak_residual_and_recomputed_bytes_add_up_to_them(open_l
 
 
 def test_a_step_s_categories_hold_exactly_the_model_s_own_bytes(open_lab: Any) -> None:
-    lab = open_lab("qwen3-moe-tiny")
+    lab = open_lab("qwen3-moe-tiny", num_layers=4)
     record = lab.step()
     parameters = lab.scenario.architecture.num_parameters
     opening = record.timeline.breakdown(record.timeline.num_opening_events - 1)
@@ -235,7 +235,7 @@ def test_a_step_s_categories_hold_exactly_the_model_s_own_bytes(open_lab: Any) -
 
 
 def test_bytes_are_named_by_module_and_phase_in_forward_and_backward(open_lab: Any) -> None:
-    timeline = open_lab("qwen3-moe-tiny").step().timeline
+    timeline = open_lab("qwen3-moe-tiny", num_layers=4).step().timeline
     born = timeline.delta_bytes > 0
     for phase in ("forward", "backward"):
         of_phase = born & (timeline.phase == PHASES.index(phase))

@@ -19,7 +19,7 @@ from memlab.record.offload_audit import ModuleAccount, OffloadAudit
 from tests.unit.builders import record_of
 from tests.unit.live import FULL, offload
 
-T, LAYERS = 128, 4
+T, LAYERS = 128, 3
 RECOMPUTED = replace(offload("moe_act"), recompute_granularity="selective", recompute_modules=("layernorm", "moe_act"))
 
 
@@ -57,7 +57,7 @@ CASES = [
 def test_expected_is_the_formula_and_each_byte_of_it_is_in_one_place(
     open_lab: Callable[..., Lab], architecture: str, names: tuple[str, ...]
 ) -> None:
-    account = open_lab(architecture).audit_offload(offload(*names))
+    account = open_lab(architecture, num_layers=LAYERS).audit_offload(offload(*names))
     for module in account.modules:
         assert module.expected_bytes == (LAYERS - 1) * saved_by_formula(module.name, architecture), module
         assert module.last_group_bytes == saved_by_formula(module.name, architecture)
@@ -89,7 +89,7 @@ def test_the_names_of_the_terms_are_those_of_lab_02_s_metrics() -> None:
 
 
 def test_attention_alone_leaves_its_output_to_the_linear_after_it(open_lab: Callable[..., Lab]) -> None:
-    lab = open_lab("qwen3-moe-tiny")
+    lab = open_lab("qwen3-moe-tiny", num_layers=LAYERS)
     output = T * 128 * 2
     alone = lab.audit_offload(offload("core_attn"))
     assert [held.num_bytes for held in alone.still_resident] == [output] * (LAYERS - 1)
@@ -102,7 +102,7 @@ def test_attention_alone_leaves_its_output_to_the_linear_after_it(open_lab: Call
 
 
 def test_whoever_keeps_a_moved_tensor_is_named(open_lab: Callable[..., Lab]) -> None:
-    lab = open_lab("qwen3-moe-tiny")
+    lab = open_lab("qwen3-moe-tiny", num_layers=LAYERS)
     before = lab.audit_offload(offload("qkv_linear"))
     linear = lab._stepper.live.chunk.module.decoder.layers[1].self_attention.linear_qkv
 
@@ -121,7 +121,7 @@ def test_whoever_keeps_a_moved_tensor_is_named(open_lab: Callable[..., Lab]) -> 
 
 
 def test_a_peak_that_moved_is_told_from_a_tensor_that_stayed(open_lab: Callable[..., Lab]) -> None:
-    account = open_lab("qwen3-moe-tiny", seq_length=256).audit_offload(RECOMPUTED)
+    account = open_lab("qwen3-moe-tiny", num_layers=LAYERS, seq_length=256).audit_offload(RECOMPUTED)
     terms = account.terms()
     assert account.plain_peak != account.offloaded_peak
     assert terms["lost to a peak elsewhere"] > 0
@@ -134,7 +134,7 @@ def test_a_peak_that_moved_is_told_from_a_tensor_that_stayed(open_lab: Callable[
 
 
 def test_only_one_micro_batch_is_due_at_a_time(open_lab: Callable[..., Lab]) -> None:
-    account = open_lab("qwen3-moe-tiny", num_microbatches=2).audit_offload(offload("expert_fc1"))
+    account = open_lab("qwen3-moe-tiny", num_layers=LAYERS, num_microbatches=2).audit_offload(offload("expert_fc1"))
     assert account.expected_bytes == 2 * (LAYERS - 1) * saved_by_formula("expert_fc1", "qwen3-moe-tiny")
     assert account.terms() == dict.fromkeys(account.terms(), 0) | {
         "not due at that moment": account.expected_bytes // 2,
@@ -144,13 +144,13 @@ def test_only_one_micro_batch_is_due_at_a_time(open_lab: Callable[..., Lab]) -> 
 
 def test_tensors_under_the_minimum_are_not_expected(open_lab: Callable[..., Lab]) -> None:
     settings = replace(offload("mlp_norm"), min_offloaded_tensor_size=T + 1)  # between the statistics and the input
-    (module,) = open_lab("qwen3-moe-tiny").audit_offload(settings).modules
+    (module,) = open_lab("qwen3-moe-tiny", num_layers=LAYERS).audit_offload(settings).modules
     assert module.too_small_bytes == LAYERS * T * 4
     assert module.expected_bytes == module.transferred_bytes == (LAYERS - 1) * T * 128 * 2
 
 
 def test_an_audit_leaves_the_lab_as_it_was(open_lab: Callable[..., Lab]) -> None:
-    lab = open_lab("qwen3-moe-tiny")
+    lab = open_lab("qwen3-moe-tiny", num_layers=LAYERS)
     before = lab.step(offload("core_attn"))
     account = lab.audit_offload(before.settings)
     after = lab.step()
@@ -167,7 +167,7 @@ def test_steps_that_run_out_of_memory_are_not_audited() -> None:
 
 
 def test_what_cannot_be_audited_is_refused(open_lab: Callable[..., Lab]) -> None:
-    lab = open_lab("qwen3-moe-tiny")
+    lab = open_lab("qwen3-moe-tiny", num_layers=LAYERS)
     for settings in (MemorySettings(), replace(FULL, offload_modules=("core_attn",))):
         with pytest.raises(ValueError, match="must have offload_modules and no full recompute"):
             lab.audit_offload(settings)

@@ -283,7 +283,7 @@ def same_step(one: StepRecord, other: StepRecord) -> bool:
 def test_an_injected_one_is_judged_and_following_the_proposals_ends_in_a_step_that_fits(
     family: str, share: float, open_lab: Callable[..., Any], tmp_path: Path
 ) -> None:
-    lab = open_lab(family, seq_length=512)
+    lab = open_lab(family, num_layers=4, seq_length=512)
     plain = lab.step()
     lab.records.clear()  # nothing is known: all is estimated
     lab.device_memory_bytes = plain.static_bytes + int(share * plain.activation_peak_bytes)
@@ -312,7 +312,7 @@ def test_an_injected_one_is_judged_and_following_the_proposals_ends_in_a_step_th
 def test_parameters_that_do_not_fit_are_capacity_and_a_retained_checkpoint_input_is_retention(
     open_lab: Callable[..., Any],
 ) -> None:
-    lab = open_lab("qwen3-moe-tiny", seq_length=512)
+    lab = open_lab("qwen3-moe-tiny", num_layers=4, seq_length=512)
     full = lab.step(FULL)
     lab.device_memory_bytes = full.static_bytes - full.residual_bytes + 100_000
     assert lab.step().out_of_memory.verdict == "capacity"

@@ -25,7 +25,7 @@ def remedied(remedy: Any, settings: MemorySettings = FULL) -> MemorySettings:
 def test_each_remedy_frees_its_share_of_what_checkpoints_keep(
     open_lab: Callable[..., Lab], settings: MemorySettings
 ) -> None:
-    lab = open_lab("qwen3-moe-tiny")
+    lab = open_lab("qwen3-moe-tiny", num_layers=4)
     # Input and gradient: tokens x hidden x 2 bytes each, once a checkpoint (verl #5251).
     num_checkpoints = 4 // (settings.recompute_num_layers or 1)
     kept = 2 * 128 * 128 * 2 * num_checkpoints
@@ -46,14 +46,14 @@ def test_no_remedy_changes_a_bit_of_loss_or_gradients(open_lab: Callable[..., La
 
 
 def test_every_remedy_lowers_the_peak_too(open_lab: Callable[..., Lab]) -> None:
-    lab = open_lab("qwen3-moe-tiny", seq_length=1024)
+    lab = open_lab("qwen3-moe-tiny", num_layers=4, seq_length=1024)
     peaks = {remedy: lab.step(remedied(remedy)).peak_allocated_bytes for remedy in KEPT_SHARE}
     # Backward ends at layer 0 with the inputs and gradients of the three above it kept, or not.
     assert all(peaks[remedy] < peaks[None] for remedy in CHECKPOINT_INPUT_REMEDIES), peaks
 
 
 def test_releasing_storages_copies_each_gradient_once_and_no_other_remedy_does(open_lab: Callable[..., Lab]) -> None:
-    lab = open_lab("qwen3-moe-tiny")
+    lab = open_lab("qwen3-moe-tiny", num_layers=4)
     steps = {remedy: lab.step(remedied(remedy)).timeline for remedy in KEPT_SHARE}
     allocated = {remedy: steps[remedy].allocated_bytes_in("backward") for remedy in steps}
     copies = 4 * 128 * 128 * 2  # layers x tokens x hidden x 2 bytes
@@ -61,7 +61,7 @@ def test_releasing_storages_copies_each_gradient_once_and_no_other_remedy_does(o
 
 
 def test_a_storage_that_something_else_refers_to_is_never_emptied(open_lab: Callable[..., Lab]) -> None:
-    lab = open_lab("qwen3-moe-tiny")
+    lab = open_lab("qwen3-moe-tiny", num_layers=4)
     loss = lab.step(FULL).loss
     with lab.tap(1):
         record = lab.step(remedied("release_storage"))
@@ -80,7 +80,7 @@ def test_a_storage_that_something_else_refers_to_is_never_emptied(open_lab: Call
 def test_unguarded_the_remedy_leaves_a_tap_with_an_empty_storage_and_a_clean_record(
     open_lab: Callable[..., Lab],
 ) -> None:
-    lab = open_lab("qwen3-moe-tiny")
+    lab = open_lab("qwen3-moe-tiny", num_layers=4)
     clean = lab.step(remedied("release_storage"))
     with lab.tap(1, guarded=False) as tap:
         assert tap.look() is None, "nothing has passed yet"

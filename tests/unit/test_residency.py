@@ -76,7 +76,7 @@ def test_a_step_after_a_full_trip_down_and_up_is_bit_identical(
 
 def test_the_buffers_of_experts_that_are_spread_over_ranks_move_too(open_lab: Callable[..., Any]) -> None:
     # verl #1766. On one rank Megatron puts experts into the common buffers unless their weights say otherwise.
-    lab = open_lab("qwen3-moe-tiny", expert_buffers=True)
+    lab = open_lab("qwen3-moe-tiny", num_layers=4, expert_buffers=True)
     assert lab._stepper.live.chunk.expert_parallel_buffers
     record = lab.step(MemorySettings(offload_parameters=True, offload_optimizer=True))
     parameters = lab.scenario.architecture.num_parameters

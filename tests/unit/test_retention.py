@@ -11,7 +11,7 @@ from tests.unit.live import FULL, recompute
 
 
 def test_the_dispatcher_s_probabilities_hold_each_checkpoint_s_input_and_gradient(open_lab: Callable[..., Any]) -> None:
-    lab = open_lab("qwen3-moe-tiny")
+    lab = open_lab("qwen3-moe-tiny", num_layers=4)
     for settings, layers in ((FULL, 4), (recompute("moe"), 4), (MemorySettings(), 0), (recompute("moe_act"), 0)):
         record = lab.step(settings)
         retained = find_retained(lab._stepper.live)
@@ -21,4 +21,4 @@ def test_the_dispatcher_s_probabilities_hold_each_checkpoint_s_input_and_gradien
             assert leaf.holder == f"decoder.layers.{layer}.mlp.token_dispatcher.probs"
             assert leaf.shape == (128, 1, 128)
             assert "RouterGatingLinearFunction" in leaf.path
-    assert find_retained(open_lab("phi-4-tiny")._stepper.live) == []
+    assert find_retained(open_lab("phi-4-tiny", num_layers=4)._stepper.live) == []

@@ -38,7 +38,7 @@ PAIRS = MemorySettings(recompute_granularity="full", recompute_method="uniform",
 
 
 @pytest.mark.parametrize(
-    "model", [{"dtype": "bf16", "num_microbatches": 2}, {"dtype": "fp32", "num_layers": 2}], ids=str
+    "model", [{"dtype": "bf16", "num_layers": 4, "num_microbatches": 2}, {"dtype": "fp32", "num_layers": 2}], ids=str
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_every_gradient_are_bit_identical_under_every_setting(
@@ -123,7 +123,7 @@ def test_only_a_checkpointed_moe_layer_keeps_its_input_and_gradient(
     open_lab: Callable[..., Any],
 ) -> None:
     # verl #5251: (input + gradient) x segments = 2 x tokens x hidden x 2 bytes x segments.
-    lab = open_lab("qwen3-moe-tiny")
+    lab = open_lab("qwen3-moe-tiny", num_layers=4)
     tokens, hidden, layers = 128, lab.scenario.architecture.hidden_size, 4
     assert lab.step(NONE).residual_bytes == 0
     assert lab.step(FULL).residual_bytes == 2 * tokens * hidden * 2 * layers
@@ -135,7 +135,7 @@ def test_only_a_checkpointed_moe_layer_keeps_its_input_and_gradient(
 
 
 def test_offload_modules_move_what_the_record_says_to_the_host(open_lab: Callable[..., Any]) -> None:
-    lab = open_lab("qwen3-moe-tiny")
+    lab = open_lab("qwen3-moe-tiny", num_layers=4)
     plain, moved = lab.step(NONE), lab.step(offload("expert_fc1", "moe_act"))
     architecture = lab.scenario.architecture
     rows = 128 * architecture.moe_router_topk

@@ -166,7 +166,7 @@ def qwen_layer_bytes(s: int, h: int, H: int, G: int, d: int, E: int, k: int, f: 
 
 @pytest.mark.parametrize("family", ["phi-4-tiny", "qwen3-moe-tiny"])
 def test_a_layer_retains_what_transformer_engine_retains(family: str, open_lab: Callable[..., Any]) -> None:
-    lab = open_lab(family)
+    lab = open_lab(family, num_layers=4)
     s, a = 128, lab.scenario.architecture
     attention = (s, a.hidden_size, a.num_attention_heads, a.num_query_groups, a.kv_channels)
     expected = (
