@@ -56,9 +56,16 @@ class Check(_Goals):
         elif record.forward_only:
             self._goal(False, "the record is that of a forward-only pass, must be that of a training step")
 
-    def peak_below(self, num_bytes: int) -> Self:
-        """Requires `peak_allocated_bytes` below a number of bytes."""
-        return self._below("the peak of the step", self._record.peak_allocated_bytes, num_bytes, self._largest())
+    def peak_below(self, num_bytes: int, hint: str = "") -> Self:
+        """Requires `peak_allocated_bytes` below a number of bytes.
+
+        Args:
+            num_bytes: The limit.
+            hint: What to look at, in the words of the exercise; by default, the largest part that settings change.
+        """
+        return self._below(
+            "the peak of the step", self._record.peak_allocated_bytes, num_bytes, hint or self._largest()
+        )
 
     def activation_peak_below(self, num_bytes: int) -> Self:
         """Requires `activation_peak_bytes` below a number of bytes."""
@@ -70,12 +77,15 @@ class Check(_Goals):
         return self.peak_below(parse_bytes(gpu_memory) - outside)
 
     def runs_on(self, num_ranks: int) -> Self:
-        """Requires a job of this many ranks, each of which has a GPU."""
+        """Requires a job of this many ranks, one per GPU."""
         world_size = self._record.scenario.layout.world_size
         if world_size == num_ranks:
-            return self._goal(True, f"the job runs on {num_ranks} GPUs")
-        hint = "the product of the parallel sizes is the number of GPUs; those of experts use the same GPUs"
-        return self._goal(False, f"the layout has {world_size} GPUs, must have {num_ranks}", hint)
+            return self._goal(True, f"the job runs on {num_ranks} ranks")
+        hint = (
+            "each rank has a GPU of its own; the product of the parallel sizes is the number of ranks, and those of "
+            "experts use the same ranks"
+        )
+        return self._goal(False, f"the layout has {world_size} ranks, must have {num_ranks}", hint)
 
     def starts_below(self, num_bytes: int) -> Self:
         """Requires `static_bytes` below a number of bytes."""
@@ -152,11 +162,18 @@ class Check(_Goals):
                 return self._goal(False, f"{module} transferred nothing to the host: {reason}")
         return self._goal(True, f"the saved inputs of {', '.join(modules)} were transferred to the host")
 
-    def ranks_differ_by_less_than(self, num_bytes: int) -> Self:
-        """Requires that the peaks of the worst and the best rank of a job are closer than a number of bytes."""
+    def ranks_differ_by_less_than(self, num_bytes: int, hint: str = "") -> Self:
+        """Requires that the highest and the lowest peak of a job's ranks are closer than a number of bytes.
+
+        Args:
+            num_bytes: The limit.
+            hint: What to look at, in the words of the exercise; by default, the two ranks to compare.
+        """
         if not isinstance(self._record, JobRecord):
             return self._goal(False, "the record is that of one rank, must be that of a job", "pass what lab.step gave")
-        hint = "find what only the worst rank holds, and spread it over the ranks or remove it"
+        lowest = min(self._record.ranks, key=lambda record: record.peak_allocated_bytes).scenario.layout.rank
+        worst = self._record.worst_rank
+        hint = hint or f"compare rank({worst}).peak_by_category and rank({lowest}).peak_by_category of the record"
         what = "the distance from the lowest to the highest peak of a rank"
         return self._below(what, self._record.spread_bytes, num_bytes, hint)
 

@@ -215,8 +215,19 @@ class Layout:
                 f"num_layers_in_first_pipeline_stage {first} and num_layers_in_last_pipeline_stage {last} leave {rest} "
                 f"of {num_layers} layers to {stages} stages, must leave at least one to each stage: give other numbers"
             )
-        what = "layers" if rest == num_layers else "layers between first and last stage"
-        return [("pipeline_model_parallel_size", stages, what, rest)] if stages else []
+        if has_ends and stages and rest % stages:
+            given = "num_layers_in_first_pipeline_stage" if last is None else "num_layers_in_last_pipeline_stage"
+            if first is not None and last is not None:
+                given = "num_layers_in_first_pipeline_stage + num_layers_in_last_pipeline_stage"
+            at_ends, more = num_layers - rest, rest % stages
+            fewer = at_ends + more - stages
+            fewest = self.pipeline_model_parallel_size - stages  # one layer for each stage at an end
+            choices = f"{fewer} or {at_ends + more}" if fewer >= fewest else f"{at_ends + more}"
+            raise ValueError(
+                f"{given} is {at_ends}, which leaves {rest} of {num_layers} layers to the other {stages} stages, must "
+                f"leave them equally many: choose {choices}"
+            )
+        return [("pipeline_model_parallel_size", stages, "layers", rest)] if stages and not has_ends else []
 
     @classmethod
     def from_text(cls, text: str) -> Layout:

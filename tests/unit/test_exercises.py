@@ -47,7 +47,7 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
         (PLAIN, ("starts_below", 1), "the start of the step is "),
         # CUDA and its libraries take more than the 2 GiB, so nothing is left for the step.
         (PLAIN, ("fits", "2GiB"), "the peak of the step is "),
-        (PLAIN, ("runs_on", 8), "the layout has 1 GPUs, must have 8. Hint: the product of the parallel sizes"),
+        (PLAIN, ("runs_on", 8), "the layout has 1 ranks, must have 8. Hint: each rank has a GPU of its own"),
         (
             replace(PLAIN, host_bytes=3 * MIB),
             ("host_below", MIB),
@@ -152,4 +152,12 @@ def test_the_distance_between_the_ranks_of_a_job_is_a_goal(capsys: pytest.Captur
     reached, missed, none = capsys.readouterr().out.splitlines()
     assert reached.startswith("reached: the distance from the lowest to the highest peak of a rank is ")
     assert missed.startswith("not yet: the distance from the lowest to the highest peak of a rank is ")
+    assert missed.endswith("Hint: compare rank(0).peak_by_category and rank(1).peak_by_category of the record.")
     assert none.startswith("not yet: the record is that of one rank, must be that of a job")
+
+
+def test_an_exercise_gives_a_hint_in_its_own_words(capsys: pytest.CaptureFixture[str]) -> None:
+    job = job_of(Layout(pipeline_model_parallel_size=2))
+    assert not check(job).peak_below(1, "look at the first stage")
+    assert not check(job).ranks_differ_by_less_than(1, "look at the first stage")
+    assert [line[-30:] for line in capsys.readouterr().out.splitlines()] == ["Hint: look at the first stage."] * 2

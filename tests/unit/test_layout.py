@@ -123,8 +123,13 @@ def test_the_first_and_the_last_stage_may_have_other_numbers_of_layers() -> None
     assert layers(6, pipeline_model_parallel_size=2, **ends) == [2, 4]
     with pytest.raises(ValueError, match=r"leave 1 of 7 layers to 0 stages"):
         layers(7, pipeline_model_parallel_size=2, **ends)
-    with pytest.raises(ValueError, match=r"is 2, must divide the 5 layers between first and last stage"):
+    both = r"stage \+ num_layers_in_last_pipeline_stage is 6, which leaves 5 of 11 layers to the other 2 stages, must "
+    with pytest.raises(ValueError, match=f"{both}leave them equally many: choose 5 or 7"):
         layers(11, pipeline_model_parallel_size=4, **ends)
+    for sums in (5, 7):
+        layers(11, pipeline_model_parallel_size=4, **ends | {"num_layers_in_first_pipeline_stage": sums - 4})
+    with pytest.raises(ValueError, match=r"^num_layers_in_first_pipeline_stage is 1, .* choose 2$"):
+        layers(8, pipeline_model_parallel_size=4, num_layers_in_first_pipeline_stage=1)
     with pytest.raises(ValueError, match=r"leave 0 of 6 layers to 1 stages"):
         layers(6, pipeline_model_parallel_size=3, **ends)
 
