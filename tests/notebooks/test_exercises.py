@@ -56,8 +56,7 @@ def layout(**sizes: int) -> str:
 
 
 def stages(first: int, last: int) -> str:
-    names = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-    return f"mine = {dict(zip(names, (first, last), strict=True))}"
+    return f"first_stage, last_stage = {first}, {last}"
 
 
 def state(options: str) -> str:
@@ -229,7 +228,7 @@ EXERCISES = {
     "09_ranks": [
         Exercise(solution=stages(1, 3), wrong=(stages(3, 1),)),
         Exercise(solution=offload(*ALL_MODULES), wrong=(step("full_recompute"), offload("core_attn"))),
-        Exercise(solution=layout(tp=2, dp=2), wrong=(layout(dp=4), layout(pp=4))),
+        Exercise(solution=layout(tp=2, dp=2), wrong=(layout(dp=4), layout(pp=4), layout(tp=2), "mine = Layout()")),
     ],
     "10_one_layer": [
         Exercise(
