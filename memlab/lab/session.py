@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -264,18 +263,21 @@ class Session:
         self, settings: MemorySettings, warm_up: bool, on_progress: Callable[[Progress], None] | None
     ) -> StepRecord:
         stepper = self.stepper
+        is_collected = stepper.is_collected
         self._apply_if_changed(settings)
         warms_up = warm_up and not self._is_steady
         monitor = StepMonitor(stepper.labels, stepper.scenario, 2 if warms_up else 1, self._stops, on_progress)
         self._is_steady = False
         if warms_up:
-            monitor.prefix = "warm-up "
-            stepper.release_garbage()
-            record = stepper.step(monitor)
-            gc.collect()  # what the previous settings left in reference cycles is not memory of these settings
-            monitor.prefix = ""
-        if not warms_up or record.status == "ok":
-            record = stepper.step(monitor)
+            stepper.release_garbage(is_collected=is_collected)
+        with stepper.garbage.kept_young():
+            if warms_up:
+                monitor.prefix = "warm-up "
+                record = stepper.step(monitor)
+                stepper.garbage.collect()  # what the previous settings left in cycles is not memory of these settings
+                monitor.prefix = ""
+            if not warms_up or record.status == "ok":
+                record = stepper.step(monitor)
         self._is_steady = record.status == "ok"
         record = judge(record, self.records)
         self.records.append(record)

@@ -27,6 +27,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.lab.environment import hardware, versions
+from memlab.lab.garbage import Garbage
 from memlab.lab.progress import StepStopped
 from memlab.meter.labels import Labels, labelled_by
 from memlab.meter.protocol import Meter
@@ -73,6 +74,7 @@ class Stepper:
         self.labels = Labels()
         self.meter: Meter = backend.meter(self.labels)
         self.meter.use_allocator(scenario.allocator)
+        self.garbage = Garbage(self.meter)
         self.backend = backend
         # Read on the thread that opens the lab, where torch.cuda is torch's own on every backend.
         self._hardware = hardware(local_rank() if backend.name == "cuda" else None)
@@ -267,10 +269,20 @@ class Stepper:
         self._num_taps -= 1
         self._remedy.spares_shared = True
 
-    def release_garbage(self) -> None:
-        """Frees what the previous settings left in reference cycles and in the allocator's cache."""
-        gc.collect()
+    def release_garbage(self, *, is_collected: bool = False) -> None:
+        """Frees what the previous settings left in reference cycles and in the allocator's cache.
+
+        Args:
+            is_collected: Whether there is nothing in cycles, as it is known from `is_collected` before the settings.
+        """
+        if not is_collected:
+            self.garbage.collect()
         torch.cuda.empty_cache()
+
+    @property
+    def is_collected(self) -> bool:
+        """Whether steps have only been repeated since the last collection of garbage, so that there is none."""
+        return self._repeatable is not None and self.garbage.is_collected
 
     def set_workload(self, scenario: Scenario) -> None:
         """Uses another sequence length, micro-batch size or number of micro-batches from the next step on."""

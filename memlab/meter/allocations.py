@@ -104,7 +104,40 @@ class Event(NamedTuple):
         return cls(nanoseconds, delta_bytes, pool, allocation, phase, rounding_bytes, stamp)
 
 
-def timeline_of(opening: Sequence[Event], events: Iterable[Any], started: int, modules: Sequence[str]) -> Timeline:
+class Opening:
+    """What is allocated when a step begins: what an `Event` for each says, without 100,000 of them.
+
+    Args:
+        allocations: In the order of their numbers. Their bytes are those of now, their categories those of later.
+    """
+
+    __slots__ = ("_num_bytes", "_pools", "_rounding_bytes", "allocations")
+
+    def __init__(self, allocations: list[Allocation]) -> None:
+        self.allocations = allocations
+        self._num_bytes = [each.num_bytes for each in allocations]
+        self._pools = [each.pool for each in allocations]
+        self._rounding_bytes = [each.rounding_bytes for each in allocations]
+
+    def __len__(self) -> int:
+        return len(self.allocations)
+
+    def columns(self, numbers: dict[int, int], started: int) -> npt.NDArray[np.int64]:
+        """Returns their rows of a timeline, and adds their numbers by the identity of the allocations."""
+        numbers.update(zip(map(id, self.allocations), range(len(self)), strict=True))
+        columns = np.empty((8, len(self)), dtype=np.int64)
+        columns[0], columns[4] = started, _IDLE
+        columns[1], columns[2], columns[7] = self._num_bytes, self._pools, self._rounding_bytes
+        categories = ((each, each.category) for each in self.allocations)
+        columns[3] = [each.final_category if category is None else category for each, category in categories]
+        columns[5] = [each.module for each in self.allocations]
+        columns[6] = np.arange(len(self))
+        return columns
+
+
+def timeline_of(
+    opening: Sequence[Event] | Opening, events: Iterable[Any], started: int, modules: Sequence[str]
+) -> Timeline:
     """Writes events as columns.
 
     Args:
@@ -136,7 +169,7 @@ def timeline_of_columns(columns: npt.NDArray[np.int64], num_opening_events: int,
 
 
 def columns_of(
-    opening: Sequence[Event], events: Iterable[Any], started: int, marks: Collection[int] = ()
+    opening: Sequence[Event] | Opening, events: Iterable[Any], started: int, marks: Collection[int] = ()
 ) -> tuple[npt.NDArray[np.int64], dict[int, int], list[tuple[int, int]]]:
     """Returns the columns of `timeline_of`.
 
@@ -172,8 +205,12 @@ def columns_of(
         num_rows += len(rows)
         rows.clear()
 
-    for event in opening:
-        add(started, event)
+    if isinstance(opening, Opening):
+        parts.append(opening.columns(numbers, started))
+        count = num_rows = len(opening)
+    else:
+        for event in opening:
+            add(started, event)
     for place, event in enumerate(events):
         if place in marks:
             found.append((num_rows + len(rows), count))

@@ -80,16 +80,17 @@ def observe_resizes(observer: Observer) -> Iterator[None]:
 class _Reference(weakref.ref[Any]):
     """Knows what to call: a closure for each storage would be several objects more for the garbage collector."""
 
-    __slots__ = ("call",)
-    call: tuple[Frees, Callable[..., None], tuple[Any, ...]]
+    __slots__ = ("argument", "frees", "on_free")
+    frees: Frees
+    on_free: Callable[[Any], None]
+    argument: Any
 
 
 def _report(reference: _Reference) -> None:
-    frees, on_free, arguments = reference.call
     try:
-        on_free(*arguments)
+        reference.on_free(reference.argument)
     except BaseException as error:  # noqa: BLE001  # `check` raises it
-        frees.keep(error)
+        reference.frees.keep(error)
 
 
 class Frees:
@@ -102,10 +103,10 @@ class Frees:
     def __init__(self) -> None:
         self._error: BaseException | None = None
 
-    def watch(self, storage: Any, on_free: Callable[..., None], *arguments: Any) -> weakref.ref[Any]:
-        """Calls `on_free` with the arguments when the storage is freed, as long as the returned reference exists."""
+    def watch(self, storage: Any, on_free: Callable[[Any], None], argument: Any) -> weakref.ref[Any]:
+        """Calls `on_free` with an argument when the storage is freed, as long as the returned reference exists."""
         reference = _Reference(storage, _report)
-        reference.call = self, on_free, arguments
+        reference.frees, reference.on_free, reference.argument = self, on_free, argument
         return reference
 
     def keep(self, error: BaseException) -> None:

@@ -196,7 +196,7 @@ class Replay:
 
     def left_allocated(self) -> list[tuple[int, int]]:
         """Returns the own roles that are still allocated, without those in `attached`, with their requested bytes."""
-        recording, rows = self.recording, self._num_rows
+        recording, rows = self.recording, self.num_rows
         requested = [0] * len(recording.births)
         of_own = recording.owner[:rows] == OWN
         for role, size in zip(recording.role[:rows][of_own], recording.requested_bytes[:rows][of_own], strict=True):
@@ -210,7 +210,8 @@ class Replay:
         ]
 
     @property
-    def _num_rows(self) -> int:
+    def num_rows(self) -> int:
+        """How many rows it has in a timeline, without those of reserved bytes."""
         n, on_device = len(self.num_bytes), self.recording.on_device
         return int(on_device[n]) if n < len(on_device) else len(self.recording.pool)
 
@@ -227,7 +228,7 @@ class Replay:
             next_number: The number that its first storage gets.
         """
         recording = self.recording
-        n, rows = len(self.num_bytes), self._num_rows  # fewer than recorded if memory ran out
+        n, rows = len(self.num_bytes), self.num_rows  # fewer than recorded if memory ran out
         self.number = next_number
         delta = recording.requested_bytes[:rows].copy()
         on_device = recording.on_device[:n]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,16 +34,9 @@ class DoesNotFitError(Exception):
     """A request exceeds the limit."""
 
 
-class Request(NamedTuple):
-    """A request or a free that a period sends to the allocator."""
-
-    row: int
-    allocates: bool
-    distance: int
-    """Periods back to the one that allocated the storage; -1 if `storage` is its number in the timeline."""
-    storage: int
-    """Its number in its period."""
-    num_bytes: int
+Request = tuple[int, bool, int, int, int]
+"""A request or a free that a period sends to the allocator: its row, whether it allocates, how many periods back the
+storage was allocated (-1 if its number is the one in the timeline), its number in that period, and bytes."""
 
 
 class Period:
@@ -62,16 +56,13 @@ class Period:
         self.distance = np.where(period < 0, -1, len(bases) - 1 - period)
         self.storage = numbers - np.where(period < 0, 0, starts[np.maximum(period, 0)])
         self.on_device = np.flatnonzero(self.columns[_POOL] == _DEVICE)
-        picked = self.columns[:, self.on_device]
-        rows = zip(
-            self.on_device.tolist(),
-            (picked[_DELTA] > 0).tolist(),
-            self.distance[self.on_device].tolist(),
-            self.storage[self.on_device].tolist(),
-            np.abs(picked[_DELTA]).tolist(),
-            strict=True,
-        )
-        self.requests = [Request(*row) for row in rows]
+
+    @cached_property
+    def requests(self) -> list[Request]:
+        """What it sends to the allocator, in order."""
+        picked = self.columns[_DELTA, self.on_device]
+        columns = (self.on_device, picked > 0, self.distance[self.on_device], self.storage[self.on_device], abs(picked))
+        return list(zip(*(column.tolist() for column in columns), strict=True))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Period):

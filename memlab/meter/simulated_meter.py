@@ -17,17 +17,49 @@ from memlab.allocator.pinned import PinnedMemory
 from memlab.allocator.replay import Block
 from memlab.allocator.simulator import CachingAllocator
 from memlab.config.allocator_settings import AllocatorSettings
-from memlab.meter.allocations import Allocation, Event, columns_of, timeline_of_columns
+from memlab.meter.allocations import Allocation, Event, Opening, columns_of, timeline_of_columns
 from memlab.meter.labels import Labels
 from memlab.meter.recording import Recording, Replay, Role, record
 from memlab.meter.repetition import DoesNotFitError, Inserted, Period, is_live, repeat, request
 from memlab.meter.storage_meter import StorageAllocation, StorageMeter
 from memlab.record.device_bytes import DeviceBytes
 from memlab.record.timeline import Timeline
+from memlab.record.transfer import GROUPS
 from memlab.upstream.patching import patched
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
 _DEVICE, _RESERVED = POOLS.index("device"), POOLS.index("reserved")
+_KEPT = frozenset(CATEGORIES.index(name) for name in (*GROUPS, "workspace"))
+"""Categories of what the model keeps from step to step."""
+
+
+class _Found:
+    """What is allocated at one moment: the storages in the order of their births, with requested bytes and pools."""
+
+    __slots__ = ("live", "pools", "sizes")
+
+    def __init__(self, live: list[StorageAllocation]) -> None:
+        self.live = live
+        self.sizes = [each.requested_bytes for each in live]
+        self.pools = [each.pool for each in live]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Found):
+            return NotImplemented
+        return self.live == other.live and self.sizes == other.sizes and self.pools == other.pools
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def outside(self, other: _Found) -> list[tuple[StorageAllocation, int, int]]:
+        """Returns what is not among the others, with requested bytes and pool."""
+        known = set(map(id, other.live))
+        rows = zip(self.live, self.sizes, self.pools, strict=True)
+        return [row for row in rows if id(row[0]) not in known]
+
+    def states(self) -> dict[int, tuple[int, int]]:
+        """Returns requested bytes and pool by the identity of a storage's allocation."""
+        states = zip(self.sizes, self.pools, strict=True)
+        return dict(zip(map(id, self.live), states, strict=True))
 
 
 class _Finished:
@@ -41,29 +73,27 @@ class _Finished:
         """What exists before and after it, by number."""
         self._replaced: list[tuple[int, int, StorageAllocation]] | None = None
         """Number of a storage that the step found and freed, and that of the one that it left in its place."""
-        self._left: dict[int, tuple[int, int]] = {}
+        self._left = _Found([])
 
-    def leaves_what_it_found(
-        self, found: list[tuple[StorageAllocation, int, int]], live: list[StorageAllocation]
-    ) -> bool:
+    def leaves_what_it_found(self, found: _Found, left: _Found) -> bool:
         """Whether what is allocated now is, storage by storage, what the step found."""
-        left = {id(each): (each.requested_bytes, each.pool) for each in live}
         if self._replaced is not None:  # of an earlier repetition
             return self._left == left
-        known, numbers = {id(each) for each, _, _ in found}, self._numbers
-        freed = [each for each in found if id(each[0]) not in left]
-        new = [each for each in live if id(each) not in known]
-        if [(_kind(old), *then) for old, *then in freed] != [(_kind(each), *left[id(each)]) for each in new]:
+        numbers = self._numbers
+        freed, new = found.outside(left), left.outside(found)
+        if [(_kind(old), *then) for old, *then in freed] != [(_kind(each), *now) for each, *now in new]:
             return False
-        if any(left[id(each)] != (*then,) for each, *then in found if id(each) in left):
+        before, now = found.states(), left.states()
+        stays = before.keys() & now.keys()
+        if any(before[key] != now[key] for key in stays):
             return False
-        if not {id(old) for old, _, _ in freed} | {id(each) for each in new} <= numbers.keys():
+        if not {id(each) for each, _, _ in (*freed, *new)} <= numbers.keys():
             return False
         self._left = left
-        self._stay = {numbers[id(each)]: each for each, _, _ in found if id(each) in left and id(each) in numbers}
-        self._replaced = [
-            (numbers[id(old)], numbers[id(each)], each) for (old, _, _), each in zip(freed, new, strict=True)
-        ]
+        of_stay = ((numbers.get(id(each)), each) for each in found.live if id(each) in stays)
+        self._stay = {number: each for number, each in of_stay if number is not None}
+        pairs = zip(freed, new, strict=True)
+        self._replaced = [(numbers[id(old)], numbers[id(each)], each) for (old, _, _), (each, _, _) in pairs]
         return True
 
     def found_by_number(self) -> dict[int, StorageAllocation]:
@@ -74,21 +104,24 @@ class _Finished:
         """Returns what a repetition leaves, by number."""
         return self._stay | {new: each for _, new, each in self._replaced or ()}
 
-    def follow(self, opening: Sequence[Event], rows: npt.NDArray[np.int64]) -> None:
+    def follow(self, opening: Opening, rows: npt.NDArray[np.int64]) -> None:
         """Makes this the repetition: what it found has new numbers.
 
         Args:
-            opening: Its opening events.
+            opening: Its opening.
             rows: Its other rows, with the numbers of this step; they are changed.
         """
-        places = {id(event.allocation): place for place, event in enumerate(opening)}
+        places: dict[int, int] = {}
+        of_opening = opening.columns(places, 0)
         numbers = np.arange(max(int(rows[6].max(initial=0)), len(opening), *self._stay, 0) + 1)
-        for number, each in self.found_by_number().items():
-            numbers[number] = places.get(id(each), number)
+        found = self.found_by_number()
+        numbers[np.array(list(found), dtype=np.int64)] = [
+            places.get(id(each), number) for number, each in found.items()
+        ]
         rows[6] = numbers[rows[6]]
-        self._stay = {int(numbers[number]): each for number, each in self._stay.items()}
-        self._replaced = [(int(numbers[old]), new, each) for old, new, each in self._replaced or ()]
-        of_opening, _, _ = columns_of(opening, (), 0)
+        renumbered = numbers.tolist()
+        self._stay = {renumbered[number]: each for number, each in self._stay.items()}
+        self._replaced = [(renumbered[old], new, each) for old, new, each in self._replaced or ()]
         self.columns = np.concatenate([of_opening, rows], axis=1)
 
 
@@ -112,8 +145,8 @@ class SimulatedMeter(StorageMeter):
         self._is_special = False
         """Whether the step has done what is not repeated: used pinned memory or a stream of its own, or returned what
         the allocator caches."""
-        self._found: list[tuple[StorageAllocation, int, int]] = []
-        """What the step found allocated, with requested bytes and pool."""
+        self._found = _Found([])
+        """What the step found allocated."""
         self._finished: _Finished | None = None
         self._num_categorised = 0
         self._copies: dict[int, Block] = {}
@@ -140,10 +173,12 @@ class SimulatedMeter(StorageMeter):
     def start(self, categories: Mapping[str, Iterable[torch.Tensor]], others: str | None = None) -> None:
         super().start(categories, others)
         self._is_special, self._finished = False, None
-        self._found = [(each, each.requested_bytes, each.pool) for each in self._in_order()]
+
+    def _open(self, live: list[StorageAllocation]) -> Opening:
+        self._found = _Found(live)
         self._reserved = self._reserved_allocation()
         self._reserved.num_bytes = self._allocator.reserved_bytes
-        self._opening.append(Event.opening(self._reserved))
+        return Opening([*(allocation for allocation in live if allocation.num_bytes), self._reserved])
 
     def categorise(self, categories: Mapping[str, Iterable[torch.Tensor]]) -> None:
         super().categorise(categories)
@@ -153,6 +188,24 @@ class SimulatedMeter(StorageMeter):
     def has_new(self) -> bool:
         """Whether something is allocated that was not when `categorise` was called last."""
         return any(allocation.birth >= self._num_categorised for allocation in self._live.values())
+
+    @property
+    def num_births(self) -> int:
+        """How many storages have been allocated so far."""
+        return self._num_births
+
+    @property
+    def num_live(self) -> int:
+        """How many storages are allocated."""
+        return len(self._live)
+
+    def has_residual_before(self, birth: int) -> bool:
+        """Whether the device has storages, older than a birth, beside the model's own groups and workspaces.
+
+        Host memory is left out: Megatron keeps its random states there. A graph that keeps others keeps device memory.
+        """
+        of_device = self._in_pool(_DEVICE).values()
+        return any(each.birth < birth and each.category not in _KEPT for each in of_device)
 
     @staticmethod
     def _reserved_allocation() -> Allocation:
@@ -199,7 +252,7 @@ class SimulatedMeter(StorageMeter):
         self._finished = None if self._is_special else _Finished(columns, numbers, len(self._opening))
         timeline = timeline_of_columns(columns, len(self._opening), self._labels.modules)
         self._events.clear()
-        self._opening = []
+        self._opening = Opening([])
         return timeline
 
     def repeat_step(self) -> Timeline | None:
@@ -211,26 +264,28 @@ class SimulatedMeter(StorageMeter):
             The timeline; None if the step has to be taken.
         """
         finished, live = self._finished, self._in_order()
-        if finished is None or not finished.leaves_what_it_found(self._found, live):
+        if finished is None or not finished.leaves_what_it_found(self._found, _Found(live)):
             return None
-        reserved = self._reserved_allocation()
-        reserved.num_bytes = self._allocator.reserved_bytes
-        opening = [Event.opening(allocation) for allocation in live if allocation.num_bytes] + [Event.opening(reserved)]
-        if len(opening) != finished.num_opening_events:
+        num_opening_events = sum(1 for allocation in live if allocation.num_bytes) + 1
+        if num_opening_events != finished.num_opening_events:
             return None
-        period = Period(finished.columns[:, len(opening) :], [finished.columns.shape[1]])
+        period = Period(finished.columns[:, num_opening_events:], [finished.columns.shape[1]])
         live_numbers = np.flatnonzero(is_live(finished.columns, finished.columns.shape[1]))
-        if not finished.left_by_number().keys() >= set(live_numbers.tolist()):
+        left = finished.left_by_number()
+        if not left.keys() >= set(live_numbers.tolist()):
             return None  # garbage collection has freed something since
-        allocator, blocks = self._for_trial(finished.found_by_number())
+        found = finished.found_by_number()
+        used = found.keys() & set(period.storage[period.on_device].tolist())
+        opening = self._open(live)
+        allocator, blocks = self._for_trial({number: found[number] for number in used})
         try:
             answer = request(allocator, period.requests, [0], blocks, self._limit_bytes)
         except DoesNotFitError:
             return None
         rows = period.again(answer, [0], len(opening) - 1)
         self._num_starts += 1
-        self._reserved, self.out_of_memory = reserved, None
-        self._commit(allocator, blocks, rows, finished.left_by_number())
+        self.out_of_memory = None
+        self._commit(allocator, blocks, rows, left)
         finished.follow(opening, rows)
         return timeline_of_columns(finished.columns, len(opening), self._labels.modules)
 
@@ -244,7 +299,7 @@ class SimulatedMeter(StorageMeter):
         Returns:
             Whether they were.
         """
-        if self._is_special:
+        if self._is_special or self._num_rows(*positions[-3:-1]) != self._num_rows(*positions[-2:]):
             return False
         columns, numbers, ends = columns_of(self._opening, self._events, self._started, positions)
         objects = {numbers[id(each)]: each for each in self._live.values() if id(each) in numbers}
@@ -267,18 +322,20 @@ class SimulatedMeter(StorageMeter):
         assert all(firsts[id(each)] == number - role for number, (each, role) in of_passes.items())
         for each in waiting:
             each.number = firsts.get(id(each), each.number)
-        of_opening = {numbers[id(event.allocation)]: event.allocation for event in self._opening}
+        of_opening = dict(enumerate(self._opening.allocations))
         rows = np.concatenate([columns[:, len(self._opening) :], done.rows], axis=1)
         self._events[:] = [Inserted(rows, done.categories, objects | of_opening, len(self._opening), waiting)]
         return True
+
+    def _num_rows(self, first: int, last: int) -> int:
+        """Returns how many rows the events between two positions have, without those of reserved bytes."""
+        events = self._events[first:last]
+        return sum(event.pool != _RESERVED if type(event) is Event else event.num_rows for event in events)
 
     def _replayed_passes(self) -> list[Replay]:
         """Returns the replayed passes of the step, without those that were over when periods were inserted."""
         inserted = [each for event in self._events if isinstance(event, Inserted) for each in event.waiting]
         return inserted + [event for event in self._events if isinstance(event, Replay)]
-
-    def _in_order(self) -> list[StorageAllocation]:
-        return sorted(self._live.values(), key=lambda allocation: allocation.birth)
 
     def _for_trial(
         self,
@@ -483,9 +540,9 @@ class SimulatedMeter(StorageMeter):
         """Lets a storage stand for an allocation: the allocation is freed when the storage is."""
         self._watch(storage, allocation)
 
-    def when_freed(self, storage: Any, on_free: Callable[[], None]) -> weakref.ref[Any]:
-        """Calls `on_free` when a storage is freed, as long as the returned reference exists."""
-        return self._frees.watch(storage, on_free)
+    def when_freed(self, storage: Any, on_free: Callable[[Any], None], argument: Any) -> weakref.ref[Any]:
+        """Calls `on_free` with an argument when a storage is freed, as long as the returned reference exists."""
+        return self._frees.watch(storage, on_free, argument)
 
     def keep(self, allocation: StorageAllocation) -> None:
         """Keeps an allocation without a storage, until `let_go` or a replay frees it."""

@@ -13,13 +13,14 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memlab.config.allocator_settings import AllocatorSettings
-from memlab.meter.allocations import Allocation, Event, label_others, timeline_of
+from memlab.meter.allocations import Allocation, Event, Opening, label_others, timeline_of
 from memlab.meter.labels import Labels
 from memlab.meter.observers import Frees, ObserveResults, observe_resizes, tensors_in
 from memlab.record.device_bytes import DeviceBytes
@@ -56,6 +57,7 @@ class StorageMeter:
         self._num_device_events = 0
         self._labels = labels
         self._frees = Frees()
+        self._report = self._on_free  # one bound method for all storages
         self._device_bytes = 0
         self._host_bytes = 0
         self._peak_host_bytes = 0
@@ -64,7 +66,7 @@ class StorageMeter:
         self._live: dict[int, StorageAllocation] = {}
         self._events: list[Any] = []
         """In order: an `Event`, or what stands for several (`memlab.meter.recording.Replay`)."""
-        self._opening: list[Event] = []
+        self._opening = Opening([])
         self._in_kernel: list[StorageAllocation] = []
         self._started = time.perf_counter_ns()
         labels.on_kernel_end = self._end_kernel
@@ -91,9 +93,15 @@ class StorageMeter:
         self._num_device_events = 0
         self.out_of_memory = None
         self._events.clear()
-        live = sorted(self._live.values(), key=lambda allocation: allocation.birth)
-        self._opening = [Event.opening(allocation) for allocation in live if allocation.num_bytes]
+        self._opening = self._open(self._in_order())
         self._started = time.perf_counter_ns()
+
+    def _open(self, live: list[StorageAllocation]) -> Opening:
+        """Returns the opening of a step that finds these storages."""
+        return Opening([allocation for allocation in live if allocation.num_bytes])
+
+    def _in_order(self) -> list[StorageAllocation]:
+        return sorted(self._live.values(), key=attrgetter("birth"))
 
     def categorise(self, categories: Mapping[str, Iterable[torch.Tensor]]) -> None:
         with torch._C.DisableTorchFunction():  # a function mode would see each look at one of hundreds of tensors
@@ -163,7 +171,7 @@ class StorageMeter:
         self._frees.check()
         timeline = timeline_of(self._opening, self._events, self._started, self._labels.modules)
         self._events.clear()
-        self._opening = []
+        self._opening = Opening([])
         return timeline
 
     def close(self) -> None:
@@ -246,7 +254,7 @@ class StorageMeter:
 
     def _watch(self, storage: Any, allocation: StorageAllocation) -> None:
         allocation.key = storage._cdata
-        allocation.reference = self._frees.watch(storage, self._on_free, allocation)
+        allocation.reference = self._frees.watch(storage, self._report, allocation)
         self._live[allocation.key] = allocation
 
     def _take(self, allocation: StorageAllocation, num_bytes: int) -> int:
@@ -259,6 +267,7 @@ class StorageMeter:
     def _on_free(self, allocation: StorageAllocation) -> None:
         if self._live.get(allocation.key) is allocation:
             del self._live[allocation.key]
+        allocation.reference = None  # it refers to the allocation: a cycle for each storage that a step frees
         allocation.freed_in_span = self._labels.span
         allocation.freed_in_step = self._num_starts
         self._event(-allocation.num_bytes, allocation)

@@ -677,7 +677,7 @@ class LayerReplay:
         """Returns an object with which `graph_freed` is called when it is freed."""
         with self._meter.paused():
             storage = torch.empty(0, device="meta").untyped_storage()
-        one.end = self._meter.when_freed(storage, lambda: self.graph_freed(one))
+        one.end = self._meter.when_freed(storage, self.graph_freed, one)
         return storage
 
     def graph_freed(self, one: _Pass) -> None:

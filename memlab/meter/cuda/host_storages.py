@@ -47,7 +47,7 @@ class HostStorages:
             allocation = Allocation(storage.nbytes(), _HOST, *place, recomputed=False, step=step)
             self._live[key] = allocation
             self._event(allocation.num_bytes, allocation)
-            self._references[key] = self.frees.watch(storage, lambda: self._on_free(key, allocation))
+            self._references[key] = self.frees.watch(storage, lambda _: self._on_free(key, allocation), None)
         return allocation
 
     def live_bytes(self) -> int:

@@ -1,0 +1,76 @@
+"""Collections of garbage in the steps of a simulated lab: what they free, and what they need not visit."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from memlab import Lab, MemorySettings
+from memlab.backends.fake_cuda import FAKE
+from memlab.meter.storage_meter import StorageAllocation
+from tests.unit.replayed import require_identical
+
+_MODEL: dict[str, Any] = {"num_layers": 4, "seq_length": 64}
+_LAYERNORM = MemorySettings(recompute_granularity="selective", recompute_modules=("layernorm",))
+_STEPS = [MemorySettings(), _LAYERNORM, MemorySettings(recompute_granularity="selective", recompute_modules=("moe",))]
+
+
+def _cycle() -> list[Any]:
+    held: list[Any] = [torch.empty(1024**3, device=FAKE)]
+    held.append(held)
+    return held
+
+
+def _make_cycle() -> None:
+    _cycle()
+
+
+def test_a_storage_that_is_freed_is_in_no_reference_cycle() -> None:
+    with Lab("qwen3-moe-tiny", **_MODEL, backend="simulated", replay=False) as lab:  # a replay keeps some for later
+        lab.step()
+        gc.collect()
+        gc.disable()
+        try:
+            lab.step(_LAYERNORM, warm_up=False)
+            allocations = sum(type(each) is StorageAllocation for each in gc.get_objects())
+        finally:
+            gc.enable()
+        meter: Any = lab._session.stepper.meter  # type: ignore[union-attr]
+        assert meter.num_births > 3 * meter.num_live, "most storages of a step are freed in it"
+        assert allocations < 1.5 * meter.num_live, "else only a collection frees what the meter knew of them"
+
+
+def test_what_is_left_in_a_cycle_is_no_memory_of_the_next_settings() -> None:
+    with Lab("qwen3-moe-tiny", **_MODEL, backend="simulated") as lab:
+        expected = [lab.step(settings) for settings in _STEPS]
+    with Lab("qwen3-moe-tiny", **_MODEL, backend="simulated") as lab:
+        for settings, record in zip(_STEPS, expected, strict=True):
+            lab._session.run_exclusive(_make_cycle)  # type: ignore[union-attr]
+            require_identical(record, lab.step(settings))
+
+
+def test_old_objects_are_visited_only_if_a_cycle_of_them_may_hold_memory(request: pytest.FixtureRequest) -> None:
+    generations: list[int] = []
+
+    def collected(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"]:
+            generations.append(info["generation"])
+
+    gc.callbacks.append(collected)
+    request.addfinalizer(lambda: gc.callbacks.remove(collected))
+    threshold = gc.get_threshold()
+    with Lab("qwen3-moe-tiny", **_MODEL, backend="simulated") as lab:
+        residual_bytes = lab.step().residual_bytes
+        generations.clear()
+        lab.step(_LAYERNORM)
+        assert generations == [1], "the step before left no garbage, and the warm-up step only young garbage"
+        assert gc.get_threshold() == threshold
+
+        cycles: list[Any] = []
+        lab._session.run_exclusive(lambda: cycles.append(_cycle()))  # type: ignore[union-attr]
+        gc.collect()
+        record = lab.step(MemorySettings(), on_progress=lambda _: cycles.clear())
+        assert record.residual_bytes == residual_bytes, "it became garbage in the warm-up step"
