@@ -29,4 +29,15 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     if folder is None:
         raise ValueError(f"there is no labs folder in {Path.cwd()}: go to the clone of the repository first")
     command = [sys.executable, "-m", "jupyterlab", f"--notebook-dir={folder}", *arguments.options]
-    return lambda: os.execv(command[0], command)  # noqa: S606 - JupyterLab takes this process over, Ctrl-C included
+    environment = os.environ | {"JUPYTER_CONFIG_PATH": _config_path()}
+    # JupyterLab takes this process over, Ctrl-C included.
+    return lambda: os.execve(command[0], command, environment)  # noqa: S606
+
+
+def _config_path() -> str:
+    """Adds memlab's defaults to the folders in which JupyterLab looks for some; what a user has set in JupyterLab wins.
+
+    They wrap long lines of code: beside the file browser, a screen of 1280 pixels shows about 100 characters.
+    """
+    given = os.environ.get("JUPYTER_CONFIG_PATH")
+    return os.pathsep.join([*([given] if given else []), str(Path(__file__).parent / "jupyter")])

@@ -16,6 +16,8 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import pytest
+from jupyter_server.services.config.manager import ConfigManager
+from jupyterlab.commands import get_app_dir
 
 from memlab.cli import main, one_line
 from memlab.commands import doctor
@@ -448,7 +450,23 @@ def test_doctor_finds_the_cpu_backend(capfd: pytest.CaptureFixture[str]) -> None
 def test_lab_opens_jupyterlab_on_the_labs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
     started: list[list[str]] = []
-    monkeypatch.setattr(os, "execv", lambda _, command: started.append(command))
+    environments: list[dict[str, str]] = []
+
+    def start(_: str, command: list[str], environment: dict[str, str]) -> None:
+        started.append(command)
+        environments.append(environment)
+
+    monkeypatch.setattr(os, "execve", start)
+    monkeypatch.setenv("JUPYTER_CONFIG_PATH", "/given")
     main(["lab", "--", "--no-browser"])
     folder = Path(__file__).parents[2] / "labs"
     assert started == [[sys.executable, "-m", "jupyterlab", f"--notebook-dir={folder}", "--no-browser"]]
+    (environment,) = environments
+    assert environment["JUPYTER_CONFIG_PATH"].startswith(f"/given{os.pathsep}")
+    # As JupyterLab's server reads it (jupyterlab_server.settings_utils), and its schema says what there is to set.
+    monkeypatch.setenv("JUPYTER_CONFIG_PATH", environment["JUPYTER_CONFIG_PATH"])
+    defaults = ConfigManager(config_dir_name="labconfig").get("default_setting_overrides")
+    assert defaults["@jupyterlab/notebook-extension:tracker"] == {"codeCellConfig": {"lineWrap": True}}
+    schema = Path(get_app_dir(), "schemas", "@jupyterlab", "notebook-extension", "tracker.json")
+    known = json.loads(schema.read_text())["properties"]["codeCellConfig"]["default"]
+    assert known["lineWrap"] is False, "without memlab's default, long lines are not wrapped"
