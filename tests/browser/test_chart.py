@@ -6,13 +6,13 @@ import base64
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import plotly.graph_objects as go
 import pytest
 import tinycss2
 from playwright.sync_api import Browser, Page, expect
 
 from memlab.config.settings import MemorySettings
-from memlab.views.panel.chart_data import chart_figure
+from memlab.views.figures.frame import Drawing
+from memlab.views.panel.chart_data import chart_drawing
 from memlab.views.panel.chart_widget import _PLOTLY_JS, _packed
 from memlab.views.panel.run import Run
 from memlab.views.panel.static_files import page_code
@@ -47,8 +47,8 @@ def page(browser: Browser) -> Iterator[Page]:
     page.close()
 
 
-def open_chart(page: Page, figure: go.Figure) -> None:
-    picture = _packed(figure)
+def open_chart(page: Page, drawing: Drawing) -> None:
+    picture = _packed(drawing)
     picture["arrays"] = [base64.b64encode(array).decode() for array in picture["arrays"]]
     page.evaluate(_OPEN, [page_code("chart.js"), picture])
 
@@ -75,7 +75,7 @@ def run_with_a_long_pause() -> Run:
 
 def test_a_click_anywhere_chooses_what_was_allocated_then(page: Page) -> None:
     run = run_with_a_long_pause()
-    open_chart(page, chart_figure(run, None))
+    open_chart(page, chart_drawing(run, None))
     duration = run.record.timeline.nanoseconds[-1] / 1e6
 
     for milliseconds, chosen in ((2.0, 19), (8.0, 79), (12.0, 99), (20.0, 99), (29.0, 99), (35.0, 150)):
@@ -86,7 +86,7 @@ def test_a_click_anywhere_chooses_what_was_allocated_then(page: Page) -> None:
 
 
 def test_a_click_on_a_zoomed_chart_is_read_on_its_own_axis(page: Page) -> None:
-    open_chart(page, chart_figure(run_with_a_long_pause(), None))
+    open_chart(page, chart_drawing(run_with_a_long_pause(), None))
     page.evaluate("() => memlabPlotly.relayout(document.querySelector('.js-plotly-plot'), {'xaxis.range': [0, 10]})")
 
     page.mouse.click(*place(page, 0.5))
@@ -96,7 +96,7 @@ def test_a_click_on_a_zoomed_chart_is_read_on_its_own_axis(page: Page) -> None:
 
 
 def test_a_drag_zooms_and_chooses_nothing(page: Page) -> None:
-    open_chart(page, chart_figure(run_with_a_long_pause(), None))
+    open_chart(page, chart_drawing(run_with_a_long_pause(), None))
     page.mouse.move(*place(page, 0.2))
     page.mouse.down()
     page.mouse.move(*place(page, 0.6), steps=5)
@@ -107,7 +107,7 @@ def test_a_drag_zooms_and_chooses_nothing(page: Page) -> None:
 
 
 def test_a_picture_that_is_drawn_between_press_and_release_does_not_lose_the_click(page: Page) -> None:
-    open_chart(page, chart_figure(run_with_a_long_pause(), None))
+    open_chart(page, chart_drawing(run_with_a_long_pause(), None))
     page.mouse.move(*place(page, 0.5))
     page.mouse.down()
     page.evaluate(
@@ -120,12 +120,11 @@ def test_a_picture_that_is_drawn_between_press_and_release_does_not_lose_the_cli
 
 
 def test_of_markers_the_nearest_within_reach_is_chosen_in_the_plot_that_was_clicked(page: Page) -> None:
-    upper = go.Scatter(uid="choice-y", x=[1, 5], y=[1, 5], mode="markers", customdata=[7, 8])
-    lower = go.Scatter(uid="choice-y2", x=[1, 5], y=[1, 5], mode="markers", customdata=[3, 4], yaxis="y2")
-    figure = go.Figure([upper, lower])
-    figure.update_layout(xaxis={"range": [0, 10], "anchor": "y2"}, yaxis={"range": [0, 10], "domain": [0.6, 1]})
-    figure.update_layout(yaxis2={"range": [0, 10], "domain": [0, 0.4]})
-    open_chart(page, figure)
+    points = {"x": [1, 5], "y": [1, 5], "mode": "markers"}
+    upper = points | {"uid": "choice-y", "customdata": [7, 8]}
+    lower = points | {"uid": "choice-y2", "customdata": [3, 4], "yaxis": "y2"}
+    axes = {"xaxis": {"range": [0, 10], "anchor": "y2"}, "yaxis": {"range": [0, 10], "domain": [0.6, 1]}}
+    open_chart(page, Drawing(axes | {"yaxis2": {"range": [0, 10], "domain": [0, 0.4]}}, [upper, lower]))
 
     for plot, across, chosen in ((0, 0.1, [7]), (1, 0.1, [3]), (1, 0.5, [4]), (0, 0.3, [])):
         page.mouse.click(*place(page, across, 1 - across, plot))

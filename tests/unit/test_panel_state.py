@@ -30,7 +30,7 @@ from memlab.record.step_record import StepRecord
 from memlab.units import MIB
 from memlab.views.panel import exports
 from memlab.views.panel import state as state_module
-from memlab.views.panel.chart_data import TRACES, chart_figure, event_at, mark_moment
+from memlab.views.panel.chart_data import TRACES, chart_drawing, event_at, mark_moment
 from memlab.views.panel.run import Run, columns, rows
 from memlab.views.panel.settings_form import SettingsForm
 from memlab.views.panel.state import LabState
@@ -231,7 +231,7 @@ def test_out_of_memory_is_a_row_with_what_to_do() -> None:
     assert (row["status"], row["message"]) == ("out of memory", "1 GiB requested: recompute a layer")
     assert row["peak"].startswith("> ")
     assert state.notice == f"{run}: 1 GiB requested: recompute a layer"
-    assert "out of memory" in chart_figure(run, None).layout.title.text
+    assert "out of memory" in chart_drawing(run, None).layout["title"]["text"]
 
 
 def test_error_in_the_step_is_a_row_and_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
@@ -244,7 +244,7 @@ def test_error_in_the_step_is_a_row_and_is_logged_with_its_traceback(caplog: pyt
     assert rows(state.runs, None)[0]["status"] == "error"
     assert run.message.startswith("RuntimeError: mat1 and mat2 do not fit: ")
     assert caplog.records[0].exc_info[1] is lab.outcome
-    assert "mat1 and mat2" in chart_figure(run, None).layout.annotations[0].text
+    assert "mat1 and mat2" in chart_drawing(run, None).annotations[0]["text"]
     lab.outcome = {}
     assert run_with(state).is_ok
     assert [run.status for run in state.runs] == ["error", "ok"]
@@ -389,7 +389,9 @@ def test_chart_has_the_same_traces_whatever_it_shows() -> None:
 
     for shown, pinned in product([None, full, empty], repeat=2):
         for pool, axis, moment in product(["device", "host"], ["time", "event"], [None, 3]):
-            figure = mark_moment(chart_figure(shown, pinned, pool, axis), shown, moment, pool, axis)
+            drawing = mark_moment(chart_drawing(shown, pinned, pool, axis), shown, moment, pool, axis)
+            json.dumps(drawing.to_dict()["layout"])  # the page gets it as it is
+            figure = drawing.figure()  # which refuses what plotly does not know
             assert [trace.uid for trace in figure.data] == names
             assert not any(len(trace.x) for trace in figure.data if not trace.visible)
 
@@ -400,7 +402,7 @@ def test_pinned_run_lies_over_the_shown_one_in_its_unit() -> None:
     lab.timeline = training_step(scale=1024, recompute=True)
     full = run_with(state, recompute_granularity="full")
 
-    figure = chart_figure(full, plain)
+    figure = chart_drawing(full, plain).figure()
     traces = {trace.uid: trace for trace in figure.data}
 
     unit_bytes = full.record.peak_allocated_bytes / max(traces["total"].y)
@@ -408,7 +410,7 @@ def test_pinned_run_lies_over_the_shown_one_in_its_unit() -> None:
     assert traces["pinned"].name.startswith("pinned: run 1, none, peak ")
     assert figure.layout.yaxis.range[1] > max(traces["pinned"].y)
     assert figure.layout.xaxis.range[1] >= max(traces["pinned"].x)
-    assert not {trace.uid: trace for trace in chart_figure(plain, plain).data}["pinned"].visible
+    assert not {trace.uid: trace for trace in chart_drawing(plain, plain).figure().data}["pinned"].visible
 
 
 def test_a_short_run_under_a_longer_pinned_one_ends_where_it_ended_with_its_label_inside() -> None:
@@ -423,7 +425,7 @@ def test_a_short_run_under_a_longer_pinned_one_ends_where_it_ended_with_its_labe
     lab.timeline = short.build()
     shown = run_with(state)
 
-    alone, over = chart_figure(shown, None), chart_figure(shown, pinned)
+    alone, over = chart_drawing(shown, None).figure(), chart_drawing(shown, pinned).figure()
 
     assert over.layout.xaxis.range[1] > 2 * alone.layout.xaxis.range[1]
     assert (alone.layout.annotations[-1].xanchor, over.layout.annotations[-1].xanchor) == ("right", "left")
@@ -444,8 +446,8 @@ def test_axis_starts_at_zero_for_a_pinned_run_far_below_it() -> None:
     lab.timeline = training_step(scale=1024)
     plain = run_with(state, offload_parameters=False)
 
-    assert chart_figure(plain, None).layout.yaxis.range[0] > 0
-    assert chart_figure(plain, on_host).layout.yaxis.range[0] == 0
+    assert chart_drawing(plain, None).layout["yaxis"]["range"][0] > 0
+    assert chart_drawing(plain, on_host).layout["yaxis"]["range"][0] == 0
 
 
 @pytest.mark.parametrize("axis", ["time", "event"])
@@ -453,11 +455,11 @@ def test_a_click_names_the_event_whose_mark_then_stands_there(axis: Any) -> None
     _, state = lab_state()
     run = run_with(state)
     timeline = run.record.timeline
-    total = next(trace for trace in chart_figure(run, None, axis=axis).data if trace.uid == "total")
+    total = next(trace for trace in chart_drawing(run, None, axis=axis).figure().data if trace.uid == "total")
 
     for point in (0, 17, len(total.x) - 1):
         moment = event_at(timeline, point, "device", axis)
-        figure = mark_moment(chart_figure(run, None, axis=axis), run, moment, "device", axis)
+        figure = mark_moment(chart_drawing(run, None, axis=axis), run, moment, "device", axis).figure()
         mark = next(trace for trace in figure.data if trace.uid == "moment")
         assert mark.x[1] == pytest.approx(total.x[point])
         assert mark.y[1] == total.y[point]
@@ -521,7 +523,7 @@ def test_the_page_holds_chart_and_table_and_needs_no_network(tmp_path: Path) -> 
     _, state = lab_state()
     run = run_with(state)
 
-    page = exports.save_page(chart_figure(run, None), "a <table>", run, tmp_path).read_text(encoding="utf-8")
+    page = exports.save_page(chart_drawing(run, None).figure(), "a <table>", run, tmp_path).read_text(encoding="utf-8")
 
     assert "<pre>a &lt;table&gt;</pre></body>" in page
     assert "Plotly.newPlot" in page
@@ -536,7 +538,7 @@ def test_a_picture_without_kaleido_is_refused_with_what_to_do(tmp_path: Path, mo
     with pytest.raises(
         ValueError, match="PNG needs kaleido, which is not installed: run pip install kaleido, or export"
     ):
-        exports.save_picture(chart_figure(run, None), run, tmp_path, "png")
+        exports.save_picture(chart_drawing(run, None).figure(), run, tmp_path, "png")
 
 
 def test_csv_has_a_row_a_run_with_plain_numbers() -> None:

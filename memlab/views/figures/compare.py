@@ -20,11 +20,11 @@ from memlab.views.figures.frame import (
     LINE_HEIGHT,
     PLOT_HEIGHT,
     axis_end,
-    blank_figure,
+    blank,
     check_choice,
     drawn_values,
-    figure_frame,
     folded,
+    frame,
     mark_peak,
     mark_phases,
     messages,
@@ -88,7 +88,7 @@ def compare_figure(*records: StepRecord | WatchRecord, axis: CompareAxis | None 
     drawn, spans = _drawn([(name, timeline) for name, timeline in named if timeline], axis)
     peaks = [int(points.total_bytes[points.peak]) for _, _, points in drawn]
     if not any(peaks):
-        return blank_figure(title, [*lines, "nothing allocated on the device was seen"])
+        return blank(title, [*lines, "nothing allocated on the device was seen"]).figure()
     unit_bytes, unit = binary_unit(max(peaks))
     lowest = min(_lowest_within_step(timeline, points) for _, timeline, points in drawn)
     floor = lowest / unit_bytes if lowest * 4 > max(peaks) else 0.0
@@ -97,7 +97,7 @@ def compare_figure(*records: StepRecord | WatchRecord, axis: CompareAxis | None 
     entries = [f"{name}: peak {label} {unit}" for (name, _, _), label in zip(drawn, labels, strict=True)]
     legend = [folded(entry, _LETTERS_IN_LEGEND) for entry in entries]
     y_title = f"allocated on the device ({unit}" + (f", from {in_unit(lowest, unit_bytes)})" if floor else ")")
-    figure = figure_frame(
+    drawing = frame(
         title,
         lines,
         AXIS_TITLES[axis],
@@ -106,29 +106,31 @@ def compare_figure(*records: StepRecord | WatchRecord, axis: CompareAxis | None 
         num_legend_lines=sum(len(rows) for rows in legend),
     )
     if axis == "phase":
-        figure.update_xaxes(showticklabels=False, ticks="")
+        drawing.layout["xaxis"] |= {"showticklabels": False, "ticks": ""}
     end = axis_end([points for _, _, points in drawn])
-    set_ranges(figure, end, floor, max(peaks) / unit_bytes, num_lines=min(len(peaks), 5))
-    mark_phases(figure, spans, end)
-    low, high = figure.layout.yaxis.range
+    set_ranges(drawing, end, floor, max(peaks) / unit_bytes, num_lines=min(len(peaks), 5))
+    mark_phases(drawing, spans, end)
+    low, high = drawing.layout["yaxis"]["range"]
     units_per_pixel = (high - low) / PLOT_HEIGHT
     shifts = _label_shifts([points for _, _, points in drawn], labels, end, unit_bytes * units_per_pixel)
     for position, (shift, (name, timeline, points)) in enumerate(zip(shifts, drawn, strict=True)):
         look = series_look(position)
         on_axis = slice(points.num_on_axis)
-        figure.add_scatter(
-            x=drawn_values(points.position[on_axis]),
-            y=drawn_values(points.total_bytes[on_axis] / unit_bytes),
-            name="<br>".join(legend[position]),
-            line={"color": look.colour, "dash": look.dash, "width": 2, "shape": "hv"},
-            text=phase_names(timeline, points)[on_axis],
-            hovertemplate=f"%{{y:.3f}} {unit}, %{{text}}<extra>{textwrap.shorten(name, 40)}</extra>",
-        )
-        mark_peak(figure, points, unit_bytes, labels[position], end, shift=shift, colour=look.colour)
+        line = {
+            "x": drawn_values(points.position[on_axis]),
+            "y": drawn_values(points.total_bytes[on_axis] / unit_bytes),
+            "name": "<br>".join(legend[position]),
+            "line": {"color": look.colour, "dash": look.dash, "width": 2, "shape": "hv"},
+            "text": phase_names(timeline, points)[on_axis],
+            "hovertemplate": f"%{{y:.3f}} {unit}, %{{text}}<extra>{textwrap.shorten(name, 40)}</extra>",
+        }
+        drawing.traces.append(line)
+        mark_peak(drawing, points, unit_bytes, labels[position], end, shift=shift, colour=look.colour)
         if shift > LINE_HEIGHT:  # so far from its mark, the label is joined to it
             x, y = float(points.position[points.peak]), peaks[position] / unit_bytes
-            line = {"color": look.colour, "width": 0.8}
-            figure.add_shape(type="line", x0=x, x1=x, y0=y, y1=y + shift * units_per_pixel, line=line)
+            ends = {"x0": x, "x1": x, "y0": y, "y1": y + shift * units_per_pixel}
+            drawing.shapes.append(ends | {"type": "line", "line": {"color": look.colour, "width": 0.8}})
+    figure = drawing.figure()
     if difference is not None:
         looks = [series_look(0 if side is records[0] else 1) for side in (difference.predicted, difference.measured)]
         add_waterfall(figure, difference, [look.colour for look in looks])

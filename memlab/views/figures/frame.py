@@ -8,7 +8,8 @@ from __future__ import annotations
 import html
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +41,35 @@ LABEL_ON_THE_RIGHT: dict[str, Any] = {"xanchor": "left", "align": "left", "xshif
 _LABEL_ON_THE_LEFT: dict[str, Any] = {"xanchor": "right", "align": "right", "xshift": -8}
 
 
+@dataclass
+class Drawing:
+    """What plotly draws, as plain dictionaries: the panel sends them to its page as they are.
+
+    `plotly.graph_objects` would look at each value of each trace and shape, which takes longer than to draw them.
+    """
+
+    layout: dict[str, Any]
+    """Without shapes and annotations."""
+    traces: list[dict[str, Any]] = field(default_factory=list)
+    """Scatter traces, in their order."""
+    shapes: list[dict[str, Any]] = field(default_factory=list)
+    annotations: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, figure: go.Figure) -> Self:
+        """Returns what a figure of plotly draws."""
+        return cls(figure.layout.to_plotly_json(), [trace.to_plotly_json() for trace in figure.data])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns it as plotly's JSON names its parts: ``data`` and ``layout``."""
+        marks = {"shapes": self.shapes, "annotations": self.annotations}
+        return {"data": self.traces, "layout": self.layout | {name: each for name, each in marks.items() if each}}
+
+    def figure(self) -> go.Figure:
+        """Returns it as plotly's figure, which checks its values."""
+        return go.Figure(self.to_dict())
+
+
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raises a ValueError if a value is not one of the choices."""
     if value not in choices:
@@ -63,7 +93,7 @@ def messages(records: Sequence[StepRecord | WatchRecord]) -> list[str]:
     return [f"{record.status.replace('_', ' ')}: {record.message}" for record in records if record.status != "ok"]
 
 
-def figure_frame(
+def frame(
     title: str,
     lines: Sequence[str],
     x_title: str,
@@ -73,16 +103,16 @@ def figure_frame(
     band_height: int = 0,
     floor_height: int = 0,
     num_legend_lines: int = 2,
-) -> go.Figure:
-    """Returns an empty figure with its text and axes, with space for bands above and below the plot, and the legend."""
+) -> Drawing:
+    """Returns a drawing without traces: text, axes, and space for the legend and for bands above and below the plot."""
     rows = [row for line in lines for row in folded(line)]
     top, bottom = 48 + 19 * len(rows) + band_height, 55 + 19 * num_legend_lines + floor_height
     height = top + plot_height + bottom
     text = "".join([f"<b>{title}</b>", *(f'<br><span style="font-size:13px">{row}</span>' for row in rows)])
     axis: dict[str, Any] = {"gridcolor": GRID, "linecolor": INK, "zeroline": False, "ticks": "outside", "range": [0, 1]}
-    return go.Figure(
+    return Drawing(
         layout={
-            "template": go.layout.Template(),
+            "template": {},
             "title": {"text": text, "font": {"size": 15}, "pad": {"l": 12}}
             | {"x": 0.0, "xanchor": "left", "y": 1.0 - 20 / height, "yanchor": "top"},
             "font": {"color": INK, "size": 12},
@@ -103,10 +133,12 @@ def figure_frame(
     )
 
 
-def blank_figure(title: str, lines: Sequence[str]) -> go.Figure:
+def blank(title: str, lines: Sequence[str]) -> Drawing:
     """Returns a frame whose axes promise no numbers."""
-    unmarked = {"showticklabels": False, "ticks": "", "showgrid": False}
-    return figure_frame(title, lines, "", "").update_xaxes(unmarked).update_yaxes(unmarked)
+    drawing = frame(title, lines, "", "")
+    for axis in ("xaxis", "yaxis"):
+        drawing.layout[axis] |= {"showticklabels": False, "ticks": "", "showgrid": False}
+    return drawing
 
 
 def folded(text: str, letters: int = _LETTERS_ACROSS) -> list[str]:
@@ -121,7 +153,7 @@ def axis_end(drawn: Sequence[DrawnPoints]) -> float:
 
 
 def set_ranges(
-    figure: go.Figure, end: float, floor: float, highest: float, num_lines: int, plot_height: int = PLOT_HEIGHT
+    drawing: Drawing, end: float, floor: float, highest: float, num_lines: int, plot_height: int = PLOT_HEIGHT
 ) -> float:
     """Gives the axes their ranges, with space for a label of some lines above the highest point.
 
@@ -130,8 +162,8 @@ def set_ranges(
     """
     space = plot_height - 16 - num_lines * LINE_HEIGHT
     headroom = plot_height / space
-    figure.update_xaxes(range=[0.0, end])
-    figure.update_yaxes(range=[floor, floor + ((highest - floor) * headroom or 1.0)])
+    drawing.layout["xaxis"]["range"] = [0.0, end]
+    drawing.layout["yaxis"]["range"] = [floor, floor + ((highest - floor) * headroom or 1.0)]
     return space / ((highest - floor) or 1.0)
 
 
@@ -146,7 +178,7 @@ def phase_names(timeline: Timeline, points: DrawnPoints) -> list[str]:
 
 
 def mark_peak(
-    figure: go.Figure,
+    drawing: Drawing,
     points: DrawnPoints,
     unit_bytes: int,
     text: str,
@@ -158,40 +190,40 @@ def mark_peak(
     """Marks a peak and writes next to it, on the side that has more space."""
     x, y = float(points.position[points.peak]), int(points.total_bytes[points.peak]) / unit_bytes
     marker = {"symbol": "diamond", "size": 10, "color": colour, "line": {"color": "white", "width": 1.5}}
-    figure.add_scatter(
-        x=[x], y=[y], mode="markers", marker=marker, cliponaxis=False, showlegend=False, hoverinfo="skip"
-    )
+    hidden = {"cliponaxis": False, "showlegend": False, "hoverinfo": "skip"}
+    drawing.traces.append({"x": [x], "y": [y], "mode": "markers", "marker": marker} | hidden)
     side = LABEL_ON_THE_RIGHT if x < end / 2 else _LABEL_ON_THE_LEFT
     place = side | {"yanchor": "bottom", "yshift": shift}
-    figure.add_annotation(x=x, y=y, text=text, showarrow=False, font={"color": colour}, **place)
+    drawing.annotations.append({"x": x, "y": y, "text": text, "showarrow": False, "font": {"color": colour}} | place)
 
 
-def mark_floor(figure: go.Figure, text: str) -> None:
+def mark_floor(drawing: Drawing, text: str) -> None:
     """Draws a band below the plot that says what is below the start of the bytes axis."""
     band = {"type": "rect", "xref": "paper", "x0": 0, "x1": 1, "yref": "paper", "ysizemode": "pixel", "yanchor": 0.0}
-    figure.add_shape(**band, y0=0, y1=-FLOOR_HEIGHT, fillcolor=INK, opacity=0.14, line={"width": 0})
+    drawing.shapes.append(
+        band | {"y0": 0, "y1": -FLOOR_HEIGHT, "fillcolor": INK, "opacity": 0.14, "line": {"width": 0}}
+    )
     place = {"xref": "paper", "x": 0.0, "xanchor": "left", "yref": "paper", "y": 0.0, "yanchor": "middle"}
-    figure.add_annotation(text=text, showarrow=False, font={"size": 11}, xshift=4, yshift=-FLOOR_HEIGHT / 2, **place)
+    shift = {"xshift": 4, "yshift": -FLOOR_HEIGHT / 2}
+    drawing.annotations.append({"text": text, "showarrow": False, "font": {"size": 11}} | place | shift)
 
 
-def mark_phases(figure: go.Figure, spans: Sequence[PhaseSpan], end: float) -> None:
+def mark_phases(drawing: Drawing, spans: Sequence[PhaseSpan], end: float) -> None:
     """Draws a band above the plot with the phases' names, where they fit, and a line between two phases."""
-    shapes, names = [], []
     band = {"type": "rect", "yref": "paper", "ysizemode": "pixel", "yanchor": 1.0, "y0": 3, "y1": 3 + BAND_HEIGHT}
     line = {"type": "line", "yref": "paper", "y0": 0.0, "y1": 1.0, "layer": "below"}
     for number, span in enumerate(spans):
         look = PHASE_LOOKS[span.phase]
-        shapes.append(
+        drawing.shapes.append(
             band | {"x0": span.start, "x1": span.end, "fillcolor": INK, "opacity": look.opacity, "line": {"width": 0}}
         )
         if number:
-            shapes.append(
+            drawing.shapes.append(
                 line | {"x0": span.start, "x1": span.start, "line": {"color": INK, "width": 1, "dash": "dot"}}
             )
         share = (span.end - span.start) / end
         for text in (span.phase, look.short_name):
             if share > (len(text) + 1) * LETTER_SHARE:
                 place = {"x": (span.start + span.end) / 2, "yref": "paper", "y": 1.0, "yshift": 3 + BAND_HEIGHT / 2}
-                names.append(place | {"text": text, "yanchor": "middle", "showarrow": False})
+                drawing.annotations.append(place | {"text": text, "yanchor": "middle", "showarrow": False})
                 break
-    figure.update_layout(shapes=shapes, annotations=names)

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from memlab.record.step_record import StepRecord
 from memlab.units import binary_unit
-from memlab.views.figures.frame import figure_frame
+from memlab.views.figures.frame import frame
 from memlab.views.figures.palette import series_look
 
 _COLUMNS = 2
@@ -40,9 +40,9 @@ def over_steps_figure(runs: Mapping[str, Sequence[StepRecord]]) -> go.Figure:
     """
     num_rows = math.ceil(len(runs) / _COLUMNS)
     height = _HEAD_HEIGHT + num_rows * _SMALL_HEIGHT + (num_rows - 1) * _ROW_GAP
-    figure = figure_frame(
+    figure = frame(
         "Device memory over the steps of each run", [], "", "", plot_height=height, num_legend_lines=1
-    )
+    ).figure()
     x, y = figure.layout.xaxis.to_plotly_json(), figure.layout.yaxis.to_plotly_json()
     width = (1.0 - _COLUMN_GAP * (_COLUMNS - 1)) / _COLUMNS if len(runs) > 1 else 1.0
     axes: dict[str, Any] = {}

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from memlab.record.step_record import StepRecord
 from memlab.units import binary_unit
-from memlab.views.figures.frame import LINE_HEIGHT, PLOT_HEIGHT, figure_frame, messages
+from memlab.views.figures.frame import LINE_HEIGHT, PLOT_HEIGHT, frame, messages
 from memlab.views.figures.palette import CATEGORY_LOOKS, INK, PATTERN_INK
 from memlab.views.text.columns import in_unit
 from memlab.views.text.compare import gpu_name, left_for_torch, peak_phase
@@ -38,7 +38,9 @@ def peak_figure(records: Mapping[str, StepRecord], limits: Mapping[str, int]) ->
     lines = ["dashed: what a GPU of this size leaves for torch"] if drawn else []
     lines += [f"{left_for_torch(size, limit)}, above all bars" for size, limit in limits.items() if size not in drawn]
     title = "What makes up each step's peak of allocated bytes"
-    figure = figure_frame(title, [*common_words(records), *lines, *messages([*records.values()])], "", f"peak ({unit})")
+    figure = frame(
+        title, [*common_words(records), *lines, *messages([*records.values()])], "", f"peak ({unit})"
+    ).figure()
     places = list(range(len(records)))
     for category, look in CATEGORY_LOOKS.items():
         sizes = [record.peak_by_category.get(category, 0) for record in records.values()]

@@ -15,11 +15,12 @@ from memlab.record.timeline import Timeline
 from memlab.units import binary_unit
 from memlab.views.figures.frame import (
     AXIS_TITLES,
+    Drawing,
     axis_end,
-    blank_figure,
+    blank,
     check_choice,
     drawn_values,
-    figure_frame,
+    frame,
     messages,
     timeline_of,
 )
@@ -78,6 +79,11 @@ def ranks_figure(
     Raises:
         ValueError: If a rank that finished has no timeline, or pool or axis is none of the choices.
     """
+    return ranks_drawing(job, pool, axis, above_start=above_start, pinned=pinned).figure()
+
+
+def ranks_drawing(job: JobRecord, pool: str, axis: Axis, *, above_start: bool, pinned: JobRecord | None) -> Drawing:
+    """Draws what `ranks_figure` draws, in plain dictionaries."""
     check_choice("pool", pool, POOLS)
     check_choice("axis", axis, AXES)
     title, lines = _words(job, pool)
@@ -90,7 +96,7 @@ def ranks_figure(
     drawn = [resample(timeline, pool, axis, _NUM_BINS) if timeline else None for timeline in timelines]
     peaks = [int(points.total_bytes[points.peak]) if points else 0 for points in drawn]
     if not any(peaks):
-        return blank_figure(title, [*lines, f"nothing {POOL_TITLES[pool]} was seen"])
+        return blank(title, [*lines, f"nothing {POOL_TITLES[pool]} was seen"])
     over = {} if pinned is None else {record.scenario.layout.rank: record for record in pinned.ranks}
     others = [_points_of(over.get(record.scenario.layout.rank), pool, axis) for record in ranks]
     grid = _Grid([record.scenario.layout.pipeline_stage for record in ranks])
@@ -105,19 +111,20 @@ def ranks_figure(
         )
     lines.append("bar above each rank: light in forward, darker in backward, darkest in the optimizer")
     x_title = "time since each rank's start (ms)" if axis == "time" else AXIS_TITLES[axis]
-    figure = figure_frame(title, lines, "", "", plot_height=grid.height)
+    drawing = frame(title, lines, "", "", plot_height=grid.height)
     end = axis_end([points for points in [*drawn, *others] if points])
     top = floor + (highest - floor) * _SPACE_ABOVE
-    axes = _axes(figure, grid, x_title, unit, end, (floor / unit_bytes, top / unit_bytes))
+    axes = _axes(drawing, grid, x_title, unit, end, (floor / unit_bytes, top / unit_bytes))
     worst = ranks.index(job.rank(job.worst_rank)) if pool == "device" else int(np.argmax(peaks))
     legend: set[str] = set()
-    shapes, notes, traces = [], [], []
     for at, (record, timeline, points, other) in enumerate(zip(ranks, timelines, drawn, others, strict=True)):
         place = {"xaxis": f"x{at + 1}" if at else "x", "yaxis": f"y{at + 1}" if at else "y"}
         words = _difference(peaks[at] - peaks[worst], unit_bytes) if at != worst else _WORST[pool == "device"]
         words += f", {peak_phase(record)}" if pool == "device" and grid.columns <= _COLUMNS_WITH_PHASES else ""
         head = f"{_name(record, grid)}: {in_unit(peaks[at], unit_bytes)} {unit}{words}"
-        notes.append(_note(grid, at, f"<b>{head}</b>" if at == worst else head if points else f"{head}, no timeline"))
+        drawing.annotations.append(
+            _note(grid, at, f"<b>{head}</b>" if at == worst else head if points else f"{head}, no timeline")
+        )
         if points is None or timeline is None:
             continue
         held = points.held_bytes if floor else np.zeros_like(points.held_bytes)
@@ -125,17 +132,17 @@ def ranks_figure(
             name = area["name"]
             look = {"fillcolor": GRID} if name == HELD else {"showlegend": name not in legend, "legendgroup": name}
             del area["hovertemplate"]
-            traces.append(go.Scatter(**(area | look | place), hoverinfo="skip"))
+            drawing.traces.append(area | look | place | {"hoverinfo": "skip"})
             legend.add(name)
-        traces.append(_total(record, points, unit_bytes, unit, place))
+        drawing.traces.append(_total(record, points, unit_bytes, unit, place))
         if other is not None:
-            traces.append(_pinned_line(other, unit_bytes, unit, place, is_first=_PINNED not in legend))
+            drawing.traces.append(_pinned_line(other, unit_bytes, unit, place, is_first=_PINNED not in legend))
             legend.add(_PINNED)
-        traces.append(_mark(points, unit_bytes, place, is_worst=at == worst))
-        shapes += [_level(place, peaks[worst] / unit_bytes), *_band(timeline, axis, place)]
-    figure.add_traces(traces)
-    marks = {"shapes": shapes, "annotations": [*notes, *grid.stage_notes()]}
-    return figure.update_layout(axes | marks | {"hovermode": "x", "showlegend": True})
+        drawing.traces.append(_mark(points, unit_bytes, place, is_worst=at == worst))
+        drawing.shapes.extend([_level(place, peaks[worst] / unit_bytes), *_band(timeline, axis, place)])
+    drawing.annotations.extend(grid.stage_notes())
+    drawing.layout |= axes | {"hovermode": "x", "showlegend": True}
+    return drawing
 
 
 def _words(job: JobRecord, pool: str) -> tuple[str, list[str]]:
@@ -221,10 +228,10 @@ class _Grid:
 
 
 def _axes(
-    figure: go.Figure, grid: _Grid, x_title: str, unit: str, end: float, y_range: tuple[float, float]
+    drawing: Drawing, grid: _Grid, x_title: str, unit: str, end: float, y_range: tuple[float, float]
 ) -> dict[str, Any]:
     """Returns the axes of all ranks: numbers only at the left and at the bottom."""
-    x, y = figure.layout.xaxis.to_plotly_json(), figure.layout.yaxis.to_plotly_json()
+    x, y = drawing.layout["xaxis"], drawing.layout["yaxis"]
     axes: dict[str, Any] = {}
     for at in range(len(grid._cells)):
         number = "" if at == 0 else str(at + 1)
@@ -267,52 +274,54 @@ def _note(grid: _Grid, at: int, text: str) -> dict[str, Any]:
     return place | {"yshift": _BAND_HEIGHT + 1, "text": text, "showarrow": False, "align": "left"}
 
 
-def _total(record: StepRecord, points: DrawnPoints, unit_bytes: int, unit: str, place: dict[str, str]) -> go.Scatter:
+def _total(
+    record: StepRecord, points: DrawnPoints, unit_bytes: int, unit: str, place: dict[str, str]
+) -> dict[str, Any]:
     rank = record.scenario.layout.rank
     on_axis = slice(points.num_on_axis)
-    return go.Scatter(
-        x=drawn_values(points.position[on_axis]),
-        y=drawn_values(points.total_bytes[on_axis] / unit_bytes),
-        uid=f"{CHOICE}-{rank}",
-        customdata=[rank],
-        mode="lines",
-        line={"width": 0.8, "color": INK, "shape": "hv"},
-        showlegend=False,
-        hovertemplate=f"%{{y:.3f}} {unit}<extra>rank {rank}</extra>",
+    return {
+        "x": drawn_values(points.position[on_axis]),
+        "y": drawn_values(points.total_bytes[on_axis] / unit_bytes),
+        "uid": f"{CHOICE}-{rank}",
+        "customdata": [rank],
+        "mode": "lines",
+        "line": {"width": 0.8, "color": INK, "shape": "hv"},
+        "showlegend": False,
+        "hovertemplate": f"%{{y:.3f}} {unit}<extra>rank {rank}</extra>",
         **place,
-    )
+    }
 
 
 def _pinned_line(
     points: DrawnPoints, unit_bytes: int, unit: str, place: dict[str, str], *, is_first: bool
-) -> go.Scatter:
+) -> dict[str, Any]:
     look, on_axis = series_look(4), slice(points.num_on_axis)
-    return go.Scatter(
-        x=drawn_values(points.position[on_axis]),
-        y=drawn_values(points.total_bytes[on_axis] / unit_bytes),
-        name=_PINNED,
-        legendgroup=_PINNED,
-        showlegend=is_first,
-        mode="lines",
-        line={"color": look.colour, "dash": look.dash, "width": 1.5, "shape": "hv"},
-        hovertemplate=f"%{{y:.3f}} {unit}<extra>pinned</extra>",
+    return {
+        "x": drawn_values(points.position[on_axis]),
+        "y": drawn_values(points.total_bytes[on_axis] / unit_bytes),
+        "name": _PINNED,
+        "legendgroup": _PINNED,
+        "showlegend": is_first,
+        "mode": "lines",
+        "line": {"color": look.colour, "dash": look.dash, "width": 1.5, "shape": "hv"},
+        "hovertemplate": f"%{{y:.3f}} {unit}<extra>pinned</extra>",
         **place,
-    )
+    }
 
 
-def _mark(points: DrawnPoints, unit_bytes: int, place: dict[str, str], *, is_worst: bool) -> go.Scatter:
+def _mark(points: DrawnPoints, unit_bytes: int, place: dict[str, str], *, is_worst: bool) -> dict[str, Any]:
     """The peak's mark: filled for the worst rank, hollow for the others."""
     size, fill = (11, INK) if is_worst else (8, "white")
-    return go.Scatter(
-        x=[float(points.position[points.peak])],
-        y=[int(points.total_bytes[points.peak]) / unit_bytes],
-        mode="markers",
-        marker={"symbol": "diamond", "size": size, "color": fill, "line": {"color": INK, "width": 1.5}},
-        cliponaxis=False,
-        showlegend=False,
-        hoverinfo="skip",
+    return {
+        "x": [float(points.position[points.peak])],
+        "y": [int(points.total_bytes[points.peak]) / unit_bytes],
+        "mode": "markers",
+        "marker": {"symbol": "diamond", "size": size, "color": fill, "line": {"color": INK, "width": 1.5}},
+        "cliponaxis": False,
+        "showlegend": False,
+        "hoverinfo": "skip",
         **place,
-    )
+    }
 
 
 def _level(place: dict[str, str], height: float) -> dict[str, Any]:

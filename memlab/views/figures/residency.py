@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.transfer import GROUPS
 from memlab.units import binary_unit
-from memlab.views.figures.frame import LINE_HEIGHT, PLOT_HEIGHT, figure_frame
+from memlab.views.figures.frame import LINE_HEIGHT, PLOT_HEIGHT, frame
 from memlab.views.figures.palette import CATEGORY_LOOKS, PATTERN_INK
 from memlab.views.text.columns import in_unit
 
@@ -32,7 +32,7 @@ def residency_figure(audits: Mapping[str, ResidencyAudit]) -> go.Figure:
     """
     sums = {name: sum(audit.device_bytes(group) for group in GROUPS) for name, audit in audits.items()}
     unit_bytes, unit = binary_unit(max(sums.values()))
-    figure = figure_frame("What the device holds at each moment", [], "", f"allocated ({unit})")
+    figure = frame("What the device holds at each moment", [], "", f"allocated ({unit})").figure()
     places = list(range(len(audits)))
     for group in GROUPS:
         look = CATEGORY_LOOKS[group]

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from memlab.record.step_record import StepRecord
 from memlab.units import binary_unit
-from memlab.views.figures.frame import PLOT_HEIGHT, figure_frame, messages
+from memlab.views.figures.frame import PLOT_HEIGHT, frame, messages
 from memlab.views.figures.palette import GRID, INK, series_look
 from memlab.views.figures.peaks import common_words
 from memlab.views.text.columns import in_unit
@@ -38,7 +38,7 @@ def savings_figure(records: Mapping[str, StepRecord]) -> go.Figure:
     unit_bytes, unit = binary_unit(highest)
     title = "Allocated between two steps, and at the peak of a step"
     lines = [*common_words(records), "dotted: start and peak of the first row", *messages(every)]
-    figure = figure_frame(title, lines, f"allocated on the device ({unit})", "", num_legend_lines=1)
+    figure = frame(title, lines, f"allocated on the device ({unit})", "", num_legend_lines=1).figure()
     places = list(range(len(records)))
     starts = [record.static_bytes / unit_bytes for record in every]
     added = [(record.peak_allocated_bytes - record.static_bytes) / unit_bytes for record in every]

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from memlab.fitting.pareto_front import Point, SearchResult
 from memlab.units import binary_unit, format_bytes
-from memlab.views.figures.frame import PLOT_HEIGHT, figure_frame
+from memlab.views.figures.frame import PLOT_HEIGHT, frame
 from memlab.views.figures.palette import GRID, INK, series_look
 from memlab.views.text.search import counts_line, limit_line, nothing_fits_line
 
@@ -45,7 +45,7 @@ def search_figure(found: SearchResult) -> go.Figure:
         else nothing_fits_line(found)
     )
     lines = [verdict, f"{found.scenario}; {limit_line(found)}", *([counts_line(found)] if found.num_left else [])]
-    figure = figure_frame("What fits, and the extra work that it costs", lines, "", "", num_legend_lines=3)
+    figure = frame("What fits, and the extra work that it costs", lines, "", "", num_legend_lines=3).figure()
     height = figure.layout.height + PLOT_HEIGHT // 2
     figure.update_layout(
         height=height, hovermode="closest", title_y=1.0 - 20 / height, legend_y=-50 / (PLOT_HEIGHT + PLOT_HEIGHT // 2)

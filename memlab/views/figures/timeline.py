@@ -24,12 +24,13 @@ from memlab.views.figures.frame import (
     BAND_HEIGHT,
     FLOOR_HEIGHT,
     PLOT_HEIGHT,
+    Drawing,
     axis_end,
-    blank_figure,
+    blank,
     check_choice,
     drawn_values,
-    figure_frame,
     folded,
+    frame,
     mark_floor,
     mark_peak,
     mark_phases,
@@ -90,13 +91,21 @@ def timeline_figure(
     Raises:
         ValueError: If the record has no timeline, or pool or axis is none of the choices.
     """
+    return timeline_drawing(step, pool, axis, above_start=above_start, is_bare=is_bare).figure()
+
+
+def timeline_drawing(
+    step: StepRecord | WatchRecord | Timeline, pool: str, axis: Axis, *, above_start: bool, is_bare: bool
+) -> Drawing:
+    """Draws what `timeline_figure` draws, in plain dictionaries."""
     check_choice("pool", pool, POOLS)
     check_choice("axis", axis, AXES)
     title, lines, timeline = _title(step, pool)
     points = resample(timeline, pool, axis) if timeline else None
     if timeline is None or points is None or not points.total_bytes.any():
-        blank = blank_figure(title, [*lines, f"nothing {POOL_TITLES[pool]} was seen"])
-        return blank.update_layout(height=None) if is_bare else blank
+        nothing = blank(title, [*lines, f"nothing {POOL_TITLES[pool]} was seen"])
+        nothing.layout["height"] = None if is_bare else nothing.layout["height"]
+        return nothing
     peak_bytes = int(points.total_bytes[points.peak])
     unit_bytes, unit = binary_unit(peak_bytes)
     outlines = _allocator_outlines(timeline, points) if pool == "device" else {}
@@ -111,30 +120,29 @@ def timeline_figure(
         x_title = "all events have the same time: axis='event' gives each its own place"
     floor_height = FLOOR_HEIGHT if held_bytes else 0
     y_title = f"on the {pool}" if is_bare else POOL_TITLES[pool]  # a bare chart is low, and its page has the words
-    figure = figure_frame(
-        title, lines, x_title, f"{y_title} ({unit})", band_height=BAND_HEIGHT, floor_height=floor_height
-    )
+    drawing = frame(title, lines, x_title, f"{y_title} ({unit})", band_height=BAND_HEIGHT, floor_height=floor_height)
     if is_bare:
         margin = {"l": 58, "r": 12, "t": BAND_HEIGHT + 8, "b": 44 + floor_height}
-        figure.update_layout(title_text="", height=None, margin=margin, showlegend=False)
-    figure.add_traces([go.Scatter(**area) for area in stack_of(points, held, unit_bytes, unit)])
-    figure.add_trace(_total_line(timeline, points, pool, unit_bytes, unit))
-    figure.add_traces(list(_outline_traces(outlines, points, unit_bytes, unit)))
+        drawing.layout["title"]["text"] = ""
+        drawing.layout |= {"height": None, "margin": margin, "showlegend": False}
+    drawing.traces += stack_of(points, held, unit_bytes, unit)
+    drawing.traces.append(_total_line(timeline, points, pool, unit_bytes, unit))
+    drawing.traces += _outline_traces(outlines, points, unit_bytes, unit)
     end = axis_end([points])
-    mark_phases(figure, phase_spans(timeline, axis), end)
+    mark_phases(drawing, phase_spans(timeline, axis), end)
     if held_bytes:
         floor = f"{in_unit(held_bytes, unit_bytes)} {unit} held throughout"
-        mark_floor(figure, floor if is_bare else f"{floor}: {_parts(held, unit_bytes)}")
+        mark_floor(drawing, floor if is_bare else f"{floor}: {_parts(held, unit_bytes)}")
     label = _peak_label(timeline, points, held, pool)
     if is_bare:
         label = [f"<b>peak {in_unit(peak_bytes, unit_bytes)} {unit}</b>"]
     highest_bytes = max([peak_bytes, *(int(num_bytes.max()) for num_bytes in outlines.values())])
     height = _BARE_PLOT_HEIGHT if is_bare else PLOT_HEIGHT
     lowest, highest = held_bytes / unit_bytes, highest_bytes / unit_bytes
-    pixels = set_ranges(figure, end, lowest, highest, num_lines=len(label), plot_height=height)
+    pixels = set_ranges(drawing, end, lowest, highest, num_lines=len(label), plot_height=height)
     above = pixels * (highest_bytes - peak_bytes) / unit_bytes
-    mark_peak(figure, points, unit_bytes, "<br>".join(label), end, shift=above)
-    return figure
+    mark_peak(drawing, points, unit_bytes, "<br>".join(label), end, shift=above)
+    return drawing
 
 
 def _title(step: StepRecord | WatchRecord | Timeline, pool: str) -> tuple[str, list[str], Timeline | None]:
@@ -180,7 +188,7 @@ def stack_of(points: DrawnPoints, held: IntArray, unit_bytes: int, unit: str) ->
         unit: Its name.
 
     Returns:
-        Arguments of a `plotly.graph_objects.Scatter` each, the lowest area first.
+        Scatter traces, the lowest area first.
     """
     # All traces share one x array: plotly then stacks them point by point, also where times are equal.
     on_axis = slice(points.num_on_axis)
@@ -210,23 +218,23 @@ def stack_of(points: DrawnPoints, held: IntArray, unit_bytes: int, unit: str) ->
     return traces
 
 
-def _total_line(timeline: Timeline, points: DrawnPoints, pool: str, unit_bytes: int, unit: str) -> go.Scatter:
+def _total_line(timeline: Timeline, points: DrawnPoints, pool: str, unit_bytes: int, unit: str) -> dict[str, Any]:
     """The outline of the stack; its texts are shown when a reader points at a moment."""
     texts = []
     modules = largest_modules(timeline, points.event_index, pool)
     for phase, largest in zip(phase_names(timeline, points), modules, strict=True):
         names = "".join(f"<br>{html.escape(module_name(name))} +{format_bytes(size)}" for name, size in largest)
         texts.append(phase + names)
-    return go.Scatter(
-        x=drawn_values(points.position[: points.num_on_axis]),
-        y=drawn_values(points.total_bytes[: points.num_on_axis] / unit_bytes),
-        name="total",
-        text=texts[: points.num_on_axis],
-        mode="lines",
-        line={"width": 0.8, "color": INK, "shape": "hv"},
-        showlegend=False,
-        hovertemplate=f"%{{y:.3f}} {unit}, %{{text}}",
-    )
+    return {
+        "x": drawn_values(points.position[: points.num_on_axis]),
+        "y": drawn_values(points.total_bytes[: points.num_on_axis] / unit_bytes),
+        "name": "total",
+        "text": texts[: points.num_on_axis],
+        "mode": "lines",
+        "line": {"width": 0.8, "color": INK, "shape": "hv"},
+        "showlegend": False,
+        "hovertemplate": f"%{{y:.3f}} {unit}, %{{text}}",
+    }
 
 
 def _allocator_outlines(timeline: Timeline, points: DrawnPoints) -> dict[str, IntArray]:
@@ -239,17 +247,17 @@ def _allocator_outlines(timeline: Timeline, points: DrawnPoints) -> dict[str, In
 
 def _outline_traces(
     outlines: dict[str, IntArray], points: DrawnPoints, unit_bytes: int, unit: str
-) -> Iterator[go.Scatter]:
+) -> Iterator[dict[str, Any]]:
     for name, num_bytes in outlines.items():
-        yield go.Scatter(
-            x=drawn_values(points.position[: points.num_on_axis]),
-            y=drawn_values(num_bytes[: points.num_on_axis] / unit_bytes),
-            name=name,
-            mode="lines",
-            line={"width": 1.2, "color": INK, "shape": "hv"}
+        yield {
+            "x": drawn_values(points.position[: points.num_on_axis]),
+            "y": drawn_values(num_bytes[: points.num_on_axis] / unit_bytes),
+            "name": name,
+            "mode": "lines",
+            "line": {"width": 1.2, "color": INK, "shape": "hv"}
             | {"dash": "dash" if name.startswith("reserved") else "dot"},
-            hovertemplate=f"%{{y:.3f}} {unit}",
-        )
+            "hovertemplate": f"%{{y:.3f}} {unit}",
+        }
 
 
 def _peak_label(timeline: Timeline, points: DrawnPoints, held: IntArray, pool: str) -> list[str]:

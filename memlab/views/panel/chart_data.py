@@ -11,15 +11,14 @@ import textwrap
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 
 from memlab.record.timeline import Timeline
 from memlab.units import binary_unit, format_bytes
-from memlab.views.figures.frame import LABEL_ON_THE_RIGHT
+from memlab.views.figures.frame import LABEL_ON_THE_RIGHT, Drawing
 from memlab.views.figures.palette import CATEGORY_LOOKS, INK, TRANSPARENT, series_look
-from memlab.views.figures.ranks import ranks_figure
+from memlab.views.figures.ranks import ranks_drawing
 from memlab.views.figures.resample import Axis, resample
-from memlab.views.figures.timeline import timeline_figure
+from memlab.views.figures.timeline import timeline_drawing
 from memlab.views.panel.run import Run
 
 BASE, TOTAL, PEAK, PINNED, MOMENT = "held throughout", "total", "peak", "pinned", "moment"
@@ -30,7 +29,7 @@ TRACES = (BASE, *CATEGORY_LOOKS, TOTAL, PEAK, PINNED, MOMENT)
 _NOTHING: dict[str, Any] = {"x": np.zeros(0), "y": np.zeros(0), "visible": False}
 
 
-def chart_figure(
+def chart_drawing(
     shown: Run | None,
     pinned: Run | None,
     pool: str = "device",
@@ -40,7 +39,7 @@ def chart_figure(
     *,
     above_start: bool = True,
     is_bare: bool = False,
-) -> go.Figure:
+) -> Drawing:
     """Draws the panel's chart, without the mark of a moment.
 
     Args:
@@ -54,69 +53,69 @@ def chart_figure(
         is_bare: Leaves out what the panel shows next to the chart: title, legend and parts of the peak.
 
     Returns:
-        Of one rank, a figure with exactly the traces of `TRACES`; those with nothing to show are invisible and empty.
+        Of one rank, exactly the traces of `TRACES`; those with nothing to show are invisible and empty.
         Of all ranks, what `memlab.views.figures.ranks.ranks_figure` draws.
     """
     if shown is not None and shown.job is not None and not shown.has_rank(rank):
         over = pinned.job if pinned is not None and pinned is not shown else None
-        figure, rank = ranks_figure(shown.job, pool, axis, above_start=above_start, pinned=over), None
+        drawing, rank = ranks_drawing(shown.job, pool, axis, above_start=above_start, pinned=over), None
     else:
         other = pinned_rank if pinned_rank is not None else rank
         is_same = pinned is shown and other == rank
         has_other = pinned is not None and not is_same and not pinned.lacks(other)
         of_rank = shown.of_rank(rank) if shown is not None else None
         over_it = pinned.of_rank(other) if pinned is not None and has_other else None
-        figure = _picture(of_rank, over_it, pool, axis, above_start=above_start, is_bare=is_bare)
+        drawing = _picture(of_rank, over_it, pool, axis, above_start=above_start, is_bare=is_bare)
     # As long as this stays the same, the chart keeps what a reader zoomed to, or hid by its legend.
     view = f"{rank} {pool} {axis} {above_start}"
-    figure.layout.uirevision = f"{shown.number} {view}" if shown is not None else "no run"
-    return figure
+    drawing.layout["uirevision"] = f"{shown.number} {view}" if shown is not None else "no run"
+    return drawing
 
 
 def _picture(
     shown: Run | None, pinned: Run | None, pool: str, axis: Axis, *, above_start: bool, is_bare: bool
-) -> go.Figure:
+) -> Drawing:
     other = pinned if _timeline_of(pinned) is not None else None
     if shown is None or (shown.record is not None and shown.is_ok and shown.record.timeline is None):
         return _with_all_traces(_words("No run is shown", "press Run, or choose a run in the table"), {})
     if shown.record is None:
         return _with_all_traces(_words(f"Run {shown.number} ended in an error", shown.message), {})
-    figure = timeline_figure(shown.record, pool, axis, above_start=above_start, is_bare=is_bare)
+    drawing = timeline_drawing(shown.record, pool, axis, above_start=above_start, is_bare=is_bare)
     timeline = _timeline_of(shown)
-    if timeline is None or not figure.data:
-        return _with_all_traces(figure, {})
+    if timeline is None or not drawing.traces:
+        return _with_all_traces(drawing, {})
     unit_bytes, unit = binary_unit(timeline.peak_bytes(pool))
-    if other is not None and _is_far_below(other, figure.layout.yaxis.range, unit_bytes, pool):
-        figure = timeline_figure(shown.record, pool, axis, above_start=False, is_bare=is_bare)
-    traces = {trace.name or PEAK: trace.to_plotly_json() for trace in figure.data}
+    if other is not None and _is_far_below(other, drawing.layout["yaxis"]["range"], unit_bytes, pool):
+        drawing = timeline_drawing(shown.record, pool, axis, above_start=False, is_bare=is_bare)
+    traces = {trace.get("name", PEAK): trace for trace in drawing.traces}
     if other is not None:
-        traces[PINNED] = _overlay(figure, other, pool, axis, unit_bytes, unit)
-    return _with_all_traces(figure, traces)
+        traces[PINNED] = _overlay(drawing, other, pool, axis, unit_bytes, unit)
+    return _with_all_traces(drawing, traces)
 
 
-def mark_moment(figure: go.Figure, shown: Run | None, moment: int | None, pool: str, axis: Axis) -> go.Figure:
+def mark_moment(drawing: Drawing, shown: Run | None, moment: int | None, pool: str, axis: Axis) -> Drawing:
     """Draws a line across the chart at a moment, with a mark on the total; None removes them.
 
     Args:
-        figure: The result of `chart_figure` for the same run and one rank; it is changed.
+        drawing: The result of `chart_drawing` for the same run and one rank; it is changed.
         shown: The run, as that of the rank.
         moment: Number of the event, counted from the step's start.
-        pool: The figure's pool.
-        axis: The figure's axis.
+        pool: The drawing's pool.
+        axis: The drawing's axis.
 
     Returns:
-        The same figure.
+        The same drawing.
     """
-    timeline, trace = _timeline_of(shown), figure.data[TRACES.index(MOMENT)]
+    timeline, trace = _timeline_of(shown), drawing.traces[TRACES.index(MOMENT)]
     if timeline is None or moment is None:
         trace.update(_NOTHING)
-        return figure
+        return drawing
     index = timeline.first_step_event + moment
     unit_bytes, _ = binary_unit(timeline.peak_bytes(pool))
-    low, high = figure.layout.yaxis.range
+    low, high = drawing.layout["yaxis"]["range"]
     position = float(moment) if axis == "event" else timeline.nanoseconds[index] / 1e6
     trace.update(
-        x=np.full(3, min(position, figure.layout.xaxis.range[1])),  # a moment of the recovery is past the axis
+        x=np.full(3, min(position, drawing.layout["xaxis"]["range"][1])),  # a moment of the recovery is past the axis
         y=np.array([low, timeline.bytes_at(index, pool) / unit_bytes, high]),
         visible=True,
         mode="lines+markers",
@@ -125,7 +124,7 @@ def mark_moment(figure: go.Figure, shown: Run | None, moment: int | None, pool: 
         showlegend=False,
         hoverinfo="skip",
     )
-    return figure
+    return drawing
 
 
 def event_at(timeline: Timeline, point: int, pool: str, axis: Axis) -> int:
@@ -139,7 +138,7 @@ def _timeline_of(run: Run | None) -> Timeline | None:
     return run.record.timeline
 
 
-def _is_far_below(run: Run, y_range: tuple[float, float], unit_bytes: int, pool: str) -> bool:
+def _is_far_below(run: Run, y_range: list[float], unit_bytes: int, pool: str) -> bool:
     """Whether a run goes below the axis by more than the length of the axis; less than that is cut off."""
     timeline = _timeline_of(run)
     assert timeline is not None
@@ -147,25 +146,28 @@ def _is_far_below(run: Run, y_range: tuple[float, float], unit_bytes: int, pool:
     return lowest < y_range[0] - (y_range[1] - y_range[0])
 
 
-def _overlay(figure: go.Figure, run: Run, pool: str, axis: Axis, unit_bytes: int, unit: str) -> dict[str, Any]:
-    """The pinned run's total; the figure's axes grow to hold it."""
+def _overlay(drawing: Drawing, run: Run, pool: str, axis: Axis, unit_bytes: int, unit: str) -> dict[str, Any]:
+    """The pinned run's total; the drawing's axes grow to hold it."""
     timeline = _timeline_of(run)
     assert timeline is not None
     points = resample(timeline, pool, axis)
     totals = points.total_bytes / unit_bytes
-    low, high = figure.layout.yaxis.range
-    label = figure.layout.annotations[-1]  # of the shown run's peak: it moves above the line
-    growth = max(1.0, (float(totals.max()) - low) / (label.y - low or 1.0))
+    x_axis, y_axis = drawing.layout["xaxis"], drawing.layout["yaxis"]
+    low, high = y_axis["range"]
+    label = drawing.annotations[-1]  # of the shown run's peak: it moves above the line
+    growth = max(1.0, (float(totals.max()) - low) / (label["y"] - low or 1.0))
     if growth > 1:  # a thin line leads from the label to its mark
         label.update(
-            showarrow=True, arrowhead=0, arrowwidth=1, arrowcolor=INK, axref="x", ayref="y", ax=label.x, xshift=0
+            showarrow=True, arrowhead=0, arrowwidth=1, arrowcolor=INK, axref="x", ayref="y", ax=label["x"], xshift=0
         )
-        label.ay = low + (label.y - low) * growth
-    figure.layout.yaxis.range = [low, low + (high - low) * growth]
-    end = max(figure.layout.xaxis.range[1], points.end)
-    figure.layout.xaxis.range = [0.0, end]
-    if label.x < end / 2:
-        label.update(LABEL_ON_THE_RIGHT | ({"xshift": 0} if label.showarrow else {}))  # a shift would move the line too
+        label["ay"] = low + (label["y"] - low) * growth
+    y_axis["range"] = [low, low + (high - low) * growth]
+    end = max(x_axis["range"][1], points.end)
+    x_axis["range"] = [0.0, end]
+    if label["x"] < end / 2:
+        label.update(
+            LABEL_ON_THE_RIGHT | ({"xshift": 0} if label["showarrow"] else {})
+        )  # a shift would move the line too
     look = series_look(4)
     peak = format_bytes(int(points.total_bytes[points.peak]))
     who = f"run {run.number}" if run.rank is None else f"run {run.number}, rank {run.rank}"
@@ -180,18 +182,19 @@ def _overlay(figure: go.Figure, run: Run, pool: str, axis: Axis, unit_bytes: int
     }
 
 
-def _words(title: str, text: str) -> go.Figure:
+def _words(title: str, text: str) -> Drawing:
     """An empty chart that says why it is empty."""
     lines = "".join(f"<br>{html.escape(line, quote=False)}" for line in textwrap.wrap(text, 80))
     words = {"text": f"<b>{title}</b>{lines}", "x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper"}
     hidden = {"showticklabels": False, "ticks": "", "showgrid": False, "showline": False, "range": [0, 1]}
-    figure = go.Figure(layout={"template": go.layout.Template(), "xaxis": hidden, "yaxis": hidden})
-    figure.update_layout(annotations=[words | {"showarrow": False, "font": {"size": 14}}], title_text="")
-    return figure.update_layout(font_color=INK, paper_bgcolor=TRANSPARENT, plot_bgcolor=TRANSPARENT)
+    drawing = Drawing({"template": {}, "title": {"text": ""}, "xaxis": hidden, "yaxis": hidden})
+    drawing.annotations.append(words | {"showarrow": False, "font": {"size": 14}})
+    drawing.layout |= {"font": {"color": INK}, "paper_bgcolor": TRANSPARENT, "plot_bgcolor": TRANSPARENT}
+    return drawing
 
 
-def _with_all_traces(figure: go.Figure, traces: dict[str, dict[str, Any]]) -> go.Figure:
-    """The figure's layout over the traces of `TRACES`, in their order."""
+def _with_all_traces(drawing: Drawing, traces: dict[str, dict[str, Any]]) -> Drawing:
+    """The drawing's layout over the traces of `TRACES`, in their order."""
     shown = []
     for name in TRACES:
         # The name of the pinned run's trace changes, its uid does not. A space in a uid would paint its pattern black.
@@ -201,5 +204,6 @@ def _with_all_traces(figure: go.Figure, traces: dict[str, dict[str, Any]]) -> go
             "name": trace.get("text") if name == PINNED and name in traces else name,
             "uid": name.replace(" ", "-"),
         }
-        shown.append(go.Scatter(**{**stacked, **trace, **legend}))
-    return go.Figure(data=shown, layout=figure.layout)
+        shown.append({**stacked, **trace, **legend})
+    drawing.traces = shown
+    return drawing

@@ -15,9 +15,9 @@ from typing import Any
 import anywidget
 import numpy as np
 import plotly
-import plotly.graph_objects as go
 import traitlets
 
+from memlab.views.figures.frame import Drawing
 from memlab.views.figures.palette import INK
 from memlab.views.panel.static_files import page_code
 
@@ -25,10 +25,10 @@ _PLOTLY_JS = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
 
 
 class ChartWidget(anywidget.AnyWidget):
-    """Shows one plotly figure at a time.
+    """Shows one drawing at a time.
 
     Args:
-        figure: The first picture; `show` replaces it. Two pictures with the same ``layout.uirevision`` have the same
+        drawing: The first picture; `show` replaces it. Two pictures with the same ``layout.uirevision`` have the same
             clickable points; the user's zoom stays from one to the other.
         on_point: Called when the user clicks in the plot: with the customdata, a number, of the nearest marker of the
             traces whose uid begins with ``choice``, or with the number of the nearest point of the trace ``total``.
@@ -40,16 +40,16 @@ class ChartWidget(anywidget.AnyWidget):
     ink = traitlets.Unicode(INK).tag(sync=True)
     """The colour of text and lines that the page replaces by its theme's."""
     picture: Any = traitlets.Dict().tag(sync=True)
-    """The figure as JSON, with ``{"array": n}`` in place of its arrays of numbers, and those arrays' bytes."""
+    """The drawing as JSON, with ``{"array": n}`` in place of its arrays of numbers, and those arrays' bytes."""
 
-    def __init__(self, figure: go.Figure, on_point: Callable[[int | None], None]) -> None:
-        super().__init__(picture=_packed(figure))
+    def __init__(self, drawing: Drawing, on_point: Callable[[int | None], None]) -> None:
+        super().__init__(picture=_packed(drawing))
         self._on_point = on_point
         self.on_msg(self._answer)
 
-    def show(self, figure: go.Figure) -> None:
+    def show(self, drawing: Drawing) -> None:
         """Replaces the picture, in one message."""
-        self.picture = _packed(figure)
+        self.picture = _packed(drawing)
 
     def _answer(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
         if content.get("question") == "plotly":
@@ -59,7 +59,7 @@ class ChartWidget(anywidget.AnyWidget):
             self._on_point(int(content["point"]) if is_current else None)
 
 
-def _packed(figure: go.Figure) -> dict[str, Any]:
+def _packed(drawing: Drawing) -> dict[str, Any]:
     # Nearly all traces share their x: each array is sent once.
     arrays: dict[bytes, int] = {}
 
@@ -72,5 +72,6 @@ def _packed(figure: go.Figure) -> dict[str, Any]:
             return [pack(item) for item in value]
         return value
 
-    traces = [pack(trace.to_plotly_json()) for trace in figure.data]
-    return {"traces": traces, "layout": figure.layout.to_plotly_json(), "arrays": list(arrays)}
+    picture = drawing.to_dict()
+    traces = [pack(trace) for trace in picture["data"]]
+    return {"traces": traces, "layout": picture["layout"], "arrays": list(arrays)}

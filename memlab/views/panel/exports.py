@@ -103,7 +103,7 @@ def save_picture(figure: go.Figure, run: Run, folder: Path, kind: str) -> Path:
     """Saves the chart as an image.
 
     Args:
-        figure: The chart.
+        figure: The chart; its background is changed.
         run: Names the file.
         folder: Where it goes; made if it is missing.
         kind: ``png`` or ``svg``.
@@ -118,7 +118,7 @@ def save_picture(figure: go.Figure, run: Run, folder: Path, kind: str) -> Path:
         )
     path = free_path(folder / f"{_stem(run)}.{kind}")
     # On the page the chart is transparent and takes the theme's ground; a file has none.
-    picture = go.Figure(figure).update_layout(paper_bgcolor="white", plot_bgcolor="white")
+    picture = figure.update_layout(paper_bgcolor="white", plot_bgcolor="white")
     folder.mkdir(parents=True, exist_ok=True)
     with written_aside(path) as aside:
         picture.write_image(aside, format=kind, width=1000, height=figure.layout.height or 500, scale=2)
@@ -129,7 +129,7 @@ def save_page(figure: go.Figure, table: str, run: Run, folder: Path) -> Path:
     """Saves the chart and its text twin as one HTML file that needs no network."""
     path = free_path(folder / f"{_stem(run)}.html")
     folder.mkdir(parents=True, exist_ok=True)
-    return View(go.Figure(figure), table).save(path)
+    return View(figure, table).save(path)
 
 
 def free_path(path: Path) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 import ipywidgets
 
 from memlab.atomic_files import written_aside
-from memlab.views.panel.chart_data import chart_figure, mark_moment
+from memlab.views.panel.chart_data import chart_drawing, mark_moment
 from memlab.views.panel.copy_as import CopyAs
 from memlab.views.panel.exports import (
     free_path,
@@ -121,13 +121,13 @@ class RunsView:
                     aside.write_text(table_csv(runs, pinned), encoding="utf-8")
             else:
                 above_start = state.floor == "held"
-                figure = chart_figure(run, pinned, pool, axis, rank, pinned_rank, above_start=above_start)
-                figure = figure if shows_all else mark_moment(figure, one, moment, pool, axis)
+                drawing = chart_drawing(run, pinned, pool, axis, rank, pinned_rank, above_start=above_start)
+                drawing = drawing if shows_all else mark_moment(drawing, one, moment, pool, axis)
                 if kind == "html":
                     twin = text_twin(run, pinned, rank, pinned_rank)
-                    path = save_page(figure, twin, one or run, folder)
+                    path = save_page(drawing.figure(), twin, one or run, folder)
                 else:
-                    path = save_picture(figure, one or run, folder, kind)
+                    path = save_picture(drawing.figure(), one or run, folder, kind)
         except (ValueError, OSError) as error:
             state.notice = f"Not exported: {error}"
             return None

@@ -8,6 +8,7 @@ from typing import Any
 import ipywidgets
 
 from memlab.units import format_bytes
+from memlab.views.figures.frame import Drawing
 from memlab.views.figures.search import search_figure
 from memlab.views.panel.chart_widget import ChartWidget
 from memlab.views.panel.search_state import SearchState
@@ -93,14 +94,15 @@ class SearchView:
         if found is None:
             return
         self._num_found += 1
-        figure = search_figure(found).update_layout(uirevision=f"search {self._num_found}")
+        drawing = Drawing.of(search_figure(found))
+        drawing.layout["uirevision"] = f"search {self._num_found}"
         if self.chart is None:
-            self.chart = ChartWidget(figure, self._take_point)
+            self.chart = ChartWidget(drawing, self._take_point)
             self.chart.add_class("memlab-chart")
             self.chart.add_class("memlab-search-chart")
             self._section.children = [self._bar, self.what, self.chart, self.choice, self.table]
         else:
-            self.chart.show(figure)
+            self.chart.show(drawing)
         options = [
             (f"{point.settings}: {format_bytes(point.peak_allocated_bytes)}", found.points.index(point))
             for point in found.front

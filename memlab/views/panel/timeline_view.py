@@ -11,7 +11,7 @@ from memlab.record.timeline import Timeline
 from memlab.units import format_bytes
 from memlab.views.figures.palette import CATEGORY_LOOKS
 from memlab.views.figures.resample import AXES
-from memlab.views.panel.chart_data import chart_figure, event_at, mark_moment
+from memlab.views.panel.chart_data import chart_drawing, event_at, mark_moment
 from memlab.views.panel.chart_widget import ChartWidget
 from memlab.views.panel.slider import Slider
 from memlab.views.panel.state import FLOORS, POOLS_SHOWN, LabState
@@ -37,7 +37,7 @@ class TimelineView:
         self.axis = self._switch("axis", AXES, "Along")
         self.floor = self._switch("floor", FLOORS, "Bytes from")
         self.floor.tooltips = _FLOOR_TOOLTIPS
-        self.chart = ChartWidget(self._figure(), self._look_at_point)
+        self.chart = ChartWidget(self._drawing(), self._look_at_point)
         self.chart.add_class("memlab-chart")
         self.slider = Slider(name="moment, as the number of its event")
         self.number = ipywidgets.BoundedIntText(
@@ -82,13 +82,13 @@ class TimelineView:
         self._state.observe(lambda change: switch.set_trait("value", change["new"]), names=[name])
         return switch
 
-    def _figure(self) -> Any:
+    def _drawing(self) -> Any:
         state = self._state
         key = (state.shown, state.pinned, state.pool, state.axis, state.one_rank, state.pinned_rank, state.floor)
         # Only the mark of the moment changes: a million events are not drawn again for it.
         if self._drawn is None or self._drawn[0] != key:
             *runs, floor = key
-            self._drawn = (key, chart_figure(*runs, above_start=floor == "held", is_bare=True))
+            self._drawn = (key, chart_drawing(*runs, above_start=floor == "held", is_bare=True))
         if state.shows_all_ranks:
             return self._drawn[1]
         return mark_moment(self._drawn[1], state.one_run, state.moment, state.pool, state.axis)
@@ -138,7 +138,7 @@ class TimelineView:
 
     def _show_chart(self) -> None:
         with self._state.lock:
-            self.chart.show(self._figure())
+            self.chart.show(self._drawing())
             self.title.value = chart_title(self._state)
 
     def _show_moment(self) -> None:
