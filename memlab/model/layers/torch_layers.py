@@ -7,6 +7,7 @@ exists on a GPU. Constructors take what ``megatron/core/extensions/transformer_e
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -159,13 +160,13 @@ class TorchGroupedLinear(torch.nn.Module):
         rows, columns = expert_part(self.way, output_size, input_size, config)
         is_spread = config.expert_model_parallel_size > 1
         random_state = get_expert_parallel_rng_tracker_name() if is_spread else _MODEL_PARALLEL
-        for index in range(num_gemms):
-            weight = _weight(
-                rows, columns, config=config, init_method=init_method, way=self.way, random_state=random_state
-            )
-            # Experts that are spread over ranks are reduced in their own group, from their own gradient buffers.
-            weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
-            self.register_parameter(f"weight{index}", weight)
+        # Once for all experts: to save and restore a random state takes longer than to make a fake weight.
+        with _drawing_from(random_state, config):
+            for index in range(num_gemms):
+                weight = _new_weight(rows, columns, config=config, init_method=init_method, way=self.way)
+                # Experts that are spread over ranks are reduced in their own group, from their own gradient buffers.
+                weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+                self.register_parameter(f"weight{index}", weight)
 
     def forward(self, inputs: torch.Tensor, tokens_per_expert: list[int]) -> tuple[torch.Tensor, None]:
         """Maps [rows, input_size] to [rows, output_size], `tokens_per_expert` rows for each expert in turn."""
@@ -248,21 +249,25 @@ _MODEL_PARALLEL = "model-parallel-rng"
 
 
 def _weight(
-    rows: int,
-    columns: int,
-    *,
-    config: TransformerConfig,
-    init_method: Any,
-    way: str | None,
-    random_state: str = _MODEL_PARALLEL,
+    rows: int, columns: int, *, config: TransformerConfig, init_method: Any, way: str | None
+) -> torch.nn.Parameter:
+    with _drawing_from(_MODEL_PARALLEL, config):
+        return _new_weight(rows, columns, config=config, init_method=init_method, way=way)
+
+
+def _drawing_from(random_state: str, config: TransformerConfig) -> AbstractContextManager[None]:
+    return get_cuda_rng_tracker().fork(random_state) if config.perform_initialization else nullcontext()
+
+
+def _new_weight(
+    rows: int, columns: int, *, config: TransformerConfig, init_method: Any, way: str | None
 ) -> torch.nn.Parameter:
     weight = torch.nn.Parameter(device_empty(rows, columns, config=config))
     if way is not None:
         # Megatron leaves the gradients of all others but the first rank's out of the norm, as copies of them.
         set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=1 if way == "row" else 0, stride=1)
     if config.perform_initialization:
-        with get_cuda_rng_tracker().fork(random_state):
-            init_method(weight)
+        init_method(weight)
     return weight
 
 
