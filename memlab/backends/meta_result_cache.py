@@ -12,22 +12,19 @@ from typing import Any, Literal
 
 import torch
 
-from memlab.meter.observers import EagerMode
-
 _TensorSpec = tuple[torch.Size, tuple[int, ...], torch.dtype]
 """Shape, strides and dtype."""
 
 
-class MetaResultCache(EagerMode):
+class MetaResultCache:
     """Answers an operation on fake tensors from the last one on tensors of the same shapes, strides and dtypes."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._specs: dict[Any, tuple[_TensorSpec, ...] | None] = {}
         """The results' specs by operation and arguments; None if a result is not a new, dense tensor."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Returns the results of an operation; inside a dispatch mode, so that no other one sees how they are made."""
         kind = _kind(func)
         if kind is None:
             return func(*args, **kwargs)

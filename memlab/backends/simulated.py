@@ -40,7 +40,7 @@ def backend(reason: str) -> Backend:
         fp8_layer_provider=fake_fp8.FakeFp8Provider,
         join=join_alone,
         active=on_fake_tensors,
-        meter=SimulatedMeter,
+        meter=lambda labels: SimulatedMeter(labels, MetaResultCache().answer),
         fill_workspaces=lambda is_moe: hold_fake_workspaces(grouped=is_moe),
         computes=False,
     )
@@ -49,7 +49,11 @@ def backend(reason: str) -> Backend:
 def of_the_cpu_backend() -> Backend:
     """Returns the simulated backend with the bytes of the CPU backend: nothing rounded, no workspaces of kernels."""
     simulated = backend("predicts the cpu backend")
-    return replace(simulated, meter=StorageMeter, fill_workspaces=lambda is_moe: None)
+    return replace(
+        simulated,
+        meter=lambda labels: StorageMeter(labels, MetaResultCache().answer),
+        fill_workspaces=lambda is_moe: None,
+    )
 
 
 def predicting(backend_name: str) -> Backend:
@@ -64,7 +68,6 @@ def on_fake_tensors() -> Iterator[None]:
         cuda_replaced(FakeCuda),
         fake_collectives.collectives_on_fake_tensors(),
         patched(_replacements()),
-        MetaResultCache(),
     ):
         yield
 

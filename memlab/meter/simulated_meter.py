@@ -19,6 +19,7 @@ from memlab.allocator.simulator import CachingAllocator
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.meter.allocations import Allocation, Event, Opening, columns_of, timeline_of_columns
 from memlab.meter.labels import Labels
+from memlab.meter.observers import Answer, computed
 from memlab.meter.recording import Recording, Replay, Role, record
 from memlab.meter.repetition import DoesNotFitError, Inserted, Period, is_live, repeat, request
 from memlab.meter.storage_meter import StorageAllocation, StorageMeter
@@ -132,7 +133,7 @@ def _kind(allocation: StorageAllocation) -> tuple[int, int, bool, int | None]:
 class SimulatedMeter(StorageMeter):
     """Counts fake tensors as if they were on a GPU; see `memlab.meter.protocol.Meter`."""
 
-    def __init__(self, labels: Labels) -> None:
+    def __init__(self, labels: Labels, answer: Answer = computed) -> None:
         self._limit_bytes: int | None = None
         self._allocator = CachingAllocator()
         self._blocks: dict[int, Block] = {}
@@ -150,7 +151,7 @@ class SimulatedMeter(StorageMeter):
         self._finished: _Finished | None = None
         self._num_categorised = 0
         self._copies: dict[int, Block] = {}
-        super().__init__(labels)
+        super().__init__(labels, answer)
 
     @property
     def device_memory_bytes(self) -> int | None:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.meter.allocations import Allocation, Event, Opening, label_others, timeline_of
 from memlab.meter.labels import Labels
-from memlab.meter.observers import Frees, ObserveResults, observe_resizes, tensors_in
+from memlab.meter.observers import Answer, Frees, ObserveResults, computed, observe_resizes, tensors_in
 from memlab.record.device_bytes import DeviceBytes
 from memlab.record.out_of_memory import FailedAllocation
 from memlab.record.timeline import Timeline
@@ -46,11 +46,17 @@ class StorageAllocation(Allocation):
 
 
 class StorageMeter:
-    """Counts every storage that is made on its thread inside `watching`; see `memlab.meter.protocol.Meter`."""
+    """Counts every storage that is made on its thread inside `watching`; see `memlab.meter.protocol.Meter`.
+
+    Args:
+        labels: Say what each storage is for.
+        answer: Returns the results of operations.
+    """
 
     _observe: ClassVar[type[ObserveResults]] = ObserveResults
 
-    def __init__(self, labels: Labels) -> None:
+    def __init__(self, labels: Labels, answer: Answer = computed) -> None:
+        self._answer = answer
         self.device_memory_bytes: int | None = None
         self.out_of_memory: FailedAllocation | None = None
         self._on_device_event: Callable[[int], None] | None = None
@@ -76,7 +82,7 @@ class StorageMeter:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        with self._observe(self), observe_resizes(self):
+        with self._observe(self, self._answer), observe_resizes(self):
             yield
 
     @contextmanager

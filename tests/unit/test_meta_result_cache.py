@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from memlab.backends.meta_result_cache import MetaResultCache
+from memlab.meter.observers import ObserveResults
 
 Form = tuple[torch.Size, tuple[int, ...], torch.dtype, int]
 
@@ -48,7 +50,7 @@ def test_the_second_time_is_the_first(name: str) -> None:
         return [form(part) for part in (result if isinstance(result, tuple) else (result,))]
 
     truth = forms()
-    with MetaResultCache():
+    with ObserveResults(Mock(), MetaResultCache().answer):
         for each in OPERATIONS.values():  # what others left must not answer for it
             each()
             each()
@@ -57,7 +59,7 @@ def test_the_second_time_is_the_first(name: str) -> None:
 
 def test_each_result_has_a_storage_of_its_own() -> None:
     tensor = fake(4)
-    with MetaResultCache():
+    with ObserveResults(Mock(), MetaResultCache().answer):
         results = [tensor * 2 for _ in range(3)]
         assert len({result.untyped_storage()._cdata for result in (tensor, *results)}) == 4
         views = [torch.ops.aten._unsafe_view(tensor, [2, 2]) for _ in range(3)]
@@ -67,13 +69,13 @@ def test_each_result_has_a_storage_of_its_own() -> None:
 
 
 def test_real_values_are_computed() -> None:
-    with MetaResultCache():
+    with ObserveResults(Mock(), MetaResultCache().answer):
         sums = [torch.full((2,), value, device="cpu") + 1 for value in (1.0, 2.0)]
     assert [total.tolist() for total in sums] == [[2.0, 2.0], [3.0, 3.0]]
 
 
 def test_what_does_not_fit_is_refused_each_time() -> None:
-    with MetaResultCache():
+    with ObserveResults(Mock(), MetaResultCache().answer):
         for _ in range(2):
             with pytest.raises(RuntimeError, match="broadcast"):
                 fake(4, 3) + fake(4, 2)
