@@ -134,7 +134,8 @@ class FusedAdam(torch.optim.Optimizer):
                 updated.append((parameter, {name: self._unscaled(parameter, name) for name in self.state[parameter]}))
                 gradients.append(gradient)
         for (parameter, states), gradient in zip(updated, gradients, strict=True):
-            _update(parameter, gradient, group, adam_w_mode=self.adam_w_mode, **states)
+            if not parameter.is_meta:  # the kernel allocates nothing
+                _update(parameter, gradient, group, adam_w_mode=self.adam_w_mode, **states)
         for name, dtype in self.dtypes.items():
             if dtype != torch.float32:
                 for parameter, states in updated:
@@ -228,11 +229,6 @@ def _update(
         exp_avg_sq: In fp32.
         master_param: In fp32, or int16 as a remainder; None updates the parameter itself.
     """
-    if parameter.is_meta:  # only which tensors are written matters
-        for tensor in (parameter, exp_avg, exp_avg_sq, master_param):
-            if tensor is not None:
-                tensor.copy_(gradient)
-        return
     if parameter.dtype == torch.float32:
         master_param = None  # allocated, and never read
     remainder = master_param if master_param is not None and master_param.dtype == torch.int16 else None
