@@ -18,7 +18,7 @@ from memlab.allocator.rules import (
     MIN_BLOCK_BYTES,
     SMALL_SEGMENT_BYTES,
     segment_bytes,
-    splits_remainder,
+    smallest_split_bytes,
 )
 
 _ADDRESSES_BYTES = 2**50
@@ -45,10 +45,10 @@ class SegmentPool:
         self.number = number
         self.is_small = number % 2 == 0
         self._top = number * _ADDRESSES_BYTES
-        self._free: list[tuple[int, int]] = []
-        """Size and address of the free blocks, in torch's search order."""
-        self._free_blocks: dict[int, Block] = {}
-        self._offered_at: dict[int, int] = {}
+        self._free: list[tuple[int, int, Block]] = []
+        """Size and address of the free blocks, in torch's search order, and the blocks."""
+        self.smallest_split_bytes = smallest_split_bytes(in_small_segment=self.is_small)
+        """From this size on, the free end of a block becomes a block of its own."""
 
     @property
     def largest_free_bytes(self) -> int:
@@ -57,8 +57,8 @@ class SegmentPool:
 
     def find(self, num_bytes: int) -> Block | None:
         """Returns the smallest free block that holds so many bytes, and leaves it in the pool."""
-        place = bisect_left(self._free, (num_bytes, -1))
-        return self._free_blocks[self._free[place][1]] if place < len(self._free) else None
+        place = bisect_left(self._free, (num_bytes,))
+        return self._free[place][2] if place < len(self._free) else None
 
     def growth_bytes(self, num_bytes: int) -> int:
         """Returns by how much `grow` would raise the reserved bytes."""
@@ -72,42 +72,36 @@ class SegmentPool:
         self.reserved_bytes += size
         return block
 
-    def splits(self, remainder_bytes: int) -> bool:
-        """Whether the free end of a block becomes a block of its own."""
-        return splits_remainder(remainder_bytes, in_small_segment=self.is_small)
-
     def offer(self, block: Block) -> None:
         """Puts a free block into the pool."""
-        insort(self._free, (block.num_bytes, block.address))
-        self._free_blocks[block.address] = block
-        self._offered_at[block.address] = self.num_searches
+        block.free_since = self.num_searches
+        insort(self._free, (block.num_bytes, block.address, block))
 
     def withdraw(self, block: Block) -> None:
         """Takes a free block out of the pool."""
         del self._free[bisect_left(self._free, (block.num_bytes, block.address))]
-        del self._free_blocks[block.address], self._offered_at[block.address]
 
     def free(self, block: Block) -> Block:
         """Frees a block, merges it with its free neighbours, and returns the whole."""
         block.is_free = True
-        if block.after is not None and block.after.is_free:
-            self.withdraw(block.after)
-            _merge(block, block.after)
-        if block.before is not None and block.before.is_free:
-            self.withdraw(block.before)
-            _merge(block.before, block)
-            block = block.before
+        after, before = block.after, block.before
+        if after is not None and after.is_free:
+            self.withdraw(after)
+            _merge(block, after)
+        if before is not None and before.is_free:
+            self.withdraw(before)
+            _merge(before, block)
+            block = before
         self.offer(block)
         return block
 
     def free_segments(self) -> list[Block]:
         """Returns the segments in which nothing is allocated, each as its one block, the smallest first."""
-        blocks = [self._free_blocks[address] for _, address in self._free]
-        return [block for block in blocks if block.before is None and block.after is None]
+        return [block for block in self.blocks() if block.before is None and block.after is None]
 
     def age(self, block: Block) -> int:
         """Returns how many requests have searched the pool since a block was freed."""
-        return self.num_searches - self._offered_at[block.address]
+        return self.num_searches - block.free_since
 
     def give_back(self, segment: Block) -> None:
         """Returns a segment in which nothing is allocated to the device."""
@@ -116,11 +110,11 @@ class SegmentPool:
 
     def blocks(self) -> list[Block]:
         """Returns the free blocks."""
-        return list(self._free_blocks.values())
+        return [block for _, _, block in self._free]
 
     def state(self) -> tuple[Any, ...]:
         """Returns what decides about later requests; see `CachingAllocator.state`."""
-        return self.reserved_bytes, self._top, tuple(self._free)
+        return self.reserved_bytes, self._top, tuple([(size, address) for size, address, _ in self._free])
 
     def copy(self, copies: Mapping[int, Block]) -> Self:
         """Returns a pool in the same state.
@@ -130,8 +124,7 @@ class SegmentPool:
         """
         other = type(self)(self.number)
         other.reserved_bytes, other.num_searches, other._top = self.reserved_bytes, self.num_searches, self._top
-        other._free, other._offered_at = list(self._free), dict(self._offered_at)
-        other._free_blocks = {address: copies[id(block)] for address, block in self._free_blocks.items()}
+        other._free = [(size, address, copies[id(block)]) for size, address, block in self._free]
         return other
 
     def empty(self) -> None:
@@ -149,6 +142,7 @@ class ExpandablePool(SegmentPool):
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
+        self.smallest_split_bytes = MIN_BLOCK_BYTES
         self._page_bytes = SMALL_SEGMENT_BYTES if self.is_small else LARGE_SEGMENT_BYTES
         self._start = self._top
         self._unmapped = {self._start: Block(self._start, _ADDRESSES_BYTES, False, self._start)}
@@ -156,12 +150,12 @@ class ExpandablePool(SegmentPool):
 
     def find(self, num_bytes: int) -> Block | None:
         """Returns the free block that can grow least among the smallest ones that hold so many bytes."""
-        place = bisect_left(self._free, (num_bytes, -1))
+        place = bisect_left(self._free, (num_bytes,))
         if place == len(self._free):
             return None
-        block = self._free_blocks[self._free[place][1]]
+        block = self._free[place][2]
         for index in range(place + 1, len(self._free)):
-            other = self._free_blocks[self._free[index][1]]
+            other = self._free[index][2]
             if self._size_with_growth(other) >= self._size_with_growth(block):
                 break
             block = other
@@ -192,10 +186,6 @@ class ExpandablePool(SegmentPool):
         self.withdraw(block)
         return block
 
-    def splits(self, remainder_bytes: int) -> bool:
-        """Whether the free end of a block becomes a block of its own: nearly always."""
-        return remainder_bytes >= MIN_BLOCK_BYTES
-
     def free_segments(self) -> list[Block]:
         """Returns none: only pages are returned to the device, and garbage collection leaves them alone."""
         return []
@@ -216,7 +206,7 @@ class ExpandablePool(SegmentPool):
 
     def empty(self) -> None:
         """Returns every page in which nothing is allocated to the device."""
-        for block in list(self._free_blocks.values()):
+        for block in super().blocks():
             self._unmap(block)
 
     def _size_with_growth(self, block: Block) -> int:

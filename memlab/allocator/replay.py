@@ -29,6 +29,8 @@ class Block:
     """Address of the segment that the block is part of."""
     before: Block | None = None
     after: Block | None = None
+    free_since: int = 0
+    """When a simulated pool got it back, on the pool's clock."""
 
 
 class Blocks:

@@ -36,6 +36,9 @@ def segment_bytes(block_bytes: int) -> int:
 
 def splits_remainder(remainder_bytes: int, *, in_small_segment: bool) -> bool:
     """Whether the free end of a block becomes a block of its own; otherwise it stays with the block, unsplit."""
-    if in_small_segment:
-        return remainder_bytes >= MIN_BLOCK_BYTES
-    return remainder_bytes > SMALL_REQUEST_BYTES
+    return remainder_bytes >= smallest_split_bytes(in_small_segment=in_small_segment)
+
+
+def smallest_split_bytes(*, in_small_segment: bool) -> int:
+    """Returns from which size on the free end of a block becomes a block of its own."""
+    return MIN_BLOCK_BYTES if in_small_segment else SMALL_REQUEST_BYTES + 1

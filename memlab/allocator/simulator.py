@@ -30,6 +30,8 @@ class CachingAllocator:
         self._settings = settings
         split_mib = settings.max_split_size_mb
         self._unsplit_from_bytes = sys.maxsize if split_mib is None else split_mib * MIB
+        self._whole_from_bytes = sys.maxsize if settings.expandable_segments else self._unsplit_from_bytes
+        """For requests of this size and larger no block is split."""
         self._kind = ExpandablePool if settings.expandable_segments else SegmentPool
         self._small, self._large = self._kind(0), self._kind(1)
         self._of_streams: dict[int, SegmentPool] = {}
@@ -63,7 +65,7 @@ class CachingAllocator:
             pool.withdraw(block)
         block.is_free = False
         remainder = block.num_bytes - num_bytes
-        if self._splits(pool, num_bytes, remainder):
+        if remainder >= pool.smallest_split_bytes and num_bytes < self._whole_from_bytes:
             after = Block(block.address + num_bytes, remainder, True, block.segment, block, block.after)
             if block.after is not None:
                 block.after.before = after
@@ -124,7 +126,9 @@ class CachingAllocator:
         while waiting:
             block = waiting.pop()
             if id(block) not in copies:
-                copies[id(block)] = Block(block.address, block.num_bytes, block.is_free, block.segment)
+                copied = Block(block.address, block.num_bytes, block.is_free, block.segment)
+                copied.free_since = block.free_since
+                copies[id(block)] = copied
                 waiting += [each for each in (block.before, block.after) if each is not None]
                 originals.append(block)
         for block in originals:
@@ -152,16 +156,12 @@ class CachingAllocator:
 
     def _best_fit(self, pool: SegmentPool, num_bytes: int) -> Block | None:
         block = pool.find(num_bytes)
-        if block is None:
-            return None
+        if block is None or self._unsplit_from_bytes == sys.maxsize:
+            return block
         if num_bytes < self._unsplit_from_bytes:
             return block if block.num_bytes < self._unsplit_from_bytes else None
         # A block that is never split may be larger than its request by less than 20 MiB (max_non_split_rounding_mb).
         return block if block.num_bytes < num_bytes + LARGE_SEGMENT_BYTES else None
-
-    def _splits(self, pool: SegmentPool, num_bytes: int, remainder_bytes: int) -> bool:
-        may_split = num_bytes < self._unsplit_from_bytes or self._settings.expandable_segments
-        return may_split and pool.splits(remainder_bytes)
 
     def _can_grow(self, pool: SegmentPool, num_bytes: int, limit_bytes: int) -> bool:
         growth = max(segment_bytes(num_bytes), pool.growth_bytes(num_bytes))
