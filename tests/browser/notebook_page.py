@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import signal
 import time
@@ -23,6 +24,7 @@ RUN_SECONDS = 150
 LOADS = 4
 ANSWER_SECONDS = 30
 """What a page may take to answer on a machine that has other things to do, a step included."""
+_LOOK_MILLISECONDS = 50
 _READY = """() => {
     const session = window.jupyterapp?.shell.currentWidget?.sessionContext;
     return session?.isReady && session.session?.kernel?.status === 'idle'
@@ -45,14 +47,20 @@ STACKS_ON_SIGNAL = (
     "faulthandler.register(signal.SIGUSR1, file=open('stacks.txt', 'w'), all_threads=True)\n"
 )
 """Lets a test that waits in vain see where the kernel's threads are."""
-_OUTPUTS = "() => [...window.jupyterapp.shell.currentWidget.content.model.cells].map(c => c.outputs?.toJSON() ?? [])"
+# What is long comes as one string: playwright would pass on each number of a list by itself.
+_OUTPUTS = """() => JSON.stringify(
+    [...window.jupyterapp.shell.currentWidget.content.model.cells].map(c => c.outputs?.toJSON() ?? [])
+)"""
 _ASK = """async expression => {
     const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
     const request = {code: '', store_history: false, user_expressions: {value: expression}};
     return (await kernel.requestExecute(request).done).content.user_expressions.value;
 }"""
 # Plotly keeps what it was given as `data`, and what it drew, with its defaults, as `_fullData`.
-_FIGURES = """() => [...document.querySelectorAll('.js-plotly-plot')].filter(plot => plot._fullData).map(plot => ({
+_DRAWN = "[...document.querySelectorAll('.js-plotly-plot')].filter(plot => plot._fullData)"
+_FIGURES = (
+    f"() => JSON.stringify({_DRAWN}"
+    """.map(plot => ({
     in_panel: Boolean(plot.closest('.memlab-panel')),
     title: plot._fullLayout.title.text ?? '',
     y_title: plot._fullLayout.yaxis.title.text ?? '',
@@ -60,7 +68,8 @@ _FIGURES = """() => [...document.querySelectorAll('.js-plotly-plot')].filter(plo
         name: t.name ?? '', uid: t.uid, visible: t.visible, look: [t.fillcolor, t.line?.color, t.line?.width, t.line?.dash],
         x: Array.from(t.x ?? []), y: Array.from(t.y ?? []),
     })),
-}))"""
+})))"""
+)
 
 
 def write_notebook(path: Path, *sources: str) -> None:
@@ -120,7 +129,7 @@ class NotebookPage:
 
     def wait_until_ready(self) -> None:
         """Waits until the kernel has started and has nothing to do."""
-        self.page.wait_for_function(_READY, timeout=KERNEL_SECONDS * 1000)
+        self._wait_for(_READY, KERNEL_SECONDS)
 
     def run_all(self, seconds: float = RUN_SECONDS) -> None:
         """Runs all cells to their end."""
@@ -134,7 +143,7 @@ class NotebookPage:
 
     def outputs(self) -> list[list[dict[str, Any]]]:
         """Returns the outputs of each cell, as the notebook would be saved."""
-        return self.page.evaluate(_OUTPUTS)
+        return json.loads(self.page.evaluate(_OUTPUTS))
 
     def ask(self, expression: str) -> Any:
         """Evaluates a Python expression in the kernel and returns its value, if that is a literal.
@@ -155,13 +164,11 @@ class NotebookPage:
 
     def figures(self) -> list[dict[str, Any]]:
         """Returns what plotly has drawn on the page: title, annotations and traces with their x and y."""
-        return self.page.evaluate(_FIGURES)
+        return json.loads(self.page.evaluate(_FIGURES))
 
     def wait_for_figures(self, count: int) -> list[dict[str, Any]]:
         """Waits until as many figures are drawn."""
-        self.page.wait_for_function(
-            f"count => ({_FIGURES})().length >= count", arg=count, timeout=KERNEL_SECONDS * 1000
-        )
+        self._wait_for(f"count => {_DRAWN}.length >= count", KERNEL_SECONDS, count)
         return self.figures()
 
     def cell_output(self, index: int) -> Locator:
@@ -171,10 +178,14 @@ class NotebookPage:
     def _run(self, command: str, seconds: float) -> None:
         self.page.evaluate(_RUN, command)
         try:
-            self.page.wait_for_function("() => window.hasRun", timeout=seconds * 1000)
+            self._wait_for("() => window.hasRun", seconds)
         except PageTimeoutError as error:
             page = self.page.evaluate(_WHAT_RUNS)
             raise AssertionError(f"{command} did not end in {seconds} s: {page}\n{self._kernel_stacks()}") from error
+
+    def _wait_for(self, condition: str, seconds: float, argument: object = None) -> None:
+        # By default playwright looks whenever the page draws, and lets it draw 60 times a second for that.
+        self.page.wait_for_function(condition, arg=argument, timeout=seconds * 1000, polling=_LOOK_MILLISECONDS)
 
     def _kernel_stacks(self) -> str:
         """Returns where each thread of the kernel is, if the notebook's first cell was `STACKS_ON_SIGNAL`."""
