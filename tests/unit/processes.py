@@ -77,7 +77,6 @@ def _run_as_rank(folder: Path, environment: dict[str, str]) -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     job, arguments = pickle.loads((folder / "job").read_bytes())  # noqa: S301  # our own
-    gc.collect()
     gc.freeze()  # as in tests/conftest.py: what the job has imported
     result = job(*arguments)
     (folder / f"{os.environ['RANK']}.result").write_bytes(pickle.dumps(result))
