@@ -243,7 +243,7 @@ class FormulaCheck(_Goals):
 
     def __init__(self, num_bytes: Sequence[float]) -> None:
         super().__init__()
-        self._num_bytes = [int(mine) if mine == int(mine) else mine for mine in num_bytes]  # `/` gives floats
+        self._num_bytes = [int(mine) if float(mine).is_integer() else mine for mine in num_bytes]  # `/` gives floats
 
     def is_exactly(
         self, num_bytes: int | Sequence[int], hint: str = "ask of each module which tensors it keeps"
@@ -262,6 +262,7 @@ class FormulaCheck(_Goals):
             which = f" for model {place}" if len(metered) > 1 else ""
             if mine != needed:
                 off = f"{abs(needed - mine):,} {'too few' if needed > mine else 'too many'}"
+                off = off if math.isfinite(mine) else "must be a finite number"
                 return self._goal(False, f"the formula gives {mine:,} bytes{which}, {off}", hint)
         given = " and ".join(f"{mine:,}" for mine in self._num_bytes)
         return self._goal(True, f"the formula gives {given} bytes, exactly what memlab metered")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -124,12 +125,15 @@ def test_a_formula_must_hold_for_every_model(capsys: pytest.CaptureFixture[str])
     assert not check([2, 2]).is_exactly([2, 4])
     assert not check(2).is_exactly([2, 4])
     assert not check(5).is_exactly(3, "count again")
+    assert not check(math.inf).is_exactly(3) and not check(math.nan).is_exactly(3)
     assert capsys.readouterr().out.splitlines() == [
         "reached: the formula gives 2 and 4 bytes, exactly what memlab metered",
         "reached: the formula gives 3 bytes, exactly what memlab metered",
         "not yet: the formula gives 2 bytes for model 2, 2 too few. Hint: ask of each module which tensors it keeps.",
         "not yet: the formula gives 1 results, must give 2, one per model. Hint: replace only the 0 in the marked line.",
         "not yet: the formula gives 5 bytes, 2 too many. Hint: count again.",
+        "not yet: the formula gives inf bytes, must be a finite number. Hint: ask of each module which tensors it keeps.",
+        "not yet: the formula gives nan bytes, must be a finite number. Hint: ask of each module which tensors it keeps.",
     ]
 
 

@@ -21,6 +21,7 @@ CHOICES = {"`a` < b": "It is less.", "c": "It is & more."}
         ("2", 0, "result: 0 bytes; your guess: 2 bytes (too high)"),
         ("0", -368, "result: -368 bytes; your guess: 0 bytes (100 % too high)"),
         ("1000000 bytes", 4_000, "result: 4,000 bytes; your guess: 1,000,000 bytes (24,900 % too high)"),
+        ("nan", 3, "result: 3 bytes; your guess: nan"),
         ("Activations ", "activations", "result: activations; your guess: Activations (right)"),
         ("the <optimizer>", "activations", "result: activations; your guess: the <optimizer>"),
     ],

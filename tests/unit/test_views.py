@@ -628,6 +628,8 @@ def test_compare_table_keeps_quiet_about_what_a_failed_step_did_not_measure() ->
     peak = f"{RECOMPUTED.peak_allocated_bytes / GIB:.3f}"
     assert row[4:6] == [peak, "-"]
     assert row[-3:] == ["-", "-", "-"]
+    failed_first = compare_table(out_of_memory(PLAIN), RECOMPUTED)
+    assert " saved " in failed_first.partition("\n")[2], "the line above the table explains this column"
 
 
 def test_columns_are_aligned_and_lines_fit_the_page() -> None:

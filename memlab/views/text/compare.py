@@ -102,12 +102,13 @@ def compare_blocks(*records: StepRecord) -> list[Block]:
         byte_column("", "residual", [record.residual_bytes for record in records]),
         byte_column("host", "peak", [record.host_bytes for record in records]),
         byte_column("", "recomputed", [record.recomputed_bytes for record in records]),
+    ]
+    of_real_steps = [
         ["step", "time", "ms", *(time if known else "-" for (time, _), known in zip(times, timed, strict=True))],
         ["", "tokens/s", "", *(rate if known else "-" for (_, rate), known in zip(times, timed, strict=True))],
         ["", "loss", "", *("-" if record.loss is None else f"{record.loss:.6f}" for record in records)],
     ]
-    # A prediction has no times and no loss.
-    columns = [column for column in columns if set(column[3:]) != {"-"}]
+    columns += [column for column in of_real_steps if set(column[3:]) != {"-"}]
     meaning = "device memory, allocated; saved = first row minus this row"
     table = Table([list(row) for row in zip(*columns, strict=True)], num_head_rows=3, first_width=SETTING_WIDTH)
     notes = [*message_lines(records, names), *without_effect_lines(records, names)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import re
 from collections.abc import Mapping
 
@@ -18,9 +19,10 @@ def amount(value: float | str, unit: str = "") -> str:
 def as_number(text: str, unit: str = "") -> float | None:
     """Reads a guess such as ``175,000``, ``1.5`` or ``60 %``; None if it is not a number."""
     try:
-        return float(text.strip().removesuffix(unit).replace(",", "").replace(" ", ""))
+        number = float(text.strip().removesuffix(unit).replace(",", "").replace(" ", ""))
     except ValueError:
         return None
+    return number if math.isfinite(number) else None
 
 
 def guess_and_result(guessed: str, result: float | str, unit: str = "") -> str:
