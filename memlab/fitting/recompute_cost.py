@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memlab.config.model_restrictions import without_effect
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 
@@ -10,7 +11,8 @@ def recomputed_operations(settings: MemorySettings, scenario: Scenario) -> float
     """Counts the FLOPs that backward recomputes for one token, over the layers of the rank's stage.
 
     A product of [1, n] and [n, m] is 2 n m. Example: phi-4 (hidden 5120, feed-forward 17920, SwiGLU) has three
-    matrices in its MLP, so recomputing ``mlp`` in one layer costs 3 x 2 x 5120 x 17920 = 550 MFLOP per token.
+    matrices in its MLP, so recomputing ``mlp`` in one layer costs 3 x 2 x 5120 x 17920 = 550 MFLOP per token. A module
+    whose recompute has no effect on this model costs nothing.
     """
     model = scenario.architecture
     hidden, query = model.hidden_size, model.num_attention_heads * model.kv_channels
@@ -27,6 +29,9 @@ def recomputed_operations(settings: MemorySettings, scenario: Scenario) -> float
     if settings.recompute_granularity == "full":
         block = settings.recompute_method == "block"
         chunks = scenario.layout.virtual_pipeline_model_parallel_size
-        layers = (settings.recompute_num_layers or 0) * chunks if block else scenario.num_layers_of_stage
+        most = scenario.num_layers_of_stage  # of uneven stages, one may have fewer layers than the settings name
+        layers = min((settings.recompute_num_layers or 0) * chunks, most) if block else most
         return layers * sum(of[part] for part in ("attention", "core_attn", "moe" if model.is_moe else "mlp"))
-    return scenario.num_layers_of_stage * sum(of[name] for name in settings.recompute_modules or ())
+    idle = without_effect(settings, model)
+    modules = (name for name in settings.recompute_modules or () if f"recompute_modules:{name}" not in idle)
+    return scenario.num_layers_of_stage * sum(of[name] for name in modules)

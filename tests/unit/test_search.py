@@ -271,6 +271,26 @@ def test_a_stage_of_a_pipeline_counts_its_own_layers() -> None:
     }  # fmt: skip
 
 
+def test_only_what_is_recomputed_costs_operations() -> None:
+    mlp, norm = (
+        MemorySettings(recompute_granularity="selective", recompute_modules=(name,)) for name in ("mlp", "layernorm")
+    )
+    moe, dense = (Scenario.of(architecture=name) for name in ("qwen3-30b-a3b", "phi-4"))
+    assert recomputed_operations(mlp, moe) == recomputed_operations(norm, dense) == 0
+    assert recomputed_operations(mlp, dense) == dense.num_layers * 3 * 2 * 5120 * 17920
+    assert recomputed_operations(norm, moe) > 0
+    uneven = Layout(pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=1)
+    one, three = (
+        MemorySettings(recompute_granularity="full", recompute_method="block", recompute_num_layers=count)
+        for count in (1, 3)
+    )
+    first, last = (
+        Scenario.of(architecture="phi-4", num_layers=4, layout=replace(uneven, rank=rank)) for rank in (0, 1)
+    )
+    assert recomputed_operations(three, first) == recomputed_operations(one, first)
+    assert recomputed_operations(three, last) == 3 * recomputed_operations(one, last)
+
+
 def point(peak_mib: int, operations: float, moved_mib: int, *, fits: bool = True, layers: int = 1) -> Point:
     settings = MemorySettings(recompute_granularity="full", recompute_method="block", recompute_num_layers=layers)
     return Point(
