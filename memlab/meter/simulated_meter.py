@@ -6,6 +6,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import compress
+from operator import not_
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -39,10 +41,13 @@ class _Found:
 
     __slots__ = ("live", "pools", "sizes")
 
-    def __init__(self, live: list[StorageAllocation]) -> None:
-        self.live = live
-        self.sizes = [each.requested_bytes for each in live]
-        self.pools = [each.pool for each in live]
+    def __init__(self, live: list[StorageAllocation], sizes: list[int], pools: list[int]) -> None:
+        self.live, self.sizes, self.pools = live, sizes, pools
+
+    @classmethod
+    def now(cls, live: list[StorageAllocation]) -> _Found:
+        """Reads sizes and pools, which may be others later."""
+        return cls(live, [each.requested_bytes for each in live], [each.pool for each in live])
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Found):
@@ -51,16 +56,14 @@ class _Found:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def outside(self, other: _Found) -> list[tuple[StorageAllocation, int, int]]:
-        """Returns what is not among the others, with requested bytes and pool."""
+    def divided(self, other: _Found) -> tuple[list[tuple[StorageAllocation, int, int]], _Found]:
+        """Returns what is not among the others, with requested bytes and pool, and what is."""
         known = set(map(id, other.live))
+        is_known = [id(each) in known for each in self.live]
         rows = zip(self.live, self.sizes, self.pools, strict=True)
-        return [row for row in rows if id(row[0]) not in known]
-
-    def states(self) -> dict[int, tuple[int, int]]:
-        """Returns requested bytes and pool by the identity of a storage's allocation."""
-        states = zip(self.sizes, self.pools, strict=True)
-        return dict(zip(map(id, self.live), states, strict=True))
+        outside = list(compress(rows, map(not_, is_known)))
+        sizes, pools = list(compress(self.sizes, is_known)), list(compress(self.pools, is_known))
+        return outside, _Found(list(compress(self.live, is_known)), sizes, pools)
 
 
 class _Finished:
@@ -74,24 +77,22 @@ class _Finished:
         """What exists before and after it, by number."""
         self._replaced: list[tuple[int, int, StorageAllocation]] | None = None
         """Number of a storage that the step found and freed, and that of the one that it left in its place."""
-        self._left = _Found([])
+        self._left = _Found([], [], [])
 
     def leaves_what_it_found(self, found: _Found, left: _Found) -> bool:
         """Whether what is allocated now is, storage by storage, what the step found."""
         if self._replaced is not None:  # of an earlier repetition
             return self._left == left
         numbers = self._numbers
-        freed, new = found.outside(left), left.outside(found)
+        (freed, before), (new, now) = found.divided(left), left.divided(found)
         if [(_kind(old), *then) for old, *then in freed] != [(_kind(each), *now) for each, *now in new]:
             return False
-        before, now = found.states(), left.states()
-        stays = before.keys() & now.keys()
-        if any(before[key] != now[key] for key in stays):
+        if before != now:
             return False
         if not {id(each) for each, _, _ in (*freed, *new)} <= numbers.keys():
             return False
         self._left = left
-        of_stay = ((numbers.get(id(each)), each) for each in found.live if id(each) in stays)
+        of_stay = zip(map(numbers.get, map(id, before.live)), before.live, strict=True)
         self._stay = {number: each for number, each in of_stay if number is not None}
         pairs = zip(freed, new, strict=True)
         self._replaced = [(numbers[id(old)], numbers[id(each)], each) for (old, _, _), (each, _, _) in pairs]
@@ -146,7 +147,7 @@ class SimulatedMeter(StorageMeter):
         self._is_special = False
         """Whether the step has done what is not repeated: used pinned memory or a stream of its own, or returned what
         the allocator caches."""
-        self._found = _Found([])
+        self._found = _Found([], [], [])
         """What the step found allocated."""
         self._finished: _Finished | None = None
         self._num_categorised = 0
@@ -176,7 +177,7 @@ class SimulatedMeter(StorageMeter):
         self._is_special, self._finished = False, None
 
     def _open(self, live: list[StorageAllocation]) -> Opening:
-        self._found = _Found(live)
+        self._found = _Found.now(live)
         self._reserved = self._reserved_allocation()
         self._reserved.num_bytes = self._allocator.reserved_bytes
         return Opening([*(allocation for allocation in live if allocation.num_bytes), self._reserved])
@@ -265,7 +266,7 @@ class SimulatedMeter(StorageMeter):
             The timeline; None if the step has to be taken.
         """
         finished, live = self._finished, self._in_order()
-        if finished is None or not finished.leaves_what_it_found(self._found, _Found(live)):
+        if finished is None or not finished.leaves_what_it_found(self._found, _Found.now(live)):
             return None
         num_opening_events = sum(1 for allocation in live if allocation.num_bytes) + 1
         if num_opening_events != finished.num_opening_events:
