@@ -64,6 +64,24 @@ def test_a_change_run_and_what_it_did_are_on_one_screen(panel: PanelPage) -> Non
         expect(panel.part("breakdown").get_by_text(words)).to_be_in_viewport(ratio=1)
 
 
+def test_nothing_moves_under_the_mouse_and_the_newest_row_and_the_base_are_in_sight(panel: PanelPage) -> None:
+    places = "panel => ['run', 'offload-modules-attn-proj', 'pool'].map(hook => panel.querySelector(`.memlab-${hook}`).offsetTop)"
+    before = panel.root.evaluate(places)
+    panel.root.evaluate("panel => panel.scrollIntoView()")
+    for granularity in ("none", "full", "selective", "none", "full", "selective"):
+        panel.choose("recompute-granularity", granularity)
+        panel.run()
+        expect(panel.rows.last).to_be_in_viewport(ratio=1)
+        expect(panel.rows.first).to_be_in_viewport(ratio=0.9)  # a border of the table's head may cover its edge
+    panel.tick("offload-modules-attn-proj")
+    expect(panel.error_boxes).to_have_count(1)
+    assert panel.root.evaluate(places) == before
+    panel.rows.nth(2).click()
+    plot = "panel => [panel.querySelector('.memlab-drawing'), panel.querySelector('.main-svg')].map(p => p.getBoundingClientRect().height)"
+    around, inside = panel.root.evaluate(plot)
+    assert inside <= around, "the chart has the height of its place"
+
+
 @pytest.mark.parametrize("width", [SCREEN["width"], 720])
 def test_nothing_sticks_out_of_the_page(panel: PanelPage, width: int) -> None:
     page = panel.notebook.page

@@ -189,7 +189,7 @@ def test_the_command_shows_what_single_predictions_give(capfd: pytest.CaptureFix
     assert found["num_no_better"] > 0 and len(found["fitting"]) == 1
     only = "--tensor-model-parallel-size 1 --context-parallel-size 1 --pipeline-model-parallel-size 1 --as megatron-lm"
     assert main(["search", *flags, memory, *only.split()]) == 0
-    assert "lines of the job, for megatron-lm:\n# torchrun --nnodes 1 --nproc-per-node 2\n" in capfd.readouterr().out
+    assert "# lines of the job, for megatron-lm:\n# torchrun --nnodes 1 --nproc-per-node 2\n" in capfd.readouterr().out
     too_little = f"--gpu-memory={estimate_outside_torch(layout).total_bytes + MIB}B"
     assert main(["search", *flags, too_little]) == 1
     assert capfd.readouterr().out.startswith("no layout fits 2 GPUs of ")

@@ -25,6 +25,7 @@ from memlab.jobs.job import Job
 from memlab.lab.lab import Lab
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
+from memlab.units import format_bytes
 from memlab.views.panel import exports
 from memlab.views.panel.panel import Panel, panel
 from memlab.views.panel.runs_view import text_twin
@@ -190,7 +191,7 @@ def test_a_real_step_ends_on_the_panel_and_out_of_memory_too(open_lab: Callable[
     shown = panel(lab)
     press(shown.run_bar.run)
     wait_for(shown)
-    assert shown.timeline.title.value == "<b>run 1 (none)</b>: allocated on the device"
+    assert shown.timeline.title.value == "Chart: <b>run 1 (none)</b>, allocated on the device"
 
     lab.device_memory_bytes = lab.records[0].peak_allocated_bytes - 1
     press(shown.run_bar.run)
@@ -239,10 +240,10 @@ def test_controls_that_do_not_apply_are_disabled_and_say_why(make_panel: Callabl
 @pytest.mark.parametrize(
     ("messages", "group"),
     [
-        ([("offload_modules:attn_proj", True)], "offload_modules"),
-        ([("recompute_granularity", 1), ("recompute_num_layers", 3)], "recompute_"),
-        ([("recompute_granularity", 1), ("recompute_num_layers", 9)], "recompute_"),
-        ([("seq_length", -5)], "seq_length"),
+        ([("offload_modules:attn_proj", True)], "Offload during the step"),
+        ([("recompute_granularity", 1), ("recompute_num_layers", 3)], "Recompute"),
+        ([("recompute_granularity", 1), ("recompute_num_layers", 9)], "Recompute"),
+        ([("seq_length", -5)], "Workload"),
     ],
 )
 def test_a_refusal_stands_beside_its_control_in_the_rules_words(
@@ -252,16 +253,17 @@ def test_a_refusal_stands_beside_its_control_in_the_rules_words(
     for name, value in messages:
         drive(shown, name, value)
 
-    texts = {prefix: box.value for prefix, box in shown.controls.error_boxes.items() if box.value}
     assert shown.state.validation_error
-    assert set(texts.values()) == {f'<div role="alert">{html.escape(shown.state.validation_error, quote=False)}</div>'}
-    assert group in texts
+    assert errors(shown) == {group: html.escape(shown.state.validation_error, quote=False)}
     press(shown.run_bar.run)
     assert shown.state.lab.submitted == []
     assert html.escape(shown.state.validation_error, quote=False) in shown.run_bar.status.value
+    assert shown.run_bar.run.disabled
+    assert html.escape(shown.state.validation_error, quote=False) in shown.run_bar.verdict.value
 
     shown.state.form = shown.state.form.of(MemorySettings(), shown.state.scenario)
-    assert not any(box.value for box in shown.controls.error_boxes.values())
+    assert not errors(shown)
+    assert not shown.run_bar.run.disabled
 
 
 def test_run_bar_tells_how_far_the_step_is(make_panel: Callable[..., Panel]) -> None:
@@ -275,12 +277,13 @@ def test_run_bar_tells_how_far_the_step_is(make_panel: Callable[..., Panel]) -> 
     lab.progress(phase="warm-up backward", module="decoder.layers.2", done=6, total=16)
 
     assert (bar.progress.value, bar.progress.max) == (6, 16)
-    assert bar.place.value == "warm-up backward, decoder.layers.2: 6 of 16 layer passes"
+    assert bar.place.value == "warm-up step, backward of decoder.layers.2: 38% done"
+    lab.progress(phase="warm-up idle", module="", done=8, total=16)
     press(bar.run)
     assert "this lab is busy" in bar.status.value
     press(bar.stop)
     assert (bar.stop.disabled, bar.place.value, bar.progress.layout.display) == (True, "", "none")
-    assert shown.runs.table.rows[0]["status"] == "interrupted"
+    assert shown.runs.table.rows[0]["status"] == "stopped"
 
 
 def test_a_note_says_what_an_offload_transferred_in_the_shown_run_only(make_panel: Callable[..., Panel]) -> None:
@@ -291,19 +294,21 @@ def test_a_note_says_what_an_offload_transferred_in_the_shown_run_only(make_pane
     }
     press(shown.run_bar.run)
     transferred = {
-        "offload_modules:core_attn": "2.0 KiB transferred in run 1",
-        "offload_gradients": "1.0 KiB dropped in run 1",
-        "offload_optimizer": "4.0 KiB transferred in run 1",
+        "offload_modules:core_attn": ("2.0 KiB", "2.0 KiB copied to the host and back in run 1"),
+        "offload_gradients": ("1.0 KiB", "1.0 KiB dropped in run 1"),
+        "offload_optimizer": ("4.0 KiB", "4.0 KiB copied to the host and back in run 1"),
     }
     assert notes(shown) == transferred
+    assert heads(shown) == {"Offload during the step": "run 1:", "Between steps": "run 1:"}
     assert "ok; transferred to the host: core_attn 2.0 KiB, optimizer state 4.0 KiB" in shown.run_bar.status.value
 
     reason = "its largest saved tensor has 40960 elements"
     shown.state.lab.outcome = {"without_effect": {f"offload_modules:{m}": reason for m in ("core_attn", "expert_fc1")}}
     press(shown.run_bar.run)
 
-    without = {f"offload_modules:{m}": f"no effect in run 2: {reason}" for m in ("core_attn", "expert_fc1")}
-    assert notes(shown) == without
+    said = ("no effect", f"no effect in run 2: {reason}")
+    assert notes(shown) == {f"offload_modules:{module}": said for module in ("core_attn", "expert_fc1")}
+    assert heads(shown) == {"Offload during the step": "run 2:"}
     assert f"ok; without effect: core_attn, expert_fc1 ({reason})" in shown.run_bar.status.value
     receive(shown.runs.table, shown=1)
     assert notes(shown) == transferred
@@ -313,8 +318,27 @@ def test_a_note_says_what_an_offload_transferred_in_the_shown_run_only(make_pane
     assert notes(shown) == {}
 
 
-def notes(shown: Panel) -> dict[str, str]:
-    return {name: note.value for name, note in shown.controls.notes.items() if "in run" in note.value}
+def notes(shown: Panel) -> dict[str, tuple[str, str]]:
+    """Returns the words of the notes about the shown run, and their sentences."""
+    found = {
+        name: re.search(r'title="([^"]*in run[^"]*)".*>(.+)</i>', n.value) for name, n in shown.controls.notes.items()
+    }
+    return {name: (match[2], match[1]) for name, match in found.items() if match}
+
+
+def heads(shown: Panel) -> dict[str, str]:
+    """Returns the run that the notes of a group are about, where it has any."""
+    return _in_heads(shown, "<span>(.+)</span>")
+
+
+def errors(shown: Panel) -> dict[str, str]:
+    """Returns the rule that a group's controls break, where they break one."""
+    return _in_heads(shown, '<div role="alert".*?>(.*)</div>')
+
+
+def _in_heads(shown: Panel, pattern: str) -> dict[str, str]:
+    found = {name: re.search(pattern, head.value) for name, head in shown.controls.heads.items()}
+    return {name: match[1] for name, match in found.items() if match}
 
 
 def test_a_tick_without_effect_under_the_other_settings_says_so(make_panel: Callable[..., Panel]) -> None:
@@ -325,7 +349,7 @@ def test_a_tick_without_effect_under_the_other_settings_says_so(make_panel: Call
 
     drive(shown, "recompute_granularity", 2)
 
-    assert note.value.startswith("no effect: core_attn is recomputed")
+    assert 'title="no effect: core_attn is recomputed' in note.value and note.value.endswith(">no effect</i>")
     drive(shown, "recompute_granularity", 0)
     assert note.value == ""
 
@@ -467,6 +491,54 @@ def test_a_switch_chooses_where_the_bytes_axis_starts(make_panel: Callable[..., 
     assert chart.picture["layout"]["yaxis"]["range"][0] == 0
 
 
+def test_a_chart_that_starts_elsewhere_than_the_one_before_says_so(make_panel: Callable[..., Panel]) -> None:
+    shown = make_panel()
+    start, lab = shown.timeline.start, shown.state.lab
+    press(shown.run_bar.run)
+    press(shown.run_bar.run)
+    assert start.value == "", "the same start"
+    before = shown.state.shown.record.static_bytes
+    lab.timeline = training_step(scale=1024 * 4)
+    press(shown.run_bar.run)
+    starts = [format_bytes(size) for size in (shown.state.shown.record.static_bytes, before)]
+    words = f"The bytes axis starts at {starts[0]}, and at {starts[1]} in the chart before."
+    assert start.value == words
+    shown.state.look_at(3)
+    assert start.value == words, "the same run is drawn again"
+    receive(shown.timeline.floor, index=1)
+    press(shown.run_bar.run)
+    assert start.value == ""
+
+
+def test_every_control_that_can_be_pointed_at_says_what_it_is(make_panel: Callable[..., Panel]) -> None:
+    shown = make_panel()
+    kinds = (ipywidgets.widgets.widget_description.DescriptionWidget, ipywidgets.Button, ipywidgets.ToggleButton)
+    silent = [w for w in inside(shown) if isinstance(w, kinds) and not isinstance(w, ipywidgets.HTML) and not w.tooltip]
+    # The page would show the word null.
+    assert [(type(w).__name__, w.description) for w in silent if w.description] == []
+    for name, reason in shown.state.form.not_applicable(shown.state.scenario.architecture).items():
+        assert "None" not in reason and " is 0.5" not in reason, name
+
+
+def test_the_button_all_plain_takes_back_what_the_granularity_leaves(make_panel: Callable[..., Panel]) -> None:
+    shown = make_panel()
+    drive(shown, "offload_optimizer", 1)
+    shown.state.edit_state(grad_reduce_in_bf16=True)
+    press(button(shown, "plain"))
+    assert shown.state.selection == (shown.state.lab.scenario, MemorySettings())
+
+
+def test_a_deleted_run_can_be_brought_back_beside_the_words_that_say_so(make_panel: Callable[..., Panel]) -> None:
+    shown = make_panel()
+    press(shown.run_bar.run)
+    undo = button(shown, "undo")
+    assert undo.layout.display == "none"
+    press(button(shown, "delete"))
+    assert (shown.runs.table.rows, undo.layout.display) == ([], "flex")
+    press(undo)
+    assert (len(shown.runs.table.rows), shown.runs.table.base, undo.layout.display) == (1, 1, "none")
+
+
 def test_the_text_table_says_what_the_chart_shows(make_panel: Callable[..., Panel]) -> None:
     shown = make_panel()
     assert shown.table.layout.display == "none"
@@ -542,21 +614,23 @@ def test_the_lines_that_repeat_the_shown_run_are_on_the_page(make_panel: Callabl
     assert "memlab measure qwen3-moe-tiny --seq-length 64 --offload-parameters --backend cpu" in shown.runs.repeat.value
 
 
-def test_copy_as_gives_a_framework_s_lines_for_what_the_controls_show(
-    make_panel: Callable[..., Panel], tmp_path: Path
-) -> None:
+def test_copy_as_gives_a_framework_s_lines_for_the_shown_run(make_panel: Callable[..., Panel], tmp_path: Path) -> None:
     shown = make_panel()
     copy = shown.runs.copy_as
-    assert (copy.lines.value, copy.lines.layout.display) == ("", "none")
     copy.framework.value = "verl"
+    assert (copy.lines.value, copy.lines.layout.display) == ("", "none")
     drive(shown, "offload_parameters", 1)
+    press(shown.run_bar.run)
+    drive(shown, "offload_optimizer", 1)
     assert copy.lines.value == shown.state.lines_to_copy
+    first, second, *_ = copy.lines.value.splitlines()
+    assert first == "# run 1 (on host parameters)" and second.startswith("# "), "the text can be pasted as it is"
 
     words = [line for line in copy.lines.value.splitlines() if line.startswith("++")]
     (tmp_path / "run.sh").write_text(" ".join(["python3 -m verl.trainer.main_ppo", *words]))
     scenario = shown.state.lab.scenario
     job = Job.read(tmp_path / "run.sh", architecture=scenario.architecture, version="2026-08-20")
-    assert job.settings == shown.state.settings
+    assert job.settings == shown.state.shown.settings == MemorySettings(offload_parameters=True)
     assert job.scenario is not None
     assert (job.scenario.seq_length, job.scenario.micro_batch_size) == (scenario.seq_length, scenario.micro_batch_size)
 

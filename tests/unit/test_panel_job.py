@@ -109,7 +109,7 @@ def test_one_rank_is_compared_under_two_settings(panel: Panel) -> None:
     assert names.count("pinned run, the same rank") == 4
     state.show_rank(2)
     assert drawn(panel)["pinned"]["name"].startswith("pinned: run 1, rank 2")
-    assert rows(state.runs, state.pinned)[1]["saved"] == "0 B"
+    assert float(rows(state.runs, state.pinned)[1]["difference"]) == 0
 
 
 def test_the_table_names_the_worst_rank_and_the_spread() -> None:
@@ -117,7 +117,7 @@ def test_the_table_names_the_worst_rank_and_the_spread() -> None:
     state.run()
     (row,) = rows(state.runs, None)
     job = state.shown.job
-    assert row["peak"] == format_bytes(job.rank(0).peak_allocated_bytes)
+    assert f"{row['peak']} MiB" == format_bytes(job.rank(0).peak_allocated_bytes)
     assert row["worst_rank"] == f"0 ({format_bytes(job.spread_bytes)})"
     assert "worst_rank" in columns(state.runs)
     (line,) = csv.DictReader(io.StringIO(exports.table_csv(state.runs, None)))

@@ -149,12 +149,35 @@ def test_what_cannot_be_searched_is_said(state: SearchState, room: str, changes:
 
 def test_the_room_that_is_proposed_lies_just_under_the_shown_run(state: SearchState) -> None:
     state.is_open = True
-    assert state.limit == "76.000 GiB"
+    assert (state.limit, state.limit_source) == ("76.000 GiB", "what torch can usually hold of a GPU's 80 GB")
     lab = FakeLab()
     lab.submit(PLAIN)
     beside = SearchState(LabState(lab), FakeProcess)
     beside.is_open = True
     assert parse_bytes(beside.limit) == pytest.approx(0.9 * lab.records[0].peak_allocated_bytes, rel=1e-3)
+    view = SearchView(beside)
+    assert "The limit is 90% of the peak of run 1: type another." in view.what.value
+    view.limit.value = "1 GiB"
+    assert beside.limit_source == "" and "The limit is" not in view.what.value
+
+
+def test_the_search_names_what_it_keeps_of_the_controls(state: SearchState) -> None:
+    view, controls = SearchView(state), state._state
+    assert "<b>Kept from the controls:</b> 1 x 64 tokens." in view.what.value
+    controls.edit(offload_optimizer_except_update=True, recompute_granularity="full")
+    controls.edit_state(grad_reduce_in_bf16=True)
+    kept = "optimizer on host except update, 1 x 64 tokens, grad_reduce_in_bf16"
+    assert f"<b>Kept from the controls:</b> {kept}." in view.what.value
+    controls.edit(offload_optimizer=1)
+    assert "offload_optimizer is 1, must be True or False" in view.what.value
+
+
+def test_what_the_controls_showed_is_not_said_after_they_changed(state: SearchState, found: SearchResult) -> None:
+    state.found = found
+    state.take(0)
+    assert state.notice.startswith("The controls show ")
+    state._state.edit(seq_length=128)
+    assert state.notice == ""
 
 
 def test_the_proposed_limit_is_in_its_field_before_the_field_appears(state: SearchState) -> None:

@@ -188,6 +188,11 @@ def test_second_press_is_refused_in_the_labs_words() -> None:
     assert len(lab.submitted) == 1
     lab.end()
     assert not state.busy
+    assert state.notice.endswith(
+        "ok. Run was pressed during this step and started nothing: press it again for another step."
+    )
+    lab.holds = False
+    assert run_with(state).is_ok and "meanwhile" not in state.notice and "started nothing" not in state.notice
 
 
 def test_stop_ends_the_step_in_a_row_and_says_so_when_nothing_runs() -> None:
@@ -200,8 +205,10 @@ def test_stop_ends_the_step_in_a_row_and_says_so_when_nothing_runs() -> None:
     state.stop()
 
     assert not state.busy
-    assert rows(state.runs, None)[0]["status"] == "interrupted"
-    assert rows(state.runs, None)[0]["message"] == "stopped in forward: run the step again"
+    (row,) = rows(state.runs, None)
+    assert row["status"] == "stopped"
+    assert row["peak"].startswith("> ")
+    assert row["message"] == "stopped in forward; the peak is what the step had reached by then (>)"
     lab.holds = False
     assert run_with(state).is_ok
 
@@ -292,20 +299,75 @@ def test_pinned_run_is_what_the_others_are_held_against() -> None:
     run_with(state, recompute_granularity="full")
 
     first, second = rows(state.runs, state.pinned)
-    assert (first["saved"], second["saved"]) == ("", "1.0 KiB")
+    assert (first["difference"], second["difference"]) == ("", "\N{MINUS SIGN}<0.01")
     assert second["loss"] == "same"
-    assert first["cost"] == ""
+    assert (first["recomputed"], first["copied"]) == ("", "")
     operations = recomputed_operations(state.runs[1].settings, state.runs[1].scenario)
-    assert second["cost"] == f"{operations / 1e6:,.2f} MFLOP"
-    assert second["step_time"] == "210.2 ms", "a CPU's time is no cost, so it is not compared"
-    assert columns(state.runs)["step_time"] == "CPU time"
+    assert second["recomputed"] == f"{operations / 1e6:,.2f}"
+    assert second["step_time"] == "210.2", "a CPU's time is no cost, so it is not compared"
+    assert columns(state.runs)["step_time"] == "CPU time (ms)"
     on_gpu = [replace(run, backend="cuda") for run in state.runs]
-    assert rows(on_gpu, on_gpu[0])[1]["step_time"] == "210.2 ms (+100%)"
-    assert columns(on_gpu)["step_time"] == "step time"
+    assert rows(on_gpu, on_gpu[0])[1]["step_time"] == "210.2 (+100%)"
+    assert columns(on_gpu)["step_time"] == "step time (ms)"
     state.show(1)
     state.pin()
     assert state.pinned is None
-    assert rows(state.runs, None)[1]["saved"] == ""
+    assert rows(state.runs, None)[1]["difference"] == ""
+
+
+def test_a_column_of_bytes_has_one_unit_and_the_difference_a_sign() -> None:
+    lab, state = lab_state()
+    for peak in (30 * 2**20, 30 * 2**20 + 700 * 2**10, 2**20, 30 * 2**20):
+        lab.outcome = {"peak_allocated_bytes": peak}
+        run_with(state)
+    shown = rows(state.runs, state.base)
+    assert [row["peak"] for row in shown] == ["30.00", "30.68", "1.00", "30.00"]
+    assert [row["difference"] for row in shown] == ["", "+0.68", "\N{MINUS SIGN}29.00", "0.00"]
+    titles = columns(state.runs, state.base)
+    assert (titles["peak"], titles["difference"]) == ("peak (MiB)", "peak against run 1 (MiB)")
+
+
+def test_settings_that_offload_nothing_leave_the_smallest_tensor_as_it_is() -> None:
+    lab, state = lab_state()
+    lab.settings = MemorySettings(min_offloaded_tensor_size=0)
+    state = LabState(lab)
+    assert state.settings == MemorySettings(), "no module reads it"
+    run_with(state, recompute_granularity="full")
+    assert state.is_selected(state.shown)
+    state.reuse()
+    state.form = state.form.with_settings(FULL)
+    assert (state.form.min_offloaded_tensor_size, state.settings) == (0, FULL)
+    state.toggle("offload_modules", "core_attn", on=True)
+    assert state.settings.min_offloaded_tensor_size == 0
+    state.form = state.form.with_settings(MemorySettings(offload_modules=["core_attn"], min_offloaded_tensor_size=7))
+    assert state.form.min_offloaded_tensor_size == 7
+    of_a_cell = replace(FULL, min_offloaded_tensor_size=0)
+    lab.submit(of_a_cell)
+    state.refresh()
+    state.reuse()
+    assert state.is_selected(state.shown), "a size that is not read makes no other step"
+
+
+def test_a_deleted_run_comes_back_until_the_next_run() -> None:
+    lab, state = lab_state()
+    for _ in range(3):
+        run_with(state)
+    state.show(2)
+    state.pin()
+    runs, deleted = state.runs, state.shown
+    state.delete()
+
+    state.undo_delete()
+
+    assert (state.runs, state.shown, state.pinned, state.deleted) == (runs, deleted, deleted, None)
+    assert any(record is deleted.record for record in lab.records)
+    state.refresh()
+    assert state.runs == runs, "its record is not taken for another run"
+    state.delete()
+    run_with(state)
+    state.undo_delete()
+    assert "none to bring back" in state.notice
+    assert [run.number for run in state.runs] == [1, 3, 4]
 
 
 def test_delete_forgets_the_run_and_its_record() -> None:

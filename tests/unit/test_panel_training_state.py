@@ -95,7 +95,7 @@ def test_a_broken_rule_and_a_refused_state_are_next_to_the_group(shown: Panel) -
     receive(shown, "exp_avg_dtype", "bf16")
     errors = shown.training_state.error_box
     assert "exp_avg_dtype is 'bf16', must be fp32" in html.unescape(errors.value)
-    assert not any(box.value for box in shown.controls.error_boxes.values())
+    assert not any("alert" in head.value for head in shown.controls.heads.values())
     press_run(shown)
     assert "Not started: exp_avg_dtype" in shown.run_bar.status.value and not shown.state.lab.submitted
     receive(shown, "exp_avg_dtype", "fp32")
@@ -105,7 +105,7 @@ def test_a_broken_rule_and_a_refused_state_are_next_to_the_group(shown: Panel) -
     assert "the cpu backend cannot build it" in errors.value and shown.state.settings is None
     receive(shown, "fp8_format", "none")
     shown.state.edit(seq_length=0)
-    assert not errors.value and shown.controls.error_boxes["seq_length"].value
+    assert not errors.value and "alert" in shown.controls.heads["Workload"].value
 
 
 @pytest.mark.parametrize("seq_length", [64, 0])
@@ -114,7 +114,7 @@ def test_a_state_that_the_lab_s_model_cannot_have_is_refused_next_to_the_group(s
     shown.state.edit(seq_length=seq_length)
     receive(shown, "optimizer_cpu_offload", True)
     receive(shown, "optimizer_offload_fraction", 0.5)
-    group, workload = shown.training_state, shown.controls.error_boxes["seq_length"]
+    group, workload = shown.training_state, shown.controls.heads["Workload"]
     assert ("takes no fp32 parameters" in group.error_box.value) is bool(seq_length)
     assert ("seq_length is 0" in workload.value) is not bool(seq_length)
     press_run(shown)

@@ -26,7 +26,7 @@ def test_a_preset_names_its_source_and_every_model_takes_it(name: str) -> None:
 
 def test_a_preset_sets_the_controls_which_name_it_until_they_change() -> None:
     shown = panel(FakeLab())
-    choice, state = shown.presets.box, shown.state
+    choice, state = shown.presets.choice, shown.state
     assert choice.value == "plain"
     name = next(name for name in PRESETS if name.startswith("slime"))
     choice.value = name

@@ -128,7 +128,7 @@ def test_each_control_of_the_panel_gives_what_the_api_gives(monkeypatch: pytest.
     assert state.settings is not None and state.settings.fine_grained_offloading_max_inflight_offloads is None
     controls["activation_offload_fraction"].value = 1.5
     assert (
-        "activation_offload_fraction is 1.5, must be" in shown.controls.error_boxes["activation_offload_fraction"].value
+        "activation_offload_fraction is 1.5, must be" in shown.controls.heads["Offload, since megatron-core 0.19"].value
     )
     shown.close()
 
@@ -141,7 +141,7 @@ def test_the_panel_shows_and_refuses_what_the_installed_version_lacks(monkeypatc
         assert "megatron-core 0.16 does not have it, 0.19 does" in shown.controls.notes[name].value
     shown.state.edit(activation_offload_fraction=0.5)  # as a record of another machine had it
     fraction = shown.controls.by_name["activation_offload_fraction"]
-    assert "megatron-core 0.16 does not have it" in shown.controls.error_boxes["activation_offload_fraction"].value
+    assert "megatron-core 0.16 does not have it" in shown.controls.heads["Offload, since megatron-core 0.19"].value
     assert shown.state.settings is None and not fraction.disabled, "it can be taken back"
     fraction.value = 1.0
     assert shown.state.settings == MemorySettings() and fraction.disabled

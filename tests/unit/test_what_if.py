@@ -14,6 +14,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.lab.prediction_process import PredictionProcess
 from memlab.record.step_record import StepRecord
+from memlab.views.panel.run import columns, rows
 from memlab.views.panel.state import LabState, _Pressed
 from memlab.views.panel.what_if import WhatIf
 
@@ -80,7 +81,7 @@ def test_the_last_selection_is_predicted_and_no_older_answer_is_shown(what_if: W
 def test_settings_that_break_a_rule_are_not_predicted_and_a_refusal_is_said(what_if: WhatIf) -> None:
     state = what_if._state
     state.toggle("offload_modules", "attn_proj", on=True)
-    assert (what_if.predicted, what_if.words) == (None, "")
+    assert (what_if.predicted, what_if.words) == (None, f"not possible: {state.validation_error}")
     what_if._process.goes_on.put("it cannot be built")
     state.toggle("offload_modules", "core_attn", on=True)
     wait_until(what_if, "notice", lambda notice: "predicting" not in notice)
@@ -243,6 +244,32 @@ def test_of_a_job_the_worst_rank_of_the_shown_run_is_predicted() -> None:
         state.run()
         wait_until(what_if, "predicted", lambda record, worst=worst: record and record.scenario.layout.rank == worst)
     what_if.close()
+
+
+def test_a_prediction_says_what_the_step_costs_and_what_does_nothing_in_the_panel_s_words(what_if: WhatIf) -> None:
+    state, process = what_if._state, what_if._process
+    reason = "its largest saved tensor has 16 elements, under min_offloaded_tensor_size 1048576"
+    of_state = {"main_grads_dtype": "only the command line reads it"}
+
+    def predict(scenario: Scenario, settings: MemorySettings, backend: str) -> StepRecord:
+        values = {"without_effect": {"offload_modules:core_attn": reason} | of_state}
+        values["offloaded_bytes_by_group"] = {"parameters": 2**20, "gradients": 2**30}
+        return record_of(training_step(), settings, scenario=scenario, **values)
+
+    process.predict = predict
+    state.edit(recompute_granularity="full", offload_modules=("core_attn",))
+    wait_until(what_if, "predicted", lambda record: record is not None)
+    (recomputed,) = [each for each in what_if.words.split("; ") if each.startswith("recomputed ")]
+    state.run()
+    (row,), titles = rows(state.runs, None), columns(state.runs)
+    assert recomputed == f"recomputed {row['recomputed']} MFLOP per token"
+    assert titles["recomputed"] == "recomputed (MFLOP per token)"
+    assert titles["copied"] == "to host, each way (MiB)"
+    state.edit(offload_parameters=True)
+    wait_until(what_if, "predicted", lambda record: record is not None)
+    assert "; to host, each way 1.00 MiB; " in what_if.words, "gradients are dropped, not copied"
+    assert "without effect: core_attn (its largest saved tensor has 16 elements" in what_if.words
+    assert what_if.words.endswith("under 'smallest tensor (elements)' 1048576)")
 
 
 def test_two_threads_start_one_process(monkeypatch: pytest.MonkeyPatch) -> None:

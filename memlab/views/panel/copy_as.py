@@ -1,4 +1,4 @@
-"""The list *Copy as*: the lines with which another framework has the settings of the controls."""
+"""The list *Copy as*: the lines with which another framework runs as the shown run did."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ class CopyAs:
     def __init__(self, state: LabState) -> None:
         self._state = state
         titles = [(framework.title, name) for name, framework in FRAMEWORKS.items()]
-        self.framework = ipywidgets.Dropdown(options=[("choose a framework", ""), *titles], description="Copy as")
+        self.framework = ipywidgets.Dropdown(options=[("choose a framework", ""), *titles])
+        self.framework.description = "Copy the run as"
+        self.framework.tooltip = "Lines with which a job of another framework has the shown run's settings"
+        self.framework.style.description_width = "initial"
         self.framework.add_class("memlab-copy-as")
         self.framework.observe(lambda change: state.set_trait("copied_as", change["new"]), names=["value"])
         self.lines = ipywidgets.Textarea(disabled=False, tooltip="Lines to paste into a job of the framework")
         self.lines.add_class("memlab-copied-lines")
         self.box: Any = ipywidgets.VBox([self.framework, self.lines])
         self._show()
-        state.observe(lambda _: self._show(), names=["copied_as", "form", "validation_error"])
+        state.observe(lambda _: self._show(), names=["copied_as", "shown"])
 
     def _show(self) -> None:
         text = self._state.lines_to_copy

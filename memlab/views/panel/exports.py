@@ -22,8 +22,10 @@ from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.fitting.does_it_fit import transferred_bytes
+from memlab.fitting.recompute_cost import recomputed_operations
 from memlab.views.display import View
-from memlab.views.panel.run import COLUMNS, Run, rows
+from memlab.views.panel.run import Run, rows
 
 
 def settings_line(settings: MemorySettings | TrainingState | AllocatorSettings) -> str:
@@ -62,15 +64,14 @@ def measure_command(run: Run) -> str:
 
 
 def table_csv(runs: Sequence[Run], pinned: Run | None) -> str:
-    """Returns the table of runs as CSV: the cells as shown, then plain bytes, seconds and the settings as a line."""
+    """Returns the table of runs as CSV: its words as shown, its numbers in bytes, FLOPs and seconds."""
     text = io.StringIO()
-    numbers = ["peak_allocated_bytes", "saved_bytes", "step_seconds", "loss"]
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*COLUMNS, *numbers, "message", "repeat"])
+    words = ["number", "settings", "workload", "worst_rank", "status", "message"]
+    writer = csv.DictWriter(text, [*words, *_numbers(None, None), "repeat"], lineterminator="\n")
+    writer.writeheader()
     for run, row in zip(runs, rows(runs, pinned), strict=True):
-        writer.writerow(
-            [*(row[name] for name in COLUMNS), *_numbers(run, pinned), row["message"], measure_command(run)]
-        )
+        shown = {name: row[name] for name in words}
+        writer.writerow(shown | _numbers(run, pinned) | {"repeat": measure_command(run)})
     return text.getvalue()
 
 
@@ -168,9 +169,18 @@ def _stem(run: Run) -> str:
     return f"{run.scenario.architecture.name.replace('.', '_')}-run-{run.number}{rank}"
 
 
-def _numbers(run: Run, pinned: Run | None) -> list[Any]:
-    if run.record is None:
-        return [""] * 4
-    record, base = run.record, pinned.record if pinned is not None else None
-    saved = base.peak_allocated_bytes - record.peak_allocated_bytes if base is not None and run.is_ok else ""
-    return [record.peak_allocated_bytes, saved, record.step_seconds, "" if record.loss is None else record.loss]
+def _numbers(run: Run | None, pinned: Run | None) -> dict[str, Any]:
+    """A row's numbers; None has their names only."""
+    names = ("peak_allocated_bytes", "peak_less_pinned_bytes", "recomputed_flops_per_token", "copied_bytes_each_way")
+    numbers: dict[str, Any] = dict.fromkeys((*names, "step_seconds", "loss"), "")
+    record = run.record if run is not None else None
+    if record is None:
+        return numbers
+    numbers |= {"peak_allocated_bytes": record.peak_allocated_bytes, "step_seconds": record.step_seconds}
+    if record.status == "ok":
+        base = pinned.record if pinned is not None and pinned.is_ok else None
+        costs = recomputed_operations(record.settings, record.scenario), transferred_bytes(record)
+        numbers |= dict(zip(names[2:], costs, strict=True)) | {"loss": record.loss}
+        if base is not None:
+            numbers["peak_less_pinned_bytes"] = record.peak_allocated_bytes - base.peak_allocated_bytes
+    return numbers

@@ -12,10 +12,11 @@ from memlab.views.panel.search_state import SearchState
 from memlab.views.panel.state import LabState
 
 _NONE = "choose a preset"
+_PLAIN = "plain"
 
 
 class PresetChoice:
-    """A list that sets the controls, and names what they show. `box` is the widget.
+    """A list that sets the controls, and names what they show; a button goes back to plain. `box` is the widget.
 
     Args:
         state: What it shows and changes.
@@ -26,10 +27,17 @@ class PresetChoice:
         self._state, self._search = state, search
         self._is_following = False
         self._presets: dict[str, Preset] = {}
-        self.box = ipywidgets.Dropdown(description="preset", options=[_NONE])
-        self.box.style.description_width = "initial"
-        self.box.add_class("memlab-preset")
-        self.box.observe(self._chosen, names=["value"])
+        self.choice = ipywidgets.Dropdown(description="preset", options=[_NONE])
+        self.choice.tooltip = "Settings and training state to begin with; what a search found is in this list, too"
+        self.choice.style.description_width = "initial"
+        self.choice.add_class("memlab-preset")
+        self.choice.observe(self._chosen, names=["value"])
+        self.plain = ipywidgets.Button(description="All plain")
+        self.plain.tooltip = "Takes back everything but the workload: recompute, offload, host, training state"
+        self.plain.add_class("memlab-plain")
+        self.plain.on_click(lambda _: state.take(_PLAIN, PRESETS[_PLAIN]))
+        self.box = ipywidgets.Box([self.choice, self.plain])
+        self.box.add_class("memlab-preset-bar")
         state.observe(lambda _: self._follow(), names=["form"])
         search.observe(lambda _: self._list(), names=["found"])
         self._list()
@@ -41,7 +49,7 @@ class PresetChoice:
                 name = f"found: {point.settings}, {format_bytes(point.peak_allocated_bytes)}"
                 self._presets[name] = Preset(settings=point.settings, state=self._state.scenario.state)
         self._is_following = True  # new options select the first one, which is not the user's choice
-        self.box.options = [_NONE, *self._presets]
+        self.choice.options = [_NONE, *self._presets]
         self._is_following = False
         self._follow()
 
@@ -54,8 +62,8 @@ class PresetChoice:
             if shown is not None and (shown[0].state, shown[1]) == (preset.state, preset.settings)
         ]
         self._is_following = True
-        if self.box.value not in names:
-            self.box.value = names[0] if names else _NONE
+        if self.choice.value not in names:
+            self.choice.value = names[0] if names else _NONE
         self._is_following = False
 
     def _chosen(self, change: Any) -> None:

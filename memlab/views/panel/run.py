@@ -11,7 +11,8 @@ from memlab.fitting.does_it_fit import transferred_bytes
 from memlab.fitting.recompute_cost import recomputed_operations
 from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
-from memlab.units import format_bytes
+from memlab.units import binary_unit, format_bytes
+from memlab.views.text.columns import in_unit
 
 COLUMNS = {
     "number": "run",
@@ -19,16 +20,19 @@ COLUMNS = {
     "workload": "workload",
     "peak": "peak",
     "worst_rank": "worst rank (spread)",
-    "saved": "saved",
-    "cost": "recomputed, to host",
-    "step_time": "step time",
+    "difference": "difference",
+    "recomputed": "recomputed (MFLOP per token)",
+    "copied": "to host, each way",
+    "step_time": "step time (ms)",
     "loss": "loss",
     "status": "status",
 }
 """Of the table, in their order: a row's key to the column's heading.
 
-FLOPs recomputed per token and bytes to the host are the cost on any machine, as in a search
-(`memlab.fitting.pareto_front`). The time of a step on a CPU is no measure of it."""
+FLOPs recomputed per token, and bytes that go to the host and come back, are the cost on any machine, as in a search
+(`memlab.fitting.pareto_front`). The time of a step on a CPU is no measure of it. Bytes of a column have one unit, which
+its heading names."""
+_OF_BYTES = ("peak", "difference", "copied")
 OF_JOBS = "worst_rank"
 """The column that only runs on several ranks fill."""
 
@@ -92,8 +96,10 @@ class Run:
 
     @property
     def status(self) -> str:
-        """``ok``, ``out of memory``, ``interrupted`` or ``error``."""
-        return "error" if self.record is None else self.record.status.replace("_", " ")
+        """``ok``, ``out of memory``, ``stopped`` or ``error``."""
+        if self.record is None:
+            return "error"
+        return "stopped" if self.record.status == "interrupted" else self.record.status.replace("_", " ")
 
     @property
     def is_ok(self) -> bool:
@@ -107,6 +113,9 @@ class Run:
             return self.error
         if self.record is None:
             return f"{self.error}: the model may be in the middle of a step: run the step again, or open a new lab"
+        if self.status == "stopped":  # the record's own advice, to run the step again, reads as an order here
+            place = self.record.message.partition(":")[0]
+            return f"{place}; the peak is what the step had reached by then (>)"
         return self.record.message
 
     @property
@@ -129,16 +138,10 @@ class Run:
         transferred = [
             f"{name} {format_bytes(size)}" for name, size in self.transferred_bytes.items() if name != GRADIENTS
         ]
-        names: dict[str, list[str]] = {}
-        for name, reason in self.without_effect.items():
-            names.setdefault(reason, []).append(name.partition(":")[2] or name)
-        idle = [f"{', '.join(settings)} ({reason})" for reason, settings in names.items()]
         parts = ["ok"]
         if transferred:
             parts.append(f"transferred to the host: {', '.join(transferred)}")
-        if idle:
-            parts.append(f"without effect: {'; '.join(idle)}")
-        return "; ".join(parts)
+        return "; ".join([*parts, *without_effect_words(self.without_effect)])
 
     def __str__(self) -> str:
         rank = "" if self.rank is None else f", rank {self.rank}"
@@ -146,16 +149,34 @@ class Run:
         return f"{name}{rank} ({self.conditions})"
 
 
+def without_effect_words(reasons: dict[str, str]) -> list[str]:
+    """Writes what changed nothing, with each reason once; nothing if there is none."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name.partition(":")[2] or name)
+    idle = [f"{', '.join(settings)} ({reason})" for reason, settings in names.items()]
+    return [f"without effect: {'; '.join(idle)}"] if idle else []
+
+
+def cost_words(record: StepRecord) -> list[str]:
+    """Writes what a step costs on any machine, in the words of the table's headings."""
+    operations, copied = recomputed_operations(record.settings, record.scenario), transferred_bytes(record)
+    recomputed = [f"recomputed {operations / 1e6:,.2f} MFLOP per token"] if operations else []
+    return [*recomputed, f"to host, each way {format_bytes(copied)}"] if copied else recomputed
+
+
 def rows(runs: Sequence[Run], pinned: Run | None) -> list[dict[str, str]]:
     """Writes each run as a row of text, with its differences from the pinned run.
+
+    Bytes are numbers without a unit: `columns` names it in their heading.
 
     Args:
         runs: In the order of the table.
         pinned: The run that the others are compared with; None leaves the differences out.
     """
-    return [
-        _row(run, pinned.record if pinned is not None and pinned.is_ok and run is not pinned else None) for run in runs
-    ]
+    unit_bytes, _ = _unit(runs)
+    base = pinned.record if pinned is not None and pinned.is_ok else None
+    return [_row(run, base if run is not pinned else None, unit_bytes) for run in runs]
 
 
 def columns(runs: Sequence[Run], base: Run | None = None) -> dict[str, str]:
@@ -170,13 +191,20 @@ def columns(runs: Sequence[Run], base: Run | None = None) -> dict[str, str]:
         left_out.add("workload")
     if all(run.is_ok for run in runs):
         left_out.add("status")
-    titles = COLUMNS if base is None else COLUMNS | {"saved": f"less than run {base.number}"}
+    _, unit = _unit(runs)
+    titles = COLUMNS if base is None else COLUMNS | {"difference": f"peak against run {base.number}"}
+    titles = titles | {name: f"{titles[name]} ({unit})" for name in _OF_BYTES}
     if any(run.backend == "cpu" for run in runs):
-        titles = titles | {"step_time": "CPU time"}
+        titles = titles | {"step_time": "CPU time (ms)"}
     return {name: title for name, title in titles.items() if name not in left_out}
 
 
-def _row(run: Run, base: StepRecord | None) -> dict[str, str]:
+def _unit(runs: Sequence[Run]) -> tuple[int, str]:
+    """The unit of all bytes of a table."""
+    return binary_unit(max((run.record.peak_allocated_bytes for run in runs if run.record is not None), default=1))
+
+
+def _row(run: Run, base: StepRecord | None, unit_bytes: int) -> dict[str, str]:
     record = run.record
     cells = dict.fromkeys(COLUMNS, "")
     cells |= {"number": str(run.number), "settings": run.conditions, "workload": run.workload, "status": run.status}
@@ -186,22 +214,23 @@ def _row(run: Run, base: StepRecord | None) -> dict[str, str]:
     if record is None or record.status != "ok":
         return cells | {
             "message": run.message,
-            "peak": f"> {format_bytes(record.peak_allocated_bytes)}" if record else "",
+            "peak": f"> {in_unit(record.peak_allocated_bytes, unit_bytes)}" if record else "",
         }
+    operations, copied = recomputed_operations(record.settings, record.scenario), transferred_bytes(record)
     cells |= {
         "message": "",
-        "peak": format_bytes(record.peak_allocated_bytes),
+        "peak": in_unit(record.peak_allocated_bytes, unit_bytes),
+        "recomputed": f"{operations / 1e6:,.2f}" if operations else "",
+        "copied": in_unit(copied, unit_bytes) if copied else "",
         "loss": "" if record.loss is None else f"{record.loss:.6f}",
     }
-    operations, transferred = recomputed_operations(record.settings, record.scenario), transferred_bytes(record)
-    costs = [f"{operations / 1e6:,.2f} MFLOP"] if operations else []
-    cells["cost"] = ", ".join([*costs, format_bytes(transferred)] if transferred else costs)
     is_timed = record.tokens_per_second > 0  # a prediction has no rate, and its seconds say nothing about a GPU
     if is_timed:
-        cells["step_time"] = f"{record.step_seconds * 1e3:,.1f} ms"
+        cells["step_time"] = f"{record.step_seconds * 1e3:,.1f}"
     if base is None:
         return cells
-    cells["saved"] = format_bytes(base.peak_allocated_bytes - record.peak_allocated_bytes).replace("-", _MINUS)
+    size = record.peak_allocated_bytes - base.peak_allocated_bytes
+    cells["difference"] = f"{'+' if size > 0 else ''}{in_unit(size, unit_bytes)}".replace("-", _MINUS)
     if is_timed and run.backend != "cpu":
         cells["step_time"] += _percent(record.step_seconds, base.step_seconds)
     if record.loss is not None and base.loss is not None:

@@ -1,4 +1,7 @@
-"""Run and Stop, the progress of the step, and the result of the last action."""
+"""Run and Stop, the progress of the step, what the controls' settings need, and the result of the last action.
+
+Each line has a place of its own, however long its text is: nothing below it moves.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,18 @@ from memlab.views.panel.what_if import WhatIf
 
 
 class RunBar:
-    """The row that starts and ends steps. `box` is the widget.
+    """The rows that start and end steps. `box` is the widget.
 
     Args:
         state: What it shows and changes.
         what_if: What the selected settings would need.
-        *others: Further buttons of the row.
+        *others: Further buttons of the first row.
     """
 
     def __init__(self, state: LabState, what_if: WhatIf, *others: Any) -> None:
         self._state, self._what_if = state, what_if
         self.predicts = ipywidgets.Checkbox(description="predict changes", indent=False)
+        self.predicts.tooltip = "Predicts what the controls' settings need, before Run"
         self.predicts.observe(lambda change: what_if.set_trait("is_on", change["new"]), names=["value"])
         self.verdict = ipywidgets.HTML()
         self.run = ipywidgets.Button(description="Run", button_style="primary", icon="play")
@@ -31,21 +35,23 @@ class RunBar:
         self.place = ipywidgets.HTML()
         self.status = ipywidgets.HTML()
         self.stop.tooltip = "Stops the step before its next layer; the model stays usable"
-        for name in ("run", "stop", "progress", "status", "predicts", "verdict"):
+        self.undo = ipywidgets.Button(description="Undo delete", tooltip="Brings back the run that was deleted last")
+        self.undo.on_click(lambda _: state.undo_delete())
+        for name in ("run", "stop", "progress", "status", "predicts", "verdict", "undo"):
             getattr(self, name).add_class(f"memlab-{name}")
         self.place.add_class("memlab-progress-text")
         # Run stays enabled while a step runs: a second press says in words why it starts nothing.
         self.run.on_click(lambda _: state.run())
         self.stop.on_click(lambda _: state.stop())
-        self.box = ipywidgets.Box(
-            [self.run, self.stop, self.verdict, self.progress, self.place, self.predicts, *others, self.status]
-        )
+        outcome = ipywidgets.Box([self.progress, self.place, self.status, self.undo])
+        outcome.add_class("memlab-outcome")
+        self.box = ipywidgets.Box([self.run, self.stop, self.predicts, *others, self.verdict, outcome])
         self.box.add_class("memlab-run-bar")
         self._show_progress()
         self._show_notice()
         state.observe(lambda _: self._show_progress(), names=["busy", "progress"])
-        state.observe(lambda _: self._show_notice(), names=["notice"])
-        state.observe(lambda _: self._show_verdict(), names=["form", "shown", "pinned", "runs"])
+        state.observe(lambda _: self._show_notice(), names=["notice", "deleted"])
+        state.observe(lambda _: self._show_verdict(), names=["form", "settings", "shown", "pinned", "runs"])
         what_if.observe(lambda _: self._show_verdict(), names=["is_on", "predicted", "notice"])
         self._show_verdict()
         self._show_rebuild()
@@ -67,16 +73,18 @@ class RunBar:
 
     def _show_verdict(self) -> None:
         self.predicts.value = self._what_if.is_on
-        self.verdict.value = f'<div role="status">{html.escape(self._what_if.words, quote=False)}</div>'
+        words = html.escape(self._what_if.words, quote=False)
+        self.verdict.value = f'<div role="status">{f"<b>Controls:</b> {words}" if words else ""}</div>'
+        self.run.disabled = self._state.settings is None
 
     def _show_notice(self) -> None:
         self.status.value = f'<div role="status">{html.escape(self._state.notice, quote=False)}</div>'
+        self.undo.layout.display = "none" if self._state.deleted is None else "flex"
 
 
 def _place(progress: Any) -> str:
     if progress is None:
         return "starting"
-    where = f"{progress.phase}, {progress.module}" if progress.module else progress.phase
-    if not progress.total:
-        return where
-    return f"{where}: {progress.done} of {progress.total} layer passes"
+    where = progress.phase.replace("warm-up ", "warm-up step, ").removesuffix(", idle")
+    where = f"{where} of {progress.module}" if progress.module else where
+    return f"{where}: {progress.done / progress.total:.0%} done" if progress.total else where

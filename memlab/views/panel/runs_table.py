@@ -21,5 +21,7 @@ class RunsTable(anywidget.AnyWidget):
     """As `memlab.views.panel.run.rows` writes them."""
     shown = traitlets.Int(0).tag(sync=True)
     """Number of a run; 0 for no run."""
+    base = traitlets.Int(0).tag(sync=True)
+    """Number of the run that the others are compared with, which stays in sight; 0 for none."""
     pinned = traitlets.Int(0).tag(sync=True)
     """Number of a run; 0 for no run."""

@@ -32,7 +32,7 @@ from memlab.views.text.ranks import rank_by_rank_blocks, ranks_table
 from memlab.views.text.record import record_table
 
 _logger = logging.getLogger(__name__)
-_COST_NOTE = "The cost on a GPU: FLOPs recomputed per token, bytes to the host. The CPU's time does not show it."
+_COST_NOTE = "What is recomputed and copied costs time on a GPU, too; the CPU's time does not show how much."
 _SHOWN_IN_TABLE = ["runs", "shown", "pinned", "rank", "pinned_rank", "export_folder", "export_open"]
 
 
@@ -48,7 +48,7 @@ class RunsView:
         self._state = state
         self.table = RunsTable()
         self.table.add_class("memlab-runs")
-        self.table.observe(lambda change: state.show(change["new"]), names=["shown"])
+        self.table.observe(self._choose_row, names=["shown"])
         self.pin = _button(
             "Pin",
             "pin",
@@ -56,13 +56,14 @@ class RunsView:
             state.pin,
         )
         reuse = _button("Use its settings", "reuse", "Puts this run's settings into the controls", state.reuse)
-        delete = _button("Delete", "delete", "Deletes this run and its record", state.delete)
+        delete = _button("Delete", "delete", "Deletes this run and its record, until Undo delete", state.delete)
         self.folder = ipywidgets.Text(description="Export to folder", continuous_update=False)
+        self.folder.tooltip = "Folder on the kernel's machine; it is made if it is missing"
         self.folder.style.description_width = "initial"
         self.folder.add_class("memlab-export-folder")
         self.folder.observe(lambda change: state.set_trait("export_folder", change["new"]), names=["value"])
         exports = [
-            _button("Folder", "export-run", "record.json and timeline.npz", lambda: self.export("run")),
+            _button("Record", "export-run", "The run as record.json and timeline.npz", lambda: self.export("run")),
             _button("PNG", "export-png", "The chart as a picture", lambda: self.export("png")),
             _button("SVG", "export-svg", "The chart as a picture that scales", lambda: self.export("svg")),
             _button("HTML", "export-html", "The chart and its table as one page", lambda: self.export("html")),
@@ -90,6 +91,10 @@ class RunsView:
         self.box.add_class("memlab-runs-part")
         self._show()
         state.observe(lambda _: self._show(), names=_SHOWN_IN_TABLE)
+
+    def _choose_row(self, change: Any) -> None:
+        if change["new"]:  # 0 is no row: none is shown, or a step that has none
+            self._state.show(change["new"])
 
     def export(self, kind: str) -> Path | None:
         """Writes a file of the shown run, and says in the state's notice where the file is, or what went wrong.
@@ -147,6 +152,7 @@ class RunsView:
         self.table.columns = [[name, title] for name, title in titles.items() if name in filled or not cells]
         self.table.rows = cells
         self.table.pinned = pinned.number if pinned else 0
+        self.table.base = state.base.number if state.base else 0
         self.table.shown = shown.number if shown else 0
         self.cost_note.value = _COST_NOTE if any(run.backend == "cpu" for run in state.runs) else ""
         self.pin.description = "Unpin" if state.is_pinned else "Pin"

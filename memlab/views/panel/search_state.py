@@ -11,6 +11,7 @@ import traitlets
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.fitting.pareto_front import SearchResult, default_resolution_bytes
 from memlab.lab.search_process import SearchProcess
 from memlab.units import GIB, format_bytes, parse_bytes
@@ -20,6 +21,12 @@ _logger = logging.getLogger(__name__)
 _USUAL_LIMIT_BYTES = 76 * GIB
 _SHARE_OF_PEAK = 0.9
 """Of the shown run's peak: a limit that this run exceeds a little."""
+
+_KEPT = (
+    *("offload_parameters", "offload_gradients", "offload_optimizer", "offload_optimizer_except_update"),
+    "checkpoint_input_remedy",
+)
+_TAKEN = "The controls show"
 
 
 class SearchState(traitlets.HasTraits):
@@ -36,6 +43,8 @@ class SearchState(traitlets.HasTraits):
     busy = traitlets.Bool()
     notice = traitlets.Unicode()
     """Progress of the search, or the result of the user's last action, in words."""
+    limit_source = traitlets.Unicode()
+    """Where the proposed limit comes from; empty after the user has typed another."""
     found = traitlets.Instance(SearchResult, allow_none=True)
 
     def __init__(self, state: LabState, start_process: Callable[..., Any] = SearchProcess) -> None:
@@ -43,6 +52,7 @@ class SearchState(traitlets.HasTraits):
         self._state = state
         self._start_process = start_process
         self._process: Any = None
+        state.observe(self._forget_taken, names=["form"])
 
     @property
     def backend(self) -> str:
@@ -56,6 +66,38 @@ class SearchState(traitlets.HasTraits):
             device_limit = self._state.lab.device_memory_bytes
             peak = shown.record.peak_allocated_bytes if shown is not None and shown.record is not None else 0
             self.limit = format_bytes(device_limit or int(peak * _SHARE_OF_PEAK) or _USUAL_LIMIT_BYTES)
+            if device_limit:
+                self.limit_source = "the device's memory"
+            elif shown is not None and peak:
+                self.limit_source = f"{_SHARE_OF_PEAK:.0%} of the peak of run {shown.number}"
+            else:
+                self.limit_source = "what torch can usually hold of a GPU's 80 GB"
+
+    @traitlets.observe("limit")
+    def _forget_source(self, _change: object) -> None:
+        self.limit_source = ""
+
+    @property
+    def base(self) -> MemorySettings:
+        """What every setting of a search keeps: the form's offload between steps, and its remedy.
+
+        Raises:
+            ValueError: If they break a rule.
+        """
+        form = self._state.form
+        return MemorySettings(**{name: getattr(form, name) for name in _KEPT})
+
+    @property
+    def kept(self) -> str:
+        """What a search takes from the controls, in words."""
+        form = self._state.form
+        try:
+            settings = "" if self.base == MemorySettings() else f"{self.base}, "
+            state = TrainingState(**form.state_values)
+        except ValueError as error:
+            return f"{error}"
+        trained = f", {state}" if state.changed() else ""
+        return f"{settings}{form.micro_batch_size} x {form.seq_length} tokens{trained}"
 
     def start(self) -> None:
         """Starts a search from the form's workload, or says in `notice` why not.
@@ -70,16 +112,9 @@ class SearchState(traitlets.HasTraits):
             try:
                 limit_bytes = parse_bytes(self.limit)
                 scenario = self._of_worst_rank(form.scenario(self._state.lab.scenario_as_opened))
-                base = MemorySettings(
-                    offload_parameters=form.offload_parameters,
-                    offload_gradients=form.offload_gradients,
-                    offload_optimizer=form.offload_optimizer,
-                    offload_optimizer_except_update=form.offload_optimizer_except_update,
-                    checkpoint_input_remedy=form.checkpoint_input_remedy,
-                )
                 self._process = self._start_process(
                     scenario,
-                    base,
+                    self.base,
                     limit_bytes,
                     resolution_bytes=default_resolution_bytes(limit_bytes),
                     backend=self.backend,
@@ -115,7 +150,15 @@ class SearchState(traitlets.HasTraits):
                 return
             point = self.found.points[number]
             self._state.form = self._state.form.with_settings(point.settings)
-            self.notice = f"The controls show '{point.settings}': press Run to take the step."
+            self.notice = f"{_TAKEN} '{point.settings}': press Run to take the step."
+
+    def observe_form(self, changed: Callable[[], None]) -> None:
+        """Calls a function after each change of the controls, of which a search keeps some."""
+        self._state.observe(lambda _: changed(), names=["form"])
+
+    def _forget_taken(self, _change: object) -> None:
+        if self.notice.startswith(_TAKEN):
+            self.notice = ""
 
     def _say(self, line: str) -> None:
         with self._state.lock:

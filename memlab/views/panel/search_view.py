@@ -12,7 +12,8 @@ from memlab.views.figures.frame import Drawing
 from memlab.views.figures.search import search_figure
 from memlab.views.panel.chart_widget import ChartWidget
 from memlab.views.panel.search_state import SearchState
-from memlab.views.text.search import search_table
+from memlab.views.text.columns import as_html
+from memlab.views.text.search import search_blocks
 
 _NO_CHOICE = -1
 
@@ -29,21 +30,20 @@ class SearchView:
             description="memory for a step" if on_cpu else "GPU memory for torch", continuous_update=False
         )
         self.limit.style.description_width = "initial"
+        self.limit.tooltip = "The most that a step may need, such as 40 MiB or 76 GiB"
         self.search = ipywidgets.Button(description="Search")
         self.search.tooltip = "Predicts settings in another process; this lab stays usable"
-        self.stop = ipywidgets.Button(description="Stop search")
+        self.stop = ipywidgets.Button(description="Stop search", tooltip="Ends the search without a result")
         self.status = ipywidgets.HTML()
         self.choice = ipywidgets.Dropdown(description="on the front", options=[("", _NO_CHOICE)])
         self.choice.style.description_width = "initial"
-        what = (
+        self.choice.tooltip = "Puts the chosen settings into the controls, as a click on the chart does"
+        self._predicts = (
             "allocated bytes on this CPU, as in the runs: a GPU needs more, for workspaces and its allocator's blocks"
             if on_cpu
             else "a GPU's bytes: workspaces and the allocator's blocks included"
         )
-        self.what = ipywidgets.HTML(
-            "Search predicts a step under many settings, and lists those that no other beats in peak, recomputed FLOPs "
-            f"and bytes to the host. It predicts {what}. It takes from seconds to a few minutes."
-        )
+        self.what = ipywidgets.HTML()
         self.table = ipywidgets.HTML()
         self.chart: ChartWidget | None = None
         self._num_found = 0
@@ -64,7 +64,8 @@ class SearchView:
         self.search.on_click(lambda _: state.start())
         self.stop.on_click(lambda _: state.stop())
         self.choice.observe(self._take_choice, names=["value"])
-        state.observe(lambda _: self._show(), names=["is_open", "limit", "busy", "notice"])
+        state.observe(lambda _: self._show(), names=["is_open", "limit", "limit_source", "busy", "notice"])
+        state.observe_form(self._show_what)
         state.observe(lambda _: self._show_found(), names=["found"])
         self._show()
 
@@ -84,10 +85,20 @@ class SearchView:
         # Before the section appears: a proposal that reaches the page while the user types joins what is typed.
         self.limit.value = state.limit
         self._section.layout.display = None if state.is_open else "none"
+        self._show_what()
         self.stop.disabled = not state.busy
         for part in (self.choice, self.table):
             part.layout.display = "none" if state.found is None else None
         self.status.value = f'<div role="status">{html.escape(state.notice, quote=False)}</div>'
+
+    def _show_what(self) -> None:
+        source = f" The limit is {self.state.limit_source}: type another." if self.state.limit_source else ""
+        kept = html.escape(self.state.kept, quote=False)
+        self.what.value = (
+            f"<b>Kept from the controls:</b> {kept}.{source} The search predicts steps under many recompute and "
+            "offload settings, and lists those that no other beats in peak, recomputed FLOPs and bytes to host. It "
+            f"predicts {self._predicts}. It takes from seconds to a few minutes."
+        )
 
     def _show_found(self) -> None:
         found = self.state.found
@@ -109,4 +120,4 @@ class SearchView:
         ]
         self.choice.options = [("choose settings for the controls", _NO_CHOICE), *options]
         self._show()
-        self.table.value = f'<pre tabindex="0">{html.escape(search_table(found), quote=False)}</pre>'
+        self.table.value = f'<div tabindex="0">{as_html(search_blocks(found))}</div>'

@@ -18,7 +18,7 @@ from memlab.config.settings import (
 )
 from memlab.units import format_bytes
 from memlab.views.panel.run import GRADIENTS, TRIED
-from memlab.views.panel.settings_form import SettingsForm
+from memlab.views.panel.settings_form import LABELS, SettingsForm
 from memlab.views.panel.state import LabState
 
 # Values by the words that a control shows. A Dropdown reads the value None as "nothing chosen", so it holds the words.
@@ -27,15 +27,45 @@ _METHODS = {method: method for method in RECOMPUTE_METHODS}
 _REMEDIES = {"kept": None, **{name.replace("_", " "): name for name in CHECKPOINT_INPUT_REMEDIES}}
 _DEVICE_OR_HOST = {"device": False, "host": True}
 # Gradients are dropped, not copied: between steps the optimizer has already used them.
-_GRADIENTS = {"with the optimizer state": None, "device": False, "dropped": True}
+_GRADIENTS = {"as optimizer state": None, "device": False, "dropped": True}
 _GROUPS = {
     "offload_parameters": "parameters",
     "offload_gradients": GRADIENTS,
     "offload_optimizer": "optimizer state",
 }
-_LETTERS_BESIDE = 30
-"""Of a note that fits beside its tick; a longer one has a row of its own."""
 _EXCEPT_UPDATE = "offload_optimizer_except_update"
+_MODULES = {
+    "attn_norm": "the norm before attention, if it is a module of its own",
+    "qkv_linear": "the linear layer that makes queries, keys and values",
+    "core_attn": "attention without its linear layers: scores, softmax and their product with the values",
+    "attn_proj": "the linear layer after attention; needs core_attn, too",
+    "mlp_norm": "the norm before the MLP or the experts, if it is a module of its own",
+    "expert_fc1": "the first linear layer of the experts of an MoE layer",
+    "moe_act": "the activation function of the experts of an MoE layer",
+    "layernorm": "the norms before attention and before the MLP",
+    "mlp": "the MLP of a dense layer",
+    "moe": "the whole MoE part of a layer: router and experts",
+}
+"""What each module is; the glossary has the terms."""
+_TOOLTIPS = {
+    "recompute_granularity": "full recomputes whole layers, selective single modules, none nothing; offload and host "
+    "stay as they are: All plain, above, takes back those too",
+    "recompute_method": "uniform: every layer, in groups; block: only the first layers, one by one",
+    "recompute_num_layers": "uniform: layers in a group; block: number of layers that are recomputed",
+    "checkpoint_input_remedy": "What is done about the input that the checkpoint of an MoE layer keeps after backward",
+    "min_offloaded_tensor_size": "The smallest saved tensor that is copied to the host, in elements; read only where a "
+    "module is ticked",
+    "activation_offload_fraction": "Share of the groups of the ticked modules that are copied to the host, from 0 to 1",
+    "delta_offload_bytes_across_pp_ranks": "Bytes that each pipeline stage keeps on the device more than the last one",
+    "fine_grained_offloading_max_inflight_offloads": "Copies to the host that computation does not wait for",
+    "offload_parameters": "Where the parameters are between two steps",
+    "offload_gradients": "Whether the gradient buffers are freed between two steps; they come back as zeros",
+    "offload_optimizer": "Where main parameters and Adam's moments are between two steps",
+    "offload_optimizer_except_update": "host: main parameters and moments are on the device only while the optimizer "
+    "updates the parameters",
+    "seq_length": "Tokens of a sequence",
+    "micro_batch_size": "Sequences of a micro-batch",
+}
 
 
 class SettingsControls:
@@ -47,9 +77,11 @@ class SettingsControls:
     def __init__(self, state: LabState) -> None:
         self._state = state
         self.by_name: dict[str, Any] = {}
-        self.error_boxes: dict[str, Any] = {}
         self.notes: dict[str, Any] = {}
         self._boxes: dict[str, Any] = {}
+        self._groups: dict[str, list[str]] = {}
+        self._prefixes: dict[str, tuple[str, ...]] = {}
+        self.heads: dict[str, Any] = {}
         self._reads: dict[str, Callable[[SettingsForm], Any]] = {}
         self.box = ipywidgets.VBox(
             [
@@ -60,77 +92,72 @@ class SettingsControls:
         self.box.add_class("memlab-settings")
         self._show_form()
         state.observe(lambda _: self._show_form(), names=["form"])
-        state.observe(lambda _: self._show_validation_error(), names=["validation_error"])
+        state.observe(lambda _: self._show_heads(), names=["validation_error"])
         state.observe(lambda _: self._show_notes(), names=["shown"])
 
     def _recompute(self) -> Any:
         return self._group(
             "Recompute",
             [
-                self._choice("recompute_granularity", "granularity", _GRANULARITIES),
-                _side_by_side(
-                    [
-                        self._choice("recompute_method", "method", _METHODS),
-                        self._number("recompute_num_layers", _typed("layers")),
-                    ]
-                ),
-                ipywidgets.HTML("modules (granularity selective):"),
+                self._choice("recompute_granularity", _GRANULARITIES),
+                _side_by_side([self._choice("recompute_method", _METHODS), self._number("recompute_num_layers")]),
                 _side_by_side(self._tick("recompute_modules", module) for module in RECOMPUTE_MODULES),
-                self._choice("checkpoint_input_remedy", "MoE checkpoint's input", _REMEDIES),
+                self._choice("checkpoint_input_remedy", _REMEDIES),
             ],
             ("recompute_", "checkpoint_input_remedy"),
         )
 
     def _offload(self) -> Any:
         ticks = _side_by_side(self._tick("offload_modules", module) for module in OFFLOAD_MODULES)
-        size = _typed("smallest tensor (elements)")
         return self._group(
             "Offload during the step",
-            [ticks, self._number("min_offloaded_tensor_size", size)],
+            [ticks, self._number("min_offloaded_tensor_size")],
             ("offload_modules", "min_offloaded_tensor_size"),
         )
 
     def _offload_since_0_19(self) -> Any:
         """Below the workload, so that what every version has is on one screen."""
         fraction, delta, inflight = SINCE_MEGATRON_0_19
-        share = ipywidgets.FloatText(description="share of groups offloaded", style={"description_width": "initial"})
         numbers = [
-            self._number(fraction, share),
-            self._number(delta, _typed("more bytes kept, per stage")),
-            self._number(inflight, _typed("copies in progress (-1: any)"), none=-1),
+            *(self._number(fraction, ipywidgets.FloatText), self._number(delta)),
+            self._number(inflight, none=-1),
         ]
         return self._group("Offload, since megatron-core 0.19", numbers, SINCE_MEGATRON_0_19)
 
     def _between_steps(self) -> Any:
         places = {name: _GRADIENTS if name == "offload_gradients" else _DEVICE_OR_HOST for name in _GROUPS}
-        boxes = [self._choice(name, _GROUPS[name], choices) for name, choices in places.items()]
-        boxes.append(self._choice(_EXCEPT_UPDATE, "optimizer, except update", _DEVICE_OR_HOST))
+        boxes = [self._choice(name, choices) for name, choices in places.items()]
+        boxes.append(self._choice(_EXCEPT_UPDATE, _DEVICE_OR_HOST))
+        for box in boxes:
+            box.add_class("memlab-host")
         return self._group("Between steps", boxes, (*_GROUPS, _EXCEPT_UPDATE))
 
     def _workload(self) -> Any:
-        fields = {"seq_length": "tokens", "micro_batch_size": "micro-batch"}
-        numbers = [self._number(name, _typed(label)) for name, label in fields.items()]
-        return self._group("Workload", [_side_by_side(numbers)], tuple(fields))
+        fields = ("seq_length", "micro_batch_size")
+        return self._group("Workload", [_side_by_side(self._number(name) for name in fields)], fields)
 
     def _group(self, title: str, children: list[Any], prefixes: tuple[str, ...]) -> Any:
-        """A titled group with a place for the text of a rule, which begins with the field that breaks it."""
-        error_box = ipywidgets.HTML()
-        error_box.add_class("memlab-validation-error")
-        self.error_boxes |= dict.fromkeys(prefixes, error_box)
-        box = ipywidgets.VBox([ipywidgets.HTML(f"<h4>{title}</h4>"), error_box, *children])
+        """A titled group; `prefixes` are the first words of the rules about it."""
+        head = self.heads[title] = ipywidgets.HTML()
+        head.add_class("memlab-group-head")
+        grouped = {name for names in self._groups.values() for name in names}
+        self._groups[title] = [name for name in self.by_name if name not in grouped]
+        self._prefixes[title] = prefixes
+        box = ipywidgets.VBox([head, *children])
         box.add_class("memlab-group")
         return box
 
-    def _choice(self, field: str, label: str, choices: dict[str, Any]) -> Any:
+    def _choice(self, field: str, choices: dict[str, Any]) -> Any:
         """A choice among values of a field of the form, by their words."""
-        control = ipywidgets.Dropdown(options=list(choices), description=label)
+        control = ipywidgets.Dropdown(options=list(choices), description=LABELS[field], tooltip=_TOOLTIPS[field])
         control.style.description_width = "initial"
         control.observe(lambda change: self._state.edit(**{field: choices[change["new"]]}), names=["value"])
         words = {value: word for word, value in choices.items()}
         return self._register(field, control, lambda form: words.get(getattr(form, field)))
 
-    def _number(self, field: str, control: Any, none: int | None = None) -> Any:
+    def _number(self, field: str, kind: Any = ipywidgets.IntText, none: int | None = None) -> Any:
         """A number that is a field of the form; `none` is shown where the field is None."""
+        control = kind(description=LABELS[field], tooltip=_TOOLTIPS[field], style={"description_width": "initial"})
 
         def edit(change: dict[str, Any]) -> None:
             self._state.edit(**{field: None if change["new"] == none else change["new"]})
@@ -143,7 +170,8 @@ class SettingsControls:
         return self._register(field, control, read)
 
     def _tick(self, field: str, module: str) -> Any:
-        control = ipywidgets.Checkbox(description=module, indent=False)
+        verb = "Recomputes" if field == "recompute_modules" else "Copies to the host what backward needs of"
+        control = ipywidgets.Checkbox(description=module, indent=False, tooltip=f"{verb} {_MODULES[module]}")
         name = f"{field}:{module}"
 
         def edit(change: dict[str, Any]) -> None:
@@ -174,48 +202,54 @@ class SettingsControls:
             value = self._reads[name](form)
             if value is not None:
                 control.value = value
-        self._show_validation_error()
 
     def _show_notes(self) -> None:
+        """Writes a few letters next to each control, in a place of their own; the tooltip has the sentence."""
         reasons = self._state.form.not_applicable(self._state.scenario.architecture)
-        settings = self._state.settings
+        settings, run = self._state.settings, self._state.shown
         idle = without_effect(settings, self._state.scenario.architecture) if settings is not None else {}
+        of_run = {name: self._in_shown_run(name) for name in self.by_name} if run is not None else {}
         for name, control in self.by_name.items():
             reason = reasons.get(name)
             control.disabled = reason is not None
-            note = html.escape(f"no effect: {idle[name]}" if name in idle else self._note_of_shown_run(name))
-            box = self._boxes[name]
-            (box.add_class if len(note) > _LETTERS_BESIDE and not reason else box.remove_class)("memlab-wide")
             if reason:
-                # The note covers the control: JupyterLab shows the tooltip of a disabled control nowhere, and that of
-                # its label, which is the control's name, everywhere else.
-                why = html.escape(reason)
-                self.notes[
-                    name
-                ].value = f'<i class="memlab-why" role="note" tabindex="0" title="{why}" aria-label="{why}"></i>'
+                # It covers the control: JupyterLab shows the tooltip of a disabled control nowhere.
+                self.notes[name].value = _note("memlab-why", reason, "")
+            elif name in idle:
+                self.notes[name].value = _note("memlab-note", f"no effect: {idle[name]}", "no effect")
             else:
-                self.notes[name].value = note
+                words, sentence = of_run.get(name, ("", ""))
+                self.notes[name].value = _note("memlab-note", sentence, words) if words else ""
+        self._show_heads()
 
-    def _note_of_shown_run(self, name: str) -> str:
-        """What a control's setting did in the shown run; empty if it was not set, or is not an offload."""
+    def _in_shown_run(self, name: str) -> tuple[str, str]:
+        """What a control's setting did in the shown run, in a few letters and as a sentence; empty if it did nothing.
+
+        What the run did not set has no note: its figure would be read as one of the controls' settings.
+        """
         run = self._state.shown
-        if run is None:
-            return ""
-        where = "" if run.number == TRIED else f" in run {run.number}"
+        assert run is not None
+        where = "in this step" if run.number == TRIED else f"in run {run.number}"
         if name in run.without_effect:
-            return f"no effect{where}: {run.without_effect[name]}"
+            return "no effect", f"no effect {where}: {run.without_effect[name]}"
         subject = _GROUPS.get(name) or name.removeprefix("offload_modules:")
         if "offload" not in name or subject not in run.transferred_bytes:
-            return ""
-        verb = "dropped" if subject == GRADIENTS else "transferred"
-        return f"{format_bytes(run.transferred_bytes[subject])} {verb}{where}"
+            return "", ""
+        size = format_bytes(run.transferred_bytes[subject])
+        return size, f"{size} {'dropped' if subject == GRADIENTS else 'copied to the host and back'} {where}"
 
-    def _show_validation_error(self) -> None:
-        text = "" if self._state.error_is_about_state else self._state.validation_error
-        about = [box for prefix, box in self.error_boxes.items() if text.startswith(prefix)]
-        for box in self.error_boxes.values():
-            is_about = bool(text) and box is (about[0] if about else self.error_boxes["seq_length"])
-            box.value = f'<div role="alert">{html.escape(text, quote=False)}</div>' if is_about else ""
+    def _show_heads(self) -> None:
+        """Writes each group's title, the run that its notes are about, and the rule that its controls break."""
+        run, state = self._state.shown, self._state
+        who = "" if run is None else "what if:" if run.number == TRIED else f"run {run.number}:"
+        text = "" if state.error_is_about_state else state.validation_error
+        about = [title for title, prefixes in self._prefixes.items() if text.startswith(prefixes)] or ["Workload"]
+        for title, names in self._groups.items():
+            of_run = run is not None and any(self._in_shown_run(name)[0] for name in names)
+            error = f'<div role="alert" class="memlab-validation-error">{html.escape(text, quote=False)}</div>'
+            is_refused = bool(text) and title == about[0]
+            head = f"<h4>{title}</h4><span>{who if of_run else ''}</span>"
+            self.heads[title].value = head + (error if is_refused else "")
 
 
 def _side_by_side(widgets: Iterable[Any]) -> Any:
@@ -224,5 +258,6 @@ def _side_by_side(widgets: Iterable[Any]) -> Any:
     return box
 
 
-def _typed(label: str) -> Any:
-    return ipywidgets.IntText(description=label, style={"description_width": "initial"})
+def _note(kind: str, sentence: str, words: str) -> str:
+    why = html.escape(sentence)
+    return f'<i class="{kind}" role="note" tabindex="0" title="{why}" aria-label="{why}">{html.escape(words)}</i>'

@@ -8,6 +8,7 @@ raise the error with the rule's text.
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,23 @@ from memlab.config.settings import (
 )
 from memlab.config.training_state import TrainingState
 
+LABELS = {
+    "recompute_granularity": "granularity",
+    "recompute_method": "method",
+    "recompute_num_layers": "layers",
+    "checkpoint_input_remedy": "MoE checkpoint's input",
+    "min_offloaded_tensor_size": "smallest tensor (elements)",
+    "activation_offload_fraction": "share of groups offloaded",
+    "delta_offload_bytes_across_pp_ranks": "more bytes kept, per stage",
+    "fine_grained_offloading_max_inflight_offloads": "copies in progress (-1: any)",
+    "offload_parameters": "parameters",
+    "offload_gradients": "gradients",
+    "offload_optimizer": "optimizer state",
+    "offload_optimizer_except_update": "optimizer except update",
+    "seq_length": "tokens",
+    "micro_batch_size": "micro-batch",
+}
+"""What the panel calls each field."""
 MODULE_FIELDS = {"recompute_modules": RECOMPUTE_MODULES, "offload_modules": OFFLOAD_MODULES}
 
 
@@ -63,16 +81,27 @@ class SettingsForm:
     def of(cls, settings: MemorySettings, scenario: Scenario) -> SettingsForm:
         """Returns the form of some settings in some scenario."""
         form = cls(
+            min_offloaded_tensor_size=settings.min_offloaded_tensor_size,
+            seq_length=scenario.seq_length,
+            micro_batch_size=scenario.micro_batch_size,
+        )
+        return form.with_run(settings, scenario)
+
+    def with_run(self, settings: MemorySettings, scenario: Scenario) -> SettingsForm:
+        """Returns this form with other settings in another scenario."""
+        return replace(
+            self.with_settings(settings),
             seq_length=scenario.seq_length,
             micro_batch_size=scenario.micro_batch_size,
             state_values=scenario.state.to_dict(),
             allocator_values=scenario.allocator.to_dict(),
         )
-        return form.with_settings(settings)
 
     def with_settings(self, settings: MemorySettings) -> SettingsForm:
-        """Returns this form with other settings; fields that those settings do not set keep their values."""
+        """Returns this form with other settings; fields that those settings do not set or read keep their values."""
         values = settings.to_dict()
+        if settings.offload_modules is None:
+            del values["min_offloaded_tensor_size"]
         if settings.offload_gradients == settings.offload_optimizer:
             values["offload_gradients"] = None
         values["offload_modules"] = values["offload_modules"] or ()
@@ -98,7 +127,7 @@ class SettingsForm:
         for name in _not_read(self.recompute_granularity):
             values[name] = None
         values["offload_modules"] = self.offload_modules or None
-        settings = MemorySettings(**values)
+        settings = as_read(MemorySettings(**values))
         check_on_model(settings, scenario)
         return settings
 
@@ -132,7 +161,8 @@ class SettingsForm:
         """Finds the controls that have no effect under this form, or could only lead to an error.
 
         Returns:
-            Reasons in the words of the rule, by ``field`` or ``field:module``.
+            Reasons in the words of the rule, by ``field`` or ``field:module``. They leave out the value that was
+            tried to find the rule: the control has another one.
         """
         granularity = self.recompute_granularity
         chosen: dict[str, Any] = {"recompute_granularity": granularity}
@@ -141,7 +171,7 @@ class SettingsForm:
         reasons: dict[str, str] = {}
         for field in _not_read(granularity):
             if field not in MODULE_FIELDS:
-                reasons[field] = _rule_text(**chosen, **{field: getattr(self, field) or _ANY[field]})
+                reasons[field] = _without_value(_rule_text(**chosen, **{field: getattr(self, field) or _ANY[field]}))
         if not architecture.is_moe:
             remedy = without_effect(MemorySettings(checkpoint_input_remedy="detach"), architecture)
             reasons["checkpoint_input_remedy"] = remedy["checkpoint_input_remedy"]
@@ -149,7 +179,7 @@ class SettingsForm:
             for module in modules:
                 reason = _reason_against(field, module, architecture)
                 if not reason and field in _not_read(granularity):
-                    reason = _rule_text(**chosen, **{field: (module,)})
+                    reason = _without_value(_rule_text(**chosen, **{field: (module,)}))
                 if reason:
                     reasons[f"{field}:{module}"] = reason
         return reasons | self._not_in_megatron(architecture)
@@ -162,7 +192,7 @@ class SettingsForm:
         reasons = {}
         for field, value in _SET_SINCE_0_19.items():
             if getattr(self, field) == getattr(MemorySettings(), field):
-                reasons[field] = _refusal(MemorySettings(**{field: value}), architecture)
+                reasons[field] = _without_value(_refusal(MemorySettings(**{field: value}), architecture))
         return {field: reason for field, reason in reasons.items() if reason}
 
 
@@ -177,6 +207,19 @@ _SET_SINCE_0_19: dict[str, Any] = dict(zip(SINCE_MEGATRON_0_19, (0.5, 1, 0), str
 _ANY: dict[str, Any] = {"recompute_method": "uniform", "recompute_num_layers": 1}
 
 
+def in_labels(text: str) -> str:
+    """Writes the fields that a sentence names as the panel's labels."""
+    pattern = rf"\b({'|'.join(sorted(LABELS, key=len, reverse=True))})\b"
+    return re.sub(pattern, lambda found: f"'{LABELS[found[0]]}'", text)
+
+
+def as_read(settings: MemorySettings) -> MemorySettings:
+    """Returns the settings without a smallest tensor that no offload module reads: two that do the same are equal."""
+    if settings.offload_modules is not None:
+        return settings
+    return replace(settings, min_offloaded_tensor_size=MemorySettings().min_offloaded_tensor_size)
+
+
 def _not_read(granularity: RecomputeGranularity | None) -> tuple[str, ...]:
     """The fields that Megatron ignores under a granularity."""
     full, selective = ("recompute_method", "recompute_num_layers"), ("recompute_modules",)
@@ -187,6 +230,11 @@ def _rule_text(**values: Any) -> str:
     text = validation_error(**values)
     assert text, f"no rule refuses {values}"
     return text
+
+
+def _without_value(text: str) -> str:
+    """Returns what a rule says after the field and its value, and before the values of others and the advice."""
+    return text.partition(", but ")[2].partition(", and ")[0].partition(": ")[0]
 
 
 def _reason_against(field: str, module: str, architecture: Architecture) -> str:

@@ -33,7 +33,7 @@ from memlab.views.figures.resample import AXES
 from memlab.views.panel.lab_protocol import LabLike, ProgressLike
 from memlab.views.panel.presets import Preset
 from memlab.views.panel.run import TRIED, Run
-from memlab.views.panel.settings_form import SettingsForm
+from memlab.views.panel.settings_form import SettingsForm, as_read
 from memlab.views.text.job import lines_for
 
 Selection = tuple[Scenario, MemorySettings]
@@ -61,6 +61,7 @@ class _Pressed:
 
 _READY = "Ready: change a setting, then press Run."
 _NOT_STARTED = "Not started"
+_PRESSED_MEANWHILE = "Run was pressed during this step and started nothing: press it again for another step."
 
 
 class LabState(traitlets.HasTraits):
@@ -104,6 +105,8 @@ class LabState(traitlets.HasTraits):
     export_open = traitlets.Bool()
     """Whether the exports of the shown run, and the lines that repeat it, are shown."""
     export_folder = traitlets.Unicode("memlab_exports")
+    deleted = traitlets.Any()
+    """What `undo_delete` brings back: a place in the table, its run, and what was pinned; None after the next run."""
     copied_as = traitlets.Enum(("", *FRAMEWORKS), default_value="")
     """The framework for which `lines_to_copy` are written; empty for none."""
 
@@ -124,12 +127,10 @@ class LabState(traitlets.HasTraits):
 
     @property
     def lines_to_copy(self) -> str:
-        """The lines to paste into a job of `copied_as` for what the controls show, or the rule that they break."""
-        if not self.copied_as:
+        """The lines to paste into a job of `copied_as` so that it runs as the shown run did."""
+        if not self.copied_as or self.shown is None:
             return ""
-        if self.settings is None:
-            return self.validation_error
-        return lines_for(self.copied_as, self.form.scenario(self.lab.scenario_as_opened), self.settings)
+        return f"# {self.shown}\n{lines_for(self.copied_as, self.shown.scenario, self.shown.settings)}"
 
     @traitlets.observe("form")
     def _resolve(self, _change: object) -> None:
@@ -237,7 +238,7 @@ class LabState(traitlets.HasTraits):
             if self.shown is None:
                 self.notice = "No run is shown: choose one in the table first."
                 return
-            self.form = SettingsForm.of(self.shown.settings, self.shown.scenario)
+            self.form = self.form.with_run(self.shown.settings, self.shown.scenario)
             self.notice = f"The controls show the settings of {self.shown}."
 
     def run(self) -> Future[StepRecord] | None:
@@ -369,7 +370,7 @@ class LabState(traitlets.HasTraits):
             pressed.ended.cancel()
 
     def stop(self) -> None:
-        """Ends the running step before its next phase or layer; its row says ``interrupted``."""
+        """Ends the running step before its next phase or layer; its row says ``stopped``."""
         with self.lock:
             pressed, self._pressed = self._pressed, None
         if pressed is not None:
@@ -440,12 +441,29 @@ class LabState(traitlets.HasTraits):
             at = self.runs.index(run)
             _remove(self.lab.records, run.record)
             left = (*self.runs[:at], *self.runs[at + 1 :])
+            pinned = self.pinned, self.pinned_rank
             if self.pinned is run:
                 self.pinned_rank = self.pinned = None
             self.moment = None
             self.shown = left[min(at, len(left) - 1)] if left else None
             self.runs = left
+            self.deleted = (at, run, *pinned)
             self.notice = f"Deleted {run}."
+
+    def undo_delete(self) -> None:
+        """Brings back the run that was deleted last, with its record, and shows it."""
+        with self.lock:
+            if self.deleted is None:
+                self.notice = "No run was deleted since the last run: there is none to bring back."
+                return
+            at, run, pinned, pinned_rank = self.deleted
+            if run.record is not None:
+                self.lab.records.append(run.record)
+            self.runs = (*self.runs[:at], run, *self.runs[at:])
+            if pinned is run:
+                self.pinned_rank, self.pinned = pinned_rank, pinned
+            self.moment, self.shown, self.deleted = None, run, None
+            self.notice = f"{run} is back."
 
     @property
     def timeline(self) -> Timeline | None:
@@ -484,6 +502,7 @@ class LabState(traitlets.HasTraits):
         raise ValueError(f"there is no run {number}: choose from {', '.join(str(run.number) for run in self.runs)}")
 
     def _add(self, **values: Any) -> None:
+        self.deleted = None
         self._num_runs += 1
         run = Run(number=self._num_runs, backend=self.lab.backend.name, **values)
         self.moment = None
@@ -528,7 +547,9 @@ class LabState(traitlets.HasTraits):
                         self.refresh()
                         assert self.shown is not None
                         rebuilt = [f"{change}. " for change in self.lab.state_changes[num_changes:]]
-                        self.notice = f"{''.join(rebuilt)}{self.shown}: {self.shown.outcome}"
+                        was_refused = self.notice.startswith(_NOT_STARTED)
+                        again = f". {_PRESSED_MEANWHILE}" if was_refused else ""
+                        self.notice = f"{''.join(rebuilt)}{self.shown}: {self.shown.outcome}{again}"
                 finally:  # what draws the new run may raise
                     self.progress, self.busy = None, pressed is not None and not is_kept
         finally:
@@ -578,7 +599,7 @@ def _had(run: Run, selection: Selection | None) -> bool:
     if selection is None:
         return False
     scenario, settings = selection
-    return (_of_job(run.scenario), run.settings) == (_of_job(scenario), settings)
+    return (_of_job(run.scenario), as_read(run.settings)) == (_of_job(scenario), settings)
 
 
 def _of_job(scenario: Scenario) -> Scenario:

@@ -80,12 +80,13 @@ class StateControls:
         if name in CHOICES:
             none = [_NONE] if name == "fp8_format" else []
             control = ipywidgets.Dropdown(options=[*none, *CHOICES[name]], description=name)
+            control.tooltip = f"Megatron's {name}"
         elif name in _NUMBERS:
             kind = ipywidgets.FloatText if name in _SHARES else ipywidgets.IntText
             unset = " (0: unset)" if name in _MAY_BE_UNSET else ""
             control = kind(description=name + unset, tooltip=_NUMBERS[name])
         else:
-            control = ipywidgets.Checkbox(description=name, indent=False)
+            control = ipywidgets.Checkbox(description=name, indent=False, tooltip=f"Megatron's {name}")
         if not isinstance(control, ipywidgets.Checkbox):
             control.style.description_width = "initial"
         control.add_class(f"memlab-state-{name.replace('_', '-')}")

@@ -8,7 +8,7 @@ from typing import Any
 import ipywidgets
 
 from memlab.record.timeline import Timeline
-from memlab.units import format_bytes
+from memlab.units import binary_unit, format_bytes
 from memlab.views.figures.palette import CATEGORY_LOOKS
 from memlab.views.figures.resample import AXES
 from memlab.views.panel.chart_data import chart_drawing, event_at, mark_moment
@@ -22,8 +22,17 @@ from memlab.vocabulary import PHASES
 
 _NUM_MODULES = 8
 _ALL_RANKS = -1
-_FLOOR_TOOLTIPS = ("The axis starts at the bytes that are held throughout the step", "The axis starts at 0")
-"""Of `FLOORS`, in its order."""
+_TOOLTIPS = {
+    "pool": ("Which memory the chart shows", "Memory of the device", "Memory of the host that holds offloaded data"),
+    "axis": ("What the chart's axis counts", "Milliseconds since the step's start", "Each allocation and each free"),
+    "floor": (
+        *("Where the bytes axis starts", "At the bytes that are held throughout the step, which differ between runs"),
+        "At 0, in every run: shapes and heights can be compared",
+    ),
+}
+"""Of each switch, then of its choices in their order."""
+_SAME_START = 0.02
+"""Of an axis: a start that differs by less is the same to the eye."""
 
 
 class TimelineView:
@@ -32,21 +41,23 @@ class TimelineView:
     def __init__(self, state: LabState) -> None:
         self._state = state
         self._drawn: tuple[Any, Any] | None = None
+        self._starts: list[tuple[Any, str, int]] = []
         self._is_listing_ranks = False
         self.pool = self._switch("pool", POOLS_SHOWN, "Of")
         self.axis = self._switch("axis", AXES, "Along")
         self.floor = self._switch("floor", FLOORS, "Bytes from")
-        self.floor.tooltips = _FLOOR_TOOLTIPS
         self.chart = ChartWidget(self._drawing(), self._look_at_point)
         self.chart.add_class("memlab-chart")
         self.slider = Slider(name="moment, as the number of its event")
         self.number = ipywidgets.BoundedIntText(
             min=0, max=0, description="event", style={"description_width": "initial"}
         )
+        self.number.tooltip = "Number of the allocation or free, counted from the step's start"
         self.to_peak = ipywidgets.Button(description="Peak", tooltip="Selects the step's peak")
         self.to_peak.on_click(lambda _: state.look_at(None))
         self.breakdown = ipywidgets.HTML()
         self.rank = ipywidgets.Dropdown(description="Rank", options=[("all", _ALL_RANKS)])
+        self.rank.tooltip = "The rank that is shown alone"
         self.rank.observe(self._rank_given, names=["value"])
         self.all_ranks = ipywidgets.Button(description="All ranks", tooltip="Shows all ranks next to each other again")
         self.all_ranks.on_click(lambda _: state.show_rank(None))
@@ -58,16 +69,23 @@ class TimelineView:
             widget.observe(self._moment_given, names=["value"])
         self.breakdown.add_class("memlab-breakdown")
         self.title = ipywidgets.HTML()
+        self.start = ipywidgets.HTML()
         switches = ipywidgets.Box([self.pool, self.axis, self.floor, self.rank, self.all_ranks])
         self.moment = ipywidgets.Box([ipywidgets.Label("Moment"), self.slider, self.number, self.to_peak])
         drawing = ipywidgets.Box([self.chart])
-        self.box = ipywidgets.Box([self.title, switches, drawing, self.moment, self.breakdown])
-        named = {"title": self.title, "switches": switches, "drawing": drawing, "moment-bar": self.moment}
+        self.box = ipywidgets.Box([self.title, switches, self.start, drawing, self.moment, self.breakdown])
+        named = {
+            "title": self.title,
+            "switches": switches,
+            "start": self.start,
+            "drawing": drawing,
+            "moment-bar": self.moment,
+        }
         for name, box in (named | {"timeline": self.box}).items():
             box.add_class(f"memlab-{name}")
         self._show_ranks()
         self._show_moment()
-        self.title.value = chart_title(state)
+        self._show_title()
         state.observe(lambda _: self._show_ranks(), names=["shown", "rank"])
         drawn = ["shown", "pinned", "pool", "axis", "floor", "moment", "rank", "pinned_rank"]
         state.observe(lambda _: self._show_chart(), names=drawn)
@@ -75,6 +93,7 @@ class TimelineView:
 
     def _switch(self, name: str, choices: tuple[str, ...], label: str) -> Any:
         switch = ipywidgets.ToggleButtons(options=choices, description=label, value=getattr(self._state, name))
+        switch.tooltip, *switch.tooltips = _TOOLTIPS[name]
         switch.style.description_width = "initial"
         switch.style.button_width = "3.6rem"
         switch.add_class(f"memlab-{name}")
@@ -139,7 +158,28 @@ class TimelineView:
     def _show_chart(self) -> None:
         with self._state.lock:
             self.chart.show(self._drawing())
-            self.title.value = chart_title(self._state)
+            self._show_title()
+
+    def _show_title(self) -> None:
+        self.title.value = chart_title(self._state)
+        self.start.value = self._other_start()
+
+    def _other_start(self) -> str:
+        """Says where the bytes axis starts, if it started elsewhere in the chart of the run before."""
+        state = self._state
+        layout = self._drawing().layout
+        run, timeline = state.one_run, state.timeline
+        if run is None or timeline is None:
+            return ""
+        unit_bytes, _ = binary_unit(timeline.peak_bytes(state.pool))
+        low, high = (round(end * unit_bytes) for end in layout["yaxis"]["range"])
+        if self._starts and self._starts[-1][0] == (run.number, run.rank):
+            self._starts.pop()
+        self._starts = [*self._starts[-1:], ((run.number, run.rank), state.pool, low)]
+        (_, pool, before), *_ = self._starts
+        if pool != state.pool or abs(low - before) < _SAME_START * (high - low):
+            return ""
+        return f"The bytes axis starts at {format_bytes(low)}, and at {format_bytes(before)} in the chart before."
 
     def _show_moment(self) -> None:
         state = self._state
@@ -165,7 +205,7 @@ def chart_title(state: LabState) -> str:
     run, pinned = state.one_run, state.pinned
     if run is None or state.shows_all_ranks:
         return ""
-    title = f"<b>{html.escape(f'{run}', quote=False)}</b>: allocated on the {state.pool}"
+    title = f"Chart: <b>{html.escape(f'{run}', quote=False)}</b>, allocated on the {state.pool}"
     if pinned is None or state.is_pinned:
         return title
     rank = state.one_rank if state.pinned_rank is None else state.pinned_rank

@@ -15,9 +15,12 @@ import traitlets
 
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
 from memlab.lab.prediction_process import PredictionProcess
 from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes
+from memlab.views.panel.run import TRIED, cost_words, without_effect_words
+from memlab.views.panel.settings_form import in_labels
 from memlab.views.panel.state import LabState, Selection
 
 _logger = logging.getLogger(__name__)
@@ -26,6 +29,8 @@ _logger.addHandler(logging.NullHandler())
 _SETTLE_SECONDS = 0.1
 """A prediction starts when the controls have not changed for this long."""
 _MOST_KEPT = 200
+_CONTROLS = MemorySettings.__slots__
+"""What else has no effect is of the training state or the allocator, whose controls say so."""
 _PROCESS = PredictionProcess()
 """For all panels of this kernel: it takes seconds to start."""
 
@@ -61,10 +66,14 @@ class WhatIf(traitlets.HasTraits):
 
     @property
     def words(self) -> str:
-        """What the selected settings need, next to what the shown run needed if it had the same settings."""
+        """What the controls' settings need and cost, next to what the shown run needed if it had the same settings."""
         state, predicted = self._state, self.predicted
+        if state.settings is None:
+            return f"not possible: {state.validation_error}"
         run = state.shown
         measured = run.record if run is not None and run.is_ok and state.is_selected(run) else None
+        if run is not None and run.number == TRIED:
+            predicted, measured = predicted or measured, None
         if measured is not None:
             words = f"peak {format_bytes(measured.peak_allocated_bytes)}{state.compared(run)}{_reserved(measured)}"
             if predicted is None:
@@ -73,7 +82,10 @@ class WhatIf(traitlets.HasTraits):
         if predicted is None:
             return self.notice
         peak = f"predicted peak {format_bytes(predicted.peak_allocated_bytes)}"
-        return f"{peak}{state.compared(predicted)}{_reserved(predicted)}"
+        reasons = predicted.without_effect.items()
+        idle = {name: in_labels(reason) for name, reason in reasons if name.partition(":")[0] in _CONTROLS}
+        needs = f"{peak}{state.compared(predicted)}{_reserved(predicted)}"
+        return "; ".join([needs, *cost_words(predicted), *without_effect_words(idle)])
 
     def close(self) -> None:
         """Ends the thread; the process stays for the next panel."""

@@ -49,7 +49,7 @@ def lines_for(framework_name: str, scenario: Scenario, settings: MemorySettings,
     title = "lines to change in the job" if is_change else "lines of the job"
     unsaid = [f"# {framework_name} cannot say {name}: {reason}" for name, reason in done.unsaid.items()]
     lines = done.lines or ("# nothing: the job has these settings already",)
-    return "\n".join([f"{title}, for {framework_name}:", *unsaid, *lines])
+    return "\n".join([f"# {title}, for {framework_name}:", *unsaid, *lines])
 
 
 def _summary(job: Job) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from memlab.config.settings import MemorySettings
 from memlab.fitting.pareto_front import Point, SearchResult
 from memlab.units import binary_unit, format_bytes
-from memlab.views.text.columns import aligned, in_unit, wrapped
+from memlab.views.text.columns import Block, Table, as_text, in_unit
 
 _SETTING_WIDTH = 52
 
@@ -18,22 +18,19 @@ def search_table(found: SearchResult) -> str:
     Returns:
         Lines of at most `LINE_WIDTH` characters: first the answer, then what was searched, then the front.
     """
+    return as_text(search_blocks(found))
+
+
+def search_blocks(found: SearchResult) -> list[Block]:
+    """Returns what `search_table` writes, for a page as well."""
     base = "" if found.base == MemorySettings() else f", each with '{found.base}'"
-    lines = [
-        *(
-            [*wrapped(found.verdict), "", "these settings fit with the least extra work:", "", *_table(found.cheapest)]
-            if found.cheapest
-            else wrapped(nothing_fits_line(found))
-        ),
-        "",
-        *wrapped(f"{found.scenario}{base}; {limit_line(found)}"),
-        *wrapped(f"{counts_line(found)}."),
-        "",
-        *wrapped(f"the front ({front_line(found)}):"),
-        "",
-        *_table(found.front),
-    ]
-    return "\n".join(lines)
+    answer: list[Block] = (
+        [[found.verdict], ["these settings fit with the least extra work:"], _table(found.cheapest)]
+        if found.cheapest
+        else [[nothing_fits_line(found)]]
+    )
+    searched = [f"{found.scenario}{base}; {limit_line(found)}", f"{counts_line(found)}."]
+    return [*answer, searched, [f"the front ({front_line(found)}):"], _table(found.front)]
 
 
 def limit_line(found: SearchResult) -> str:
@@ -81,19 +78,19 @@ def nothing_fits_line(found: SearchResult) -> str:
     )
 
 
-def _table(points: Sequence[Point]) -> list[str]:
+def _table(points: Sequence[Point]) -> Table:
     peaks = [point.peak_allocated_bytes for point in points]
     columns = [
         ["setting", "", *(f"{point.settings}" for point in points)],
         _bytes("peak", peaks),
         ["recomputed", "MFLOP/token", *(f"{point.recomputed_operations / 1e6:,.3f}" for point in points)],
-        _bytes("transferred", [point.transferred_bytes for point in points]),
+        _bytes("to host", [point.transferred_bytes for point in points], " each way"),
         _bytes("on host", [point.host_bytes for point in points]),
         ["", "", *(point.verdict if point.fits else "" for point in points)],
     ]
-    return aligned([list(row) for row in zip(*columns, strict=True)], first_width=_SETTING_WIDTH)
+    return Table([list(row) for row in zip(*columns, strict=True)], num_head_rows=2, first_width=_SETTING_WIDTH)
 
 
-def _bytes(name: str, sizes: Sequence[int]) -> list[str]:
+def _bytes(name: str, sizes: Sequence[int], which: str = "") -> list[str]:
     unit_bytes, unit = binary_unit(max(sizes))
-    return [name, unit, *(in_unit(size, unit_bytes) for size in sizes)]
+    return [name, unit + which, *(in_unit(size, unit_bytes) for size in sizes)]

@@ -8,6 +8,7 @@ import chart from "../../../memlab/views/panel/static/chart.js";
 // Titles of the pictures that plotly began to draw, and what ends the drawing that has not ended.
 let began = [];
 let end = null;
+let drawnHeight = null;
 let resize = null;
 
 class Element extends EventTarget {
@@ -47,8 +48,9 @@ class Model {
   }
 }
 
-function beginDrawing(plot, data, { title, width }) {
+function beginDrawing(plot, data, { title, width, height }) {
   began.push(`${title} ${width}`);
+  drawnHeight = height;
   const { promise, resolve, reject } = Promise.withResolvers();
   end = (error) => (error ? reject(error) : resolve());
   return promise;
@@ -103,6 +105,14 @@ beforeEach(() => {
     getComputedStyle: () => ({ getPropertyValue: () => themeInk }),
   });
   console.error = () => {};
+});
+
+test("a picture without a height of its own has that of its place", async () => {
+  const model = new Model("bare");
+  model.picture.layout.height = null;
+  await open(model);
+  assert.equal(drawnHeight, 300);
+  await endDrawing();
 });
 
 test("a picture that arrives during the first drawing is drawn after it", async () => {

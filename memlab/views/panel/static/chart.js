@@ -184,7 +184,7 @@ function render({ model, el }) {
     el.style.height = layout.height ? `${layout.height}px` : "";
     drawnSize = sizeOf(el);
     const { clientWidth: width, clientHeight: height } = el;
-    const sized = width ? { height, ...layout, width } : layout;
+    const sized = width ? { ...layout, height: layout.height ?? height, width } : layout;
     if (layout.uirevision === drawnView) {
       await Plotly.react(plot, data, sized, config);
     } else {

@@ -7,15 +7,23 @@ function cell(tag, text, row) {
   return element;
 }
 
-// Scrolls the table only: scrollIntoView would also move the page under the reader's mouse.
+const heightOf = (element) => element?.getBoundingClientRect().height ?? 0;
+
+// Scrolls the table only: scrollIntoView would also move the page under the reader's mouse. The head and the base's row
+// stay in sight, so a row is covered where they are.
 function bringIntoSight(row) {
   const frame = row.closest(".memlab-runs");
-  const head = row.closest("table")?.tHead;
-  if (!frame || !head) return;
-  const [box, place] = [frame.getBoundingClientRect(), row.getBoundingClientRect()];
-  const top = box.top + head.getBoundingClientRect().height;
-  if (place.bottom > box.bottom) frame.scrollTop += place.bottom - box.bottom;
-  else if (place.top < top) frame.scrollTop -= top - place.top;
+  const table = row.closest("table");
+  if (!frame || !table) return;
+  const base = table.querySelector(".memlab-base");
+  const message = row.nextElementSibling?.matches(".memlab-message") ? row.nextElementSibling : null;
+  const rowAt = row.offsetTop;
+  const isAbove = base !== row && base?.rowIndex < row.rowIndex;
+  const isBelow = base !== row && base?.rowIndex > row.rowIndex;
+  const top = rowAt - heightOf(table.tHead) - (isAbove ? heightOf(base) : 0);
+  const bottom = rowAt + heightOf(row) + heightOf(message) + (isBelow ? heightOf(base) : 0);
+  if (bottom > frame.scrollTop + frame.clientHeight) frame.scrollTop = bottom - frame.clientHeight;
+  if (top < frame.scrollTop) frame.scrollTop = top;
 }
 
 function render({ model, el }) {
@@ -32,13 +40,17 @@ function render({ model, el }) {
   const runRows = () => [...table.querySelectorAll("tr[data-run]")];
 
   function mark() {
+    table.style.setProperty("--memlab-head", `${heightOf(table.tHead)}px`);
+    for (const row of runRows()) {
+      row.classList.toggle("memlab-base", Number(row.dataset.run) === model.get("base"));
+      row.classList.toggle("memlab-pinned", Number(row.dataset.run) === model.get("pinned"));
+    }
     for (const row of runRows()) {
       const isShown = Number(row.dataset.run) === model.get("shown");
       row.setAttribute("aria-selected", isShown);
       row.tabIndex = isShown ? 0 : -1;
       if (isShown && table.contains(document.activeElement)) row.focus();
       if (isShown) bringIntoSight(row);
-      row.classList.toggle("memlab-pinned", Number(row.dataset.run) === model.get("pinned"));
     }
     const rows = runRows();
     if (rows.length > 0 && !rows.some((row) => row.tabIndex === 0)) rows[0].tabIndex = 0;
@@ -81,8 +93,12 @@ function render({ model, el }) {
     choose(next);
   });
   model.on("change:rows change:columns", draw);
-  model.on("change:shown change:pinned", mark);
+  model.on("change:shown change:pinned change:base", mark);
   draw();
+  // Before the table is on the page it has no height, and in another width it has another.
+  const resized = new ResizeObserver(mark);
+  resized.observe(table);
+  return () => resized.disconnect();
 }
 
 export default { render };
