@@ -387,6 +387,7 @@ class Stepper:
         if not forward_only and (repeated := self._repeated(on_move)) is not None:
             return repeated
         self._repeatable = None
+        on_host = self.transfers.residency.on_host
         torch.cuda.synchronize()
         meter.start(self._categories())
         self._bookkeeping_seconds = 0.0
@@ -402,6 +403,7 @@ class Stepper:
             self._recover(error)
         except NotReplayableError as error:
             self._recover(error)
+            self.transfers.offload(on_host)  # the step begins again, with what it loads on the host again
             self.replays, self._inserts = self.replays and self._inserts, False
             return self.step(on_move, forward_only=forward_only, suspend_offload=suspend_offload)
         except BaseException as error:
@@ -566,6 +568,8 @@ class Stepper:
         """Returns what inserts micro-batches in the step; None if all are stepped."""
         layout, meter = self.scenario.layout, self.meter
         if not (self.replays and self._inserts and isinstance(meter, SimulatedMeter)) or self._needs_real_passes():
+            return None
+        if not meter.may_repeat:  # a group has been offloaded before the passes
             return None
         if layout.virtual_pipeline_model_parallel_size > 1:
             return None

@@ -192,6 +192,11 @@ class SimulatedMeter(StorageMeter):
         return any(allocation.birth >= self._num_categorised for allocation in self._live.values())
 
     @property
+    def may_repeat(self) -> bool:
+        """Whether the step so far has done nothing that is not repeated."""
+        return not self._is_special
+
+    @property
     def num_births(self) -> int:
         """How many storages have been allocated so far."""
         return self._num_births

@@ -10,6 +10,7 @@ import pytest
 
 from memlab import Lab, Layout, MemorySettings, TrainingState
 from memlab.record.step_record import StepRecord
+from memlab.record.transfer import GROUPS
 from tests.unit.replayed import Case, random_case, require_identical, take
 
 _MLP = MemorySettings(recompute_granularity="selective", recompute_modules=("mlp",))
@@ -117,6 +118,33 @@ def test_a_replayed_step_runs_out_of_memory_where_a_stepped_one_does() -> None:
                 second.requested_bytes,
             )
             assert first.allocated_bytes == second.allocated_bytes
+
+
+@pytest.mark.parametrize("offloads_at_start", [False, True])
+def test_a_step_whose_micro_batches_are_not_inserted_starts_with_the_groups_that_it_found(
+    offloads_at_start: bool,
+) -> None:
+    away = replace(_FULL, offload_parameters=True, offload_optimizer=True)
+    until_update = MemorySettings(
+        recompute_granularity="selective",
+        recompute_modules=("core_attn",),
+        offload_parameters=not offloads_at_start,
+        offload_optimizer_except_update=True,
+    )
+    found = []
+    for replay in (False, True):
+        arguments: dict[str, Any] = {"num_layers": 3, "seq_length": 32, "num_microbatches": 9}
+        with Lab("qwen3-moe-tiny", **arguments, backend="simulated", replay=replay) as lab:
+            lab.step()
+            if not offloads_at_start:
+                lab.step(away)
+            timeline = lab.step(until_update, warm_up=False).timeline
+            assert timeline is not None
+            opening = timeline.breakdown(timeline.num_opening_events - 1)
+            found.append([opening.get(group, 0) for group in GROUPS])
+    stepped, replayed = found
+    assert replayed == stepped
+    assert bool(stepped[2]) == offloads_at_start
 
 
 def test_a_step_is_replayed_alike_after_steps_that_no_replay_knows() -> None:

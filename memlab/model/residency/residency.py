@@ -46,6 +46,11 @@ class Residency:
         self._host_buffers: dict[str, list[HostBuffer]] = {group: [] for group in GROUPS}
         self._away: dict[str, list[tuple[torch.Tensor, int]]] = {group: [] for group in GROUPS}
 
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """The groups of which something is on the host and not on the device."""
+        return tuple(group for group in GROUPS if self._away[group])
+
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Returns each group's tensors and their host copies, and what a CPU optimizer keeps on the host."""
         groups = {
