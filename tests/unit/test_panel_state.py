@@ -325,6 +325,10 @@ def test_a_column_of_bytes_has_one_unit_and_the_difference_a_sign() -> None:
     assert [row["difference"] for row in shown] == ["", "+0.68", "\N{MINUS SIGN}29.00", "0.00"]
     titles = columns(state.runs, state.base)
     assert (titles["peak"], titles["difference"]) == ("peak (MiB)", "peak against run 1 (MiB)")
+    assert "loss" not in titles, "it is the same in all runs"
+    lab.outcome = {"loss": 1.5}
+    run_with(state)
+    assert "loss" in columns(state.runs, state.base)
 
 
 def test_settings_that_offload_nothing_leave_the_smallest_tensor_as_it_is() -> None:

@@ -14,6 +14,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.lab.prediction_process import PredictionProcess
 from memlab.record.step_record import StepRecord
+from memlab.views.panel.panel import Panel
 from memlab.views.panel.run import columns, rows
 from memlab.views.panel.state import LabState, _Pressed
 from memlab.views.panel.what_if import WhatIf
@@ -140,6 +141,23 @@ def test_on_a_simulated_lab_a_change_is_drawn_at_once_and_run_keeps_it(simulated
     assert state.shown is state.runs[0], "a run of the table is shown instead of another step"
 
 
+def test_a_panel_shows_a_tried_step_after_a_run_and_nothing_after_the_last_deletion() -> None:
+    lab = FakeLab()
+    lab.backend = FakeBackend("simulated")
+    shown = Panel(lab)
+    state = shown.state
+    state.run()
+    state.edit(offload_optimizer=True)
+    state.try_out()
+    assert state.shown is state.tried and (shown.runs.table.shown, state.busy) == (0, False)
+    assert state.notice.endswith("press Run to keep it in the table")
+    assert "<b>Controls:</b> predicted peak " in shown.run_bar.verdict.value
+    state.show(1)
+    state.delete()
+    assert (state.runs, state.shown, shown.runs.table.shown) == ((), None, 0)
+    shown.close()
+
+
 def test_run_during_a_tried_step_keeps_it_when_it_ends(simulated: WhatIf) -> None:
     state, lab = simulated._state, simulated._state.lab
     lab.holds = True
@@ -259,15 +277,15 @@ def test_a_prediction_says_what_the_step_costs_and_what_does_nothing_in_the_pane
     process.predict = predict
     state.edit(recompute_granularity="full", offload_modules=("core_attn",))
     wait_until(what_if, "predicted", lambda record: record is not None)
-    (recomputed,) = [each for each in what_if.words.split("; ") if each.startswith("recomputed ")]
+    (recomputed,) = [each for each in what_if.words.split("; ") if each.startswith("recomputed: ")]
     state.run()
     (row,), titles = rows(state.runs, None), columns(state.runs)
-    assert recomputed == f"recomputed {row['recomputed']} MFLOP per token"
+    assert recomputed == f"recomputed: {row['recomputed']} MFLOP per token"
     assert titles["recomputed"] == "recomputed (MFLOP per token)"
     assert titles["copied"] == "to host, each way (MiB)"
     state.edit(offload_parameters=True)
     wait_until(what_if, "predicted", lambda record: record is not None)
-    assert "; to host, each way 1.00 MiB; " in what_if.words, "gradients are dropped, not copied"
+    assert "; to host, each way: 1.00 MiB; " in what_if.words, "gradients are dropped, not copied"
     assert "without effect: core_attn (its largest saved tensor has 16 elements" in what_if.words
     assert what_if.words.endswith("under 'smallest tensor (elements)' 1048576)")
 

@@ -161,8 +161,8 @@ def without_effect_words(reasons: dict[str, str]) -> list[str]:
 def cost_words(record: StepRecord) -> list[str]:
     """Writes what a step costs on any machine, in the words of the table's headings."""
     operations, copied = recomputed_operations(record.settings, record.scenario), transferred_bytes(record)
-    recomputed = [f"recomputed {operations / 1e6:,.2f} MFLOP per token"] if operations else []
-    return [*recomputed, f"to host, each way {format_bytes(copied)}"] if copied else recomputed
+    recomputed = [f"recomputed: {operations / 1e6:,.2f} MFLOP per token"] if operations else []
+    return [*recomputed, f"to host, each way: {format_bytes(copied)}"] if copied else recomputed
 
 
 def rows(runs: Sequence[Run], pinned: Run | None) -> list[dict[str, str]]:
@@ -180,7 +180,7 @@ def rows(runs: Sequence[Run], pinned: Run | None) -> list[dict[str, str]]:
 
 
 def columns(runs: Sequence[Run], base: Run | None = None) -> dict[str, str]:
-    """Returns those of `COLUMNS` that tell the runs apart: not a workload or a status that all of them have.
+    """Returns those of `COLUMNS` that tell the runs apart: not a workload, status or loss that all of them have.
 
     Args:
         runs: Those of the table.
@@ -191,6 +191,8 @@ def columns(runs: Sequence[Run], base: Run | None = None) -> dict[str, str]:
         left_out.add("workload")
     if all(run.is_ok for run in runs):
         left_out.add("status")
+    if len({run.record.loss for run in runs if run.record is not None and run.is_ok}) <= 1:
+        left_out.add("loss")
     _, unit = _unit(runs)
     titles = COLUMNS if base is None else COLUMNS | {"difference": f"peak against run {base.number}"}
     titles = titles | {name: f"{titles[name]} ({unit})" for name in _OF_BYTES}

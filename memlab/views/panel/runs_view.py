@@ -32,7 +32,7 @@ from memlab.views.text.ranks import rank_by_rank_blocks, ranks_table
 from memlab.views.text.record import record_table
 
 _logger = logging.getLogger(__name__)
-_COST_NOTE = "What is recomputed and copied costs time on a GPU, too; the CPU's time does not show how much."
+_COST_NOTE = "The CPU's time does not show what recompute and copies cost on a GPU."
 _SHOWN_IN_TABLE = ["runs", "shown", "pinned", "rank", "pinned_rank", "export_folder", "export_open"]
 
 

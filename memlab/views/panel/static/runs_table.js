@@ -10,20 +10,26 @@ function cell(tag, text, row) {
 const heightOf = (element) => element?.getBoundingClientRect().height ?? 0;
 
 // Scrolls the table only: scrollIntoView would also move the page under the reader's mouse. The head and the base's row
-// stay in sight, so a row is covered where they are.
+// stay in sight, so a row is covered where they are; none is covered in part.
 function bringIntoSight(row) {
   const frame = row.closest(".memlab-runs");
   const table = row.closest("table");
   if (!frame || !table) return;
   const base = table.querySelector(".memlab-base");
   const message = row.nextElementSibling?.matches(".memlab-message") ? row.nextElementSibling : null;
-  const rowAt = row.offsetTop;
   const isAbove = base !== row && base?.rowIndex < row.rowIndex;
   const isBelow = base !== row && base?.rowIndex > row.rowIndex;
-  const top = rowAt - heightOf(table.tHead) - (isAbove ? heightOf(base) : 0);
-  const bottom = rowAt + heightOf(row) + heightOf(message) + (isBelow ? heightOf(base) : 0);
-  if (bottom > frame.scrollTop + frame.clientHeight) frame.scrollTop = bottom - frame.clientHeight;
-  if (top < frame.scrollTop) frame.scrollTop = top;
+  const covered = heightOf(table.tHead) + (isAbove ? heightOf(base) : 0);
+  const bottom = row.offsetTop + heightOf(row) + heightOf(message) + (isBelow ? heightOf(base) : 0);
+  let top = frame.scrollTop;
+  if (bottom > top + frame.clientHeight) {
+    const edge = bottom - frame.clientHeight + covered;
+    const first = [...table.tBodies[0].rows].find((other) => other.offsetTop >= edge - 1) ?? row;
+    top = first.offsetTop - covered;
+  }
+  top = Math.min(top, row.offsetTop - covered);
+  table.style.marginBottom = `${Math.max(top + frame.clientHeight - table.offsetHeight, 0)}px`;
+  frame.scrollTop = top;
 }
 
 function render({ model, el }) {
@@ -66,7 +72,9 @@ function render({ model, el }) {
     for (const run of model.get("rows")) {
       const row = body.insertRow();
       row.dataset.run = run.number;
-      for (const [key] of columns) cell("td", run[key], row).dataset.column = key;
+      // A name of settings may break after each plus sign.
+      const texts = { ...run, settings: run.settings.replaceAll("+", "+\u200B") };
+      for (const [key] of columns) cell("td", texts[key], row).dataset.column = key;
       if (!run.message) continue;
       const message = body.insertRow();
       message.className = "memlab-message";
