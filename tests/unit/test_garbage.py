@@ -28,14 +28,20 @@ def _make_cycle() -> None:
     _cycle()
 
 
+def _num_allocations() -> int:
+    return sum(type(each) is StorageAllocation for each in gc.get_objects())
+
+
 def test_a_storage_that_is_freed_is_in_no_reference_cycle() -> None:
+    gc.collect()
+    of_earlier_tests = _num_allocations()
     with Lab("qwen3-moe-tiny", **_MODEL, backend="simulated", replay=False) as lab:  # a replay keeps some for later
         lab.step()
         gc.collect()
         gc.disable()
         try:
             lab.step(_LAYERNORM, warm_up=False)
-            allocations = sum(type(each) is StorageAllocation for each in gc.get_objects())
+            allocations = _num_allocations() - of_earlier_tests
         finally:
             gc.enable()
         meter: Any = lab._session.stepper.meter  # type: ignore[union-attr]

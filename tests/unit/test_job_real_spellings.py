@@ -42,7 +42,8 @@ def test_sizes_that_a_given_architecture_replaces_are_said(tmp_path: Path) -> No
     assert "--architecture qwen3-30b-a3b replaces model.num_moe_experts 48 (line 3) by 128" in job.warnings
     assert "model.qk_clip" in {one.key for one in job.not_modelled}
     path.write_text(path.read_text().replace("48", "128"))
-    assert Job.read(path, architecture="qwen3-30b-a3b", world_size=8).warnings == ()
+    warnings = Job.read(path, architecture="qwen3-30b-a3b", world_size=8).warnings
+    assert not [one for one in warnings if "replaces" in one]
 
 
 @pytest.mark.parametrize("modules", ["core_attn mlp moe_act", '"[core_attn mlp moe_act]"'])
