@@ -11,6 +11,7 @@ A lab is opened for each architecture, number of layers, training state and rank
 other. A line is written after each case: a run that was cut short is continued by the same command. Ranks of a job
 write a file each. A measured step keeps how many tokens its router sent to each expert, where that is one number per
 layer, and its prediction has them too. Other predictions draw the experts at random (`predict_measured`).
+The cases with flash attention fail where the package flash-attn is not installed.
 """
 
 from __future__ import annotations
@@ -126,6 +127,7 @@ STATES = (
     {"loss": "logprobs", "logprobs_chunk_size": 1024},
     {"attention_backend": "unfused"},
     {"attention_backend": "fused"},
+    {"attention_backend": "flash"},
     {"apply_rope_fusion": True},
     {"fp8_format": "hybrid"},
     {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"},
@@ -142,6 +144,7 @@ COMBINED_STATES = (
     LOW_PRECISION | {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "loss": "logprobs"},
     {"fp8_format": "e4m3", "fp8_recipe": "blockwise", "cross_entropy_loss_fusion": True},
     {"loss": "logprobs", "logprobs_chunk_size": 1024, "optimizer_cpu_offload": True},
+    {"attention_backend": "flash"},
 )
 """States that are measured with recompute and offload, at other lengths, and with several micro-batches."""
 
@@ -172,6 +175,10 @@ def rl_cases() -> Iterator[Case]:
         yield Case(architecture, 2, long, MemorySettings(), chunked, packed_sequences=16, forward_only=True)
         yield Case(architecture, 2, row, MemorySettings(), logprobs, forward_only=True)
         yield Case(architecture, 2, row, MemorySettings(), USUAL_STATE, packed_sequences=5)
+        flash = replace(logprobs, attention_backend="flash")
+        for settings in (MemorySettings(), full(1), MemorySettings(offload_modules=("core_attn", other))):
+            yield Case(architecture, 2, row, settings, flash, packed_sequences=8)
+        yield Case(architecture, 2, long, MemorySettings(), flash, packed_sequences=16, forward_only=True)
 
 
 JOBS: dict[str, tuple[Layout, int]] = {
