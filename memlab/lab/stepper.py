@@ -86,8 +86,6 @@ class Stepper:
         """Whether a simulated step replays passes through equal layers."""
         self._replay: LayerReplay | None = None
         self._update: UpdateReplay | None = None
-        self._inserts = True
-        """Whether micro-batches may be inserted; no longer once some could not."""
         self._repeatable: dict[str, Any] | None = None
         """What was measured of the last step, if nothing but memory may differ in the next one."""
         self.live: LiveModel
@@ -252,7 +250,7 @@ class Stepper:
         """Makes these the current settings; Megatron's offload manager starts over."""
         apply_settings.apply(self.live, settings)
         self.settings = settings
-        self._repeatable, self._inserts = None, True
+        self._repeatable = None
         if self._replay is not None:
             self._replay.forget()
         self._offload_watch.misled = False
@@ -404,7 +402,7 @@ class Stepper:
         except NotReplayableError as error:
             self._recover(error)
             self.transfers.offload(on_host)  # the step begins again, with what it loads on the host again
-            self.replays, self._inserts = self.replays and self._inserts, False
+            self.replays = False
             return self.step(on_move, forward_only=forward_only, suspend_offload=suspend_offload)
         except BaseException as error:
             self._recover(error)
@@ -491,7 +489,7 @@ class Stepper:
                 load_seconds += self.transfers.load(["optimizer state"])
 
         microbatches = None if forward_only else self._microbatches()
-        replaying = self._replaying(forward_only, microbatches)
+        replaying = self._replaying(forward_only)
         with self.labels.phase_of("forward"), self.checkpoint_input_remedy(), replaying:
             if forward_only:
                 self._offload_watch.misled |= not suspend_offload
@@ -517,7 +515,7 @@ class Stepper:
             return {}
         return self.transfers.categories()
 
-    def _replaying(self, forward_only: bool, microbatches: MicrobatchReplay | None) -> AbstractContextManager[None]:
+    def _replaying(self, forward_only: bool) -> AbstractContextManager[None]:
         """Returns a context for a step: its layers are replayed, where that is known to give the same events.
 
         Each pass must start its own communication if that overlaps with computation. Megatron's offload manager counts
@@ -539,8 +537,7 @@ class Stepper:
         replays = self.replays and not needs_real_passes
         if not self.replays and not self._replay.has_orphans:
             return nullcontext()
-        num_microbatches = self.scenario.num_microbatches if microbatches is None else microbatches.num_stepped
-        return self._replay.during_step(replays=replays, num_microbatches=num_microbatches)
+        return self._replay.during_step(replays=replays, num_microbatches=self.scenario.num_microbatches)
 
     def _needs_real_passes(self) -> bool:
         """Whether passes differ, or something counts them, keeps state between them, or looks at real tensors."""
@@ -567,7 +564,7 @@ class Stepper:
     def _microbatches(self) -> MicrobatchReplay | None:
         """Returns what inserts micro-batches in the step; None if all are stepped."""
         layout, meter = self.scenario.layout, self.meter
-        if not (self.replays and self._inserts and isinstance(meter, SimulatedMeter)) or self._needs_real_passes():
+        if not self.replays or not isinstance(meter, SimulatedMeter) or self._needs_real_passes():
             return None
         if not meter.may_repeat:  # a group has been offloaded before the passes
             return None
@@ -576,7 +573,8 @@ class Stepper:
         is_full = self.settings.recompute_granularity == "full"
         if is_full and layout.pipeline_model_parallel_size > 1 and not self.scenario.architecture.is_moe:
             return None  # when a replayed checkpoint frees its random state, it is not known after an insertion
-        return MicrobatchReplay(meter, self.labels, self.scenario)
+        assert self._replay is not None, "a simulated model that replays has one"
+        return MicrobatchReplay(meter, self.labels, self.scenario, self._replay.leave_out)
 
     @contextmanager
     def _off_the_clock(self) -> Iterator[None]:

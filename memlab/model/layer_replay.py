@@ -180,6 +180,10 @@ class LayerReplay:
             for layer, _ in originals:
                 del layer.forward
 
+    def leave_out(self, num_microbatches: int) -> None:
+        """Says that the schedule will make so many forward passes fewer: they are inserted."""
+        self._num_microbatches -= num_microbatches
+
     def forget(self) -> None:
         """Forgets what was recorded: the settings or the workload change."""
         for known in (self._known, self._last_signature, self._reference, self._freed_by_pass):

@@ -1,57 +1,69 @@
 """Micro-batches that memlab does not step, because earlier ones have shown what they do.
 
-Megatron's own schedule runs with a few micro-batches. Where one of them had the same events as the one before, and left
-allocated what it found, the others are inserted behind it: `SimulatedMeter.insert_periods`. In 1F1B a period is the
-forward pass of one micro-batch and the backward pass of an earlier one.
+Megatron's own schedule counts the micro-batches. Where one of them had the same events as the one before, and left
+allocated what it found, all later ones but the last are inserted there (`SimulatedMeter.insert_periods`), and the
+schedule's count goes on behind them. In 1F1B a period is the forward pass of one micro-batch and the backward pass of
+an earlier one. If no micro-batch is known to repeat, the schedule steps all of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 from memlab.config.scenario import Scenario
 from memlab.meter.labels import Labels
 from memlab.meter.simulated_meter import SimulatedMeter
-from memlab.model.layer_replay import NotReplayableError
 
 
 class MicrobatchReplay:
-    """Takes a step with fewer micro-batches, and inserts the others.
+    """Inserts micro-batches into one step.
 
     Args:
         meter: Of the step.
         labels: Of the step.
         scenario: What the step runs. Its stage decides after how many forward passes the pipeline is full.
+        on_insertion: Called with the number of micro-batches that are inserted.
     """
 
-    def __init__(self, meter: SimulatedMeter, labels: Labels, scenario: Scenario) -> None:
-        layout, num_microbatches = scenario.layout, scenario.num_microbatches
+    def __init__(
+        self, meter: SimulatedMeter, labels: Labels, scenario: Scenario, on_insertion: Callable[[int], None]
+    ) -> None:
+        layout = scenario.layout
         stage = layout.rank // layout.ranks_of_a_stage
-        self._labels = labels
-        self._passes_of_a_microbatch = 2 * scenario.num_layers_of_stage
-        self._num_before = layout.pipeline_model_parallel_size - 1 - stage
+        num_before = layout.pipeline_model_parallel_size - 1 - stage
         """Forward passes before the first backward pass, without the one that it follows."""
-        self._meter = meter
+        self._labels, self._meter, self._on_insertion = labels, meter, on_insertion
+        self._num_microbatches = scenario.num_microbatches
+        self._passes_of_a_microbatch = 2 * scenario.num_layers_of_stage
         self._starts: list[int] = []
+        self._num_inserted = 0
         # A period frees what up to `num_before` + 2 periods before it have allocated: the schedule holds for a while
         # what it has sent and received. The first period of a full pipeline, and those before it, number their storages
-        # otherwise. Two after them must be equal.
-        spare = 6 if layout.pipeline_model_parallel_size > 1 else 5
-        self.num_stepped = min(num_microbatches, 2 * self._num_before + spare)
-        self.num_left = num_microbatches - self.num_stepped
-        """Micro-batches that are to be inserted."""
+        # otherwise. Two after them must be equal. To compare them takes as long as all that came before them.
+        first = 2 * num_before + 3
+        self._tries = range(first, first + (4 if layout.pipeline_model_parallel_size > 1 else 3))
 
     def before_forward(self) -> None:
         """Called before each forward pass."""
         self._starts.append(self._meter.position())
-        is_full = len(self._starts) >= 2 * self._num_before + 3
-        if self.num_left and is_full and self._meter.insert_periods(self._starts, self.num_left):
-            self._labels.num_repeated += self.num_left * self._passes_of_a_microbatch
-            self.num_left = 0
+        num_left = self._num_microbatches - len(self._starts) - 1  # without the one that begins, and the last one
+        if num_left <= 0 or self._num_inserted or len(self._starts) not in self._tries:
+            return
+        if self._meter.insert_periods(self._starts, num_left):
+            self._num_inserted = num_left
+            self._labels.num_repeated += num_left * self._passes_of_a_microbatch
+            self._on_insertion(num_left)
+
+    def count(self, *bounds: int) -> Iterator[int]:
+        """Takes the place of ``range`` in the schedule's loops: leaves out the micro-batches that are inserted."""
+        num_left_out = self._num_inserted
+        for number in range(*bounds):
+            if num_left_out < self._num_inserted:
+                num_left_out += 1
+            else:
+                yield number
 
     def require_all(self) -> None:
-        """Checks that no micro-batch is missing.
-
-        Raises:
-            NotReplayableError: If one is.
-        """
-        if self.num_left:
-            raise NotReplayableError(f"{self.num_left} micro-batches are not known to repeat")
+        """Checks that the schedule has left out what was inserted, and nothing else."""
+        num_passes = len(self._starts) + self._num_inserted
+        assert num_passes == self._num_microbatches, f"{num_passes} of {self._num_microbatches} micro-batches"

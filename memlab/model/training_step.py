@@ -52,10 +52,7 @@ def train_step(
         chunk.zero_grad_buffer()
     live.optimizer.zero_grad()
     with _phases(live, labels, microbatches.before_forward if microbatches is not None else lambda: None):
-        num_stepped = live.scenario.num_microbatches if microbatches is None else microbatches.num_stepped
-        loss = _run_schedule(live, num_stepped, forward_only=False)
-        if microbatches is not None:
-            microbatches.require_all()
+        loss = _run_schedule(live, microbatches)
         load_for_update()
         labels.enter_phase("optimizer")
         update(live)
@@ -79,7 +76,7 @@ def forward_only_step(live: LiveModel, labels: Labels, *, suspend_offload: bool)
     _set_training(live, False)
     try:
         with _phases(live, labels), torch.no_grad(), without_offload, data_parallel_overlap.gathered(live):
-            loss = _run_schedule(live, live.scenario.num_microbatches, forward_only=True)
+            loss = _run_schedule(live, forward_only=True)
             zero_auxiliary_losses()
     finally:
         _set_training(live, True)
@@ -91,18 +88,24 @@ def _set_training(live: LiveModel, mode: bool) -> None:
         chunk.train(mode)
 
 
-def _run_schedule(live: LiveModel, num_microbatches: int, *, forward_only: bool) -> float | None:
+def _run_schedule(
+    live: LiveModel, microbatches: MicrobatchReplay | None = None, *, forward_only: bool = False
+) -> float | None:
     scenario = live.scenario
     live.config.memlab_routing.begin_step()
-    losses = live.forward_backward(
-        forward_step_func=partial(_forward_step, live),
-        data_iterator=[_batches(scenario) for _ in live.chunks],
-        model=live.chunks,
-        num_microbatches=num_microbatches,
-        seq_length=scenario.seq_length,
-        micro_batch_size=scenario.micro_batch_size,
-        forward_only=forward_only,
-    )
+    count = {} if microbatches is None else {"megatron.core.pipeline_parallel.schedules.range": microbatches.count}
+    with patched(count):
+        losses = live.forward_backward(
+            forward_step_func=partial(_forward_step, live),
+            data_iterator=[_batches(scenario) for _ in live.chunks],
+            model=live.chunks,
+            num_microbatches=scenario.num_microbatches,
+            seq_length=scenario.seq_length,
+            micro_batch_size=scenario.micro_batch_size,
+            forward_only=forward_only,
+        )
+    if microbatches is not None:
+        microbatches.require_all()
     return _over_the_copies(sum(losses) / len(losses)) if losses else None
 
 

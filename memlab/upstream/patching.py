@@ -57,7 +57,7 @@ def _place(dotted: str) -> tuple[Any, str]:
     owner = pkgutil.resolve_name(row.owner)
     if not in_this_version(row):
         return None, name
-    if not hasattr(owner, name) and not row.absent_without_te:
+    if not hasattr(owner, name) and not row.absent_without_te and not row.is_builtin:
         raise AttributeError(
             f"{dotted} does not exist in the installed version, and memlab replaces it ({row.where}): {row.why} "
             "Install the versions that memlab pins: pip install -e '.[cpu]'"

@@ -32,6 +32,8 @@ class Internal:
     """The first version of megatron-core that has the names, such as (0, 19)."""
     until: tuple[int, int] = (99, 0)
     """The first version of megatron-core that has them no more."""
+    is_builtin: bool = False
+    """Whether the names are Python's own, which only the owner's source code shows."""
     on_instances: bool = False
     """Whether the names are attributes of instances, which only the owner's source code shows."""
     needs_cuda: bool = False
@@ -607,6 +609,14 @@ _MEGATRON = (
         use="replaced",
         where="model/training_step.py",
         why="The schedules start timers around each pass, which gives the phases.",
+    ),
+    Internal(
+        owner="megatron.core.pipeline_parallel.schedules",
+        names=("range",),
+        use="replaced",
+        where="model/training_step.py",
+        why="The loops over micro-batches count with it, and leave out those that are inserted into a prediction.",
+        is_builtin=True,
     ),
     Internal(
         owner="megatron.core.transformer.transformer_config:TransformerConfig",

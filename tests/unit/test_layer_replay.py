@@ -147,6 +147,18 @@ def test_a_step_whose_micro_batches_are_not_inserted_starts_with_the_groups_that
     assert bool(stepped[2]) == offloads_at_start
 
 
+def test_micro_batches_that_are_not_known_to_repeat_are_stepped_in_the_same_step() -> None:
+    """A step that began again would find what its first attempt has reserved, and allocated for good."""
+    records = {}
+    for replay in (False, True):
+        # Of a part of each sequence, Megatron computes rotary angles through pinned memory, once.
+        layout = Layout(context_parallel_size=2)
+        arguments: dict[str, Any] = {"num_layers": 2, "seq_length": 64, "num_microbatches": 6, "layout": layout}
+        with Lab("qwen3-moe-tiny", **arguments, backend="simulated", replay=replay) as lab:
+            records[replay] = lab.step(warm_up=False)
+    require_identical(records[False], records[True])
+
+
 def test_a_step_is_replayed_alike_after_steps_that_no_replay_knows() -> None:
     """They free what replayed passes retain."""
     stepped, replayed = (_between_other_steps(replay=replay) for replay in (False, True))

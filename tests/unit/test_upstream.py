@@ -37,6 +37,8 @@ def has(row: Internal, name: str) -> bool:
         owner = pkgutil.resolve_name(row.owner)
     except AttributeError:
         return False
+    if row.is_builtin:
+        return re.search(rf"\b{name}\(", inspect.getsource(owner)) is not None
     if row.on_instances:
         classes = [each for each in getattr(owner, "__mro__", ()) if each.__module__.startswith(row.package)]
         if classes:
