@@ -17,7 +17,7 @@ from memlab._version import __version__
 _COMMANDS = {
     "measure": "Run a training step on this machine, on a GPU or a CPU, and print the memory that it needs.",
     "predict": "Predict the memory of a full-size training step without a GPU, and say whether it fits a given GPU.",
-    "search": "Search for memory settings with which a step fits a GPU, at the least recompute and the least transfer.",
+    "search": "Search for settings that make a step fit a GPU, with as little recompute and transfer as possible.",
     "job": "Read a job of another framework from its own file, and say what memlab understood of it.",
     "compare": "Compare saved steps, and show where a predicted and a measured peak differ.",
     "run": "Run one lab without a browser, with parameters that you give, and save the result in a new folder.",

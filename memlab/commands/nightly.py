@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--jobs",
         type=int,
         metavar="N",
-        help="run at most N cases at the same time on this machine, each in a process of its own (default: one per "
-        f"core, at most {_MAX_JOBS}; 1 on a GPU)",
+        help="number of cases that run at the same time on this machine, each in a process of its own (default: the "
+        f"number of cores, but at most {_MAX_JOBS}; on a GPU 1)",
     )
     parser.add_argument(
         "--engines",

@@ -62,8 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu-memory",
         type=memory_size,
         metavar="SIZE",
-        help="say whether the step fits a GPU of this size, such as 80GiB; if not, list the single settings with which "
-        "it would fit, and exit with code 1",
+        help="say whether the step fits a GPU with this much memory, such as 79GiB (what CUDA reports for a GPU of 80 "
+        "GB); memlab subtracts its estimate of what is used outside torch. If the step does not fit, list the single "
+        "settings with which it would fit, and exit with code 1",
     )
 
 

@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--limits",
         type=Path,
         metavar="FILE",
-        help="file of measured limits, such as labs/results/h200_limits.jsonl: the smallest memory with which a step "
-        "completes; memlab predicts each limit and compares the two, which takes minutes",
+        help="file of measured limits, such as labs/results/h200_limits.jsonl. A limit is the smallest memory with "
+        "which a step completes. memlab predicts each limit and compares it with the measured one; this takes minutes",
     )
     parser.add_argument(
         "--hardware",

@@ -62,7 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "one kind need the same memory)",
     )
     parser.add_argument(
-        "--gpu-memory", type=memory_size, required=True, metavar="SIZE", help="memory of the GPU, such as 80GiB"
+        "--gpu-memory",
+        type=memory_size,
+        required=True,
+        metavar="SIZE",
+        help="memory of the GPU, such as 79GiB (what CUDA reports for a GPU of 80 GB); memlab subtracts its estimate "
+        "of what is used outside torch",
     )
     parser.add_argument(
         "--max-steps",
@@ -74,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resolution",
         type=memory_size,
         metavar="SIZE",
-        help="compare peaks in units of this size (default: 1/64 of the GPU's memory; 1B compares exactly)",
+        help="treat two peaks as equal if they lie in the same interval of this size (default: 1/64 of the GPU's "
+        "memory; 1B, one byte, distinguishes all peaks)",
     )
     parser.add_argument(
         "--engines",
@@ -90,20 +96,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="search the layouts of a job on N GPUs instead of settings: vary the tensor, context, pipeline and expert "
         "parallel sizes that you do not give; show each layout that fits, and the least recompute that it needs; "
-        "every layout has N x --num-microbatches x --micro-batch-size sequences per step",
+        "all layouts train the same number of sequences per step, N x --num-microbatches x --micro-batch-size, so a "
+        "layout with fewer data-parallel ranks takes more micro-batches",
     )
     parser.add_argument(
         "--largest",
         metavar="{" + ",".join(WHATS) + "}",
-        help="instead of searching settings, find the largest workload that fits under the settings that you give: the "
-        "longest sequence, the most sequences in a micro-batch, or the most tokens in a micro-batch of one packed row; "
-        "the number of micro-batches stays as it is",
+        help="instead of searching settings, find the largest workload that fits under the settings that you give. "
+        "tokens: the most tokens in a micro-batch of one packed row; seq-length: the longest sequence; "
+        "micro-batch-size: the most sequences in a micro-batch. The number of micro-batches stays as it is",
     )
     parser.add_argument(
         "--along-front",
         action="store_true",
         help="with --largest: first search the settings, and then find the largest workload under each setting on the "
-        "front (no other is at least as good in peak, recompute and transfer)",
+        "front; a setting is on the front if no other setting is at least as good in peak, recompute and transfer",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object; bytes are integers")
     parser.add_argument(

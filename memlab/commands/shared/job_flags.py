@@ -49,8 +49,8 @@ def add_job_file_options(parser: argparse.ArgumentParser, *, takes_job: bool = T
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="override a key of the file, in the framework's spelling; a KEY in capitals is a variable of a script; "
-        "may be given several times",
+        help="set a key of the job's file to another value; write the key as the framework does. If the file is a "
+        "script, a KEY in capitals is one of its variables. May be given several times",
     )
     group.add_argument(
         "--framework-version",

@@ -64,9 +64,9 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
         "--packed-sequences",
         type=whole_number,
         metavar="N",
-        help="pack N sequences into the one row of a micro-batch; --seq-length is then the number of tokens in the row "
-        "(default: each sequence has a row of its own). Under context parallelism, each length must be a multiple of "
-        "twice the context parallel size",
+        help="pack N sequences into the one row of a micro-batch; --seq-length is then the tokens in the row, "
+        "which memlab divides about equally (default: each sequence has a row of its own). Under context parallelism, "
+        "--seq-length must be a multiple of twice the context parallel size, and so is each of the N lengths",
     )
     workload.add_argument(
         "--seed", type=whole_number, metavar="N", help="seed of the weights and the data (default 1234)"
@@ -76,7 +76,8 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
         "--expert-buffers",
         action="store_true",
         default=None,
-        help="keep the gradients of the experts in separate buffers, as Megatron does under expert parallelism",
+        help="keep the parameters and gradients of the experts in separate buffers, as Megatron does under expert "
+        "parallelism",
     )
     layout = parser.add_argument_group("parallel layout (Megatron's names; the remaining ranks are data parallel)")
     for name, text in _LAYOUT_HELP.items():
@@ -110,8 +111,8 @@ _SWITCHES = {
 }
 _CHOICE_HELP = {
     "main_grads_dtype": (
-        "type of the gradients that the optimizer reads; changes no bytes, because Megatron-Core takes the type from "
-        "--grad-reduce-in-bf16 alone (default fp32)"
+        "type of the gradients that the optimizer reads; changes no bytes, because Megatron-Core ignores it: the type "
+        "is fp32, or with --use-precision-aware-optimizer the one in which gradients are reduced (default fp32)"
     ),
     "main_params_dtype": "type of the main parameters (default fp32)",
     "exp_avg_dtype": "type of Adam's first moment (default fp32)",
@@ -122,7 +123,7 @@ _CHOICE_HELP = {
     ),
     "attention_backend": "which attention Transformer Engine uses (default auto)",
     "fp8_format": "multiply matrices in this FP8 format (default: multiply them in --dtype)",
-    "fp8_recipe": "how FP8 tensors are scaled (default delayed); mxfp8 is predicted and was never measured",
+    "fp8_recipe": "how FP8 tensors are scaled (default delayed); no prediction for mxfp8 was ever compared with a GPU",
 }
 
 
@@ -170,7 +171,8 @@ def _add_allocator_arguments(allocator: argparse._ArgumentGroup) -> None:
         "--garbage-collection-threshold",
         type=_number,
         metavar="F",
-        help="share of the GPU's memory above which cached blocks are freed before more is reserved (default: never)",
+        help="share of the memory that torch may reserve, above which it frees cached blocks before it reserves more "
+        "(default: never)",
     )
     allocator.add_argument(
         "--max-split-size-mb",
@@ -273,7 +275,8 @@ def add_pass_arguments(parser: argparse.ArgumentParser) -> None:
         "--device-memory",
         type=memory_size,
         metavar="SIZE",
-        help="limit torch's allocator to this size, such as 16GiB; a step that needs more runs out of memory",
+        help="limit torch's allocator to this size, such as 16GiB; memory that is used outside torch does not count; "
+        "a step that needs more runs out of memory",
     )
 
 
@@ -291,14 +294,15 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         "--world-size",
         type=whole_number,
         metavar="N",
-        help="number of ranks in the job (default: 1, or what the file of --job says)",
+        help="number of ranks in the job, a multiple of the number that the parallel sizes need (default: what the "
+        "file of --job says, otherwise 1)",
     )
     group.add_argument(
         "--routing",
         metavar="CHOICE",
         help="how tokens are routed to experts: balanced (default), random:SEED, skewed:FACTOR (the first expert gets "
-        "FACTOR times the mean), or JSON (a list, or the path of a file): one share per expert, or for each layer a "
-        "list of tokens per expert",
+        "FACTOR times the mean), or a JSON list, given here or as the path of a file. The list has either the share of "
+        "each expert, or for each layer a list with the number of tokens of each expert",
     )
 
 
