@@ -241,7 +241,7 @@ def compare(*records: StepRecord | WatchRecord, axis: CompareAxis | None = None)
     return View(compare_figure(*records, axis=axis), as_text(blocks), as_html(blocks))
 
 
-def peaks(records: Mapping[str, StepRecord], gpu_memory: Sequence[str] = ("80GiB", "141GiB")) -> View:
+def peaks(records: Mapping[str, StepRecord], gpu_memory: Sequence[str] = ("79GiB", "139GiB")) -> View:
     """Shows what makes up the peaks of several steps, one bar each: the ranks of a job, layouts, or settings.
 
     Args:
