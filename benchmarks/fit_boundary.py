@@ -221,7 +221,7 @@ def expect(out: Path, names: list[str]) -> None:
 
 
 def predict(measured: Path) -> None:
-    """Predicts the limits of a file, and prints both and the error; below zero, "fits" is said too early."""
+    """Predicts the limits of a file, and prints both and the error; it is below zero if the prediction is too low."""
     for line in measured.read_text(encoding="utf-8").splitlines():
         limit = Limit.from_dict(json.loads(line))
         found = predict_limit(limit.scenario, limit.settings)

@@ -103,6 +103,6 @@ class Limit:
         return build(cls, others, "a limit", scenario=scenario, settings=settings)
 
     def error_of(self, predicted: Limit) -> float:
-        """Returns how far a predicted limit is off, as a share of this one; below 0 a verdict says "fits" too early."""
+        """Returns how far a predicted limit is off, as a share of this one; below 0 if it is too low."""
         measured = self.fails_bytes + self.fits_bytes
         return (predicted.fails_bytes + predicted.fits_bytes) / measured - 1

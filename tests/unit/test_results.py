@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from memlab.analysis.accuracy import pairs_of
 from memlab.analysis.limits import Limit
 from memlab.cli import main
 from memlab.config.from_json import parse_json
@@ -17,7 +19,7 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.lab.predictions import predict_limit
 from memlab.record.step_record import StepRecord
-from memlab.views.text.accuracy import limits_page
+from memlab.views.text.accuracy import accuracy_page, limits_page
 from memlab.views.text.results import Result, results_page
 from tests.unit.builders import record_of
 from tests.unit.corruption import corruptions
@@ -153,14 +155,25 @@ def test_a_limit_is_bisected_and_read_back() -> None:
         Limit.find(lambda _: replace(PLAIN, status="out_of_memory"))
 
 
+def test_the_page_in_the_repository_explains_its_columns_as_memlab_does() -> None:
+    committed = (Path(__file__).parents[2] / "labs" / "RESULTS.md").read_text(encoding="utf-8")
+    predicted = predict_limit(Scenario.of("phi-4-tiny", num_layers=1, seq_length=32), MemorySettings())
+    results = results_page([Result(PLAIN, (0.1,))])
+    for page in (results, limits_page([(predicted, predicted)]), accuracy_page(pairs_of([PLAIN], [PLAIN]))):
+        explained, *_ = re.split(r"\n(?:## \S+, |### |The largest error)", page)
+        columns = [line for line in page.splitlines() if line.startswith(("| setting |", "| step |"))]
+        assert columns
+        assert all(part in committed for part in (explained.strip(), *columns))
+
+
 def test_limits_that_are_predicted_too_low_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     predicted = predict_limit(Scenario.of("phi-4-tiny", num_layers=1, seq_length=32), MemorySettings())
-    for factor, error, is_too_early in ((1.0, "+0.00%", "no"), (1.25, "-20.00%", "yes")):
+    for factor, error, is_too_low in ((1.0, "+0.00%", "no"), (1.25, "-20.00%", "yes")):
         ends = {name: int(getattr(predicted, name) * factor) for name in ("fails_bytes", "fits_bytes")}
         page = limits_page([(replace(predicted, **ends), predicted)])
         (row,) = (line.split(" | ") for line in page.splitlines() if line.startswith("| phi-4-tiny"))
-        assert (row[4], row[6].rstrip(" |")) == (error, is_too_early)
-        assert f"{factor > 1:.0%} of the verdicts" in page
+        assert (row[4], row[6].rstrip(" |")) == (error, is_too_low)
+        assert f"largest error of 1 limits is {error}. In {int(factor > 1)} of the 1 cases" in page
     records, limits = tmp_path / "gpu.jsonl", tmp_path / "limits.jsonl"
     records.write_text(json.dumps(Result(PLAIN, (0.1,)).to_dict()) + "\n")
     limits.write_text(json.dumps(predicted.to_dict() | {"fits_bytes": "12"}) + "\n")

@@ -14,10 +14,11 @@ _HEAD = """
 ## How accurate predictions are
 Each step below was measured on the hardware that is named. It was predicted on a CPU by Megatron's own code, on tensors
 without values. An error is a share of the measured value; it is below zero if the prediction is too low. The error of a
-saving is given if the saving is over 64 MiB. All figures include the remainders that torch's allocator leaves unsplit,
-up to 1 MiB per block. If the name of a step has "routing counts", its prediction uses the numbers of tokens that the
-measured router sent to each expert. In all other predictions of models with experts, each token chooses its experts at
-random, which spreads the tokens more evenly than the untrained routers did.
+saving is given if the saving is over 64 MiB. The activation peak is the peak of forward and backward minus the start of
+the step. All figures include the remainders that torch's allocator leaves unsplit, up to 1 MiB per block. If the name
+of a step has "routing counts", its prediction uses the numbers of tokens that the measured router sent to each expert.
+In all other predictions of models with experts, each token chooses its experts at random, which spreads the tokens more
+evenly than the untrained routers did.
 """
 
 
@@ -60,7 +61,7 @@ def _summary(pairs: Sequence[Pair]) -> list[str]:
 
 def _steps(pairs: Sequence[Pair]) -> list[str]:
     rows = [
-        "| step | setting | peak GiB | error | activations GiB | error | saving's error |",
+        "| step | setting | peak GiB | peak error | activation peak GiB | activation peak error | saving error |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for pair in pairs:
@@ -83,9 +84,9 @@ _LIMITS_HEAD = """
 A limit is the smallest memory with which a step completes. Bisection finds it: each attempt limits the memory that
 torch may reserve, and takes the step in a fresh process on the GPU, or in a fresh lab for a prediction. The error is
 below zero if the predicted limit is lower than the measured one. memlab therefore adds a margin to the predicted limit,
-and says "fits" only above the sum of both. The last column says whether this is still too early: whether the sum is
-less than the step needs. Where experts are spread over ranks, the predicted limit is the highest of three random
-routings.
+and says "fits" only above the sum of both. The last column says whether memlab still says "fits" for too little memory,
+that is, for less than the step needs. Where experts are spread over ranks, the predicted limit is the highest of three
+random routings.
 """
 
 
@@ -96,14 +97,14 @@ def limits_page(limits: Sequence[tuple[Limit, Limit]]) -> str:
         limits: Pairs of a measured and a predicted limit; at least one.
     """
     rows = [
-        '| step | setting | measured GB | predicted GB | error | memlab says "fits" from GB | too early |',
+        '| step | setting | measured GB | predicted GB | error | memlab says "fits" from GB | for too little |',
         "| --- | --- | ---: | ---: | ---: | ---: | --- |",
     ]
-    num_too_early = 0
+    num_too_low = 0
     for measured, predicted in limits:
         said_from = predicted.fits_bytes * (1 + measured_margin(measured.scenario))
-        is_too_early = said_from <= measured.fails_bytes
-        num_too_early += is_too_early
+        is_too_low = said_from <= measured.fails_bytes
+        num_too_low += is_too_low
         cells = (
             str(measured.scenario),
             str(measured.settings),
@@ -111,13 +112,13 @@ def limits_page(limits: Sequence[tuple[Limit, Limit]]) -> str:
             f"{predicted.fails_bytes / 1e9:.2f} to {predicted.fits_bytes / 1e9:.2f}",
             f"{measured.error_of(predicted):+.2%}",
             f"{said_from / 1e9:.2f}",
-            "yes" if is_too_early else "no",
+            "yes" if is_too_low else "no",
         )
         rows.append("| " + " | ".join(cells) + " |")
-    errors = [abs(measured.error_of(predicted)) for measured, predicted in limits]
+    largest = max((measured.error_of(predicted) for measured, predicted in limits), key=abs)
     summary = (
-        f"Of {len(limits)} limits the worst error is {max(errors):.2%}, and {num_too_early / len(limits):.0%} of the "
-        f'verdicts say "fits" too early. {_hardware(limits)}'
+        f"The largest error of {len(limits)} limits is {largest:+.2%}. In {num_too_low} of the {len(limits)} cases, "
+        f'memlab says "fits" for too little memory. {_hardware(limits)}'
     )
     return "\n".join([_LIMITS_HEAD.strip(), "", summary, "", *rows, ""])
 

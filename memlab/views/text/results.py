@@ -125,9 +125,9 @@ it by hand.
   peak by one byte. (The offload audit defines its own R: saved / expected.)
 - **residual**: bytes still allocated after the step, without parameters, gradients, optimizer state and workspace.
 - **reserved**: the most device memory that torch's allocator held during the step.
-- **step**: the time of forward, backward and optimizer, with the meter on. **spread**: the interquartile range of the
-  step times, divided by their median. If the spread is large, the host was slower than the GPU, and the times say
-  little. **time ratio**: the step time divided by the step time without settings. A row has no times if other
+- **step**: the time of the whole step, with the meter on. **spread**: the interquartile range of the step times,
+  divided by their median. If the host is slower than the GPU, the step times vary. So with a large spread, the times
+  say little. **time ratio**: the step time divided by the step time without settings. A row has no times if other
   programs used the GPU or the host while it was measured.
 
 Tables of training states have some columns of their own:
