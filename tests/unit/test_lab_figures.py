@@ -110,6 +110,17 @@ def test_lab_01_quotes_flops_and_what_recompute_saves_and_costs() -> None:
                 assert cells[4] in ("", row[RATIO])
 
 
+def test_lab_02_quotes_the_flops_of_full_recompute() -> None:
+    text = text_of("02_activation_offload")
+    quoted = re.search(
+        r"([\d.]+) million per token and layer with the ([\d,]+) tokens.*?([\d.]+) million with (\d+)", text
+    )
+    assert quoted is not None
+    for flops, tokens in (quoted.group(1, 2), quoted.group(3, 4)):
+        one_layer = Scenario.of("qwen3-30b-a3b", num_layers=1, seq_length=int(tokens.replace(",", "")))
+        assert flops == f"{recomputed_operations(FULL, one_layer) / 1e6:.1f}"
+
+
 @pytest.mark.parametrize("lab", ["01_recompute", "02_activation_offload"])
 def test_the_job_of_the_story_is_the_predicted_one(lab: str) -> None:
     path = ROOT / "papermill_runs" / "baselines" / "simulated" / "full-size-seq_length=4096.json"

@@ -12,6 +12,7 @@ import torch
 
 from memlab.config.settings import CHECKPOINT_INPUT_REMEDIES, MemorySettings
 from memlab.lab.lab import Lab
+from memlab.vocabulary import PHASES
 from tests.unit.live import FULL, gradients_of_step, recompute
 
 KEPT_SHARE = {None: 1.0, "detach": 0.0, "clear_gradient": 0.5, "release_storage": 0.0}
@@ -50,6 +51,23 @@ def test_every_remedy_lowers_the_peak_too(open_lab: Callable[..., Lab]) -> None:
     peaks = {remedy: lab.step(remedied(remedy)).peak_allocated_bytes for remedy in KEPT_SHARE}
     # Backward ends at layer 0 with the inputs and gradients of the three above it kept, or not.
     assert all(peaks[remedy] < peaks[None] for remedy in CHECKPOINT_INPUT_REMEDIES), peaks
+
+
+def test_what_a_remedy_frees_decides_whether_the_teeth_of_backward_rise_or_fall(open_lab: Callable[..., Lab]) -> None:
+    lab = open_lab("qwen3-moe-tiny", num_layers=4, seq_length=512)
+    input_bytes = 512 * 128 * 2  # tokens x hidden x 2 bytes; its gradient takes as many
+    changes = {}
+    for remedy in KEPT_SHARE:
+        timeline = lab.step(remedied(remedy)).timeline
+        allocated, in_backward = timeline.total_bytes("device"), timeline.phase == PHASES.index("backward")
+        layers = [timeline.modules[module].split(".")[2:3] for module in timeline.module]
+        of_layer = {layer: [held == [str(layer)] for held in layers] for layer in (3, 2, 1, 0)}
+        teeth = [allocated[in_backward & of_layer[layer]].max() for layer in of_layer]
+        changes[remedy] = [int(lower - upper) for upper, lower in pairwise(teeth)]
+    falls = [-input_bytes] * 3
+    # The last layer's incoming gradient is freed after it. That of every other layer is a leaf's, which stays.
+    rises = [0, input_bytes, input_bytes]
+    assert changes == {None: rises, "detach": falls, "clear_gradient": [0, 0, 0], "release_storage": falls}
 
 
 def test_releasing_storages_copies_each_gradient_once_and_no_other_remedy_does(open_lab: Callable[..., Lab]) -> None:
