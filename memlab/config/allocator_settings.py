@@ -26,7 +26,7 @@ class AllocatorSettings:
     expandable_segments: bool = False
     """Grow one segment per stream as needed, in place of many of fixed size."""
     garbage_collection_threshold: float | None = None
-    """Above this share of the device's memory, free cached blocks before reserving more; None never does."""
+    """Above this share of what torch may reserve, free cached blocks before reserving more; None never does."""
     max_split_size_mb: int | None = None
     """Blocks larger than this, in MiB, are never split; None splits any."""
 

@@ -21,8 +21,8 @@ KINDS = ("balanced", "random", "skewed", "shares", "counts")
 _MOST = 2**40
 """Tokens of an expert."""
 _CHOICES = (
-    "choose balanced, random:SEED, skewed:FACTOR, or a JSON list, or file, with one share per expert, or with one list "
-    "of tokens per expert for each layer"
+    "choose balanced, random:SEED, skewed:FACTOR, or a JSON list, given here or as the path of a file, with either the "
+    "share of each expert, or for each layer a list with the number of tokens of each expert"
 )
 
 

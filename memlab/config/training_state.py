@@ -118,7 +118,7 @@ class TrainingState:
     fp8_format: Fp8Format | None = None
     """Multiply in FP8: ``e4m3`` everywhere, or ``hybrid`` with e5m2 for gradients; None multiplies in `dtype`."""
     fp8_recipe: Fp8Recipe = "delayed"
-    """How FP8 tensors are scaled; ``mxfp8``, which needs Blackwell, is predicted and was never measured."""
+    """How FP8 tensors are scaled; ``mxfp8`` needs Blackwell, and no prediction for it was ever compared with a GPU."""
     fp8_param_gather: bool = False
     """Store the matrices' parameters in FP8 themselves (Megatron's ``--fp8-param-gather``)."""
 
