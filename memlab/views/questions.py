@@ -83,7 +83,7 @@ def guess(question: str, unit: str = "") -> Guess:
         ValueError: If the question is empty.
     """
     if not question.strip():
-        raise ValueError("guess got an empty question, must be a sentence: write what the reader is to guess")
+        raise ValueError("guess got an empty question: write one sentence that says what the reader is to guess")
     asked = Guess(question, unit)
     _show_now(asked)
     return asked
@@ -101,9 +101,11 @@ def quiz(question: str, choices: Mapping[str, str], right: str) -> None:
         ValueError: If there are fewer than two choices, one has no explanation, or the right one is not among them.
     """
     if len(choices) < 2 or not all(why.strip() for why in choices.values()):
-        raise ValueError(f"quiz got {len(choices)} choices, must be at least 2, each with an explanation: add them")
+        raise ValueError(f"quiz got {len(choices)} choices, but needs at least 2, each with an explanation: add them")
     if right not in choices:
-        raise ValueError(f"right is {right!r}, must be a choice: choose from {', '.join(map(repr, choices))}")
+        raise ValueError(
+            f"right is {right!r}, which is not one of the choices: choose from {', '.join(map(repr, choices))}"
+        )
     _show_now(View(None, quiz_text(question, choices, right), quiz_html(question, choices, right)))
 
 

@@ -156,7 +156,7 @@ def test_the_room_that_is_proposed_lies_just_under_the_shown_run(state: SearchSt
     beside.is_open = True
     assert parse_bytes(beside.limit) == pytest.approx(0.9 * lab.records[0].peak_allocated_bytes, rel=1e-3)
     view = SearchView(beside)
-    assert "The limit is 90% of the peak of run 1: type another." in view.what.value
+    assert "The suggested limit is 90% of the peak of run 1; you can enter another one." in view.what.value
     view.limit.value = "1 GiB"
     assert beside.limit_source == "" and "The limit is" not in view.what.value
 

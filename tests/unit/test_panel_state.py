@@ -208,7 +208,7 @@ def test_stop_ends_the_step_in_a_row_and_says_so_when_nothing_runs() -> None:
     (row,) = rows(state.runs, None)
     assert row["status"] == "stopped"
     assert row["peak"].startswith("> ")
-    assert row["message"] == "stopped in forward; the peak is what the step had reached by then (>)"
+    assert row["message"] == "stopped in forward. The step ended there, so its peak is a lower bound, marked with >"
     lab.holds = False
     assert run_with(state).is_ok
 
@@ -305,7 +305,7 @@ def test_pinned_run_is_what_the_others_are_held_against() -> None:
     operations = recomputed_operations(state.runs[1].settings, state.runs[1].scenario)
     assert second["recomputed"] == f"{operations / 1e6:,.2f}"
     assert second["step_time"] == "210.2", "a CPU's time is no cost, so it is not compared"
-    assert columns(state.runs)["step_time"] == "CPU time (ms)"
+    assert columns(state.runs)["step_time"] == "step time on CPU (ms)"
     on_gpu = [replace(run, backend="cuda") for run in state.runs]
     assert rows(on_gpu, on_gpu[0])[1]["step_time"] == "210.2 (+100%)"
     assert columns(on_gpu)["step_time"] == "step time (ms)"

@@ -78,7 +78,7 @@ def test_the_run_button_the_note_and_the_notice_say_what_is_rebuilt(shown: Panel
     lab, run, note = shown.state.lab, shown.run_bar.run, shown.training_state.note
     assert run.description == "Run" and "default state" in note.value
     receive(shown, "cross_entropy_loss_fusion", True)
-    assert run.description == "Run" and "not yet in effect: Run rebuilds nothing" in note.value
+    assert run.description == "Run" and "not yet in effect: the next run rebuilds nothing" in note.value
     receive(shown, "grad_reduce_in_bf16", True)
     assert run.description == "Rebuild model and run" and run.tooltip.startswith("Rebuilds the model")
     lab.holds = True
@@ -223,7 +223,7 @@ def test_next_to_a_gpu_other_allocator_options_are_only_predicted() -> None:
     selection = shown.state.selection
     assert selection is not None and selection[0].allocator == AllocatorSettings(expandable_segments=True)
     assert "'expandable_segments:True' is only predicted: this process was" in shown.training_state.note.value
-    assert shown.run_bar.run.description == "Run" and "Run rebuilds" not in shown.training_state.note.value
+    assert shown.run_bar.run.description == "Run" and "run rebuilds" not in shown.training_state.note.value
     shown.close()
 
 

@@ -63,9 +63,9 @@ def test_a_quiz_explains_every_choice_in_text_and_behind_a_click(capsys: pytest.
 def test_what_cannot_be_asked_is_refused() -> None:
     with pytest.raises(ValueError, match="guess got an empty question"):
         guess(" ")
-    with pytest.raises(ValueError, match="right is 'd', must be a choice: choose from"):
+    with pytest.raises(ValueError, match="right is 'd', which is not one of the choices: choose from"):
         quiz("Which?", CHOICES, right="d")
-    with pytest.raises(ValueError, match="must be at least 2, each with an explanation"):
+    with pytest.raises(ValueError, match="needs at least 2, each with an explanation"):
         quiz("Which?", {"a": "why", "b": ""}, right="a")
     with pytest.raises(ValueError, match="two empty dicts"):
         line_by_line({}, {})

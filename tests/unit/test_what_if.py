@@ -206,7 +206,7 @@ def test_run_for_other_settings_than_those_that_are_tried_follows_whatever_the_c
     assert pressed is state.run(), "pressed twice, it runs once"
     simulated.is_on = False
     state.edit(offload_optimizer=False)
-    assert state.run() is None and "press Run again" in state.notice
+    assert state.run() is None and "Press Run again" in state.notice
     lab.holds = False
     if stops:
         state.stop()
@@ -282,10 +282,10 @@ def test_a_prediction_says_what_the_step_costs_and_what_does_nothing_in_the_pane
     (row,), titles = rows(state.runs, None), columns(state.runs)
     assert recomputed == f"recomputed: {row['recomputed']} MFLOP per token"
     assert titles["recomputed"] == "recomputed (MFLOP per token)"
-    assert titles["copied"] == "to host, each way (MiB)"
+    assert titles["copied"] == "host copies, each way (MiB)"
     state.edit(offload_parameters=True)
     wait_until(what_if, "predicted", lambda record: record is not None)
-    assert "; to host, each way: 1.00 MiB; " in what_if.words, "gradients are dropped, not copied"
+    assert "; host copies, each way: 1.00 MiB; " in what_if.words, "gradients are dropped, not copied"
     assert "without effect: core_attn (its largest saved tensor has 16 elements" in what_if.words
     assert what_if.words.endswith("under 'smallest tensor (elements)' 1048576)")
 

@@ -50,7 +50,7 @@ def search_figure(found: SearchResult) -> go.Figure:
     figure.update_layout(
         height=height, hovermode="closest", title_y=1.0 - 20 / height, legend_y=-50 / (PLOT_HEIGHT + PLOT_HEIGHT // 2)
     )
-    _axes(figure, f"peak allocated on the device ({unit})", f"to host,<br>each way ({transfer_unit})")
+    _axes(figure, f"peak allocated on the device ({unit})", f"host copies,<br>each way ({transfer_unit})")
     for panel, axis in enumerate(("y", "y2")):
         heights = [
             point.recomputed_operations / 1e6 if panel == 0 else point.transferred_bytes / transfer_unit_bytes
@@ -146,7 +146,7 @@ def _hover(point: Point) -> str:
         html.escape(f"{point.settings}").replace(", ", "<br>"),
         f"peak {format_bytes(point.peak_allocated_bytes)}{'' if point.fits else ', does not fit'}",
         f"{point.recomputed_operations / 1e6:,.3f} MFLOP recomputed per token",
-        f"{format_bytes(point.transferred_bytes)} to host, each way",
+        f"{format_bytes(point.transferred_bytes)} copied to host, and as many back",
     ]
     return "<br>".join(words)
 

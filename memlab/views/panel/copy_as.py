@@ -22,7 +22,7 @@ class CopyAs:
         titles = [(framework.title, name) for name, framework in FRAMEWORKS.items()]
         self.framework = ipywidgets.Dropdown(options=[("choose a framework", ""), *titles])
         self.framework.description = "Copy the run as"
-        self.framework.tooltip = "Lines with which a job of another framework has the shown run's settings"
+        self.framework.tooltip = "The shown run's settings, as lines for a job of another framework"
         self.framework.style.description_width = "initial"
         self.framework.add_class("memlab-copy-as")
         self.framework.observe(lambda change: state.set_trait("copied_as", change["new"]), names=["value"])

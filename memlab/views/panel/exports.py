@@ -83,7 +83,7 @@ def save_run(run: Run, folder: Path) -> Path:
         OSError: If the folder cannot be written.
     """
     if run.record is None:
-        raise ValueError(f"{run} ended in an error and has no record to save: choose a run that ended otherwise")
+        raise ValueError(f"{run} ended in an error and has no record to save: choose a run without an error")
     return run.record.save(free_path(folder / _stem(run)))
 
 
@@ -95,7 +95,7 @@ def save_snapshot(run: Run, folder: Path) -> Path:
         OSError: If the folder cannot be written.
     """
     if run.record is None:
-        raise ValueError(f"{run} ended in an error and has no record to save: choose a run that ended otherwise")
+        raise ValueError(f"{run} ended in an error and has no record to save: choose a run without an error")
     folder.mkdir(parents=True, exist_ok=True)
     return run.record.export_snapshot(free_path(folder / f"{_stem(run)}.pickle"))
 

@@ -22,14 +22,14 @@ COLUMNS = {
     "worst_rank": "worst rank (spread)",
     "difference": "difference",
     "recomputed": "recomputed (MFLOP per token)",
-    "copied": "to host, each way",
+    "copied": "host copies, each way",
     "step_time": "step time (ms)",
     "loss": "loss",
     "status": "status",
 }
 """Of the table, in their order: a row's key to the column's heading.
 
-FLOPs recomputed per token, and bytes that go to the host and come back, are the cost on any machine, as in a search
+FLOPs recomputed per token, and bytes that go to the host and come back, are the cost on every machine, as in a search
 (`memlab.fitting.pareto_front`). The time of a step on a CPU is no measure of it. Bytes of a column have one unit, which
 its heading names."""
 _OF_BYTES = ("peak", "difference", "copied")
@@ -115,7 +115,7 @@ class Run:
             return f"{self.error}: the model may be in the middle of a step: run the step again, or open a new lab"
         if self.status == "stopped":  # the record's own advice, to run the step again, reads as an order here
             place = self.record.message.partition(":")[0]
-            return f"{place}; the peak is what the step had reached by then (>)"
+            return f"{place}. The step ended there, so its peak is a lower bound, marked with >"
         return self.record.message
 
     @property
@@ -162,7 +162,7 @@ def cost_words(record: StepRecord) -> list[str]:
     """Writes what a step costs on any machine, in the words of the table's headings."""
     operations, copied = recomputed_operations(record.settings, record.scenario), transferred_bytes(record)
     recomputed = [f"recomputed: {operations / 1e6:,.2f} MFLOP per token"] if operations else []
-    return [*recomputed, f"to host, each way: {format_bytes(copied)}"] if copied else recomputed
+    return [*recomputed, f"host copies, each way: {format_bytes(copied)}"] if copied else recomputed
 
 
 def rows(runs: Sequence[Run], pinned: Run | None) -> list[dict[str, str]]:
@@ -197,7 +197,7 @@ def columns(runs: Sequence[Run], base: Run | None = None) -> dict[str, str]:
     titles = COLUMNS if base is None else COLUMNS | {"difference": f"peak against run {base.number}"}
     titles = titles | {name: f"{titles[name]} ({unit})" for name in _OF_BYTES}
     if any(run.backend == "cpu" for run in runs):
-        titles = titles | {"step_time": "CPU time (ms)"}
+        titles = titles | {"step_time": "step time on CPU (ms)"}
     return {name: title for name, title in titles.items() if name not in left_out}
 
 

@@ -173,5 +173,7 @@ class SearchState(traitlets.HasTraits):
                 return
             self.found = outcome
             count = len(outcome.cheapest)
-            fit = f"{count} of them fit with the least extra work" if count else "none of them fits"
-            self.notice = f"On the front: {len(outcome.front)} settings, {fit}. Click a point to take its settings."
+            fit = "none of them fits"
+            if count:
+                fit = f"the cheapest that fit: {count} (no other that fits recomputes less and transfers less)"
+            self.notice = f"On the front: {len(outcome.front)} settings; {fit}. Click a point to take its settings."

@@ -92,12 +92,13 @@ class SearchView:
         self.status.value = f'<div role="status">{html.escape(state.notice, quote=False)}</div>'
 
     def _show_what(self) -> None:
-        source = f" The limit is {self.state.limit_source}: type another." if self.state.limit_source else ""
+        source = self.state.limit_source
+        suggested = f" The suggested limit is {source}; you can enter another one." if source else ""
         kept = html.escape(self.state.kept, quote=False)
         self.what.value = (
-            f"<b>Kept from the controls:</b> {kept}.{source} The search predicts steps under many recompute and "
-            "offload settings, and lists those that no other beats in peak, recomputed FLOPs and bytes to host. It "
-            f"predicts {self._predicts}. It takes from seconds to a few minutes."
+            f"<b>Kept from the controls:</b> {kept}.{suggested} The search predicts steps under many recompute and "
+            "offload settings, and lists those that no other beats in peak, recomputed FLOPs and bytes copied to "
+            f"the host. It predicts {self._predicts}. It takes from seconds to a few minutes."
         )
 
     def _show_found(self) -> None:

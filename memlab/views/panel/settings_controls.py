@@ -24,10 +24,10 @@ from memlab.views.panel.state import LabState
 # Values by the words that a control shows. A Dropdown reads the value None as "nothing chosen", so it holds the words.
 _GRANULARITIES = {"none": None, "full": "full", "selective": "selective"}
 _METHODS = {method: method for method in RECOMPUTE_METHODS}
-_REMEDIES = {"kept": None, **{name.replace("_", " "): name for name in CHECKPOINT_INPUT_REMEDIES}}
+_REMEDIES = {"none": None, **{name.replace("_", " "): name for name in CHECKPOINT_INPUT_REMEDIES}}
 _DEVICE_OR_HOST = {"device": False, "host": True}
 # Gradients are dropped, not copied: between steps the optimizer has already used them.
-_GRADIENTS = {"as optimizer state": None, "device": False, "dropped": True}
+_GRADIENTS = {"same as optimizer state": None, "device": False, "dropped": True}
 _GROUPS = {
     "offload_parameters": "parameters",
     "offload_gradients": GRADIENTS,
@@ -35,29 +35,33 @@ _GROUPS = {
 }
 _EXCEPT_UPDATE = "offload_optimizer_except_update"
 _MODULES = {
-    "attn_norm": "the norm before attention, if it is a module of its own",
+    "attn_norm": "the norm before attention (if it is a module of its own)",
     "qkv_linear": "the linear layer that makes queries, keys and values",
-    "core_attn": "attention without its linear layers: scores, softmax and their product with the values",
-    "attn_proj": "the linear layer after attention; needs core_attn, too",
-    "mlp_norm": "the norm before the MLP or the experts, if it is a module of its own",
+    "core_attn": "attention without its linear layers (scores, softmax, and their product with the values)",
+    "attn_proj": "the linear layer after attention (needs core_attn, too)",
+    "mlp_norm": "the norm before the MLP or the experts (if it is a module of its own)",
     "expert_fc1": "the first linear layer of the experts of an MoE layer",
     "moe_act": "the activation function of the experts of an MoE layer",
     "layernorm": "the norms before attention and before the MLP",
     "mlp": "the MLP of a dense layer",
-    "moe": "the whole MoE part of a layer: router and experts",
+    "moe": "the whole MoE part of a layer (router and experts)",
 }
 """What each module is; the glossary has the terms."""
 _TOOLTIPS = {
-    "recompute_granularity": "full recomputes whole layers, selective single modules, none nothing; offload and host "
-    "stay as they are: All plain, above, takes back those too",
-    "recompute_method": "uniform: every layer, in groups; block: only the first layers, one by one",
-    "recompute_num_layers": "uniform: layers in a group; block: number of layers that are recomputed",
-    "checkpoint_input_remedy": "What is done about the input that the checkpoint of an MoE layer keeps after backward",
+    "recompute_granularity": "full: recomputes whole layers; selective: recomputes single modules; none: recomputes "
+    "nothing. This does not change offload; the button All plain takes back offload, too",
+    "recompute_method": "uniform: recomputes every layer, with one checkpoint for one or several layers; block: "
+    "recomputes only the first layers, with one checkpoint per layer",
+    "recompute_num_layers": "uniform: layers per checkpoint; block: number of layers that are recomputed",
+    "checkpoint_input_remedy": "How to free the input of an MoE layer's checkpoint, which stays allocated after "
+    "backward",
     "min_offloaded_tensor_size": "The smallest saved tensor that is copied to the host, in elements; read only where a "
     "module is ticked",
     "activation_offload_fraction": "Share of the groups of the ticked modules that are copied to the host, from 0 to 1",
-    "delta_offload_bytes_across_pp_ranks": "Bytes that each pipeline stage keeps on the device more than the last one",
-    "fine_grained_offloading_max_inflight_offloads": "Copies to the host that computation does not wait for",
+    "delta_offload_bytes_across_pp_ranks": "How many more bytes each pipeline stage keeps on the device than "
+    "the stage before it",
+    "fine_grained_offloading_max_inflight_offloads": "How many copies to the host, per offload module, may still be in "
+    "progress while the model computes; -1: no limit",
     "offload_parameters": "Where the parameters are between two steps",
     "offload_gradients": "Whether the gradient buffers are freed between two steps; they come back as zeros",
     "offload_optimizer": "Where main parameters and Adam's moments are between two steps",
@@ -170,8 +174,11 @@ class SettingsControls:
         return self._register(field, control, read)
 
     def _tick(self, field: str, module: str) -> Any:
-        verb = "Recomputes" if field == "recompute_modules" else "Copies to the host what backward needs of"
-        control = ipywidgets.Checkbox(description=module, indent=False, tooltip=f"{verb} {_MODULES[module]}")
+        what = _MODULES[module]
+        tooltip = (
+            f"Recomputes {what}" if field == "recompute_modules" else f"Copies to the host what is saved by {what}"
+        )
+        control = ipywidgets.Checkbox(description=module, indent=False, tooltip=tooltip)
         name = f"{field}:{module}"
 
         def edit(change: dict[str, Any]) -> None:

@@ -189,7 +189,7 @@ class LabState(traitlets.HasTraits):
         words = [_in_words(state, allocator)]
         if state != lab.scenario.state or self.rebuilds != "nothing":
             built = "rebuilds nothing" if self.rebuilds == "nothing" else f"rebuilds the {self.rebuilds}"
-            words.append(f"not yet in effect: Run {built}")
+            words.append(f"not yet in effect: the next run {built}")
         if allocator != lab.scenario.allocator and lab.backend.name == "cuda":
             words.append(f"'{allocator}' is only predicted: this process was started with '{lab.scenario.allocator}'")
         of_allocator = allocator.without_effect(
@@ -356,7 +356,7 @@ class LabState(traitlets.HasTraits):
         elif self._pressed.selection != selection:
             waiting = self._pressed.settings
             self._say(
-                f"{_NOT_STARTED}: a step with other settings ({waiting}) is already waiting: press Run again after it"
+                f"{_NOT_STARTED}: a step with other settings ({waiting}) is waiting. Press Run again when it has ended"
             )
             return None
         self.notice = f"Waiting for the running step to end. Then this step starts: {settings}"

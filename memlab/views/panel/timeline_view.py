@@ -26,8 +26,9 @@ _TOOLTIPS = {
     "pool": ("Which memory the chart shows", "Memory of the device", "Memory of the host that holds offloaded data"),
     "axis": ("What the chart's axis counts", "Milliseconds since the step's start", "Each allocation and each free"),
     "floor": (
-        *("Where the bytes axis starts", "At the bytes that are held throughout the step, which differ between runs"),
-        "At 0, in every run: shapes and heights can be compared",
+        "Where the bytes axis starts",
+        "The axis starts at the bytes held throughout the step. They differ between runs: heights cannot be compared",
+        "The axis starts at 0 in every run, so shapes and heights can be compared",
     ),
 }
 """Of each switch, then of its choices in their order."""
@@ -43,9 +44,9 @@ class TimelineView:
         self._drawn: tuple[Any, Any] | None = None
         self._starts: list[tuple[Any, str, int]] = []
         self._is_listing_ranks = False
-        self.pool = self._switch("pool", POOLS_SHOWN, "Of")
-        self.axis = self._switch("axis", AXES, "Along")
-        self.floor = self._switch("floor", FLOORS, "Bytes from")
+        self.pool = self._switch("pool", POOLS_SHOWN, "Memory")
+        self.axis = self._switch("axis", AXES, "x axis")
+        self.floor = self._switch("floor", FLOORS, "Bytes axis from")
         self.chart = ChartWidget(self._drawing(), self._look_at_point)
         self.chart.add_class("memlab-chart")
         self.slider = Slider(name="moment, as the number of its event")
@@ -179,7 +180,9 @@ class TimelineView:
         (_, pool, before), *_ = self._starts
         if pool != state.pool or abs(low - before) < _SAME_START * (high - low):
             return ""
-        return f"The bytes axis starts at {format_bytes(low)}, and at {format_bytes(before)} in the chart before."
+        return (
+            f"The bytes axis starts at {format_bytes(low)}. In the previous chart it started at {format_bytes(before)}."
+        )
 
     def _show_moment(self) -> None:
         state = self._state

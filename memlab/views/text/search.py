@@ -84,7 +84,7 @@ def _table(points: Sequence[Point]) -> Table:
         ["setting", "", *(f"{point.settings}" for point in points)],
         _bytes("peak", peaks),
         ["recomputed", "MFLOP/token", *(f"{point.recomputed_operations / 1e6:,.3f}" for point in points)],
-        _bytes("to host", [point.transferred_bytes for point in points], " each way"),
+        _bytes("host copies", [point.transferred_bytes for point in points], " each way"),
         _bytes("on host", [point.host_bytes for point in points]),
         ["", "", *(point.verdict if point.fits else "" for point in points)],
     ]
