@@ -94,6 +94,10 @@ class Recording:
         self.freed = {role for role, total in totals.items() if role.owner != OWN and total < 0}
         self.live = [role.number for role, total in totals.items() if role.owner == OWN and total > 0]
 
+    def roles_of_events(self) -> list[Role]:
+        """Returns the role that each row is about."""
+        return [Role(*of_row) for of_row in zip(self.owner.tolist(), self.role.tolist(), strict=True)]
+
     def last_pool(self, role: int) -> int:
         """Returns the pool of an own role at the end: what outlives a fused kernel moves from on chip to the device."""
         return int(self.pool[np.flatnonzero((self.owner == OWN) & (self.role == role))[-1]])

@@ -404,6 +404,11 @@ class SimulatedMeter(StorageMeter):
         """Records the events from `position` `first` on and before `last`; for the others see `recording.record`."""
         return record(self._events[first:last], known, *spans, places, self._pinned_blocks)
 
+    def roles_of_events(self, first: int, last: int, known: Mapping[int, Role]) -> list[Role | None]:
+        """Returns the roles that the events of `record` are about, also of a pass that cannot be recorded."""
+        events = (event for event in self._events[first:last] if type(event) is Event)
+        return [known.get(id(event.allocation)) for event in events if event.pool != _RESERVED]
+
     def replay(
         self,
         recording: Recording,

@@ -140,6 +140,8 @@ class LayerReplay:
         """The forward pass that was stepped last, by its key without the unit's place."""
         self._latest_of_run: dict[int, Recording] = {}
         """The forward pass that was stepped last in this step, whatever its key."""
+        self._unrecorded_of_run: dict[int, list[Role | None]] = {}
+        """The roles of the events of the forward pass that was stepped last in this step, if it cannot be recorded."""
         self._inside = False
         self._known: dict[tuple[Any, ...], _Known] = {}
         self._freed_by_pass: dict[int, StorageAllocation] = {}
@@ -163,6 +165,7 @@ class LayerReplay:
         self._plan()
         self._in_flight.clear()
         self._latest_of_run.clear()
+        self._unrecorded_of_run.clear()
         self._inside, self.num_replayed = False, 0
         for unit in self._units.values():
             unit.last_pass = None
@@ -434,7 +437,8 @@ class LayerReplay:
         one.unit.held, one.unit.replaced = [], {}
         self._inside = True
         reference = reference or self._latest_of_run.get(one.unit.run)
-        self._meter.after_event = self._frees_of_orphans(one.unit, reference, of_previous)
+        roles = self._unrecorded_of_run.get(one.unit.run, []) if reference is None else reference.roles_of_events()
+        self._meter.after_event = self._frees_of_orphans(one.unit, roles, of_previous)
         try:
             result = step()
         finally:
@@ -452,6 +456,7 @@ class LayerReplay:
                 self._learn(key, one, False, recording, one.output, result)
             self._reference[of_equal] = self._latest_of_run[one.unit.run] = recording
         else:
+            self._unrecorded_of_run[one.unit.run] = self._meter.roles_of_events(at, self._meter.position(), known)
             self._last_signature.pop((one.unit.run, False, True), None)
         node = result.grad_fn
         if node is not None:
@@ -515,23 +520,30 @@ class LayerReplay:
         return {role: self._meter.separate(replay, role.number, totals[Role(OWN, role.number)]) for role in roles}
 
     def _frees_of_orphans(
-        self, unit: _Unit, reference: Recording | None, of_previous: Mapping[Role, StorageAllocation]
+        self, unit: _Unit, roles: Iterable[Role | None], of_previous: Mapping[Role, StorageAllocation]
     ) -> Callable[[], None] | None:
-        """Returns what frees, in a stepped pass, what a replayed one left: at the places of an equal layer's pass."""
+        """Returns what frees, in a stepped pass, what a replayed one left: at the places of an equal layer's pass.
+
+        Args:
+            unit: What is stepped.
+            roles: Those that the events of the equal layer's pass were about.
+            of_previous: What the unit's previous pass left, by role.
+        """
         retained = enumerate(self._retained_by(unit))
         orphans = {Role(RETAINED, place): each for place, each in retained if each.key < 0}
         orphans.update(of_previous)
         if not orphans:
             return None
-        rows = iter([] if reference is None else zip(reference.owner.tolist(), reference.role.tolist(), strict=True))
-        meter, waiting = self._meter, [next(rows, None)]
+        rest = iter(roles)
+        meter, waiting = self._meter, next(rest, None)
 
         def after_event() -> None:
+            nonlocal waiting
             meter.after_event = None
-            waiting[0] = next(rows, None)
-            while waiting[0] is not None and Role(*waiting[0]) in orphans:
-                meter.let_go(orphans.pop(Role(*waiting[0])))
-                waiting[0] = next(rows, None)
+            waiting = next(rest, None)
+            while waiting in orphans:
+                meter.let_go(orphans.pop(waiting))
+                waiting = next(rest, None)
             meter.after_event = after_event
 
         return after_event

@@ -83,6 +83,16 @@ def test_random_scenarios_have_the_same_steps_with_and_without_replay(seed: int)
         require_identical(one, other)
 
 
+def test_a_pass_under_offload_frees_what_a_replayed_pass_left_where_a_stepped_one_frees_it() -> None:
+    """A pass under offload is not recorded, so that another layer's frees show where the tensors are freed."""
+    records = []
+    for replay in (False, True):
+        with Lab("qwen3-moe-tiny", num_layers=6, seq_length=64, backend="simulated", replay=replay) as lab:
+            lab.step(_MOE)
+            records.append(lab.step(_OFFLOAD, warm_up=False))
+    require_identical(*records)
+
+
 @pytest.mark.parametrize("leaves_copies", [False, True])
 def test_an_update_is_replayed_if_it_leaves_allocated_what_it_found(leaves_copies: bool) -> None:
     state = TrainingState(grad_reduce_in_bf16=leaves_copies)  # each update leaves fp32 copies of bf16 gradients
