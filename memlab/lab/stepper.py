@@ -570,9 +570,6 @@ class Stepper:
             return None
         if layout.virtual_pipeline_model_parallel_size > 1:
             return None
-        is_full = self.settings.recompute_granularity == "full"
-        if is_full and layout.pipeline_model_parallel_size > 1 and not self.scenario.architecture.is_moe:
-            return None  # when a replayed checkpoint frees its random state, it is not known after an insertion
         assert self._replay is not None, "a simulated model that replays has one"
         return MicrobatchReplay(meter, self.labels, self.scenario, self._replay.leave_out)
 

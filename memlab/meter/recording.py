@@ -7,7 +7,7 @@ part of it: a replay asks the allocator again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -94,10 +94,6 @@ class Recording:
         self.freed = {role for role, total in totals.items() if role.owner != OWN and total < 0}
         self.live = [role.number for role, total in totals.items() if role.owner == OWN and total > 0]
 
-    def roles_of_events(self) -> list[Role]:
-        """Returns the role that each row is about."""
-        return [Role(*of_row) for of_row in zip(self.owner.tolist(), self.role.tolist(), strict=True)]
-
     def last_pool(self, role: int) -> int:
         """Returns the pool of an own role at the end: what outlives a fused kernel moves from on chip to the device."""
         return int(self.pool[np.flatnonzero((self.owner == OWN) & (self.role == role))[-1]])
@@ -158,6 +154,29 @@ def record(
     sizes, pools, phases, categories, modules, owners, roles = (column.copy() for column in columns)
     spans = last_span - first_span
     return Recording(sizes, pools, phases, categories, modules, owners, roles, births, spans), allocations
+
+
+def freed_by(events: Iterable[Any], known: Mapping[int, Role]) -> list[tuple[int, Role]]:
+    """Returns what a stepped pass frees of the storages that it finds, in order.
+
+    Args:
+        events: The meter's events during the pass.
+        known: The roles of the storages, by the identity of their allocations.
+
+    Returns:
+        How many storages of the default stream the pass has allocated before each free, and what it frees. Other
+        streams are those of offload, which differs between equal layers.
+    """
+    num_allocated, freed = 0, dict[Role, int]()
+    for _, delta, pool, allocation, *_ in events:
+        role = known.get(id(allocation))
+        if delta < 0 and role is not None:
+            freed[role] = num_allocated
+        elif delta > 0 and pool != _RESERVED:
+            num_allocated += allocation.stream == 0
+            if role is not None:  # emptied before, and filled again
+                freed.pop(role, None)
+    return [(number, role) for role, number in freed.items()]
 
 
 @dataclass(slots=True, eq=False)

@@ -202,6 +202,10 @@ class Inserted:
         for number, allocation in self.objects.items():
             numbers[id(allocation)] = number
             categories[number] = allocation.final_category
+        for replay in self.waiting:  # what has become an allocation of its own since
+            for role, allocation in replay.attached.items():
+                number = numbers.setdefault(id(allocation), replay.number + role)
+                categories[number] = allocation.final_category
         columns = self.rows.copy()
         columns[_CATEGORY] = categories[columns[_STORAGE]]
         return columns

@@ -22,7 +22,7 @@ from memlab.config.allocator_settings import AllocatorSettings
 from memlab.meter.allocations import Allocation, Event, Opening, columns_of, timeline_of_columns
 from memlab.meter.labels import Labels
 from memlab.meter.observers import Answer, computed
-from memlab.meter.recording import Recording, Replay, Role, record
+from memlab.meter.recording import Recording, Replay, Role, freed_by, record
 from memlab.meter.repetition import DoesNotFitError, Inserted, Period, is_live, repeat, request
 from memlab.meter.storage_meter import StorageAllocation, StorageMeter
 from memlab.record.device_bytes import DeviceBytes
@@ -141,8 +141,8 @@ class SimulatedMeter(StorageMeter):
         self._pinned = PinnedMemory()
         self._pinned_blocks: dict[int, int] = {}
         self._abandoned: list[StorageAllocation] = []
-        self.after_event: Callable[[], None] | None = None
-        """Called after each event, if it is set."""
+        self.after_event: Callable[[int, Allocation], None] | None = None
+        """Called after each event with its bytes, below 0 for a free, if it is set."""
         self._reserved = self._reserved_allocation()
         self._is_special = False
         """Whether the step has done what is not repeated: used pinned memory or a stream of its own, or returned what
@@ -234,9 +234,9 @@ class SimulatedMeter(StorageMeter):
         if self._labels.pinned_depth and num_bytes:
             self._is_special = True
             self._pinned_blocks[id(allocation)] = self._pinned.allocate(num_bytes)
+        stream = allocation.stream = self._labels.stream
         if allocation.pool != _DEVICE or not num_bytes:
             return num_bytes
-        stream = allocation.stream = self._labels.stream
         self._is_special = self._is_special or stream != 0
         block = self._blocks[id(allocation)] = self._allocator.allocate(num_bytes, stream)
         self._update_reserved()
@@ -404,10 +404,9 @@ class SimulatedMeter(StorageMeter):
         """Records the events from `position` `first` on and before `last`; for the others see `recording.record`."""
         return record(self._events[first:last], known, *spans, places, self._pinned_blocks)
 
-    def roles_of_events(self, first: int, last: int, known: Mapping[int, Role]) -> list[Role | None]:
-        """Returns the roles that the events of `record` are about, also of a pass that cannot be recorded."""
-        events = (event for event in self._events[first:last] if type(event) is Event)
-        return [known.get(id(event.allocation)) for event in events if event.pool != _RESERVED]
+    def freed_since(self, first: int, known: Mapping[int, Role]) -> list[tuple[int, Role]]:
+        """Returns what the events from `position` `first` on free; see `recording.freed_by`."""
+        return freed_by(self._events[first:], known)
 
     def replay(
         self,
@@ -596,7 +595,7 @@ class SimulatedMeter(StorageMeter):
     def _event(self, delta: int, allocation: Allocation) -> None:
         super()._event(delta, allocation)
         if self.after_event is not None and delta and allocation is not self._reserved:
-            self.after_event()
+            self.after_event(delta, allocation)
 
     def _update_reserved(self) -> None:
         delta = self._allocator.reserved_bytes - self._reserved.num_bytes

@@ -13,7 +13,7 @@ What repeats is a *unit*: a layer, or under full recompute the layers of one che
 - every storage that the events are about is known: the layer's own, its input, the gradient of its output, or what the
   unit's earlier pass left allocated.
 
-Otherwise it is stepped.
+Otherwise it is stepped. What autograd's graph keeps (random states of checkpoints) is freed with the stand-in's node.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from memlab.meter.allocations import Allocation
 from memlab.meter.labels import Labels
 from memlab.meter.recording import FORWARD, GRADIENT, INPUT, OWN, PREVIOUS, RETAINED, Recording, Replay, Role
 from memlab.meter.simulated_meter import SimulatedMeter
@@ -37,7 +38,7 @@ from memlab.model.build import LiveModel
 from memlab.upstream.patching import patched
 from memlab.vocabulary import POOLS
 
-_DEVICE = POOLS.index("device")
+_HOST = POOLS.index("host")
 _LAYER = re.compile(r"^decoder\.layers\.\d+")
 _Spec = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
@@ -65,6 +66,8 @@ class _Unit:
     last_pass: _Pass | None = None
     held: list[weakref.ref[Any] | None] = field(default_factory=list)
     """What the pass that was stepped last left allocated: the storages, in the order of `_Pass.left`."""
+    keeps_states: bool = False
+    """Whether its token dispatchers refer to a graph that keeps random states of checkpoints."""
     replaced: dict[Role, weakref.ref[Any]] = field(default_factory=dict)
     """Storages that dispatchers refer to in place of those of the pass that was stepped last."""
 
@@ -93,9 +96,15 @@ class _Pass:
     """The gradient of its input."""
     left: list[StorageAllocation] = field(default_factory=list)
     """What backward left allocated, without `result`."""
+    in_graph: frozenset[int] = frozenset()
+    """Places in `left` of what is freed with the graph: the random states of checkpoints."""
     kept: torch.Tensor | None = None
     """`result`, if the layer itself would keep it."""
     is_over: bool = False
+
+    def retained(self) -> list[StorageAllocation]:
+        """Returns what backward left to the unit's next pass, which frees it."""
+        return [each for place, each in enumerate(self.left) if place not in self.in_graph]
 
 
 @dataclass(slots=True, eq=False)
@@ -109,6 +118,8 @@ class _Known:
     """Of the result."""
     is_proven: bool
     source: _Pass
+    keeps_states: bool
+    """As in `_Unit`, at the end of a forward pass."""
 
 
 class LayerReplay:
@@ -136,12 +147,10 @@ class LayerReplay:
         """What the last pass through each layer left allocated."""
         self._learns = self._replays = False
         self._num_microbatches = 1
-        self._reference: dict[tuple[Any, ...], Recording] = {}
-        """The forward pass that was stepped last, by its key without the unit's place."""
-        self._latest_of_run: dict[int, Recording] = {}
-        """The forward pass that was stepped last in this step, whatever its key."""
-        self._unrecorded_of_run: dict[int, list[Role | None]] = {}
-        """The roles of the events of the forward pass that was stepped last in this step, if it cannot be recorded."""
+        self._reference: dict[tuple[Any, ...], list[tuple[int, Role]]] = {}
+        """What the forward pass that was stepped last has freed, by its key without the unit's place."""
+        self._latest_of_run: dict[int, list[tuple[int, Role]]] = {}
+        """What the forward pass that was stepped last in this step has freed, whatever its key."""
         self._inside = False
         self._known: dict[tuple[Any, ...], _Known] = {}
         self._freed_by_pass: dict[int, StorageAllocation] = {}
@@ -161,11 +170,10 @@ class LayerReplay:
             num_microbatches: How many forward passes of each layer the schedule makes.
         """
         self._learns, self._num_microbatches = replays, num_microbatches
-        self._replays = replays and not self._retains_checkpoints()
+        self._replays = replays
         self._plan()
         self._in_flight.clear()
         self._latest_of_run.clear()
-        self._unrecorded_of_run.clear()
         self._inside, self.num_replayed = False, 0
         for unit in self._units.values():
             unit.last_pass = None
@@ -372,12 +380,16 @@ class LayerReplay:
             return False
         if any(self._other(one, role) is None for _, role in known.recording.others):
             return False
-        # What the last dispatcher of a stage refers to keeps the whole graph, and with it what the stage has received
-        # and its gradient. The dispatchers before it must not keep them longer (`_detach`).
+        # What the last dispatcher of a stage refers to keeps the whole graph: what the stage has received and its
+        # gradient, and the random states of all checkpoints. The dispatchers before it must not keep them longer.
         keeps_graph = self._previous(one) is None or True in self._may_be_latest(one)
-        if self._is_moe_stage and unit.ends_chunk and keeps_graph:
+        if unit.ends_chunk and keeps_graph and self._keeps_others(unit, known):
             return False
         return all(self._will_know_backward(one, is_latest=is_latest) for is_latest in self._may_be_latest(one))
+
+    def _keeps_others(self, unit: _Unit, known: _Known) -> bool:
+        """Whether what a unit's dispatchers refer to, before the pass or after it, keeps what other units have made."""
+        return self._is_moe_stage or unit.keeps_states or known.keeps_states
 
     def _will_know_backward(self, one: _Pass, *, is_latest: bool) -> bool:
         """Whether two equal backward passes will have been stepped before that of a pass which begins now."""
@@ -429,16 +441,16 @@ class LayerReplay:
         key, known = self._key(one, given), self._roles_of_others(one)
         of_equal = key[:2] + key[3:]
         reference = self._reference.get(of_equal)
-        of_previous = self._left_to_next(self._previous(one), reference)
+        in_flight = self._previous(one)
+        of_previous = self._left_to_next(in_flight, reference)
         known |= {id(allocation): role for role, allocation in of_previous.items()}
         at, span = self._meter.position(), self._labels.span
         if torch.is_grad_enabled() and given.grad_fn is not None:
             given.grad_fn.register_prehook(lambda gradients: self._end_backward(one, gradients[0]))
         one.unit.held, one.unit.replaced = [], {}
         self._inside = True
-        reference = reference or self._latest_of_run.get(one.unit.run)
-        roles = self._unrecorded_of_run.get(one.unit.run, []) if reference is None else reference.roles_of_events()
-        self._meter.after_event = self._frees_of_orphans(one.unit, roles, of_previous)
+        reference = self._latest_of_run.get(one.unit.run, []) if reference is None else reference
+        self._meter.after_event = self._frees_of_orphans(one.unit, reference, of_previous)
         try:
             result = step()
         finally:
@@ -446,7 +458,11 @@ class LayerReplay:
             if self._meter.after_event is not None:
                 self._meter.after_event = None
                 self._let_go(one.unit, of_previous.values())
+        # What a pass frees of an earlier one that was stepped, and could not be recorded, has no role.
+        if in_flight is None or in_flight.replay is not None or in_flight.roles:
+            self._reference[of_equal] = self._latest_of_run[one.unit.run] = self._meter.freed_since(at, known)
         self._drop_freed(one.unit, by_pass=True)
+        one.unit.keeps_states = self._keeps_states(one.unit, given)
         recorded = self._meter.record(at, self._meter.position(), known, (span, self._labels.span), one.unit.places)
         if recorded is not None:
             recording, one.roles = recorded
@@ -454,9 +470,7 @@ class LayerReplay:
             one.output = next((role for role, each in enumerate(one.roles) if each is of_result), -1)
             if one.output >= 0:
                 self._learn(key, one, False, recording, one.output, result)
-            self._reference[of_equal] = self._latest_of_run[one.unit.run] = recording
         else:
-            self._unrecorded_of_run[one.unit.run] = self._meter.roles_of_events(at, self._meter.position(), known)
             self._last_signature.pop((one.unit.run, False, True), None)
         node = result.grad_fn
         if node is not None:
@@ -464,9 +478,18 @@ class LayerReplay:
             node.register_prehook(lambda gradients: self._begin_backward(one, gradients[0]))
         return result
 
-    def _retains_checkpoints(self) -> bool:
-        """Whether a graph that a layer retains keeps checkpoints of other layers, whose passes do not free them."""
-        return any(each.pool != _DEVICE for of_layer in self._retained for each in of_layer)
+    def _keeps_states(self, unit: _Unit, given: torch.Tensor) -> bool:
+        """Whether a unit's dispatchers refer to a graph in which one of its checkpoints keeps random states."""
+        waiting: list[Any] = [tensor.grad_fn for _, _, tensor in self._tensors_of_dispatchers(unit)]
+        seen: set[Any] = {None, given.grad_fn}
+        while waiting:
+            node = waiting.pop()
+            if node not in seen:
+                if hasattr(node, "rng_states"):
+                    return True
+                seen.add(node)
+                waiting += [before for before, _ in node.next_functions]
+        return False
 
     def _retain_result(self, unit: _Unit) -> None:
         """Counts what a unit's last pass returned as retained, if it is still allocated: a checkpoint's leaf has it."""
@@ -508,44 +531,41 @@ class LayerReplay:
             if each.key < 0 and each.num_bytes:
                 self._meter.let_go(each)
 
-    def _left_to_next(self, previous: _Pass | None, reference: Recording | None) -> dict[Role, StorageAllocation]:
+    def _left_to_next(
+        self, previous: _Pass | None, reference: list[tuple[int, Role]] | None
+    ) -> dict[Role, StorageAllocation]:
         """Returns what a replayed pass, whose backward has not ended, has allocated and the unit's next pass frees."""
         if previous is None or previous.replay is None:
             return {}
         if reference is None and self._overlaps:
             raise NotReplayableError(f"what layer {previous.unit.layers[0]} frees of its previous pass is not known")
         replay = previous.replay
-        roles = [] if reference is None else [role for role in reference.freed if role.owner == PREVIOUS]
+        roles = [role for _, role in reference or () if role.owner == PREVIOUS]
         totals = replay.recording.totals
         return {role: self._meter.separate(replay, role.number, totals[Role(OWN, role.number)]) for role in roles}
 
     def _frees_of_orphans(
-        self, unit: _Unit, roles: Iterable[Role | None], of_previous: Mapping[Role, StorageAllocation]
-    ) -> Callable[[], None] | None:
-        """Returns what frees, in a stepped pass, what a replayed one left: at the places of an equal layer's pass.
-
-        Args:
-            unit: What is stepped.
-            roles: Those that the events of the equal layer's pass were about.
-            of_previous: What the unit's previous pass left, by role.
-        """
+        self, unit: _Unit, reference: list[tuple[int, Role]], of_previous: Mapping[Role, StorageAllocation]
+    ) -> Callable[[int, Allocation], None] | None:
+        """Returns what frees, in a stepped pass, what a replayed one left: at the places of an equal layer's pass."""
         retained = enumerate(self._retained_by(unit))
         orphans = {Role(RETAINED, place): each for place, each in retained if each.key < 0}
         orphans.update(of_previous)
         if not orphans:
             return None
-        rest = iter(roles)
-        meter, waiting = self._meter, next(rest, None)
+        waiting = [(number, orphans[role]) for number, role in reversed(reference) if role in orphans]
+        num_allocated = 0
 
-        def after_event() -> None:
-            nonlocal waiting
-            meter.after_event = None
-            waiting = next(rest, None)
-            while waiting in orphans:
-                meter.let_go(orphans.pop(waiting))
-                waiting = next(rest, None)
-            meter.after_event = after_event
+        def let_go() -> None:
+            while waiting and waiting[-1][0] <= num_allocated:
+                self._meter.let_go(waiting.pop()[1])
 
+        def after_event(delta: int, allocation: Allocation) -> None:
+            nonlocal num_allocated
+            num_allocated += delta > 0 and allocation.stream == 0
+            let_go()
+
+        let_go()
         return after_event
 
     def _learn(
@@ -558,7 +578,7 @@ class LayerReplay:
         same = self._last_signature.get(of_run) == recording.signature
         same |= former is not None and former.recording.signature == recording.signature
         self._last_signature[of_run] = recording.signature
-        self._known[key] = _Known(recording, result, _spec(tensor), same, one)
+        self._known[key] = _Known(recording, result, _spec(tensor), same, one, one.unit.keeps_states)
 
     def _begin_backward(self, one: _Pass, gradient: torch.Tensor) -> None:
         one.backward_from, one.span = self._meter.position(), self._labels.span
@@ -592,9 +612,12 @@ class LayerReplay:
         if one.input is not None and one.input.num_bytes:
             left.append(one.input)
         one.left = left
+        of_dispatchers = {id(meter.allocation_of(tensor)) for _, _, tensor in self._tensors_of_dispatchers(unit)}
+        on_host = ((place, each) for place, each in enumerate(left) if each.pool == _HOST)
+        one.in_graph = frozenset(place for place, each in on_host if id(each) not in of_dispatchers)
         if unit.last_pass is one:
             unit.held = [_storage_of(each) for each in one.left]
-            self._retain(unit, one.left)
+            self._retain(unit, one.retained())
         if result < 0 or Role(FORWARD, one.output) in recording.totals:
             return
         key = self._backward_key(one, is_latest=self._is_latest(one))
@@ -615,7 +638,7 @@ class LayerReplay:
         one.replay = self._run(one, known.recording, None)
         for dispatcher, name, role in references:
             self._replace(one.unit, dispatcher, name, role)
-        if self._is_moe_stage:
+        if self._keeps_others(one.unit, known):
             self._detach(one.unit)
         return self._result(one.replay, known)
 
@@ -639,6 +662,7 @@ class LayerReplay:
 
     def _detach(self, unit: _Unit) -> None:
         """Drops the graph of an earlier pass from a unit's dispatchers, as a forward pass does that is not replayed."""
+        unit.keeps_states = False
         with self._meter.paused():
             for dispatcher, name, tensor in self._tensors_of_dispatchers(unit):
                 if tensor.grad_fn is not None:
@@ -681,12 +705,16 @@ class LayerReplay:
         if Role(INPUT, 0) not in known.recording.freed:
             assert one.input is not None
             retained[Role(INPUT, 0)] = one.input
-        for place, (role, allocation) in enumerate(retained.items()):
-            self._hold(unit, allocation, place, role)
         one.left = list(retained.values())
-        one.source = known.source
+        one.source, one.in_graph = known.source, known.source.in_graph
+        for place, (role, allocation) in enumerate(retained.items()):
+            if place in one.in_graph:
+                meter.hand_over(allocation)
+                meter.keep(allocation)
+            else:
+                self._hold(unit, allocation, place, role)
         if unit.last_pass is one:
-            self._retain(unit, one.left)
+            self._retain(unit, one.retained())
         return result
 
     def at_end_of_graph(self, one: _Pass) -> Any:
@@ -702,8 +730,8 @@ class LayerReplay:
         if source is None:  # backward did not reach it
             return
         for place, allocation in enumerate(source.left):
-            freed_with_graph = not allocation.num_bytes and id(allocation) not in self._freed_by_pass
-            if freed_with_graph and one.left[place].num_bytes:
+            has_freed = not allocation.num_bytes and id(allocation) not in self._freed_by_pass
+            if (has_freed or place in one.in_graph) and one.left[place].num_bytes:
                 self._meter.let_go(one.left[place])
 
     def _run(self, one: _Pass, recording: Recording, forward: Replay | None) -> Replay:

@@ -611,6 +611,14 @@ _MEGATRON = (
         why="The schedules start timers around each pass, which gives the phases.",
     ),
     Internal(
+        owner=_RANDOM,
+        names=("rng_states",),
+        use="used",
+        where="model/layer_replay.py",
+        why="A checkpoint's node in autograd's graph keeps random states on the host until the graph is freed.",
+        on_instances=True,
+    ),
+    Internal(
         owner="megatron.core.pipeline_parallel.schedules",
         names=("range",),
         use="replaced",
