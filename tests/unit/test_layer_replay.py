@@ -23,6 +23,7 @@ _GROUPS = MemorySettings(recompute_granularity="full", recompute_method="uniform
 _BLOCK = MemorySettings(recompute_granularity="full", recompute_method="block", recompute_num_layers=3)
 _OFFLOAD = MemorySettings(offload_modules=("expert_fc1",), min_offloaded_tensor_size=0)
 _STAGES = Layout(pipeline_model_parallel_size=2)
+_MIDDLE = Layout(pipeline_model_parallel_size=3, rank=1)
 _CHUNKS = Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
 _BETWEEN = MemorySettings(offload_optimizer=True)
 _EXCEPT_UPDATE = MemorySettings(offload_optimizer=True, offload_optimizer_except_update=True)
@@ -45,6 +46,8 @@ _CASES: list[tuple[str, dict[str, Any], list[MemorySettings]]] = [
     ("qwen3-moe-tiny", {"num_layers": 4, "seq_length": 64}, [_ATTENTION, _ATTENTION_MOE, _ATTENTION_MOE]),
     # Micro-batches are inserted: with several passes in flight on the first of two stages.
     ("phi-4-tiny", {"num_layers": 8, "seq_length": 64, "num_microbatches": 10, "layout": _STAGES}, [_LAYERNORM, _FULL]),
+    # The first layer of a later stage is always stepped. Of its passes in flight, recompute has emptied a storage.
+    ("qwen3-moe-tiny", {"num_layers": 3, "seq_length": 64, "num_microbatches": 10, "layout": _MIDDLE}, [_LAYERNORM]),
     ("phi-4-tiny", {"num_layers": 12, "seq_length": 64, "num_microbatches": 4, "layout": _CHUNKS}, [_LAYERNORM]),
     ("qwen3-moe-tiny", {"num_layers": 2, "seq_length": 64, "num_microbatches": 8}, [MemorySettings(), _FULL]),
     # On stages, a dispatcher's references pass from stepped passes to replayed ones and back, several passes in flight.
