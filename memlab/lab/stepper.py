@@ -401,7 +401,9 @@ class Stepper:
             self._recover(error)
         except NotReplayableError as error:
             self._recover(error)
-            self.transfers.offload(on_host)  # the step begins again, with what it loads on the host again
+            # The step begins again, with each group where it was.
+            self.transfers.load([group for group in GROUPS if group not in on_host])
+            self.transfers.offload(on_host)
             self.replays = False
             return self.step(on_move, forward_only=forward_only, suspend_offload=suspend_offload)
         except BaseException as error:

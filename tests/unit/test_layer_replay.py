@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from memlab import Lab, Layout, MemorySettings, TrainingState
+from memlab.model.layer_replay import LayerReplay, NotReplayableError
 from memlab.record.step_record import StepRecord
 from memlab.record.transfer import GROUPS
 from tests.unit.replayed import Case, random_case, require_identical, take
@@ -135,9 +136,13 @@ def test_a_replayed_step_runs_out_of_memory_where_a_stepped_one_does() -> None:
 
 
 @pytest.mark.parametrize("offloads_at_start", [False, True])
-def test_a_step_whose_micro_batches_are_not_inserted_starts_with_the_groups_that_it_found(
-    offloads_at_start: bool,
+def test_a_step_that_begins_again_starts_with_the_groups_that_it_found(
+    monkeypatch: pytest.MonkeyPatch, offloads_at_start: bool
 ) -> None:
+    def fail(replay: LayerReplay, *_: Any) -> Any:
+        monkeypatch.undo()
+        raise NotReplayableError("the first replayed backward pass of this test")
+
     away = replace(_FULL, offload_parameters=True, offload_optimizer=True)
     until_update = MemorySettings(
         recompute_granularity="selective",
@@ -152,6 +157,8 @@ def test_a_step_whose_micro_batches_are_not_inserted_starts_with_the_groups_that
             lab.step()
             if not offloads_at_start:
                 lab.step(away)
+            if replay:
+                monkeypatch.setattr(LayerReplay, "backward_of", fail)
             timeline = lab.step(until_update, warm_up=False).timeline
             assert timeline is not None
             opening = timeline.breakdown(timeline.num_opening_events - 1)
@@ -159,6 +166,7 @@ def test_a_step_whose_micro_batches_are_not_inserted_starts_with_the_groups_that
     stepped, replayed = found
     assert replayed == stepped
     assert bool(stepped[2]) == offloads_at_start
+    assert LayerReplay.backward_of is not fail, "the step has begun again"
 
 
 def test_micro_batches_that_are_not_known_to_repeat_are_stepped_in_the_same_step() -> None:
