@@ -61,15 +61,16 @@ class Check(_Goals):
 
         Args:
             num_bytes: The limit.
-            hint: What to look at, in the words of the exercise; by default, the largest part that settings change.
+            hint: What to look at, in the words of the exercise; by default, why nothing was offloaded, or the largest
+                part that settings change.
         """
-        return self._below(
-            "the peak of the step", self._record.peak_allocated_bytes, num_bytes, hint or self._largest()
-        )
+        now = self._record.peak_allocated_bytes
+        return self._below("the peak of the step", now, num_bytes, hint or self._nothing_moved() or self._largest())
 
     def activation_peak_below(self, num_bytes: int) -> Self:
         """Requires `activation_peak_bytes` below a number of bytes."""
-        return self._below("the activation peak", self._record.activation_peak_bytes, num_bytes, self._largest())
+        hint = self._nothing_moved() or self._largest()
+        return self._below("the activation peak", self._record.activation_peak_bytes, num_bytes, hint)
 
     def fits(self, gpu_memory: str) -> Self:
         """Requires `peak_allocated_bytes` below what a GPU of a size (``79GiB``) leaves for torch in this layout."""
@@ -97,14 +98,18 @@ class Check(_Goals):
         hint = "the host holds what is offloaded, and the state of parameters that the CPU updates"
         return self._below("the peak of the host", self._record.host_bytes, num_bytes, hint)
 
-    def residual_is_zero(self) -> Self:
-        """Requires that nothing stays allocated after the step."""
+    def residual_is_zero(self, hint: str = "") -> Self:
+        """Requires that nothing stays allocated after the step.
+
+        Args:
+            hint: What to look at, in the words of the exercise; by default, which checkpoints keep their inputs.
+        """
         residual = self._record.residual_bytes
         if not residual:
             return self._goal(True, "the residual after the step is zero")
-        hint = (
+        hint = hint or (
             "an MoE layer whose router is recomputed keeps the checkpoint's input and its gradient: recompute a part "
-            "without the router (or set checkpoint_input_remedy, which lab 04 explains)"
+            "without the router"
         )
         return self._goal(False, f"the residual after the step is {format_bytes(residual)}, must be zero", hint)
 
@@ -137,7 +142,8 @@ class Check(_Goals):
         if is_whole:
             return self._goal(True, "every layer is recomputed as a whole")
         what = f"the settings are '{settings}', must recompute every layer as a whole"
-        return self._goal(False, what, "recompute_granularity is 'full', with the method 'uniform'")
+        hint = "recompute_granularity is 'full', with the method 'uniform', or 'block' with the number of layers"
+        return self._goal(False, what, hint)
 
     def without_remedy(self) -> Self:
         """Requires that no remedy for the inputs of checkpoints is set."""
@@ -203,6 +209,15 @@ class Check(_Goals):
             return self._goal(True, f"{what} is {format_bytes(now)}, below {format_bytes(goal)}")
         return self._goal(False, f"{what} is {format_bytes(now)}, must be below {format_bytes(goal)}", hint)
 
+    def _nothing_moved(self) -> str:
+        """Says why no module transferred anything, if activation offload is on; empty if one did, or it is off."""
+        modules = self._record.settings.offload_modules
+        if not modules or self._record.offloaded_bytes_by_module:
+            return ""
+        reasons = [self._record.without_effect.get(f"offload_modules:{module}", "") for module in modules]
+        # Each module has its reason; the first one is what to act on.
+        return f"{modules[0]} transferred nothing to the host: {reasons[0]}" if reasons[0] else ""
+
     def _largest(self) -> str:
         categories = {
             name: size
@@ -256,7 +271,8 @@ class FormulaCheck(_Goals):
         """
         metered = [num_bytes] if isinstance(num_bytes, int) else num_bytes
         if len(metered) != len(self._num_bytes):
-            what = f"the formula gives {len(self._num_bytes)} results, must give {len(metered)}, one per model"
+            given = "1 result" if len(self._num_bytes) == 1 else f"{len(self._num_bytes)} results"
+            what = f"the formula gives {given}, must give {len(metered)}, one per model"
             return self._goal(False, what, "replace only the 0 in the marked line")
         for place, (mine, needed) in enumerate(zip(self._num_bytes, metered, strict=True), start=1):
             which = f" for model {place}" if len(metered) > 1 else ""

@@ -54,7 +54,7 @@ class Guess(ipywidgets.HBox):  # type: ignore[misc]  # ipywidgets ships no types
         """
         self._result = result
         self._show()
-        print(f"{self.question}\n  {guess_and_result(self.guessed, result, self.unit)}")  # noqa: T201  # a cell's output
+        print(f"{self.question}\n  {guess_and_result(self.guessed, result, self.unit, self.question)}")  # noqa: T201  # a cell's output
 
     def __repr__(self) -> str:
         return f"Guess: {self.question}" + (f" ({self.unit})" if self.unit else "")
@@ -65,7 +65,8 @@ class Guess(ipywidgets.HBox):  # type: ignore[misc]  # ipywidgets ships no types
         return {"text/plain": repr(self), "application/vnd.jupyter.widget-view+json": view}
 
     def _show(self) -> None:
-        line = "" if self._result is None else guess_and_result(self.guessed, self._result, self.unit)
+        result = self._result
+        line = "" if result is None else guess_and_result(self.guessed, result, self.unit, self.question)
         self.answer.value = f"{_STYLE}<span role='status'>{html.escape(line, quote=False)}</span>"
 
 

@@ -68,6 +68,16 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
             ("residual_is_zero",),
             "the residual after the step is 3.00 MiB, must be zero",
         ),
+        (
+            replace(with_settings(offload("moe_act")), without_effect={"offload_modules:moe_act": "all is too small"}),
+            ("activation_peak_below", 1),
+            "below 1 B. Hint: moe_act transferred nothing to the host: all is too small.",
+        ),
+        (
+            with_settings(HALF_OF_THE_LAYERS, residual_bytes=1),
+            ("residual_is_zero", "look at the remedies"),
+            "Hint: look",
+        ),
         (replace(PLAIN, recomputed_bytes=2), ("recomputes_less_than", 2), "what backward recomputes is 2 B, must be"),
         (PLAIN, ("moves", "moe_act"), "moe_act transferred nothing to the host: it is not among offload_modules"),
         (
@@ -130,7 +140,7 @@ def test_a_formula_must_hold_for_every_model(capsys: pytest.CaptureFixture[str])
         "reached: the formula gives 2 and 4 bytes, exactly what memlab metered",
         "reached: the formula gives 3 bytes, exactly what memlab metered",
         "not yet: the formula gives 2 bytes for model 2, 2 too few. Hint: ask of each module which tensors it keeps.",
-        "not yet: the formula gives 1 results, must give 2, one per model. Hint: replace only the 0 in the marked line.",
+        "not yet: the formula gives 1 result, must give 2, one per model. Hint: replace only the 0 in the marked line.",
         "not yet: the formula gives 5 bytes, 2 too many. Hint: count again.",
         "not yet: the formula gives inf bytes, must be a finite number. Hint: ask of each module which tensors it keeps.",
         "not yet: the formula gives nan bytes, must be a finite number. Hint: ask of each module which tensors it keeps.",

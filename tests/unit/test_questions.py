@@ -7,7 +7,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from memlab import guess, line_by_line, quiz
-from memlab.views.text.questions import quiz_html
+from memlab.views.text.questions import guess_and_result, quiz_html
 
 CHOICES = {"`a` < b": "It is less.", "c": "It is & more."}
 
@@ -18,12 +18,16 @@ CHOICES = {"`a` < b": "It is less.", "c": "It is & more."}
         ("", 175_272, "result: 175,272 bytes (you entered no guess)"),
         ("100,000", 175_272, "result: 175,272 bytes; your guess: 100,000 bytes (43 % too low)"),
         ("175272", 175_272, "result: 175,272 bytes; your guess: 175,272 bytes (exact)"),
-        ("2", 0, "result: 0 bytes; your guess: 2 bytes (too high)"),
-        ("0", -368, "result: -368 bytes; your guess: 0 bytes (100 % too high)"),
+        ("about 175272", 175_272, "result: 175,272 bytes; your guess: 175,272 bytes (exact)"),
         ("1000000 bytes", 4_000, "result: 4,000 bytes; your guess: 1,000,000 bytes (24,900 % too high)"),
-        ("nan", 3, "result: 3 bytes; your guess: nan"),
-        ("Activations ", "activations", "result: activations; your guess: Activations (right)"),
-        ("the <optimizer>", "activations", "result: activations; your guess: the <optimizer>"),
+        # No percent of zero or of a negative number.
+        ("2", 0, "result: 0 bytes; your guess: 2 bytes (2 bytes too high)"),
+        ("0", -368, "result: -368 bytes; your guess: 0 bytes (368 bytes too high)"),
+        ("-400", -368, "result: -368 bytes; your guess: -400 bytes (32 bytes too low)"),
+        ("1000", -368, "result: -368 bytes; your guess: 1,000 bytes (1,368 bytes too high, the result is negative)"),
+        ("-5", 3, "result: 3 bytes; your guess: -5 bytes (8 bytes too low, the result is positive)"),
+        ("nan", 3, "result: 3 bytes; your guess: nan (enter a number to compare the two)"),
+        ("a <few>", 3, "result: 3 bytes; your guess: a <few> (enter a number to compare the two)"),
     ],
 )
 def test_the_result_stands_beside_the_guess(
@@ -36,6 +40,44 @@ def test_the_result_stands_beside_the_guess(
     assert capsys.readouterr().out == f"How much?\n  {line}\n"
     assert line.replace("<", "&lt;").replace(">", "&gt;") in asked.answer.value
     assert asked.guessed == entered
+
+
+@pytest.mark.parametrize(
+    ("entered", "unit", "result", "verdict"),
+    [
+        ("40 %", "%", 28, "40 % (12 percentage points too high)"),
+        ("about 40%", "%", 71.19, "40 % (31.19 percentage points too low)"),
+        ("4 of 4", "of 4", 3, "4 of 4 (1 too high)"),
+    ],
+)
+def test_a_share_or_a_count_is_compared_by_its_difference(entered: str, unit: str, result: float, verdict: str) -> None:
+    assert guess_and_result(entered, result, unit).endswith(f"your guess: {verdict}")
+
+
+PART = "Which part is the largest: parameters, gradients, optimizer state or activations?"
+PHASE = "When in the step does memory peak: forward, backward or optimizer?"
+YES_OR_NO = "Is the loss still the same: yes or no?"
+
+
+@pytest.mark.parametrize(
+    ("question", "entered", "result", "verdict"),
+    [
+        (PART, "Activations ", "activations", "Activations (right)"),
+        (PART, "optimizer", "optimizer state", "optimizer (right)"),
+        (PART, "optimizer", "activations", "optimizer (wrong)"),
+        (PART, "the <optimizer>", "activations", "the <optimizer> (wrong)"),
+        (PHASE, "end of forward", "forward", "end of forward (right)"),
+        (PHASE, "forward or backward", "forward", "forward or backward (wrong)"),
+        (YES_OR_NO, "yes", "yes, to the last bit", "yes (right)"),
+        # Other words may mean the same.
+        ("Is it lower, equal or higher?", "same", "equal", "same"),
+        ("Is it lower, equal or higher?", "?", "equal", "?"),
+    ],
+)
+def test_a_guess_in_words_is_compared_with_the_words_of_the_result(
+    question: str, entered: str, result: str, verdict: str
+) -> None:
+    assert guess_and_result(entered, result, question=question) == f"result: {result}; your guess: {verdict}"
 
 
 def test_a_guess_that_is_changed_later_is_compared_again_and_others_are_not() -> None:

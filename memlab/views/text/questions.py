@@ -17,35 +17,49 @@ def amount(value: float | str, unit: str = "") -> str:
 
 
 def as_number(text: str, unit: str = "") -> float | None:
-    """Reads a guess such as ``175,000``, ``1.5`` or ``60 %``; None if it is not a number."""
+    """Reads a guess such as ``175,000``, ``1.5``, ``60 %`` or ``about 40``; None if it is not a number."""
+    number_alone = re.sub(r"^(about|around|~|≈)\s*", "", text.strip().casefold()).removesuffix(unit.casefold())
     try:
-        number = float(text.strip().removesuffix(unit).replace(",", "").replace(" ", ""))
+        number = float(number_alone.replace(",", "").replace(" ", ""))
     except ValueError:
         return None
     return number if math.isfinite(number) else None
 
 
-def guess_and_result(guessed: str, result: float | str, unit: str = "") -> str:
-    """Says in one line what the result is, what was guessed, and how far a guessed number is off.
+def guess_and_result(guessed: str, result: float | str, unit: str = "", question: str = "") -> str:
+    """Says in one line what the result is, what was guessed, and how far the guess is off.
 
-    A guess in words is called right where it is the result; whether other words mean the same, the reader decides.
+    A guess in words is right if its words are those of the result, and wrong if it is another of the answers that the
+    question names. Whether other words mean the same as the result, the reader decides.
     """
     shown = f"result: {amount(result, unit)}"
     if not guessed.strip():
         return f"{shown} (you entered no guess)"
+    if isinstance(result, str):
+        return f"{shown}; your guess: {guessed.strip()}{_verdict(guessed, result, question)}"
     number = as_number(guessed, unit)
-    if number is None or isinstance(result, str):
-        is_right = guessed.strip().casefold() == amount(result, unit).casefold()
-        return f"{shown}; your guess: {guessed.strip()}{' (right)' if is_right else ''}"
-    return f"{shown}; your guess: {amount(number, unit)}{_distance(number, result)}"
+    if number is None:
+        return f"{shown}; your guess: {guessed.strip()} (enter a number to compare the two)"
+    return f"{shown}; your guess: {amount(number, unit)}{_distance(number, result, unit)}"
 
 
-def _distance(number: float, result: float) -> str:
+def _verdict(guessed: str, result: str, question: str) -> str:
+    guess, right, asked = (set(re.findall(r"\w+", text.casefold())) for text in (guessed, result, question))
+    if guess and (guess <= right or (right <= guess and not (guess - right) & asked)):
+        return " (right)"
+    return " (wrong)" if guess and guess <= asked else ""
+
+
+def _distance(number: float, result: float, unit: str) -> str:
     if number == result:
         return " (exact)"
     direction = "high" if number > result else "low"
-    if not result:
-        return f" (too {direction})"
+    if unit == "%":
+        return f" ({amount(abs(number - result))} percentage points too {direction})"
+    # Percent of a count such as "of 4", of zero or of a negative number would say little.
+    if unit.startswith("of ") or result <= 0 or number < 0:
+        sign = f", the result is {'negative' if result < 0 else 'positive'}" if number * result < 0 else ""
+        return f" ({amount(abs(number - result), '' if unit.startswith('of ') else unit)} too {direction}{sign})"
     percent = 100 * abs((number - result) / result)
     return f" ({percent:,.0f} % too {direction})" if percent >= 10 else f" ({percent:.2g} % too {direction})"
 
