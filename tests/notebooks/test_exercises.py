@@ -29,6 +29,8 @@ class Exercise:
     solution: str
     wrong: tuple[str, ...]
     """Answers that the text forbids, or that look right and are not."""
+    also_right: tuple[str, ...] = ()
+    """Other answers that do all that the text asks for."""
 
 
 def step(settings: str) -> str:
@@ -43,9 +45,9 @@ def offload(*modules: str) -> str:
     return step(f"MemorySettings(offload_modules={list(modules)}, min_offloaded_tensor_size=0)")
 
 
-def block(num_layers: int) -> str:
+def full_detach(method: str, num_layers: int) -> str:
     return (
-        f'mine = lab.step(MemorySettings(recompute_granularity="full", recompute_method="block", '
+        f'mine = lab.step(MemorySettings(recompute_granularity="full", recompute_method="{method}", '
         f'recompute_num_layers={num_layers}, checkpoint_input_remedy="detach"))'
     )
 
@@ -68,6 +70,7 @@ def for_each(formula: str, letters: str) -> str:
 
 
 DENSE_LETTERS = "t, h, f, a, g, d"
+MOE_LETTERS = "t, h, f, m, k"
 ALL_MODULES = ("qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 EXERCISES = {
     "01_recompute": [
@@ -91,12 +94,22 @@ EXERCISES = {
                 selective("moe"),
                 selective("core_attn"),
                 step("MemorySettings()"),
+                step("half.settings"),
             ),
         ),
         Exercise(
             # As a float too: a formula with a division gives one.
-            solution="mine = (4 * h / 2 + 4 + 2 * m * k) * t",
-            wrong=("mine = (2 * h + 2 * m * k) * t", "mine = (2 * h + 4) * t", 'mine = by_hand["moe"]'),
+            solution=for_each("(4 * h / 2 + 4 + 2 * m * k) * t", MOE_LETTERS),
+            wrong=(
+                for_each("(2 * h + 2 * m * k) * t", MOE_LETTERS),
+                for_each("(2 * h + 4) * t", MOE_LETTERS),
+                for_each('by_hand["moe"]', MOE_LETTERS),
+                # Right for the tiny model only.
+                for_each('by_hand["layernorm"] + by_hand["moe_act"]', MOE_LETTERS),
+                for_each("(4 * m * k + 4 + 2 * m * k) * t", MOE_LETTERS),
+                'mine = by_hand["layernorm"] + by_hand["moe_act"]',
+                "mine = 528384",
+            ),
         ),
     ],
     "02_activation_offload": [
@@ -107,6 +120,7 @@ EXERCISES = {
                 selective("moe"),
                 offload("moe_act"),
                 step(f"MemorySettings(offload_modules={list(ALL_MODULES)})"),
+                step('MemorySettings(offload_modules=["expert_fc1", "moe_act"])'),
             ),
         ),
         Exercise(
@@ -150,8 +164,9 @@ EXERCISES = {
                 step('remedies["clear_gradient"].settings'),
                 step('remedies["release_storage"].settings'),
                 "mine = unguarded",  # a use after free, which the record does not show
-                block(2),
+                full_detach("block", 2),
             ),
+            also_right=(full_detach("uniform", 2), full_detach("block", 4)),
         ),
     ],
     "05_phi4_activation_peak": [
@@ -260,6 +275,17 @@ EXERCISES = {
         ),
     ],
 }
+DENSE_ANSWERS = {
+    "01_recompute": [
+        Exercise(solution=selective("mlp"), wrong=(selective("layernorm"),)),
+        Exercise(solution=selective("mlp"), wrong=(selective("core_attn"),), also_right=(step("half.settings"),)),
+        Exercise(
+            solution=for_each("(2 * h + 4 + 6 * f) * t", MOE_LETTERS),
+            wrong=(for_each("(4 * h + 8 + 6 * f) * t", MOE_LETTERS), 'mine = by_hand["mlp"]'),
+        ),
+    ],
+}
+"""The same for the dense model, which has no residual, in labs whose exercises are others with it."""
 SMALLER: dict[str, dict[str, Any]] = {
     "01_recompute": {"seq_length": 256},
     "02_activation_offload": {"num_layers": 2, "seq_length": 256},
@@ -402,9 +428,22 @@ def test_every_exercise_has_a_solution_and_wrong_answers_here() -> None:
     assert {lab: count for lab, count in counts.items() if count} == {lab: len(all_) for lab, all_ in EXERCISES.items()}
 
 
-@pytest.mark.parametrize("lab", EXERCISES)
+@pytest.mark.parametrize(
+    ("lab", "every", "parameters"),
+    [
+        *(pytest.param(lab, every, {}, id=lab) for lab, every in EXERCISES.items()),
+        *(
+            pytest.param(lab, every, {"architecture": "phi-4-tiny"}, id=f"{lab}-dense")
+            for lab, every in DENSE_ANSWERS.items()
+        ),
+    ],
+)
 def test_a_solution_reaches_the_goal_and_no_wrong_answer_does(
-    lab: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    lab: str,
+    every: list[Exercise],
+    parameters: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for figure in ("show", "compare"):
         monkeypatch.setattr(f"memlab.{figure}", MagicMock())  # drawing is tested elsewhere
@@ -412,21 +451,24 @@ def test_a_solution_reaches_the_goal_and_no_wrong_answer_does(
         monkeypatch.setattr("memlab.Lab", LabOfAnswers)
         monkeypatch.setattr(LabOfAnswers, "known", {})
     work, exercises = exercises_of(lab)
-    answers = {
-        exercise: ([exercise, *(answered(exercise, wrong) for wrong in each.wrong)], answered(exercise, each.solution))
-        for exercise, each in zip(exercises, EXERCISES[lab], strict=True)
-    }
+    answers = [
+        (
+            [exercise, *(answered(exercise, wrong) for wrong in each.wrong)],
+            [answered(exercise, right) for right in (*each.also_right, each.solution)],
+        )
+        for exercise, each in zip(exercises, every, strict=True)
+    ]
     names: dict[str, Any] = {"display": MagicMock()}  # IPython's, which every notebook has
-    cells = [cell for wrong, solution in answers.values() for cell in (*wrong, solution)]
+    cells = [cell for wrong, right in answers for cell in (*wrong, *right)]
     needed = cells_needed(work, cells, FORMULAS.get(lab, set()))
     assert lab not in ONLY_STEPS or set(re.findall(r"\blab\.(\w+)\(", "\n".join(needed + cells))) == {"step"}
     for source in needed:
         exec(source, names)  # noqa: S102  # the lab's own cells
         if source is work[0]:
-            names |= SMALLER.get(lab, {})
+            names |= SMALLER.get(lab, {}) | parameters
         names |= INSTEAD.get(lab, {})
     try:
-        for wrong, solution in answers.values():
+        for wrong, right in answers:
             for cell in wrong:
                 capsys.readouterr()
                 outcome = value_of(cell, names)
@@ -434,7 +476,8 @@ def test_a_solution_reaches_the_goal_and_no_wrong_answer_does(
                 assert not outcome, f"this answer is wrong, and the check accepts it:\n{cell}"
                 lines = capsys.readouterr().out.splitlines()
                 assert [line.startswith("not yet: ") for line in lines] == [False] * (len(lines) - 1) + [True]
-            assert value_of(solution, names), f"this is the solution, and the check refuses it:\n{solution}"
+            for cell in right:
+                assert value_of(cell, names), f"this is right, and the check refuses it:\n{cell}"
     finally:
         if lab not in INSTEAD:
             names["lab"].close()

@@ -21,4 +21,5 @@ def test_the_dispatcher_s_probabilities_hold_each_checkpoint_s_input_and_gradien
             assert leaf.holder == f"decoder.layers.{layer}.mlp.token_dispatcher.probs"
             assert leaf.shape == (128, 1, 128)
             assert "RouterGatingLinearFunction" in leaf.path
+            assert leaf.path[-1] == "AccumulateGrad"
     assert find_retained(open_lab("phi-4-tiny", num_layers=4)._stepper.live) == []

@@ -44,6 +44,15 @@ def test_a_bar_ends_at_the_peak_and_its_two_parts_meet_at_the_start() -> None:
     assert [note.text.partition("(")[2] for note in figure.layout.annotations] == ["backward)", "optimizer)"]
 
 
+def test_a_column_without_a_value_is_left_out() -> None:
+    unknown = replace(PLAIN, timeline=None, peak_phase=None, host_bytes=0)
+    shown = savings({"first": unknown, "second": unknown})
+    assert "peak is" not in str(shown) and "host" not in str(shown)
+    assert shown.figure is not None
+    assert not any("(" in note.text for note in shown.figure.layout.annotations)
+    assert "host" in str(savings({"first": unknown, "second": replace(unknown, host_bytes=1)}))
+
+
 def test_a_step_that_did_not_finish_frees_nothing_that_is_known() -> None:
     table = str(savings({"plain": PLAIN, "failed": out_of_memory(PLAIN)}))
     (row,) = [line.split() for line in table.splitlines() if line.startswith("failed ")]

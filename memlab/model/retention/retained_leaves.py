@@ -25,7 +25,7 @@ class Retained:
     holder: str
     """Module and attribute that refer to the graph, such as ``decoder.layers.0.mlp.token_dispatcher.probs``."""
     path: tuple[str, ...]
-    """Autograd nodes from the holder's tensor to the leaf."""
+    """Autograd nodes from the holder's tensor to the leaf, the last of which is ``AccumulateGrad``, which owns it."""
     shape: tuple[int, ...]
     input_bytes: int
     gradient_bytes: int
@@ -90,7 +90,7 @@ def _leaves(root: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
         path, node = waiting.pop(0)
         name = type(node).__name__.removesuffix("Backward")
         if name == "AccumulateGrad":
-            yield path, node.variable
+            yield (*path, name), node.variable
             continue
         for next_node, _ in node.next_functions:
             if next_node is not None and next_node not in seen:

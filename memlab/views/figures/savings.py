@@ -54,7 +54,8 @@ def savings_figure(records: Mapping[str, StepRecord]) -> go.Figure:
     )
     names = [textwrap.wrap(name, _LETTERS_OF_A_NAME) for name in records]
     for place, record in zip(places, every, strict=True):
-        text = f"{in_unit(record.peak_allocated_bytes, unit_bytes)} ({peak_phase(record)})"
+        phase = peak_phase(record)
+        text = in_unit(record.peak_allocated_bytes, unit_bytes) + ("" if phase == "-" else f" ({phase})")
         where = {"xref": "paper", "x": 1.0, "xanchor": "left", "xshift": 6}
         figure.add_annotation(y=place, text=text, showarrow=False, **where)
     for at in (starts[0], starts[0] + added[0]):

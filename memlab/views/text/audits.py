@@ -198,7 +198,7 @@ def retained_blocks(leaves: Iterable[RetainedLeaf]) -> list[Block]:
             [
                 f"{holder if len(group) > 1 else group[0].holder} keeps {count} {list(shape)}:",
                 f"  {format_bytes(inputs)}, and {format_bytes(gradients)} of their gradients",
-                f"  path: {' -> '.join([*path, 'the input'])}",
+                f"  path from {holder.rpartition('.')[2]}: {' -> '.join([*path, 'the input'])}",
             ]
         )
     return blocks or [["No attribute of a module keeps a leaf of an autograd graph allocated."]]

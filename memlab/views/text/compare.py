@@ -93,15 +93,17 @@ def compare_blocks(*records: StepRecord) -> list[Block]:
     saved = [first.peak_allocated_bytes - record.peak_allocated_bytes for record in records]
     timed = [finished(record) and record.tokens_per_second > 0 for record in records]  # a prediction has no rate
     times = [(f"{record.step_seconds * 1e3:.1f}", f"{record.tokens_per_second:,.0f}") for record in records]
+    # One unit for the whole table: in KiB, 256.0 beside a peak of 21.50 MiB would be read as the larger number.
+    unit_of = max(record.peak_allocated_bytes for record in records)
     columns = [
         ["", "setting", "", *names],
         byte_column("", "peak", [record.peak_allocated_bytes for record in records]),
-        byte_column("", "saved", saved, known=[finished(first) and finished(record) for record in records]),
-        byte_column("step's", "start", [record.static_bytes for record in records]),
-        byte_column("activation", "peak", [record.activation_peak_bytes for record in records]),
-        byte_column("", "residual", [record.residual_bytes for record in records]),
-        byte_column("host", "peak", [record.host_bytes for record in records]),
-        byte_column("", "recomputed", [record.recomputed_bytes for record in records]),
+        byte_column("", "saved", saved, [finished(first) and finished(record) for record in records], largest=unit_of),
+        byte_column("step's", "start", [record.static_bytes for record in records], largest=unit_of),
+        byte_column("activation", "peak", [record.activation_peak_bytes for record in records], largest=unit_of),
+        byte_column("", "residual", [record.residual_bytes for record in records], largest=unit_of),
+        byte_column("host", "peak", [record.host_bytes for record in records], largest=unit_of),
+        byte_column("", "recomputed", [record.recomputed_bytes for record in records], largest=unit_of),
     ]
     of_real_steps = [
         ["step", "time", "ms", *(time if known else "-" for (time, _), known in zip(times, timed, strict=True))],

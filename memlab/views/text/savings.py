@@ -28,9 +28,12 @@ def savings_blocks(records: Mapping[str, StepRecord]) -> list[Block]:
         byte_column("freed at", "start", [starts[0] - start for start in starts], known, largest=largest),
         byte_column("", "peak", at_peaks, largest=largest),
         byte_column("freed at", "peak", [at_peaks[0] - peak for peak in at_peaks], known, largest=largest),
-        ["peak is", "in", "", *(peak_phase(record) for record in every)],
-        byte_column("host", "peak", [record.host_bytes for record in every]),
     ]
+    phases = [peak_phase(record) for record in every]
+    if set(phases) != {"-"}:  # a record that was saved without its timeline does not know its phase
+        columns.append(["peak is", "in", "", *phases])
+    if any(record.host_bytes for record in every):
+        columns.append(byte_column("host", "peak", [record.host_bytes for record in every], largest=largest))
     notes = [*message_lines(every, records), *without_effect_lines(every, records)]
     return [
         [f"device memory, allocated; freed = {next(iter(records))} minus this row, negative where a step needs more"],
