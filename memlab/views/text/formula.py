@@ -33,7 +33,7 @@ def formula_blocks(
     if with_sum:
         rows["sum"] = (sum(formula.values()), sum(metered.values()))
     table = [
-        ["", *(["metered bytes"] if tokens > 1 else []), *titles, "difference"],
+        ["", *([f"{titles[1]} bytes"] if tokens > 1 else []), *titles, "difference"],
         ["", *(["per token"] if tokens > 1 else []), "bytes", "bytes", "bytes"],
     ]
     for name, (by_hand, by_meter) in rows.items():
