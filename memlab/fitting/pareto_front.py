@@ -6,12 +6,13 @@ front if no other is at least as good on all three.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.does_it_fit import VERDICTS, Verdict, basis_of, verdict_margin
+from memlab.fitting.recompute_cost import recomputed_share
 from memlab.units import format_bytes
 
 
@@ -104,6 +105,11 @@ class SearchResult:
         if surer:
             margin += f"; '{min(surer, key=lambda point: point.work).settings}' fits, with more extra work"
         return f"'{best.settings}' {best.verdict} {limit}{margin}; based on {basis_of(self.scenario, self.backend)}"
+
+    def recomputed_share(self, point: Point) -> float:
+        """Returns what a point recomputes, as a share of a step, on the rank where this is the most."""
+        layouts = (replace(self.scenario.layout, rank=rank) for rank in self.ranks)
+        return max(recomputed_share(point.settings, replace(self.scenario, layout=layout)) for layout in layouts)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON-ready values; a point also says whether it is on the front, and of the cheapest that fit."""

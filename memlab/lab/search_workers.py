@@ -288,11 +288,19 @@ def progress_on_stderr() -> Callable[[Point, int, Callable[[], int]], None]:
         nonlocal estimated, left
         number, now = next(numbers), time.monotonic()
         if now - estimated > _NEW_ESTIMATE_SECONDS:  # counting takes time
-            estimated, left = now, remaining(now - started, number, count_likely())
+            estimated, left = now, _between(now - started, number, count_likely(), num_left)
         peak = format_bytes(point.peak_allocated_bytes)
         tell(f"{number} predicted, at most {num_left} to go{left}: {point.settings}: {peak}")
 
     return report
+
+
+def _between(seconds: float, num_done: int, num_likely: int, num_left: int) -> str:
+    """Says how long a search still takes: the likely steps at least, and all that are left at most."""
+    least, most = (remaining(seconds, num_done, number) for number in (num_likely, num_left))
+    if not least:
+        return most.replace("about", "at most about")
+    return least if least == most else f"{least.removesuffix(' left')} to {most.removeprefix(', about ')}"
 
 
 def tell(line: str) -> None:

@@ -51,12 +51,12 @@ def draw(panel: PanelPage) -> None:
     panel.choose("recompute-granularity", "full")
     peak = panel.run()
     take(panel.notebook.page, "panel", ".memlab-panel")
-    take(panel.notebook.page, "overlay", ".memlab-title", ".memlab-breakdown", ".memlab-runs")
+    take(panel.notebook.page, "overlay", ".memlab-switches", ".memlab-breakdown", ".memlab-runs")
     panel.notebook.ask(f"setattr(lab, 'device_memory_bytes', {peak})")
     panel.choose("recompute-granularity", "none")
     panel.press("run")
     expect(panel.root.locator("tr.memlab-message")).to_be_visible()
-    take(panel.notebook.page, "error", ".memlab-title", ".memlab-breakdown", ".memlab-runs")
+    take(panel.notebook.page, "error", ".memlab-switches", ".memlab-breakdown", ".memlab-runs")
 
 
 def draw_pages(page: Page, folder: Path) -> None:

@@ -131,6 +131,28 @@ def test_of_markers_the_nearest_within_reach_is_chosen_in_the_plot_that_was_clic
         assert sent(page) == chosen
 
 
+def test_of_overlapping_markers_a_click_chooses_the_one_whose_label_is_shown(page: Page) -> None:
+    """plotly labels a large mark whose edge is nearer than a small mark's middle."""
+    axes = {"xaxis": {"range": [0, 10]}, "yaxis": {"range": [0, 10]}, "hovermode": "closest"}
+    marks = [
+        {"uid": f"choice-y-{number}", "customdata": [number], "x": [x], "y": [5], "mode": "markers"}
+        | {"marker": {"size": size}, "text": [f"mark {number}"], "hovertemplate": "%{text}<extra></extra>"}
+        for number, x, size in ((7, 5.0, 24), (8, 5.15, 6))
+    ]
+    open_chart(page, Drawing(axes, marks))
+    chosen = set()
+    for across in (0.495, 0.5, 0.5096, 0.516):
+        page.mouse.move(*place(page, across - 0.2))
+        page.mouse.move(*place(page, across), steps=3)
+        expect(page.locator(".hoverlayer .hovertext")).to_have_count(1)
+        shown = page.locator(".hoverlayer .hovertext .nums").text_content()
+        page.mouse.click(*place(page, across))
+        (point,) = sent(page)
+        assert shown == f"mark {point}"
+        chosen.add(point)
+    assert chosen == {7, 8}
+
+
 def test_a_widget_that_jupyterlab_reports_as_missing_says_what_helps(page: Page) -> None:
     page.evaluate(
         "() => { const output = document.body.appendChild(document.createElement('div'));"

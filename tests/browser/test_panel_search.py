@@ -43,7 +43,8 @@ def test_a_click_on_the_front_sets_the_controls_and_run_takes_them(panel: PanelP
     name = panel.notebook.ask(f"str({found}.points[{number}].settings)")
     assert name.startswith("full ")
     plot.locator(".nsewdrag").first.click(position=plot.evaluate(_PLACE, number))
-    expect(status).to_contain_text(f"The controls show '{name}'")
+    expect(panel.part("status")).to_contain_text(f"The controls show '{name}'")
+    expect(status).to_contain_text("On the front")
     expect(panel.part("recompute-granularity", "select")).to_have_value("full")
     expect(panel.part("offload-optimizer", "select")).to_have_value("host")
     panel.run()
@@ -58,7 +59,9 @@ def test_the_peak_of_the_selection_is_predicted_before_run_and_is_what_run_measu
     verdict = panel.part("verdict")
     expect(verdict).to_contain_text("predicted peak", timeout=RUN_SECONDS * 1000)
     assert panel.notebook.ask("len(lab.records)") == 0
-    found = re.fullmatch(r"Controls: predicted peak (.+); recomputed: .+ MFLOP per token", verdict.inner_text())
+    found = re.fullmatch(
+        r"Controls: predicted peak (.+); recomputed: \d+\.\d% of a step \(.+ MFLOP per token\)", verdict.inner_text()
+    )
     assert found is not None
     panel.run()
     expect(verdict).to_have_text(f"Controls: peak {found[1]}; predicted {found[1]}")

@@ -191,7 +191,7 @@ def test_a_real_step_ends_on_the_panel_and_out_of_memory_too(open_lab: Callable[
     shown = panel(lab)
     press(shown.run_bar.run)
     wait_for(shown)
-    assert shown.timeline.title.value == "Chart: <b>run 1 (none)</b>, allocated on the device"
+    assert shown.timeline.title.value == "Chart: <b>run 1 (none)</b>"
 
     lab.device_memory_bytes = lab.records[0].peak_allocated_bytes - 1
     press(shown.run_bar.run)
@@ -341,6 +341,20 @@ def _in_heads(shown: Panel, pattern: str) -> dict[str, str]:
     return {name: match[1] for name, match in found.items() if match}
 
 
+def test_what_offload_transferred_is_noted_at_the_setting_that_transferred_it(make_panel: Callable[..., Panel]) -> None:
+    shown = make_panel()
+    shown.state.lab.outcome = {"offloaded_bytes_by_group": {"optimizer state": 2**20}}
+    for setting, other in (
+        ("offload_optimizer_except_update", "offload_optimizer"),
+        ("offload_optimizer", "offload_optimizer_except_update"),
+    ):
+        drive(shown, other, 0)
+        drive(shown, setting, 1)
+        press(shown.run_bar.run)
+        assert "1.00 MiB copied to the host and back" in shown.controls.notes[setting].value
+        assert shown.controls.notes[other].value == ""
+
+
 def test_a_tick_without_effect_under_the_other_settings_says_so(make_panel: Callable[..., Panel]) -> None:
     shown = make_panel()
     drive(shown, "offload_modules:core_attn", True)
@@ -472,7 +486,6 @@ def test_switches_change_pool_and_axis(make_panel: Callable[..., Panel]) -> None
     layout = view.chart.picture["layout"]
     assert (shown.state.pool, shown.state.axis) == ("host", "event")
     assert "on the host" in layout["yaxis"]["title"]["text"]
-    assert shown.timeline.title.value.endswith("allocated on the host")
     assert layout["xaxis"]["title"]["text"].startswith("memory events")
     assert "Allocated on the host" in view.breakdown.value
     shown.state.pool = "device"

@@ -67,6 +67,17 @@ def test_the_figure_has_every_point_in_both_panels_at_its_own_place(found: Searc
     assert room.x0 == room.x1 == 59.0
 
 
+def test_a_mark_on_the_zero_line_is_inside_its_plot(found: SearchResult) -> None:
+    layout = search_figure(found).layout
+    for axis, costs in (
+        (layout.yaxis, [point.recomputed_operations / 1e6 for point in found.points]),
+        (layout.yaxis2, []),
+    ):
+        low, high = axis.range
+        assert low < -0.05 * high, "the mouse reaches the lower half of the mark"
+        assert high > max(costs, default=0)
+
+
 def test_the_front_is_told_by_more_than_colour(found: SearchResult) -> None:
     figure = search_figure(found)
     for trace in figure.data:
@@ -94,7 +105,7 @@ def test_the_table_says_what_was_left_out(found: SearchResult) -> None:
     assert max(len(line) for line in text.splitlines()) <= LINE_WIDTH
     assert f"{len(found.points)} of {found.num_candidates} settings predicted" in text
     assert "CUT SHORT: 7 that may be on the front" in text
-    assert "peaks within 256.00 MiB count as equal" in text
+    assert "peaks count in steps of 256.00 MiB from the limit" in text
     assert text.count("fits\n") + text.count("may fit\n") >= len(found.cheapest)
 
 
@@ -163,11 +174,11 @@ def test_the_room_that_is_proposed_lies_just_under_the_shown_run(state: SearchSt
 
 def test_the_search_names_what_it_keeps_of_the_controls(state: SearchState) -> None:
     view, controls = SearchView(state), state._state
-    assert "<b>Kept from the controls:</b> 1 x 64 tokens." in view.what.value
+    assert "<b>A search keeps from the controls:</b> 1 x 64 tokens." in view.what.value
     controls.edit(offload_optimizer_except_update=True, recompute_granularity="full")
     controls.edit_state(grad_reduce_in_bf16=True)
     kept = "optimizer on host except update, 1 x 64 tokens, grad_reduce_in_bf16"
-    assert f"<b>Kept from the controls:</b> {kept}." in view.what.value
+    assert f"<b>A search keeps from the controls:</b> {kept}." in view.what.value
     controls.edit(offload_optimizer=1)
     assert "offload_optimizer is 1, must be True or False" in view.what.value
 
@@ -175,9 +186,9 @@ def test_the_search_names_what_it_keeps_of_the_controls(state: SearchState) -> N
 def test_what_the_controls_showed_is_not_said_after_they_changed(state: SearchState, found: SearchResult) -> None:
     state.found = found
     state.take(0)
-    assert state.notice.startswith("The controls show ")
+    assert state._state.notice.startswith("The controls show ")
     state._state.edit(seq_length=128)
-    assert state.notice == ""
+    assert state._state.notice == "Ready: change a setting, then press Run."
 
 
 def test_the_proposed_limit_is_in_its_field_before_the_field_appears(state: SearchState) -> None:
@@ -197,7 +208,10 @@ def test_every_point_of_the_front_comes_into_the_controls_as_it_is(state: Search
     for number, point in enumerate(found.points):
         view.chart._answer(view.chart, {"point": number, "view": "search 1"}, [])
         assert state._state.settings == point.settings
-        assert str(point.settings) in state.notice
+        assert str(point.settings) in state._state.notice
+    assert state.notice.startswith("On the front: "), "one line says what was found, another what was taken"
+    view.chart._answer(view.chart, {"point": 0, "view": "search 0"}, [])
+    assert state._state.notice == "The chart changed before your click arrived: click again."
     label, number = view.choice.options[1]
     view.choice.value = number
     assert state._state.settings == found.points[number].settings and str(found.points[number].settings) in label

@@ -24,13 +24,14 @@ from memlab.config.model_restrictions import check_on_model, without_effect
 from memlab.config.routing import Routing, find_routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
-from memlab.fitting.recompute_cost import recomputed_operations
+from memlab.fitting.recompute_cost import recomputed_operations, recomputed_share
 from memlab.lab.lab import Lab
 from memlab.record.step_record import StepRecord
 from memlab.units import MIB
 from memlab.views.panel import exports
 from memlab.views.panel import state as state_module
 from memlab.views.panel.chart_data import TRACES, chart_drawing, event_at, mark_moment
+from memlab.views.panel.presets import PRESETS
 from memlab.views.panel.run import Run, columns, rows
 from memlab.views.panel.settings_form import SettingsForm
 from memlab.views.panel.state import LabState
@@ -303,7 +304,8 @@ def test_pinned_run_is_what_the_others_are_held_against() -> None:
     assert second["loss"] == "same"
     assert (first["recomputed"], first["copied"]) == ("", "")
     operations = recomputed_operations(state.runs[1].settings, state.runs[1].scenario)
-    assert second["recomputed"] == f"{operations / 1e6:,.2f}"
+    share = recomputed_share(state.runs[1].settings, state.runs[1].scenario)
+    assert second["recomputed"] == f"{operations / 1e6:,.2f} ({share:.1%})"
     assert second["step_time"] == "210.2", "a CPU's time is no cost, so it is not compared"
     assert columns(state.runs)["step_time"] == "step time on CPU (ms)"
     on_gpu = [replace(run, backend="cuda") for run in state.runs]
@@ -329,6 +331,45 @@ def test_a_column_of_bytes_has_one_unit_and_the_difference_a_sign() -> None:
     lab.outcome = {"loss": 1.5}
     run_with(state)
     assert "loss" in columns(state.runs, state.base)
+
+
+def test_a_preset_is_the_same_whatever_the_controls_had_before() -> None:
+    _, state = lab_state()
+    workload = {"seq_length": 128, "micro_batch_size": 2}
+    state.edit(**workload)
+    plain = state.form
+    unread = {"recompute_method": "block", "recompute_num_layers": 2, "recompute_modules": ("moe",)}
+    state.edit(min_offloaded_tensor_size=0, offload_optimizer=True, **unread)
+    state.edit_state(grad_reduce_in_bf16=True)
+    state.take("plain", PRESETS["plain"])
+    assert state.form == plain and state.form.seq_length == 128
+    assert state.notice == (
+        "The controls show the preset 'plain'. 'smallest tensor (elements)' was 0 and is now 1048576."
+    )
+    state.edit(offload_optimizer=True)
+    assert state.notice == "Ready: change a setting, then press Run.", "the controls no longer show it"
+    lab, _ = lab_state()
+    lab.settings = MemorySettings(min_offloaded_tensor_size=0)
+    opened_with_none = LabState(lab)
+    opened_with_none.take("plain", PRESETS["plain"])
+    assert opened_with_none.form.min_offloaded_tensor_size == 0, "the lab's author has set it"
+
+
+def test_settings_that_are_taken_say_that_they_change_the_smallest_tensor() -> None:
+    _, state = lab_state()
+    state.take_settings(MemorySettings(offload_modules=["core_attn"], min_offloaded_tensor_size=0))
+    assert state.notice.endswith("'smallest tensor (elements)' was 1048576 and is now 0.")
+    state.take_settings(FULL)
+    assert state.notice == f"The controls show '{FULL}': press Run to take the step."
+
+
+def test_peaks_that_are_written_alike_are_the_same() -> None:
+    lab, state = lab_state()
+    first = run_with(state)
+    peak = first.record.peak_allocated_bytes
+    for difference, words in ((0, "the same as"), (8, "the same as"), (peak // 3000, "about the same as")):
+        lab.outcome = {"peak_allocated_bytes": peak + difference}
+        assert state.compared(run_with(state)) == f", {words} run 1"
 
 
 def test_settings_that_offload_nothing_leave_the_smallest_tensor_as_it_is() -> None:

@@ -31,7 +31,7 @@ from memlab.fitting.measured_margin import MARGIN_WITH_EXPERTS, MARGIN_WITHOUT_E
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.fitting.pareto_front import Point, SearchResult
 from memlab.fitting.prediction import Predict, Prediction
-from memlab.fitting.recompute_cost import recomputed_operations
+from memlab.fitting.recompute_cost import recomputed_operations, recomputed_share, share_text
 from memlab.fitting.search import SearchInterrupted, search
 from memlab.lab import search_workers
 from memlab.lab.lab import Lab
@@ -269,6 +269,34 @@ def test_a_stage_of_a_pipeline_counts_its_own_layers() -> None:
     assert {s.recompute_num_layers for s in candidates(PLAIN, scenario) if s.recompute_method == "uniform"} == {
         1, 2, 3, 4, 6, 12,
     }  # fmt: skip
+
+
+def test_a_recomputed_share_is_that_of_six_operations_per_parameter_and_token() -> None:
+    """Forward takes two operations per parameter and token, backward four; a short sequence has little attention."""
+    scenario = Scenario.of(architecture="phi-4", seq_length=16)
+    model = scenario.architecture
+    of_output_layer = model.vocab_size * model.hidden_size
+    of_layers = model.num_parameters - 2 * of_output_layer
+    expected = 2 * of_layers / (6 * (of_layers + of_output_layer))
+    assert recomputed_share(FULL, scenario) == pytest.approx(expected, rel=1e-3)
+    first = replace(scenario, layout=Layout(pipeline_model_parallel_size=2))
+    assert recomputed_share(FULL, first) == pytest.approx(1 / 3), "the first stage has no output layer"
+    assert recomputed_share(PLAIN, scenario) == 0
+    assert [share_text(share) for share in (0.0, 1e-5, 0.012, 1 / 3)] == ["0.0%", "<0.1%", "1.2%", "33.3%"]
+
+
+def test_a_search_says_at_least_and_at_most_how_long_it_takes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter((0.0, 10.0, 20.0, 30.0))
+    monkeypatch.setattr(search_workers.time, "monotonic", lambda: next(seconds))
+    report = search_workers.progress_on_stderr()
+    for num_left, num_likely in ((9, 9), (12, 3), (8, 0)):
+        report(point(1, 0, 0), num_left, lambda num_likely=num_likely: num_likely)
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first.startswith("1 predicted, at most 9 to go: ")
+    assert "at most 12 to go, about 30 s to 2 min left: " in second
+    assert "at most 8 to go, at most about 80 s left: " in third
 
 
 def test_only_what_is_recomputed_costs_operations() -> None:

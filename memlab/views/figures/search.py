@@ -11,6 +11,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from memlab.fitting.pareto_front import Point, SearchResult
+from memlab.fitting.recompute_cost import share_text
 from memlab.units import binary_unit, format_bytes
 from memlab.views.figures.frame import PLOT_HEIGHT, frame
 from memlab.views.figures.palette import GRID, INK, series_look
@@ -19,6 +20,10 @@ from memlab.views.text.search import counts_line, limit_line, nothing_fits_line
 CHOICE = "choice"
 """The uids of traces whose points are settings begin with this; their customdata is the place in the result."""
 
+_LEGEND = "star: no extra work; circle: recomputes; square: copies to the host; diamond: both; open: does not fit"
+"""Above the plots: the legend is below them, where a low page does not show it."""
+_BELOW_ZERO = 0.06
+"""Of a cost axis: a mark on its zero line is inside the plot as a whole, where it can be pointed at."""
 _GAP = 0.08
 """Between the two panels, as a share of the plot."""
 _FITS, _BEYOND = series_look(0).colour, series_look(1).colour
@@ -40,11 +45,16 @@ def search_figure(found: SearchResult) -> go.Figure:
     unit_bytes, unit = binary_unit(max(point.peak_allocated_bytes for point in found.points))
     transfer_unit_bytes, transfer_unit = binary_unit(max(1, *(point.transferred_bytes for point in found.points)))
     verdict = (
-        f"ringed: the {len(found.cheapest)} that fit with the least work; faint: not on the front"
+        f"ringed: fits with the least work ({len(found.cheapest)}); faint: not on the front"
         if found.cheapest
         else nothing_fits_line(found)
     )
-    lines = [verdict, f"{found.scenario}; {limit_line(found)}", *([counts_line(found)] if found.num_left else [])]
+    lines = [
+        verdict,
+        _LEGEND,
+        f"{found.scenario}; {limit_line(found)}",
+        *([counts_line(found)] if found.num_left else []),
+    ]
     figure = frame("What fits, and the extra work that it costs", lines, "", "", num_legend_lines=3).figure()
     height = figure.layout.height + PLOT_HEIGHT // 2
     figure.update_layout(
@@ -57,6 +67,8 @@ def search_figure(found: SearchResult) -> go.Figure:
             for point in found.points
         ]
         _draw_points(figure, found, heights, axis, unit_bytes, unit)
+        top = max(heights) or 1.0
+        figure.layout[axis.replace("y", "yaxis")].range = [-_BELOW_ZERO * top, (1 + _BELOW_ZERO) * top]
     _ranges(figure, found, unit_bytes, unit)
     return figure
 
@@ -64,12 +76,10 @@ def search_figure(found: SearchResult) -> go.Figure:
 def _axes(figure: go.Figure, x_title: str, transfer_title: str) -> None:
     axis: dict[str, Any] = {"gridcolor": GRID, "linecolor": INK, "zeroline": False, "ticks": "outside"}
     middle = (1 + _GAP) / 2
-    rise = {"rangemode": "tozero", "showline": True, "tickformat": ",~f", "range": None}
+    rise = {"showline": True, "tickformat": ",~f", "zeroline": True, "zerolinecolor": INK, "zerolinewidth": 1}
     figure.update_layout(
         xaxis={"title": {"text": x_title}, "anchor": "y2", "showgrid": True, "range": None},
-        yaxis=rise
-        | {"title": {"text": "recomputed<br>(MFLOP per token)"}, "domain": [middle, 1.0]}
-        | {"zeroline": True, "zerolinecolor": INK, "zerolinewidth": 1},
+        yaxis=rise | {"title": {"text": "recomputed<br>(MFLOP per token)"}, "domain": [middle, 1.0]},
         yaxis2=axis | rise | {"title": {"text": transfer_title, "standoff": 8}, "domain": [0.0, middle - _GAP]},
         margin_l=96,
     )
@@ -111,7 +121,7 @@ def _draw_points(
             legendgroup=f"{on_front} {is_fitting} {kind}",
             showlegend=on_front and axis == "y",
             customdata=[places[point] for point in points],
-            text=[_hover(point) for point in points],
+            text=[_hover(point, found.recomputed_share(point)) for point in points],
             hovertemplate="%{text}<extra></extra>",
             cliponaxis=False,
         )
@@ -129,7 +139,7 @@ def _draw_points(
     )
 
 
-_NAMES = dict(zip(_KINDS, ("no extra work", "recomputes", "transfers", "recomputes and transfers"), strict=True))
+_NAMES = dict(zip(_KINDS, ("no extra work", "recomputes", "copies to the host", "recomputes and copies"), strict=True))
 
 
 def _kind(point: Point) -> str:
@@ -141,13 +151,16 @@ def _kind(point: Point) -> str:
     return "transfer" if point.transferred_bytes else "nothing"
 
 
-def _hover(point: Point) -> str:
+def _hover(point: Point, share: float) -> str:
     words = [
         html.escape(f"{point.settings}").replace(", ", "<br>"),
         f"peak {format_bytes(point.peak_allocated_bytes)}{'' if point.fits else ', does not fit'}",
-        f"{point.recomputed_operations / 1e6:,.3f} MFLOP recomputed per token",
-        f"{format_bytes(point.transferred_bytes)} copied to host, and as many back",
     ]
+    if point.recomputed_operations:
+        operations = f"{point.recomputed_operations / 1e6:,.3f} MFLOP per token"
+        words.append(f"recomputes {share_text(share)} of a step ({operations})")
+    if point.transferred_bytes:
+        words.append(f"{format_bytes(point.transferred_bytes)} copied to the host, and as many back")
     return "<br>".join(words)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.does_it_fit import transferred_bytes
-from memlab.fitting.recompute_cost import recomputed_operations
+from memlab.fitting.recompute_cost import recomputed_operations, recomputed_share, share_text
 from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
 from memlab.units import binary_unit, format_bytes
@@ -21,7 +21,7 @@ COLUMNS = {
     "peak": "peak",
     "worst_rank": "worst rank (spread)",
     "difference": "difference",
-    "recomputed": "recomputed (MFLOP per token)",
+    "recomputed": "recomputed (MFLOP per token, share of a step)",
     "copied": "host copies, each way",
     "step_time": "step time (ms)",
     "loss": "loss",
@@ -29,9 +29,9 @@ COLUMNS = {
 }
 """Of the table, in their order: a row's key to the column's heading.
 
-FLOPs recomputed per token, and bytes that go to the host and come back, are the cost on every machine, as in a search
-(`memlab.fitting.pareto_front`). The time of a step on a CPU is no measure of it. Bytes of a column have one unit, which
-its heading names."""
+FLOPs recomputed per token, also as a share of those of forward and backward, and bytes that go to the host and come
+back, are the cost on every machine, as in a search (`memlab.fitting.pareto_front`). The time of a step on a CPU is no
+measure of it. Bytes of a column have one unit, which its heading names."""
 _OF_BYTES = ("peak", "difference", "copied")
 OF_JOBS = "worst_rank"
 """The column that only runs on several ranks fill."""
@@ -161,7 +161,8 @@ def without_effect_words(reasons: dict[str, str]) -> list[str]:
 def cost_words(record: StepRecord) -> list[str]:
     """Writes what a step costs on any machine, in the words of the table's headings."""
     operations, copied = recomputed_operations(record.settings, record.scenario), transferred_bytes(record)
-    recomputed = [f"recomputed: {operations / 1e6:,.2f} MFLOP per token"] if operations else []
+    share = share_text(recomputed_share(record.settings, record.scenario))
+    recomputed = [f"recomputed: {share} of a step ({operations / 1e6:,.2f} MFLOP per token)"] if operations else []
     return [*recomputed, f"host copies, each way: {format_bytes(copied)}"] if copied else recomputed
 
 
@@ -219,10 +220,11 @@ def _row(run: Run, base: StepRecord | None, unit_bytes: int) -> dict[str, str]:
             "peak": f"> {in_unit(record.peak_allocated_bytes, unit_bytes)}" if record else "",
         }
     operations, copied = recomputed_operations(record.settings, record.scenario), transferred_bytes(record)
+    share = share_text(recomputed_share(record.settings, record.scenario))
     cells |= {
         "message": "",
         "peak": in_unit(record.peak_allocated_bytes, unit_bytes),
-        "recomputed": f"{operations / 1e6:,.2f}" if operations else "",
+        "recomputed": f"{operations / 1e6:,.2f} ({share})" if operations else "",
         "copied": in_unit(copied, unit_bytes) if copied else "",
         "loss": "" if record.loss is None else f"{record.loss:.6f}",
     }

@@ -1,6 +1,6 @@
 """Run and Stop, the progress of the step, what the controls' settings need, and the result of the last action.
 
-Each line has a place of its own, however long its text is: nothing below it moves.
+The two texts share a place of three lines, however long they are: nothing below them moves.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class RunBar:
         self.stop.on_click(lambda _: state.stop())
         outcome = ipywidgets.Box([self.progress, self.place, self.status, self.undo])
         outcome.add_class("memlab-outcome")
-        self.box = ipywidgets.Box([self.run, self.stop, self.predicts, *others, self.verdict, outcome])
+        texts = ipywidgets.Box([self.verdict, outcome])
+        texts.add_class("memlab-run-texts")
+        self.box = ipywidgets.Box([self.run, self.stop, self.predicts, *others, texts])
         self.box.add_class("memlab-run-bar")
         self._show_progress()
         self._show_notice()

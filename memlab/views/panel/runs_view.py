@@ -78,16 +78,16 @@ class RunsView:
         self.export_toggle.tooltip = "Files and command of the shown run, and settings for other frameworks"
         self.export_toggle.add_class("memlab-export-toggle")
         self.export_toggle.observe(lambda change: state.set_trait("export_open", change["new"]), names=["value"])
-        actions = ipywidgets.Box([self.pin, reuse, delete, *others, self.export_toggle])
+        self.cost_note = ipywidgets.HTML()
+        self.cost_note.add_class("memlab-cost-note")
+        actions = ipywidgets.Box([self.pin, reuse, delete, *others, self.export_toggle, self.cost_note])
         export_bar = ipywidgets.Box([self.folder, *exports])
         self.copy_as = CopyAs(state)
         self._exports = ipywidgets.VBox([export_bar, self.repeat, self.copy_as.box])
         for bar in (actions, export_bar):
             bar.add_class("memlab-actions")
-        self.cost_note = ipywidgets.HTML()
-        self.cost_note.add_class("memlab-cost-note")
         # What the toggle opens is above the table, where it does not fall below the panel's lower edge.
-        self.box = ipywidgets.VBox([actions, self._exports, self.table, self.cost_note])
+        self.box = ipywidgets.VBox([actions, self._exports, self.table])
         self.box.add_class("memlab-runs-part")
         self._show()
         state.observe(lambda _: self._show(), names=_SHOWN_IN_TABLE)

@@ -26,7 +26,6 @@ _KEPT = (
     *("offload_parameters", "offload_gradients", "offload_optimizer", "offload_optimizer_except_update"),
     "checkpoint_input_remedy",
 )
-_TAKEN = "The controls show"
 
 
 class SearchState(traitlets.HasTraits):
@@ -42,7 +41,7 @@ class SearchState(traitlets.HasTraits):
     """Device memory for torch, as the user typed it."""
     busy = traitlets.Bool()
     notice = traitlets.Unicode()
-    """Progress of the search, or the result of the user's last action, in words."""
+    """Progress of the search, or how the last one ended, in words."""
     limit_source = traitlets.Unicode()
     """Where the proposed limit comes from; empty after the user has typed another."""
     found = traitlets.Instance(SearchResult, allow_none=True)
@@ -52,7 +51,6 @@ class SearchState(traitlets.HasTraits):
         self._state = state
         self._start_process = start_process
         self._process: Any = None
-        state.observe(self._forget_taken, names=["form"])
 
     @property
     def backend(self) -> str:
@@ -138,27 +136,24 @@ class SearchState(traitlets.HasTraits):
         if self.busy and self._process is not None:
             self._process.stop()
 
-    def take(self, number: int) -> None:
+    def take(self, number: int | None) -> None:
         """Puts a point's settings into the controls, so that Run takes a step with them.
 
         Args:
-            number: Index into the points that were found.
+            number: Index into the points that were found; None if they have been replaced since the user's click.
         """
         with self._state.lock:
             if self.found is None:
                 self.notice = "There is no search result: press Search first."
                 return
-            point = self.found.points[number]
-            self._state.form = self._state.form.with_settings(point.settings)
-            self.notice = f"{_TAKEN} '{point.settings}': press Run to take the step."
+            if number is None:
+                self._state.notice = "The chart changed before your click arrived: click again."
+                return
+            self._state.take_settings(self.found.points[number].settings)
 
     def observe_form(self, changed: Callable[[], None]) -> None:
         """Calls a function after each change of the controls, of which a search keeps some."""
         self._state.observe(lambda _: changed(), names=["form"])
-
-    def _forget_taken(self, _change: object) -> None:
-        if self.notice.startswith(_TAKEN):
-            self.notice = ""
 
     def _say(self, line: str) -> None:
         with self._state.lock:

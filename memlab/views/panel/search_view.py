@@ -13,7 +13,7 @@ from memlab.views.figures.search import search_figure
 from memlab.views.panel.chart_widget import ChartWidget
 from memlab.views.panel.search_state import SearchState
 from memlab.views.text.columns import as_html
-from memlab.views.text.search import search_blocks
+from memlab.views.text.search import answer_blocks, searched_blocks
 
 _NO_CHOICE = -1
 
@@ -44,11 +44,12 @@ class SearchView:
             else "a GPU's bytes: workspaces and the allocator's blocks included"
         )
         self.what = ipywidgets.HTML()
+        self.answer = ipywidgets.HTML()
         self.table = ipywidgets.HTML()
         self.chart: ChartWidget | None = None
         self._num_found = 0
         self._bar = ipywidgets.Box([self.limit, self.search, self.stop, self.status])
-        self.box = self._section = ipywidgets.VBox([self._bar, self.what, self.choice, self.table])
+        self.box = self._section = ipywidgets.VBox([self._bar, self.answer, self.what, self.choice, self.table])
         names = {"search-toggle": self.toggle, "search-limit": self.limit, "search-start": self.search}
         names |= {
             "search-stop": self.stop,
@@ -56,6 +57,7 @@ class SearchView:
             "search-status": self.status,
             "search-choice": self.choice,
             "search-what": self.what,
+            "search-answer": self.answer,
         }
         for name, widget in (names | {"search-bar": self._bar, "search-text": self.table}).items():
             widget.add_class(f"memlab-{name}")
@@ -73,12 +75,6 @@ class SearchView:
         if change["new"] != _NO_CHOICE:
             self.state.take(change["new"])
 
-    def _take_point(self, point: int | None) -> None:
-        if point is None:
-            self.state.notice = "The chart changed before your click arrived: click again."
-        else:
-            self.state.take(point)
-
     def _show(self) -> None:
         state = self.state
         self.toggle.value = state.is_open
@@ -87,7 +83,7 @@ class SearchView:
         self._section.layout.display = None if state.is_open else "none"
         self._show_what()
         self.stop.disabled = not state.busy
-        for part in (self.choice, self.table):
+        for part in (self.answer, self.choice, self.table):
             part.layout.display = "none" if state.found is None else None
         self.status.value = f'<div role="status">{html.escape(state.notice, quote=False)}</div>'
 
@@ -95,8 +91,9 @@ class SearchView:
         source = self.state.limit_source
         suggested = f" The suggested limit is {source}; you can enter another one." if source else ""
         kept = html.escape(self.state.kept, quote=False)
+        which = "A search" if self.state.found is None else "Another search"
         self.what.value = (
-            f"<b>Kept from the controls:</b> {kept}.{suggested} The search predicts steps under many recompute and "
+            f"<b>{which} keeps from the controls:</b> {kept}.{suggested} It predicts steps under many "
             "offload settings, and lists those that no other beats in peak, recomputed FLOPs and bytes copied to "
             f"the host. It predicts {self._predicts}. It takes from seconds to a few minutes."
         )
@@ -109,10 +106,11 @@ class SearchView:
         drawing = Drawing.of(search_figure(found))
         drawing.layout["uirevision"] = f"search {self._num_found}"
         if self.chart is None:
-            self.chart = ChartWidget(drawing, self._take_point)
+            self.chart = ChartWidget(drawing, self.state.take)
             self.chart.add_class("memlab-chart")
             self.chart.add_class("memlab-search-chart")
-            self._section.children = [self._bar, self.what, self.chart, self.choice, self.table]
+            # What a further search would keep and do is below the answer of this one.
+            self._section.children = [self._bar, self.answer, self.choice, self.chart, self.what, self.table]
         else:
             self.chart.show(drawing)
         options = [
@@ -121,4 +119,5 @@ class SearchView:
         ]
         self.choice.options = [("choose settings for the controls", _NO_CHOICE), *options]
         self._show()
-        self.table.value = f'<div tabindex="0">{as_html(search_blocks(found))}</div>'
+        self.answer.value = f'<div tabindex="0">{as_html(answer_blocks(found))}</div>'
+        self.table.value = f'<div tabindex="0">{as_html(searched_blocks(found))}</div>'

@@ -239,7 +239,11 @@ class SettingsControls:
         where = "in this step" if run.number == TRIED else f"in run {run.number}"
         if name in run.without_effect:
             return "no effect", f"no effect {where}: {run.without_effect[name]}"
-        subject = _GROUPS.get(name) or name.removeprefix("offload_modules:")
+        # What is outside the update on the host is there between steps, too: the other setting transferred nothing.
+        optimizer = _EXCEPT_UPDATE if run.settings.offload_optimizer_except_update else "offload_optimizer"
+        if name in (_EXCEPT_UPDATE, "offload_optimizer") and name != optimizer:
+            return "", ""
+        subject = "optimizer state" if name == optimizer else _GROUPS.get(name) or name.removeprefix("offload_modules:")
         if "offload" not in name or subject not in run.transferred_bytes:
             return "", ""
         size = format_bytes(run.transferred_bytes[subject])

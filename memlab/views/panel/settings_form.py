@@ -112,6 +112,25 @@ class SettingsForm:
         }
         return replace(self, **kept)
 
+    def with_preset(self, settings: MemorySettings, state: TrainingState, smallest_tensor: int) -> SettingsForm:
+        """Returns a form with these settings and this state; all else is Megatron's default.
+
+        The workload and the allocator's options stay.
+
+        Args:
+            settings: Memory settings.
+            state: Training state.
+            smallest_tensor: Shown where the settings do not offload modules, in elements.
+        """
+        form = SettingsForm(
+            min_offloaded_tensor_size=smallest_tensor,
+            seq_length=self.seq_length,
+            micro_batch_size=self.micro_batch_size,
+            state_values=state.to_dict(),
+            allocator_values=self.allocator_values,
+        )
+        return form.with_settings(settings)
+
     def toggled(self, field: str, module: str, *, on: bool) -> SettingsForm:
         """Returns this form with one module of a field of modules ticked or not."""
         ticked = {*getattr(self, field)} - {module} | ({module} if on else set())

@@ -33,7 +33,7 @@ from memlab.views.figures.resample import AXES
 from memlab.views.panel.lab_protocol import LabLike, ProgressLike
 from memlab.views.panel.presets import Preset
 from memlab.views.panel.run import TRIED, Run
-from memlab.views.panel.settings_form import SettingsForm, as_read
+from memlab.views.panel.settings_form import LABELS, SettingsForm, as_read
 from memlab.views.text.job import lines_for
 
 Selection = tuple[Scenario, MemorySettings]
@@ -60,6 +60,7 @@ class _Pressed:
 
 
 _READY = "Ready: change a setting, then press Run."
+_TAKEN = "The controls show"
 _NOT_STARTED = "Not started"
 _PRESSED_MEANWHILE = "Run was pressed during this step and started nothing: press it again for another step."
 
@@ -123,6 +124,7 @@ class LabState(traitlets.HasTraits):
         self._trying: Future[StepRecord] | None = None
         self._pressed: _Pressed | None = None
         self.form = SettingsForm.of(lab.settings, lab.scenario)
+        self._smallest_tensor = self.form.min_offloaded_tensor_size
         self.refresh()
 
     @property
@@ -156,7 +158,8 @@ class LabState(traitlets.HasTraits):
         except ValueError as error:
             error_text = str(error)
         self.settings, self.validation_error = settings, error_text
-        if self.notice.startswith(_NOT_STARTED):  # by a rule that the form may no longer break
+        # By a rule that the form may no longer break; and of what was taken, the controls show something else now.
+        if self.notice.startswith((_NOT_STARTED, _TAKEN)):
             self.notice = _READY
 
     @property
@@ -225,12 +228,24 @@ class LabState(traitlets.HasTraits):
             self.form = self.form.toggled(field, module, on=on)
 
     def take(self, name: str, preset: Preset) -> None:
-        """Puts a preset's settings and training state into the controls."""
+        """Puts a preset's settings and training state into the controls; other settings become the defaults."""
         with self.lock:
-            form = self.form.with_settings(preset.settings)
-            self.form = replace(form, state_values=preset.state.to_dict())
             source = f", as in {preset.source}" if preset.source else ""
-            self.notice = f"The controls show the preset '{name}'{source}."
+            form = self.form.with_preset(preset.settings, preset.state, self._smallest_tensor)
+            self._take(form, f"the preset '{name}'{source}.")
+
+    def take_settings(self, settings: MemorySettings) -> None:
+        """Puts settings into the controls; what they do not set or read keeps its value."""
+        with self.lock:
+            self._take(self.form.with_settings(settings), f"'{settings}': press Run to take the step.")
+
+    def _take(self, form: SettingsForm, what: str) -> None:
+        field = "min_offloaded_tensor_size"
+        before, now = getattr(self.form, field), getattr(form, field)
+        # A module that is ticked next would do something else, and the field is far from what the user pressed.
+        smallest = "" if before == now else f" '{LABELS[field]}' was {before} and is now {now}."
+        self.form = form
+        self.notice = f"{_TAKEN} {what}{smallest}"
 
     def reuse(self) -> None:
         """Puts the shown run's settings and workload back into the controls."""
@@ -238,8 +253,8 @@ class LabState(traitlets.HasTraits):
             if self.shown is None:
                 self.notice = "No run is shown: choose one in the table first."
                 return
-            self.form = self.form.with_run(self.shown.settings, self.shown.scenario)
-            self.notice = f"The controls show the settings of {self.shown}."
+            form = self.form.with_run(self.shown.settings, self.shown.scenario)
+            self._take(form, f"the settings of {self.shown}.")
 
     def run(self) -> Future[StepRecord] | None:
         """Starts a step with the settings of the form, or says in `notice` why not.
@@ -295,7 +310,8 @@ class LabState(traitlets.HasTraits):
         least = base.record.peak_allocated_bytes
         saved = least - record.peak_allocated_bytes
         if abs(saved) * _ABOUT_THE_SAME < least:
-            return f", about the same as run {base.number}"
+            is_written_alike = format_bytes(least) == format_bytes(record.peak_allocated_bytes)
+            return f", {'' if is_written_alike else 'about '}the same as run {base.number}"
         words = "less" if saved > 0 else "more"
         return f", {format_bytes(abs(saved))} ({abs(saved) / least:.0%}) {words} than run {base.number}"
 

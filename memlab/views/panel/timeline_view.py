@@ -72,13 +72,15 @@ class TimelineView:
         self.title = ipywidgets.HTML()
         self.start = ipywidgets.HTML()
         switches = ipywidgets.Box([self.pool, self.axis, self.floor, self.rank, self.all_ranks])
+        heading = ipywidgets.Box([self.title, self.start])
         self.moment = ipywidgets.Box([ipywidgets.Label("Moment"), self.slider, self.number, self.to_peak])
         drawing = ipywidgets.Box([self.chart])
-        self.box = ipywidgets.Box([self.title, switches, self.start, drawing, self.moment, self.breakdown])
+        self.box = ipywidgets.Box([switches, heading, drawing, self.moment, self.breakdown])
         named = {
             "title": self.title,
             "switches": switches,
             "start": self.start,
+            "heading": heading,
             "drawing": drawing,
             "moment-bar": self.moment,
         }
@@ -208,7 +210,7 @@ def chart_title(state: LabState) -> str:
     run, pinned = state.one_run, state.pinned
     if run is None or state.shows_all_ranks:
         return ""
-    title = f"Chart: <b>{html.escape(f'{run}', quote=False)}</b>, allocated on the {state.pool}"
+    title = f"Chart: <b>{html.escape(f'{run}', quote=False)}</b>"
     if pinned is None or state.is_pinned:
         return title
     rank = state.one_rank if state.pinned_rank is None else state.pinned_rank

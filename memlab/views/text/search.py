@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from memlab.config.settings import MemorySettings
 from memlab.fitting.pareto_front import Point, SearchResult
+from memlab.fitting.recompute_cost import share_text
 from memlab.units import binary_unit, format_bytes
 from memlab.views.text.columns import Block, Table, as_text, in_unit
 
-_SETTING_WIDTH = 52
+_SETTING_WIDTH = 48
 
 
 def search_table(found: SearchResult) -> str:
@@ -23,14 +24,21 @@ def search_table(found: SearchResult) -> str:
 
 def search_blocks(found: SearchResult) -> list[Block]:
     """Returns what `search_table` writes, for a page as well."""
+    return [*answer_blocks(found), *searched_blocks(found)]
+
+
+def answer_blocks(found: SearchResult) -> list[Block]:
+    """Returns the answer: the best setting in one line, and the table of those that fit with the least extra work."""
+    if not found.cheapest:
+        return [[nothing_fits_line(found)]]
+    return [[found.verdict], ["these settings fit with the least extra work:"], _table(found, found.cheapest)]
+
+
+def searched_blocks(found: SearchResult) -> list[Block]:
+    """Returns what was searched, and the front."""
     base = "" if found.base == MemorySettings() else f", each with '{found.base}'"
-    answer: list[Block] = (
-        [[found.verdict], ["these settings fit with the least extra work:"], _table(found.cheapest)]
-        if found.cheapest
-        else [[nothing_fits_line(found)]]
-    )
     searched = [f"{found.scenario}{base}; {limit_line(found)}", f"{counts_line(found)}."]
-    return [*answer, searched, [f"the front ({front_line(found)}):"], _table(found.front)]
+    return [searched, [f"the front ({front_line(found)}):"], _table(found, found.front)]
 
 
 def limit_line(found: SearchResult) -> str:
@@ -59,7 +67,8 @@ def front_line(found: SearchResult) -> str:
     """Says what makes a setting part of the front."""
     text = "no other is at least as good on all three: allocated peak, recomputed FLOPs per token, bytes transferred"
     if found.resolution_bytes > 1:
-        text += f"; peaks within {format_bytes(found.resolution_bytes)} count as equal"
+        step = format_bytes(found.resolution_bytes)
+        text += f"; peaks count in steps of {step} from the limit, and two within one step are equal"
     return text
 
 
@@ -78,12 +87,13 @@ def nothing_fits_line(found: SearchResult) -> str:
     )
 
 
-def _table(points: Sequence[Point]) -> Table:
+def _table(found: SearchResult, points: Sequence[Point]) -> Table:
     peaks = [point.peak_allocated_bytes for point in points]
     columns = [
         ["setting", "", *(f"{point.settings}" for point in points)],
         _bytes("peak", peaks),
         ["recomputed", "MFLOP/token", *(f"{point.recomputed_operations / 1e6:,.3f}" for point in points)],
+        ["share of", "a step", *(share_text(found.recomputed_share(point)) for point in points)],
         _bytes("host copies", [point.transferred_bytes for point in points], " each way"),
         _bytes("on host", [point.host_bytes for point in points]),
         ["", "", *(point.verdict if point.fits else "" for point in points)],

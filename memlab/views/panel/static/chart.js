@@ -102,17 +102,23 @@ function smallest(distances) {
 // The point that a click in a plot area chooses, or null: its customdata, or else its number in its trace.
 // Of a line whose uid begins with "area": the line's only customdata, wherever the click is.
 // Of the line "total": the point that plotly labels, or, where it labels none, the last point before the click, since
-// that is what was allocated then. Of markers, whose uid begins with "choice": the nearest, within reach.
+// that is what was allocated then. Of markers, whose uid begins with "choice": the one that plotly labels, or else the
+// nearest, within reach. Where marks overlap, the labelled one need not be the nearest, and the user has read its label.
 function pointAt(plot, area, clientX, clientY) {
   const [, xId, yId] = area.dataset.subplot.match(/^(x\d*)(y\d*)$/u);
   const box = area.getBoundingClientRect();
   // What plotly shows now: the picture does not know what the user has zoomed to, or hidden by the legend.
-  const { _fullLayout: layout, _fullData: traces } = plot;
+  const { _fullLayout: layout, _fullData: traces, _hoverdata: hovered } = plot;
   const [left, right] = layout[xId.replace("x", "xaxis")].range;
   const [bottom, top] = layout[yId.replace("y", "yaxis")].range;
   const across = (x) => box.left + ((x - left) / (right - left)) * box.width - clientX;
   const down = (y) => box.bottom - ((y - bottom) / (top - bottom)) * box.height - clientY;
   const shown = traces.filter(({ visible, xaxis, yaxis }) => visible === true && xaxis === xId && yaxis === yId);
+  const isNear = ({ x, y }) => Math.hypot(across(x), down(y)) <= LABEL_PIXELS;
+  const labelled = hovered?.find(
+    (each) => each.fullData.uid.startsWith("choice") && each.fullData.yaxis === yId && isNear(each),
+  );
+  if (labelled) return labelled.customdata;
   let [point, distance] = [null, LABEL_PIXELS];
   for (const { uid, x, y, customdata } of shown) {
     const offsets = Array.from(x, across);
