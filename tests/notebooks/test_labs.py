@@ -12,6 +12,7 @@ import pytest
 
 import memlab
 from memlab.regression.suite.notebooks import (
+    FOLD_INPUT_TAG,
     HIDE_INPUT_TAG,
     INTERACTIVE_TAG,
     PARAMETERS_TAG,
@@ -23,7 +24,7 @@ from memlab.regression.suite.parameters import INTERACTIVE, read_parameters
 from tests.notebooks.small_labs import run_lab
 
 LABS = sorted((Path(__file__).parents[2] / "labs").glob("*.ipynb"))
-TAGS = {PARAMETERS_TAG, INTERACTIVE_TAG, RECORD_TAG, "exercise", HIDE_INPUT_TAG}
+TAGS = {PARAMETERS_TAG, INTERACTIVE_TAG, RECORD_TAG, "exercise", HIDE_INPUT_TAG, FOLD_INPUT_TAG}
 every_lab = pytest.mark.parametrize("path", LABS, ids=lambda path: path.stem)
 
 
@@ -50,10 +51,10 @@ def test_a_lab_is_committed_stripped(path: Path) -> None:
 
 @every_lab
 def test_jupyterlab_hides_the_code_that_a_page_leaves_out(path: Path) -> None:
-    """A quiz names its right answer. JupyterLab does not know the tag: it reads the metadata."""
+    """A quiz names its right answer. JupyterLab does not know the tags: it reads the metadata."""
     for cell in read_notebook(path).cells:
         is_hidden = cell.metadata.get("jupyter") == {"source_hidden": True}
-        assert is_hidden == has_tag(cell, HIDE_INPUT_TAG)
+        assert is_hidden == (has_tag(cell, HIDE_INPUT_TAG) or has_tag(cell, FOLD_INPUT_TAG))
         assert is_hidden or not cell.source.startswith("quiz(")
         assert is_hidden or "jupyter" not in cell.metadata
 

@@ -17,6 +17,7 @@ import pytest
 
 from memlab.record.step_record import StepRecord
 from memlab.regression.run.bounded_output import MAX_SHOWN_LETTERS, OutputBound
+from memlab.regression.run.readable_notebook import make_readable
 from memlab.regression.run.runner import LabFailedError, prepare_lab
 from tests.notebooks.small_labs import RECORD, run_lab, set_tag, write_lab
 
@@ -101,6 +102,14 @@ def test_a_page_reads_like_a_report(tmp_path: Path) -> None:
     code = "".join(re.findall(r'<div class="highlight.*?</div>', page, re.DOTALL))
     assert "count" in code, "the code of the second part, and none that only runs the lab"
     assert [word for word in ("HTML", "injected", "name", "finish") if word in code] == []
+
+
+def test_formulas_that_the_reader_is_to_find_are_folded_on_a_page_for_learners() -> None:
+    for as_report in (False, True):
+        cell = nbformat.v4.new_code_cell("P = 2 * h", metadata={"tags": ["fold-input"]})
+        make_readable(nbformat.v4.new_notebook(cells=[cell]), as_report=as_report)
+        assert ("hide-input" in cell.metadata["tags"]) == (not as_report), "MyST-NB's tag for code behind a button"
+        assert "remove-input" not in cell.metadata["tags"]
 
 
 def test_an_interactive_cell_is_skipped_and_the_run_still_whole(tmp_path: Path) -> None:

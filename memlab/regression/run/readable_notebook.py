@@ -10,6 +10,7 @@ import nbformat
 
 from memlab.regression.suite.notebooks import (
     EXERCISE_TAG,
+    FOLD_INPUT_TAG,
     HIDE_INPUT_TAG,
     INJECTED_TAG,
     INTERACTIVE_TAG,
@@ -22,6 +23,8 @@ PLOTLY_MIMETYPE = "application/vnd.plotly.v1+json"
 _PLUMBING_TAGS = frozenset({HIDE_INPUT_TAG, INJECTED_TAG, RECORD_TAG})
 REMOVE_INPUT_TAG = "remove-input"
 """MyST-NB leaves out the code of a cell with this tag, and so does nbconvert as `notebook_page` configures it."""
+_MYST_FOLD_TAG = "hide-input"
+"""MyST-NB folds the code of a cell with this tag, unless the cell has `REMOVE_INPUT_TAG` too."""
 _WIDGET_MIMETYPE = "application/vnd.jupyter.widget-view+json"  # an executed notebook has no widget state to draw from
 _HEADING = re.compile(r"(#+) ")
 _ONLY_HEADING = re.compile(r"(#+) [^\n]*\s*")
@@ -34,7 +37,8 @@ def make_readable(notebook: nbformat.NotebookNode, *, as_report: bool) -> int:
     Args:
         notebook: An executed notebook.
         as_report: For a reader who wants the results: answers are open, and exercises and the code of the parameters
-            are left out. Otherwise the page is for a reader who learns: answers are folded, and exercises are shown.
+            are left out. Otherwise the page is for a reader who learns: answers and formulas are folded, and exercises
+            are shown.
 
     Returns:
         The number of figures. The page must load plotly.js if there is one.
@@ -61,9 +65,16 @@ def make_readable(notebook: nbformat.NotebookNode, *, as_report: bool) -> int:
                 continue
             if not any(output.output_type == "error" for output in outputs):
                 cell.metadata["tags"] = [*cell.metadata.get("tags", []), REMOVE_INPUT_TAG]
-        kept.append(cell)
+        kept.append(cell if as_report else _folded(cell))
     notebook.cells = [cell for cell, after in zip_longest(kept, kept[1:]) if not _is_heading_of_nothing(cell, after)]
     return num_figures
+
+
+def _folded(cell: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """Marks a cell for MyST-NB, in place, if the reader is to find by themselves what its code says."""
+    if has_tag(cell, FOLD_INPUT_TAG):
+        cell.metadata["tags"] = [*cell.metadata["tags"], _MYST_FOLD_TAG]
+    return cell
 
 
 def _is_heading_of_nothing(cell: nbformat.NotebookNode, after: nbformat.NotebookNode | None) -> bool:

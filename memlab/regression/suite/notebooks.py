@@ -16,6 +16,8 @@ RECORD_TAG = "record"
 EXERCISE_TAG = "exercise"
 HIDE_INPUT_TAG = "hide-input"
 """Code that a page leaves out, such as a quiz's, which names the right answer."""
+FOLD_INPUT_TAG = "fold-input"
+"""Code that a page for a learner folds, such as formulas that the reader is to find first."""
 INTERACTIVE_TAG = "interactive-only"
 """Cells that only make sense for a user at the screen; a headless run skips them."""
 
