@@ -20,7 +20,7 @@ from memlab.views.text.search import counts_line, limit_line, nothing_fits_line
 CHOICE = "choice"
 """The uids of traces whose points are settings begin with this; their customdata is the place in the result."""
 
-_LEGEND = "star: no extra work; circle: recomputes; square: copies to the host; diamond: both; open: does not fit"
+_LEGEND = "star: no work; circle: recomputes; square: copies; diamond: both; open: does not fit"
 """Above the plots: the legend is below them, where a low page does not show it."""
 _BELOW_ZERO = 0.06
 """Of a cost axis: a mark on its zero line is inside the plot as a whole, where it can be pointed at."""

@@ -21,7 +21,7 @@ COLUMNS = {
     "peak": "peak",
     "worst_rank": "worst rank (spread)",
     "difference": "difference",
-    "recomputed": "recomputed (MFLOP per token, share of a step)",
+    "recomputed": "recomputed (MFLOP per token, % of a step)",
     "copied": "host copies, each way",
     "step_time": "step time (ms)",
     "loss": "loss",

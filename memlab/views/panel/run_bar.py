@@ -1,6 +1,6 @@
 """Run and Stop, the progress of the step, what the controls' settings need, and the result of the last action.
 
-The two texts share a place of three lines, however long they are: nothing below them moves.
+The two texts share a place of three lines, however long they are: nothing below them moves. A longer text scrolls.
 """
 
 from __future__ import annotations

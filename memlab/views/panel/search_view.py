@@ -94,8 +94,8 @@ class SearchView:
         which = "A search" if self.state.found is None else "Another search"
         self.what.value = (
             f"<b>{which} keeps from the controls:</b> {kept}.{suggested} It predicts steps under many "
-            "offload settings, and lists those that no other beats in peak, recomputed FLOPs and bytes copied to "
-            f"the host. It predicts {self._predicts}. It takes from seconds to a few minutes."
+            "recompute and offload settings, and lists those that no other beats in peak, recomputed FLOPs and bytes "
+            f"copied to the host. It predicts {self._predicts}. It takes from seconds to a few minutes."
         )
 
     def _show_found(self) -> None:

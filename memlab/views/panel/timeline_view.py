@@ -46,7 +46,7 @@ class TimelineView:
         self._is_listing_ranks = False
         self.pool = self._switch("pool", POOLS_SHOWN, "Memory")
         self.axis = self._switch("axis", AXES, "x axis")
-        self.floor = self._switch("floor", FLOORS, "Bytes axis from")
+        self.floor = self._switch("floor", FLOORS, "Bytes from")
         self.chart = ChartWidget(self._drawing(), self._look_at_point)
         self.chart.add_class("memlab-chart")
         self.slider = Slider(name="moment, as the number of its event")
@@ -98,7 +98,7 @@ class TimelineView:
         switch = ipywidgets.ToggleButtons(options=choices, description=label, value=getattr(self._state, name))
         switch.tooltip, *switch.tooltips = _TOOLTIPS[name]
         switch.style.description_width = "initial"
-        switch.style.button_width = "3.6rem"
+        switch.style.button_width = "3.2rem"
         switch.add_class(f"memlab-{name}")
         switch.observe(lambda change: self._state.set_trait(name, change["new"]), names=["value"])
         self._state.observe(lambda change: switch.set_trait("value", change["new"]), names=[name])
