@@ -31,15 +31,35 @@ _READY = """() => {
         && session.session.kernel.connectionStatus === 'connected';
 }"""
 # The command's promise is kept when the last cell has ended; waiting for it in steps leaves room for a time limit.
+# JupyterLab handles the kernel's messages one after the other, and waits for what a widget does with its message.
 _RUN = """command => {
+    const { kernel } = window.jupyterapp.shell.currentWidget.sessionContext.session;
+    const named = ({header, parent_header, content}) => [
+        header.msg_type, content.target_name, content.comm_id, content.execution_state,
+        'of', parent_header.msg_type ?? 'no request',
+    ].filter(Boolean).join(' ');
+    const messages = window.messages = {arrived: 0, lastArrived: '', handled: 0, lastHandled: ''};
+    const arrive = (_, {msg, direction}) => {
+        if (direction === 'recv' && msg.channel === 'iopub') { messages.arrived += 1; messages.lastArrived = named(msg); }
+    };
+    const handle = (_, msg) => { messages.handled += 1; messages.lastHandled = named(msg); };
+    kernel.anyMessage.connect(arrive);
+    kernel.iopubMessage.connect(handle);
     window.hasRun = false;
-    window.jupyterapp.commands.execute(command).finally(() => { window.hasRun = true; });
+    window.jupyterapp.commands.execute(command).finally(() => {
+        kernel.anyMessage.disconnect(arrive);
+        kernel.iopubMessage.disconnect(handle);
+        window.hasRun = true;
+    });
 }"""
 _WHAT_RUNS = """() => {
     const { content, sessionContext } = window.jupyterapp.shell.currentWidget;
     const cells = [...content.model.cells].map(cell => `${cell.executionCount} ${cell.executionState}`);
     const { status, connectionStatus } = sessionContext.session.kernel;
-    return `kernel ${status}, ${connectionStatus}; cells ${cells.join(', ')}`;
+    const { arrived, lastArrived, handled, lastHandled } = window.messages;
+    return `kernel ${status}, ${connectionStatus}; cells ${cells.join(', ')}; `
+        + `${arrived} messages arrived, the last one "${lastArrived}"; `
+        + `${handled} of them are handled, the last one "${lastHandled}"`;
 }"""
 STACKS_ON_SIGNAL = (
     "import faulthandler, os, pathlib, signal\n"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import comm
 import ipywidgets
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
 from memlab.units import format_bytes
 from memlab.views.panel import exports
+from memlab.views.panel import panel as panel_module
 from memlab.views.panel.panel import Panel, panel
 from memlab.views.panel.runs_view import text_twin
 from memlab.views.panel.timeline_view import breakdown_html
@@ -709,6 +711,71 @@ def test_a_panel_has_one_model_for_all_plain_layouts_and_one_per_kind_of_style(
     shown.state.table_open = True
     assert shown.table.layout.display is None
     assert shown.search._section.layout.display == "none", "a layout that changes is a widget's own"
+
+
+def test_a_panel_costs_one_message_a_model_and_two_panels_fit_into_the_kernels_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    messages: list[tuple[str, str, str]] = []
+    lock = threading.Lock()
+
+    class Recorder(comm.base_comm.BaseComm):  # type: ignore[misc]
+        def publish_msg(self, msg_type: str, data: Any = None, *_: Any, **__: Any) -> None:
+            with lock:
+                messages.append((msg_type, self.comm_id, json.dumps(data, default=str)))
+
+    monkeypatch.setattr(comm, "create_comm", Recorder)
+    lab = FakeLab()
+    shown = panel(lab)
+
+    opened = [model for kind, model, _ in messages]
+    assert {kind for kind, *_ in messages} == {"comm_open"}
+    assert len(opened) == len(set(opened)), "no model is opened twice"
+    for number, (_, _, state) in enumerate(messages):
+        assert set(re.findall(r"IPY_MODEL_(\w+)", state)) <= set(opened[:number]), "it names only models that exist"
+    every = {part.model_id for widget in inside(shown) for part in (widget, widget.layout)}
+    assert every <= set(opened)
+
+    lab.closed = True
+    second = panel(FakeLab())
+
+    # libzmq drops messages beyond 1,000 that wait, and counts those that were sent in steps of 500.
+    assert len(messages) - len(opened) <= 500, "the first panel goes and the second one comes"
+    second.close()
+
+
+def test_another_threads_widget_opens_at_once_while_a_panel_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    read = panel_module.page_code
+
+    def make_another(name: str) -> str:
+        thread = threading.Thread(target=lambda: made.append(ipywidgets.Layout()))
+        thread.start()
+        thread.join()
+        return read(name)
+
+    monkeypatch.setattr(panel_module, "page_code", make_another)
+
+    shown = panel(FakeLab())
+
+    (look,) = made
+    assert look.model_id in open_widgets
+    look.close()
+    shown.close()
+
+
+def test_a_panel_that_cannot_be_made_leaves_later_widgets_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_name: str) -> str:
+        raise ValueError("no such file")
+
+    monkeypatch.setattr(panel_module, "page_code", fail)
+    with pytest.raises(ValueError, match="no such file"):
+        panel(FakeLab())
+
+    look = ipywidgets.Layout()
+
+    assert look.model_id in open_widgets
+    look.close()
 
 
 def test_a_hundred_runs_add_no_widget_and_no_trace(make_panel: Callable[..., Panel]) -> None:

@@ -19,6 +19,7 @@ from memlab.views.panel.state_controls import StateControls
 from memlab.views.panel.static_files import page_code
 from memlab.views.panel.timeline_view import TimelineView
 from memlab.views.panel.what_if import WhatIf
+from memlab.views.panel.widget_models import opened_when_complete, widgets_in
 
 # By the lab's id, which no other object gets: the panel keeps its lab.
 _panels: dict[int, Panel] = {}
@@ -31,6 +32,10 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
     """
 
     def __init__(self, lab: LabLike, *, predict: bool = True) -> None:
+        with opened_when_complete(self):
+            self._build(lab, predict=predict)
+
+    def _build(self, lab: LabLike, *, predict: bool) -> None:
         self._predicts_on_a_page = predict
         self.state = LabState(lab)
         self.controls = SettingsControls(self.state)
@@ -71,7 +76,7 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
         self.what_if.close()
         self.search.state.unobserve_all()
         self.state.unobserve_all()
-        for widget in _widgets_in(self):
+        for widget in widgets_in(self):
             for part in (widget.layout, getattr(widget, "style", None), widget):
                 if part is not None and part is not self:
                     part.close()
@@ -124,10 +129,6 @@ def panel(lab: LabLike, *, predict: bool = True) -> Panel:
     return shown
 
 
-def _widgets_in(widget: Any) -> list[Any]:
-    return [widget, *(found for child in getattr(widget, "children", ()) for found in _widgets_in(child))]
-
-
 def _share_looks(root: Any) -> None:
     """Replaces equal styles, and layouts that set nothing, by one of each kind: half of all models of a panel.
 
@@ -135,7 +136,7 @@ def _share_looks(root: Any) -> None:
     meanwhile. A layout that sets something stays a widget's own: the panel changes it later.
     """
     shared: dict[tuple[type, str], Any] = {}
-    for widget in _widgets_in(root):
+    for widget in widgets_in(root):
         for name in ("layout", "style"):
             look = getattr(widget, name, None)
             if look is None:
@@ -146,4 +147,3 @@ def _share_looks(root: Any) -> None:
             first = shared.setdefault((type(look), repr(sorted(state.items()))), look)
             if first is not look:
                 setattr(widget, name, first)
-                look.close()
