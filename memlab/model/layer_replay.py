@@ -692,7 +692,10 @@ class LayerReplay:
         between = self._known.get(("backward", unit.run, False, False, one.number > 0, is_latest))
         if between is not None and Role(GRADIENT, 0) not in between.recording.freed:
             one.kept = result
-        of_forward = set(forward.recording.live) - {role for owner, role in known.recording.freed if owner == FORWARD}
+        # With what backward has filled again and left: recompute empties the storage of what it will compute again.
+        totals = {role: total for (owner, role), total in known.recording.totals.items() if owner == FORWARD}
+        of_forward = {role for role in forward.recording.live if totals.get(role, 0) >= 0}
+        of_forward |= {role for role, total in totals.items() if total > 0}
         left = [(forward, Role(FORWARD, role)) for role in sorted(of_forward) if forward.has(role)]
         left += [(done, Role(OWN, role)) for role in known.recording.live if done.has(role)]
         forward.is_over = done.is_over = one.is_over = True

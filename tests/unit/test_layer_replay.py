@@ -18,6 +18,7 @@ _MLP = MemorySettings(recompute_granularity="selective", recompute_modules=("mlp
 _MOE = MemorySettings(recompute_granularity="selective", recompute_modules=("moe",))
 _ATTENTION = MemorySettings(recompute_granularity="selective", recompute_modules=("core_attn",))
 _ATTENTION_MOE = MemorySettings(recompute_granularity="selective", recompute_modules=("core_attn", "moe"))
+_ALL_THREE = MemorySettings(recompute_granularity="selective", recompute_modules=("core_attn", "layernorm", "moe"))
 _LAYERNORM = MemorySettings(recompute_granularity="selective", recompute_modules=("layernorm",))
 _FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 _GROUPS = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
@@ -45,6 +46,8 @@ _CASES: list[tuple[str, dict[str, Any], list[MemorySettings]]] = [
     ("qwen3-moe-tiny", {"num_layers": 7, "seq_length": 64, "num_microbatches": 5}, [_ATTENTION, _MOE]),
     # The step under the first setting leaves as many tensors allocated as a step under the second one, but others.
     ("qwen3-moe-tiny", {"num_layers": 4, "seq_length": 64}, [_ATTENTION, _ATTENTION_MOE, _ATTENTION_MOE]),
+    # Backward fills the storage of a norm's output again, and an MoE layer's graph keeps it.
+    ("qwen3-moe-tiny", {"num_layers": 4, "seq_length": 64}, [MemorySettings(), _ALL_THREE]),
     # Micro-batches are inserted: with several passes in flight on the first of two stages.
     ("phi-4-tiny", {"num_layers": 8, "seq_length": 64, "num_microbatches": 10, "layout": _STAGES}, [_LAYERNORM, _FULL]),
     # The first layer of a later stage is always stepped. Of its passes in flight, recompute has emptied a storage.
