@@ -1,7 +1,7 @@
 """Opens the models of a panel's widgets when the panel is complete: one message each, with the state that it then has.
 
 ipywidgets opens a widget's model when the widget is made, and sends each later change by itself: 1,545 messages for a
-panel of 234 models, within a second. The kernel's socket for outputs queues at most 1,000 messages per connection. That
+panel of 238 models, within a second. The kernel's socket for outputs queues at most 1,000 messages per connection. That
 is libzmq's default; ipykernel 7.4.0 sets no other limit (`IPKernelApp.init_iopub`). What comes while the queue is full
 is dropped without an error. On a busy machine, the thread that empties the queue can be too slow for that many
 messages. Then the page lacks models, or it never learns that the cell has ended and waits for good.
