@@ -214,9 +214,9 @@ class Check(_Goals):
         modules = self._record.settings.offload_modules
         if not modules or self._record.offloaded_bytes_by_module:
             return ""
-        reasons = [self._record.without_effect.get(f"offload_modules:{module}", "") for module in modules]
         # Each module has its reason; the first one is what to act on.
-        return f"{modules[0]} transferred nothing to the host: {reasons[0]}" if reasons[0] else ""
+        reason = self._record.without_effect.get(f"offload_modules:{modules[0]}", "")
+        return f"{modules[0]} transferred nothing to the host: {reason}" if reason else ""
 
     def _largest(self) -> str:
         categories = {

@@ -2,7 +2,7 @@
 
 The buffers are those of ``mha_fwd`` and ``mha_bwd`` in flash-attn's ``csrc/flash_attn/flash_api.cpp`` (2.8) and of
 ``FlashAttention`` in Transformer Engine's ``attention/dot_product_attention/backends.py`` (2.12.0). Allocated peaks
-of steps with flash-attn 2.8.3 on an H200 were within 0.02 % of it (`labs/RESULTS.md`). Where the package flash-attn-3
+of steps with flash-attn 2.8.3 on an H200 were within 0.012 % of it (`labs/RESULTS.md`). Where the package flash-attn-3
 is installed, Transformer Engine calls that one on a Hopper GPU, and its buffers are others. For fewer than about 100
 blocks of 64 queries (sequences x heads x blocks) flash-attn splits the keys and allocates more than is allocated
 here.
