@@ -29,7 +29,7 @@ def residency_blocks(audit: ResidencyAudit) -> list[Block]:
         A table with one row per holder on the device and one per group on the host, and the complaints.
     """
     entries = [(f"device, {one.group}: {one.holder}", one.expected_bytes, one.device_bytes) for one in audit.holdings]
-    entries += [("device, in none of the groups", 0, audit.unnamed_device_bytes)]
+    entries += [("device, neither in a group nor workspace", 0, audit.unnamed_device_bytes)]
     entries += [(f"host, {one.group}", one.expected_bytes, one.host_bytes) for one in audit.host_copies]
     entries += [("host, at the peak of the last transfer", audit.move_host_bytes, audit.move_peak_host_bytes)]
     unit_bytes, unit = binary_unit(max(max(expected, found) for _, expected, found in entries))
