@@ -34,7 +34,8 @@ def test_what_a_workflow_runs_is_there(path: Path) -> None:
             values = build_parser().parse_args(arguments)
             assert "suite" not in values or (ROOT / values.suite).is_file()
         elif program == "make":
-            subprocess.run(["make", "--dry-run", arguments[-1]], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+            wanted = ["/usr/bin/env", "make", "--dry-run", arguments[-1]]
+            subprocess.run(wanted, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
