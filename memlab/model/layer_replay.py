@@ -65,11 +65,9 @@ class _Unit:
     kind: Any = None
     last_pass: _Pass | None = None
     held: list[weakref.ref[Any] | None] = field(default_factory=list)
-    """What the pass that was stepped last left allocated: the storages, in the order of `_Pass.left`."""
+    """What stands for what its last pass left allocated: the storages, in the order of `_Pass.left`."""
     keeps_states: bool = False
     """Whether its token dispatchers refer to a graph that keeps random states of checkpoints."""
-    replaced: dict[Role, weakref.ref[Any]] = field(default_factory=dict)
-    """Storages that dispatchers refer to in place of those of the pass that was stepped last."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +96,9 @@ class _Pass:
     """What backward left allocated, without `result`."""
     in_graph: frozenset[int] = frozenset()
     """Places in `left` of what is freed with the graph: the random states of checkpoints."""
+    referred: list[tuple[int, int, str, _Spec]] = field(default_factory=list)
+    """Of a pass that is stepped, the tensors of token dispatchers that refer to what backward left: place in `left`,
+    number of the dispatcher, attribute."""
     kept: torch.Tensor | None = None
     """`result`, if the layer itself would keep it."""
     is_over: bool = False
@@ -447,7 +448,7 @@ class LayerReplay:
         at, span = self._meter.position(), self._labels.span
         if torch.is_grad_enabled() and given.grad_fn is not None:
             given.grad_fn.register_prehook(lambda gradients: self._end_backward(one, gradients[0]))
-        one.unit.held, one.unit.replaced = [], {}
+        one.unit.held = []
         self._inside = True
         reference = self._latest_of_run.get(one.unit.run, []) if reference is None else reference
         self._meter.after_event = self._frees_of_orphans(one.unit, reference, of_previous)
@@ -503,16 +504,16 @@ class LayerReplay:
             if one.kept is None:
                 unit.held[len(one.left) :] = [_storage_of(result)]
             else:
-                self._hold(unit, result, len(one.left), Role(GRADIENT, 0))
+                self._hold(unit, result, len(one.left))
             retained.append(result)
         one.kept = None
         self._retain(unit, retained)
 
-    def _hold(self, unit: _Unit, allocation: StorageAllocation, place: int, role: Role) -> None:
-        """Keeps what a replayed pass leaves, in the storage that a stepped pass has left there, if it still exists."""
+    def _hold(self, unit: _Unit, allocation: StorageAllocation, place: int) -> None:
+        """Keeps what a replayed pass leaves, in the storage that stands for it, if there is one."""
         meter = self._meter
         meter.hand_over(allocation)
-        held = unit.replaced.get(role) or (unit.held[place] if place < len(unit.held) else None)
+        held = unit.held[place] if place < len(unit.held) else None
         storage = None if held is None else held()
         if storage is not None and storage.nbytes() == allocation.requested_bytes:
             meter.follow(storage, allocation)
@@ -612,9 +613,9 @@ class LayerReplay:
         if one.input is not None and one.input.num_bytes:
             left.append(one.input)
         one.left = left
-        of_dispatchers = {id(meter.allocation_of(tensor)) for _, _, tensor in self._tensors_of_dispatchers(unit)}
-        on_host = ((place, each) for place, each in enumerate(left) if each.pool == _HOST)
-        one.in_graph = frozenset(place for place, each in on_host if id(each) not in of_dispatchers)
+        one.referred = self._references_to_left(one)
+        on_host = {place for place, each in enumerate(left) if each.pool == _HOST}
+        one.in_graph = frozenset(on_host - {place for place, *_ in one.referred})
         if unit.last_pass is one:
             unit.held = [_storage_of(each) for each in one.left]
             self._retain(unit, one.retained())
@@ -634,47 +635,77 @@ class LayerReplay:
         """Replays a forward pass, and returns its output."""
         previous = self._previous(one)
         references = [] if previous is None else self._references_to(previous)
+        dispatchers = self._dispatchers(one.unit)
         self._in_flight.append(one)
         one.replay = self._run(one, known.recording, None)
-        for dispatcher, name, role in references:
-            self._replace(one.unit, dispatcher, name, role)
+        for number, name, spec in references:
+            setattr(dispatchers[number], name, self._stand_in(spec))
         if self._keeps_others(one.unit, known):
             self._detach(one.unit)
         return self._result(one.replay, known)
 
-    def _references_to(self, previous: _Pass) -> list[tuple[Any, str, Role]]:
+    def _references_to(self, previous: _Pass) -> list[tuple[int, str, _Spec]]:
         """Returns what the unit's token dispatchers refer to of a stepped pass whose backward has not ended."""
-        roles = {id(allocation): Role(FORWARD, number) for number, allocation in enumerate(previous.roles)}
+        roles = {id(allocation) for allocation in previous.roles}
+        tensors = self._tensors_of_dispatchers(previous.unit)
+        return [
+            (number, name, _spec(tensor))
+            for number, name, tensor in tensors
+            if id(self._meter.allocation_of(tensor)) in roles
+        ]
+
+    def _references_to_left(self, one: _Pass) -> list[tuple[int, int, str, _Spec]]:
+        """Returns `_Pass.referred`."""
+        places = {id(each): place for place, each in enumerate(one.left)}
         found = []
-        for dispatcher, name, tensor in self._tensors_of_dispatchers(previous.unit):
-            role = roles.get(id(self._meter.allocation_of(tensor)))
-            if role is not None:
-                found.append((dispatcher, name, role))
+        for number, name, tensor in self._tensors_of_dispatchers(one.unit):
+            place = places.get(id(self._meter.allocation_of(tensor)))
+            if place is not None:
+                found.append((place, number, name, _spec(tensor)))
         return found
 
-    def _tensors_of_dispatchers(self, unit: _Unit) -> Iterator[tuple[Any, str, torch.Tensor]]:
-        for layer in unit.layers:
-            dispatcher = getattr(self._live.layers[layer].mlp, "token_dispatcher", None)
-            for each in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
-                for name, value in [] if each is None else list(vars(each).items()):
-                    if isinstance(value, torch.Tensor):
-                        yield each, name, value
+    def _dispatchers(self, unit: _Unit) -> list[Any]:
+        found = [getattr(self._live.layers[layer].mlp, "token_dispatcher", None) for layer in unit.layers]
+        managed = [each for one in found for each in (one, getattr(one, "_comm_manager", None))]
+        return [each for each in managed if each is not None]
+
+    def _tensors_of_dispatchers(self, unit: _Unit) -> Iterator[tuple[int, str, torch.Tensor]]:
+        """Yields the number of the dispatcher, the attribute and the tensor."""
+        for number, dispatcher in enumerate(self._dispatchers(unit)):
+            for name, value in list(vars(dispatcher).items()):
+                if isinstance(value, torch.Tensor):
+                    yield number, name, value
 
     def _detach(self, unit: _Unit) -> None:
         """Drops the graph of an earlier pass from a unit's dispatchers, as a forward pass does that is not replayed."""
         unit.keeps_states = False
+        dispatchers = self._dispatchers(unit)
         with self._meter.paused():
-            for dispatcher, name, tensor in self._tensors_of_dispatchers(unit):
+            for number, name, tensor in self._tensors_of_dispatchers(unit):
                 if tensor.grad_fn is not None:
-                    setattr(dispatcher, name, tensor.detach())
+                    setattr(dispatchers[number], name, tensor.detach())
 
-    def _replace(self, unit: _Unit, dispatcher: Any, name: str, role: Role) -> None:
-        """Lets a dispatcher refer to another tensor, as a forward pass does that is not replayed."""
-        former = getattr(dispatcher, name)
+    def _refer_to_what_is_left(self, one: _Pass, source: _Pass) -> None:
+        """Lets what a replayed pass leaves stay in the tensors that the dispatchers refer to, or else in stand-ins.
+
+        A pass that is stepped later, perhaps under other settings, frees each of them where it replaces the reference.
+        """
+        dispatchers, held = self._dispatchers(one.unit), dict(enumerate(one.unit.held))
+        tensors: dict[int, torch.Tensor] = {}
+        for place, number, name, spec in source.referred:
+            tensor = getattr(dispatchers[number], name, None)
+            if not isinstance(tensor, torch.Tensor) or _spec(tensor) != spec:
+                tensor = tensors.get(place)
+                tensor = self._stand_in(spec) if tensor is None else tensor
+                setattr(dispatchers[number], name, tensor)
+            tensors[place] = tensor
+            held[place] = weakref.ref(tensor.untyped_storage())
+        one.unit.held = [held.get(place) for place in range(max(held, default=-1) + 1)]
+
+    def _stand_in(self, spec: _Spec) -> torch.Tensor:
+        shape, stride, dtype = spec
         with self._meter.paused():
-            tensor = torch.empty_strided(former.shape, former.stride(), dtype=former.dtype, device="meta")
-        setattr(dispatcher, name, tensor)
-        unit.replaced[role] = weakref.ref(tensor.untyped_storage())
+            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
     def backward_of(self, one: _Pass, gradient: torch.Tensor) -> torch.Tensor:
         """Replays a backward pass, and returns the gradient of the input."""
@@ -700,22 +731,22 @@ class LayerReplay:
         left += [(done, Role(OWN, role)) for role in known.recording.live if done.has(role)]
         forward.is_over = done.is_over = one.is_over = True
         self._in_flight = [other for other in self._in_flight if other is not one]
-        retained: dict[Role, StorageAllocation] = {}
         for replay, role in left:
             size = replay.recording.totals[Role(OWN, role.number)]
             size += known.recording.totals.get(role, 0) if replay is forward else 0
-            retained[role] = meter.separate(replay, role.number, size)
+            one.left.append(meter.separate(replay, role.number, size))
         if Role(INPUT, 0) not in known.recording.freed:
             assert one.input is not None
-            retained[Role(INPUT, 0)] = one.input
-        one.left = list(retained.values())
+            one.left.append(one.input)
         one.source, one.in_graph = known.source, known.source.in_graph
-        for place, (role, allocation) in enumerate(retained.items()):
+        if unit.last_pass is one:
+            self._refer_to_what_is_left(one, known.source)
+        for place, allocation in enumerate(one.left):
             if place in one.in_graph:
                 meter.hand_over(allocation)
                 meter.keep(allocation)
             else:
-                self._hold(unit, allocation, place, role)
+                self._hold(unit, allocation, place)
         if unit.last_pass is one:
             self._retain(unit, one.retained())
         return result
@@ -749,9 +780,7 @@ class LayerReplay:
         return done
 
     def _result(self, replay: Replay, known: _Known) -> torch.Tensor:
-        shape, stride, dtype = known.spec
-        with self._meter.paused():
-            tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        tensor = self._stand_in(known.spec)
         allocation = self._meter.separate(replay, known.result, replay.recording.totals[Role(OWN, known.result)])
         self._meter.follow(tensor.untyped_storage(), allocation)
         return tensor

@@ -91,13 +91,16 @@ def test_random_scenarios_have_the_same_steps_with_and_without_replay(seed: int)
         require_identical(one, other)
 
 
-def test_a_pass_under_offload_frees_what_a_replayed_pass_left_where_a_stepped_one_frees_it() -> None:
-    """A pass under offload is not recorded, so that another layer's frees show where the tensors are freed."""
+@pytest.mark.parametrize(("before", "settings"), [(_MOE, _OFFLOAD), (MemorySettings(), _BLOCK)])
+def test_a_stepped_pass_frees_what_a_replayed_pass_left_where_it_would_free_its_own(
+    before: MemorySettings, settings: MemorySettings
+) -> None:
+    """A pass under offload is not recorded. Behind the recomputed layers of a block, the first layer's is the first."""
     records = []
     for replay in (False, True):
-        with Lab("qwen3-moe-tiny", num_layers=6, seq_length=64, backend="simulated", replay=replay) as lab:
-            lab.step(_MOE)
-            records.append(lab.step(_OFFLOAD, warm_up=False))
+        with Lab("qwen3-moe-tiny", num_layers=8, seq_length=64, backend="simulated", replay=replay) as lab:
+            lab.step(before)
+            records.append(lab.step(settings, warm_up=False))
     require_identical(*records)
 
 
