@@ -93,9 +93,14 @@ class Check(_Goals):
         hint = "between steps the device holds parameters, gradients and optimizer state"
         return self._below("the start of the step", self._record.static_bytes, num_bytes, hint)
 
-    def host_below(self, num_bytes: int) -> Self:
-        """Requires `host_bytes` below a number of bytes."""
-        hint = "the host holds what is offloaded, and the state of parameters that the CPU updates"
+    def host_below(self, num_bytes: int, hint: str = "") -> Self:
+        """Requires `host_bytes` below a number of bytes.
+
+        Args:
+            num_bytes: The limit.
+            hint: What to look at, in the words of the exercise; by default, what the host holds.
+        """
+        hint = hint or "the host holds what is offloaded, and the state of parameters that the CPU updates"
         return self._below("the peak of the host", self._record.host_bytes, num_bytes, hint)
 
     def residual_is_zero(self, hint: str = "") -> Self:
@@ -180,7 +185,7 @@ class Check(_Goals):
         lowest = min(self._record.ranks, key=lambda record: record.peak_allocated_bytes).scenario.layout.rank
         worst = self._record.worst_rank
         hint = hint or f"compare rank({worst}).peak_by_category and rank({lowest}).peak_by_category of the record"
-        what = "the distance from the lowest to the highest peak of a rank"
+        what = "the spread of the ranks' peaks"
         return self._below(what, self._record.spread_bytes, num_bytes, hint)
 
     def same_loss_as(self, other: StepRecord) -> Self:
@@ -263,25 +268,25 @@ class FormulaCheck(_Goals):
     def is_exactly(
         self, num_bytes: int | Sequence[int], hint: str = "ask of each module which tensors it keeps"
     ) -> Self:
-        """Requires what memlab metered: of one model, or of each in the order of the formula's results.
+        """Requires what memlab counted: of one model, or of each in the order of the formula's results.
 
         Args:
             num_bytes: The line says how far off the formula is, and not the sum.
             hint: What to look at, in the words of the exercise.
         """
-        metered = [num_bytes] if isinstance(num_bytes, int) else num_bytes
-        if len(metered) != len(self._num_bytes):
+        counted = [num_bytes] if isinstance(num_bytes, int) else num_bytes
+        if len(counted) != len(self._num_bytes):
             given = "1 result" if len(self._num_bytes) == 1 else f"{len(self._num_bytes)} results"
-            what = f"the formula gives {given}, must give {len(metered)}, one per model"
+            what = f"the formula gives {given}, must give {len(counted)}, one per model"
             return self._goal(False, what, "replace only the 0 in the marked line")
-        for place, (mine, needed) in enumerate(zip(self._num_bytes, metered, strict=True), start=1):
-            which = f" for model {place}" if len(metered) > 1 else ""
+        for place, (mine, needed) in enumerate(zip(self._num_bytes, counted, strict=True), start=1):
+            which = f" for model {place}" if len(counted) > 1 else ""
             if mine != needed:
                 off = f"{abs(needed - mine):,} {'too few' if needed > mine else 'too many'}"
                 off = off if math.isfinite(mine) else "must be a finite number"
                 return self._goal(False, f"the formula gives {mine:,} bytes{which}, {off}", hint)
         given = " and ".join(f"{mine:,}" for mine in self._num_bytes)
-        return self._goal(True, f"the formula gives {given} bytes, exactly what memlab metered")
+        return self._goal(True, f"the formula gives {given} bytes, exactly as many as memlab counted")
 
 
 @overload

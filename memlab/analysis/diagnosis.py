@@ -93,18 +93,19 @@ def _static_growth(records: Sequence[StepRecord]) -> list[Finding]:
         return [
             Finding(
                 kind="leak",
-                evidence=f"the bytes at a step's start still grow at the end, by {format_bytes(per_step)} per step, "
-                f"from {format_bytes(starts[0])} to {format_bytes(starts[-1])}",
+                evidence=f"the start grows from {format_bytes(starts[0])} to {format_bytes(starts[-1])}, and in the "
+                f"last steps by {format_bytes(per_step)} per step",
                 advice="Something keeps in every step what it should release: look for a list that is appended to",
             )
         ]
     total = starts[-1] - starts[0]
     if abs(total) > noise and max(abs(step) for step in recent) <= noise:
-        last = max(index for index, step in enumerate(growth) if abs(step) > noise) + 1
+        last = next(step for step in range(len(starts)) if all(abs(s - starts[-1]) <= noise for s in starts[step:]))
         return [
             Finding(
                 kind="growth by phase",
-                evidence=f"the bytes at the start change by {format_bytes(total)} up to step {last}, then stay equal",
+                evidence=f"the start changes by {format_bytes(starts[last] - starts[0])} up to step {last}, and by "
+                f"{format_bytes(starts[-1] - starts[last])} after it",
                 advice="State that is allocated once, such as Adam's moments: budget for it, it is not a leak",
             )
         ]
@@ -118,7 +119,7 @@ def _retention(records: Sequence[StepRecord]) -> list[Finding]:
     return [
         Finding(
             kind="retention",
-            evidence=f"{format_bytes(min(left))} of activations stay allocated after every step, and do not grow",
+            evidence=f"{format_bytes(min(left))} of activations stay allocated after every step",
             advice="The next forward replaces them, but nothing needs them until then: lab.retained() names the holder",
         )
     ]
@@ -131,14 +132,14 @@ def _spike(records: Sequence[StepRecord]) -> list[Finding]:
         return []
     peaks = [record.activation_peak_bytes for record in records]
     varies = max(peaks) > _VARYING * min(peaks)
-    spread = f", and from {format_bytes(min(peaks))} to {format_bytes(max(peaks))} between steps" if varies else ""
+    spread = f"; steps add from {format_bytes(min(peaks))} to {format_bytes(max(peaks))}" if varies else ""
     return [
         Finding(
             kind="spike",
-            evidence=f"each step returns to {format_bytes(highest.static_bytes)} but rises by up to "
-            f"{format_bytes(above)} within{spread}",
-            advice="Bound the step itself: recompute or offload activations"
-            + (", or bound the length of the longest batch" if varies else ""),
+            evidence=f"the step with the highest peak starts at {format_bytes(highest.static_bytes)} and adds "
+            f"{format_bytes(above)}{spread}",
+            advice="Lower what the step adds: recompute or offload activations"
+            + (", or limit the length of the longest batch" if varies else ""),
         )
     ]
 

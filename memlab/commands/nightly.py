@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engines",
         type=number_or_profile,
         metavar="N|PROFILE",
-        help="in place of --jobs, for several machines: run one case at a time on each engine of a running cluster of "
+        help="in place of --jobs: run one case at a time on each engine of a running cluster of "
         "ipyparallel (ipcluster start --profile=PROFILE), or on each of N engines that memlab starts on this machine "
         "(0 or 1: the same as --jobs 1); all engines must see the suite, the labs and the folder of runs under the "
         "same paths",

@@ -1,4 +1,4 @@
-"""Recognises whose a job's file is, and reads its keys, in bounded time and memory and without running anything."""
+"""Recognizes whose a job's file is, and reads its keys, in bounded time and memory and without running anything."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read_file(path: Path, variables: dict[str, str], format_name: str | None) ->
     Args:
         path: A file, or a folder in which a framework keeps its resolved configuration.
         variables: Of the environment of a script.
-        format_name: Whose file it is; None recognises it.
+        format_name: Whose file it is; None recognizes it.
 
     Returns:
         The framework's name, and the keys of the file.

@@ -65,7 +65,7 @@ class Job:
 
         Args:
             path: A script, a log, a configuration, or a folder with one.
-            format_name: Whose file it is, one of `FRAMEWORKS`; None recognises it.
+            format_name: Whose file it is, one of `FRAMEWORKS`; None recognizes it.
             overrides: ``key=value`` in the framework's spelling; ``NAME=value`` sets a variable of a script.
             version: Of the framework, where its defaults depend on it.
             architecture: Replaces the job's own.

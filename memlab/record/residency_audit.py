@@ -96,7 +96,7 @@ class ResidencyAudit:
         found = [holding.complaint for holding in self.holdings]
         found += [copy.complaint for copy in self.host_copies]
         if self.unnamed_device_bytes:
-            found.append(f"{format_bytes(self.unnamed_device_bytes)} on the device that no group names")
+            found.append(f"{format_bytes(self.unnamed_device_bytes)} on the device, neither in a group nor workspace")
         if self.move_peak_host_bytes > self.move_host_bytes:
             found.append(
                 f"the last transfer took {format_bytes(self.move_peak_host_bytes)} on the host at its peak, and "

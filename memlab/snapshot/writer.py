@@ -58,7 +58,7 @@ class _Writer:
         self._frames: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns what ``torch.cuda.memory._snapshot`` would, and a note by which memlab recognises its own export."""
+        """Returns what ``torch.cuda.memory._snapshot`` would, and a note by which memlab recognizes its own export."""
         timeline = self._timeline
         (rows,) = np.nonzero(np.isin(timeline.pool, (_DEVICE, _PENDING)))
         opening = rows < timeline.num_opening_events

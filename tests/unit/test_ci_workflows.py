@@ -28,15 +28,14 @@ def commands(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_what_a_workflow_runs_is_there(path: Path) -> None:
-    makefile = (ROOT / "Makefile").read_text()
     for command in commands(path):
         program, *arguments = shlex.split(command)
         if program.endswith("memlab"):
             values = build_parser().parse_args(arguments)
             assert "suite" not in values or (ROOT / values.suite).is_file()
         elif program == "make":
-            target = re.sub(r"^\.venv", "$(VENV)", arguments[-1])
-            assert f"\n{target}:" in makefile
+            wanted = ["/usr/bin/env", "make", "--dry-run", arguments[-1]]
+            subprocess.run(wanted, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)

@@ -144,7 +144,7 @@ def test_settings_change_in_place_under_overlap(settings: MemorySettings, monkey
             again = lab.step()
         assert plain.loss == record.loss == passed.loss == again.loss
         assert record.peak_allocated_bytes == again.peak_allocated_bytes
-        assert not [each for each in lab.audit_residency().complaints if "no group names" not in each]
+        assert not [each for each in lab.audit_residency().complaints if "nor workspace" not in each]
         lab.load(*GROUPS)
         with communication(lab, monkeypatch) as seen:
             lab.hand_over()

@@ -51,6 +51,21 @@ def test_each_kind_is_told_from_the_others(
     assert [finding.kind for finding in diagnose(series(plain, starts, above, residual))] == kinds
 
 
+@pytest.mark.parametrize(
+    ("starts", "evidence"),
+    [
+        ([1500, 2700, 2711, 2714], "changes by 1.2 KiB up to step 1, and by 14 B after it"),
+        # No single step grows by more than a cache takes, but together they do.
+        ([1000, 1009, 1018, 1018, 1018, 1018], "changes by 9 B up to step 1, and by 9 B after it"),
+    ],
+)
+def test_growth_by_phase_says_how_much_the_start_changes_after_the_growth(
+    starts: list[int], evidence: str, plain: StepRecord
+) -> None:
+    (finding,) = diagnose(series(plain, starts, [5] * len(starts)))
+    assert (finding.kind, finding.evidence.partition("start ")[2]) == ("growth by phase", evidence)
+
+
 def test_batches_of_varying_length_are_a_spike_and_no_leak_on_a_live_model(open_lab: Callable[..., Any]) -> None:
     # NeMo Automodel #2634: flat allocated bytes between steps, 60 GiB above them within.
     lab = open_lab("phi-4-tiny", seq_length=1024)

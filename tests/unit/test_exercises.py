@@ -137,8 +137,8 @@ def test_a_formula_must_hold_for_every_model(capsys: pytest.CaptureFixture[str])
     assert not check(5).is_exactly(3, "count again")
     assert not check(math.inf).is_exactly(3) and not check(math.nan).is_exactly(3)
     assert capsys.readouterr().out.splitlines() == [
-        "reached: the formula gives 2 and 4 bytes, exactly what memlab metered",
-        "reached: the formula gives 3 bytes, exactly what memlab metered",
+        "reached: the formula gives 2 and 4 bytes, exactly as many as memlab counted",
+        "reached: the formula gives 3 bytes, exactly as many as memlab counted",
         "not yet: the formula gives 2 bytes for model 2, 2 too few. Hint: ask of each module which tensors it keeps.",
         "not yet: the formula gives 1 result, must give 2, one per model. Hint: replace only the 0 in the marked line.",
         "not yet: the formula gives 5 bytes, 2 too many. Hint: count again.",
@@ -164,8 +164,8 @@ def test_the_distance_between_the_ranks_of_a_job_is_a_goal(capsys: pytest.Captur
     assert not check(job).ranks_differ_by_less_than(job.spread_bytes)
     assert not check(PLAIN).ranks_differ_by_less_than(1)
     reached, missed, none = capsys.readouterr().out.splitlines()
-    assert reached.startswith("reached: the distance from the lowest to the highest peak of a rank is ")
-    assert missed.startswith("not yet: the distance from the lowest to the highest peak of a rank is ")
+    assert reached.startswith("reached: the spread of the ranks' peaks is ")
+    assert missed.startswith("not yet: the spread of the ranks' peaks is ")
     assert missed.endswith("Hint: compare rank(0).peak_by_category and rank(1).peak_by_category of the record.")
     assert none.startswith("not yet: the record is that of one rank, must be that of a job")
 
@@ -174,4 +174,5 @@ def test_an_exercise_gives_a_hint_in_its_own_words(capsys: pytest.CaptureFixture
     job = job_of(Layout(pipeline_model_parallel_size=2))
     assert not check(job).peak_below(1, "look at the first stage")
     assert not check(job).ranks_differ_by_less_than(1, "look at the first stage")
-    assert [line[-30:] for line in capsys.readouterr().out.splitlines()] == ["Hint: look at the first stage."] * 2
+    assert not check(job).host_below(0, "look at the first stage")
+    assert [line[-30:] for line in capsys.readouterr().out.splitlines()] == ["Hint: look at the first stage."] * 3

@@ -85,9 +85,9 @@ def test_the_table_has_every_category_and_lines_fit_the_page() -> None:
 
 
 def test_moments_are_told_once_for_all_that_share_one() -> None:
-    table = str(peaks({"one": PLAIN, "two": PLAIN}))
+    table = str(peaks({"one": PLAIN, "two, three": PLAIN}))
     (line,) = [line for line in table.splitlines() if line.startswith("  backward")]
-    assert line.endswith(": one, two")
+    assert line.endswith(": one; two, three")
     assert "  -, without a timeline: bare" in str(peaks({"bare": replace(PLAIN, timeline=None)}))
 
 

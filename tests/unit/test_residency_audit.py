@@ -246,7 +246,7 @@ def test_the_audit_finds_what_nobody_told_the_residency(open_lab: Callable[..., 
 
     buffer = stepper.live.chunk.buffers[0]
     assert spoil(lambda: kept.append(buffer.grad_data.clone())) == (
-        f"{format_bytes(4 * buffer.numel)} on the device that no group names",
+        f"{format_bytes(4 * buffer.numel)} on the device, neither in a group nor workspace",
     )
     kept.clear()
     assert spoil(lambda: buffer.param_data.untyped_storage().resize_(0))[0].startswith(

@@ -568,7 +568,7 @@ def modules_listed(record: StepRecord) -> dict[str, int]:
 def test_record_table_shows_ten_modules_and_the_rest_as_one() -> None:
     sizes = {f"decoder.module_{number}": GIB - number for number in range(23)}
     listed = modules_listed(replace(PLAIN, peak_by_module=sizes, peak_allocated_bytes=sum(sizes.values())))
-    assert list(listed)[10:] == ["13 other rows"]
+    assert list(listed)[10:] == ["others (13)"]
     assert sum(listed.values()) == sum(sizes.values())
 
 
@@ -848,7 +848,7 @@ def test_audit_table_shows_terms_that_add_up_and_who_holds_what() -> None:
     table = audit_table(account(70 * MIB, away_bytes=80 * MIB, still_resident_bytes=20 * MIB))
     assert re.search(r"offload core_attn +100.00 +100.00 +20.00 +10.00 +70.00 +0.70\n", table)
     assert "twice" not in table, "a term that is 0 in every row is left out"
-    assert "2 of core_attn, 20.00 MiB, still held by node of decoder.layers.*.proj" in table
+    assert "2 tensors of core_attn, 20.00 MiB, still held by node of decoder.layers.*.proj" in table
     assert "peaks in backward of mlp, without offload in forward of gpt_model" in table
     assert "expected, by Megatron's rules = still resident + peak elsewhere + saved;" in table
     assert max(len(line) for line in table.splitlines()) <= LINE_WIDTH

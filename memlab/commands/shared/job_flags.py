@@ -42,7 +42,7 @@ def add_job_file_options(parser: argparse.ArgumentParser, *, takes_job: bool = T
         )
     names = ", ".join(FRAMEWORKS)
     group.add_argument(
-        "--format", metavar="NAME", help=f"framework of the file: {names} (default: memlab recognises it)"
+        "--format", metavar="NAME", help=f"framework of the file: {names} (default: memlab recognizes it)"
     )
     group.add_argument(
         "--set",

@@ -64,9 +64,9 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
         "--packed-sequences",
         type=whole_number,
         metavar="N",
-        help="pack N sequences into the one row of a micro-batch; --seq-length is then the tokens in the row, "
+        help="pack N sequences into a micro-batch of one row; --seq-length is then the number of tokens in the row, "
         "which memlab divides about equally (default: each sequence has a row of its own). Under context parallelism, "
-        "--seq-length must be a multiple of twice the context parallel size, and so is each of the N lengths",
+        "--seq-length must be a multiple of twice the context parallel size, and memlab divides it into such multiples",
     )
     workload.add_argument(
         "--seed", type=whole_number, metavar="N", help="seed of the weights and the data (default 1234)"

@@ -231,7 +231,7 @@ def breakdown_html(timeline: Timeline, moment: int, pool: str, *, is_peak: bool)
     others = sum(list(modules.values())[_NUM_MODULES:])
     largest = dict(list(modules.items())[:_NUM_MODULES])
     if others:
-        largest[f"{len(modules) - _NUM_MODULES} other rows"] = others
+        largest[f"others ({len(modules) - _NUM_MODULES})"] = others
     tables = _table("by category", categories, total) + _table("by module that allocated it", largest, total)
     return (
         f'<div class="memlab-allocated" aria-live="polite"><b>{head}</b><br>{where}</div>'

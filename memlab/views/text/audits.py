@@ -29,7 +29,7 @@ def residency_blocks(audit: ResidencyAudit) -> list[Block]:
         A table with one row per holder on the device and one per group on the host, and the complaints.
     """
     entries = [(f"device, {one.group}: {one.holder}", one.expected_bytes, one.device_bytes) for one in audit.holdings]
-    entries += [("device, what no group names", 0, audit.unnamed_device_bytes)]
+    entries += [("device, neither in a group nor workspace", 0, audit.unnamed_device_bytes)]
     entries += [(f"host, {one.group}", one.expected_bytes, one.host_bytes) for one in audit.host_copies]
     entries += [("host, at the peak of the last transfer", audit.move_host_bytes, audit.move_peak_host_bytes)]
     unit_bytes, unit = binary_unit(max(max(expected, found) for _, expected, found in entries))
@@ -136,7 +136,7 @@ def offload_blocks(*audits: OffloadAudit) -> list[Block]:
     heads = [" ".join(filter(None, _TERM_HEADS[name])) for name in names]
     meaning = [
         f"expected, by Megatron's rules = {' + '.join(heads)}; R = saved / expected",
-        "Each is counted at the moment where the step without offload peaks.",
+        "All bytes are counted at the moment at which the step without offload peaks.",
     ]
     table = Table([list(row) for row in zip(*columns, strict=True)], num_head_rows=3, first_width=SETTING_WIDTH)
     holders = list(_holder_sentences(audits))
@@ -166,7 +166,8 @@ def _holder_sentences(audits: Iterable[OffloadAudit]) -> Iterable[str]:
             holders = without_layer_numbers(", ".join(resident.holders)) or "a holder that was not found"
             sizes.setdefault((resident.name, holders), []).append(resident.num_bytes)
         for (name, holders), resident_bytes in sizes.items():
-            size = f"{len(resident_bytes)} of {name}, {format_bytes(sum(resident_bytes))}"
+            count = f"{len(resident_bytes)} tensors" if len(resident_bytes) > 1 else "a tensor"
+            size = f"{count} of {name}, {format_bytes(sum(resident_bytes))}"
             yield f"{audit.offloaded.settings}: {size}, still held by {holders}"
 
 

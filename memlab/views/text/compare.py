@@ -151,7 +151,7 @@ def peak_blocks(records: Mapping[str, StepRecord], limits: Mapping[str, int]) ->
         Table([list(row) for row in zip(*columns, strict=True)], num_head_rows=3, first_width=_SHORT_NAME_WIDTH),
         [
             "when each step peaks, and the module that made the last allocation:",
-            *(f"  {moment}: {', '.join(names)}" for moment, names in moments.items()),
+            *(f"  {moment}: {'; '.join(names)}" for moment, names in moments.items()),
             *(_which_fit(size, limit, records) for size, limit in limits.items()),
         ],
         *([messages] if messages else []),
@@ -168,7 +168,7 @@ def _allocated_at_peak(record: StepRecord) -> str:
 def _which_fit(size: str, limit: int, records: Mapping[str, StepRecord]) -> str:
     """Names the steps whose peaks fit; a step that did not finish has none."""
     fitting = [name for name, record in records.items() if finished(record) and record.peak_allocated_bytes <= limit]
-    which = f"these fit: {', '.join(fitting)}" if fitting else "none of these fits"
+    which = f"these fit: {'; '.join(fitting)}" if fitting else "none of these fits"
     which = "all of these fit" if len(fitting) == len(records) else which
     return f"{left_for_torch(size, limit)}: {which}."
 

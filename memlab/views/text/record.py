@@ -150,7 +150,7 @@ def peak_entries(
         *((f"  {category}", num_bytes) for category, num_bytes in by_category.items()),
         ("device, the same peak by the module that made it", None),
         *((f"  {name}", num_bytes) for name, num_bytes in modules[:_NUM_MODULES]),
-        *([(f"  {len(modules) - _NUM_MODULES} other rows", others)] if others else []),
+        *([(f"  others ({len(modules) - _NUM_MODULES})", others)] if others else []),
     ]
 
 
