@@ -217,6 +217,7 @@ def _fit(judged: StepRecord, records: list[StepRecord], arguments: argparse.Name
     try:
         with stepping(judged.scenario, replay=arguments.replay, on_progress=progress) as step:
             fit = judge_fit(judged, step, arguments.gpu_memory)
+        fit = _with_expandable_segments(fit, records, replay=arguments.replay)
         return _on_all_ranks(fit, others, replay=arguments.replay)
     except FitInterrupted as interrupted:
         fit = interrupted.fit
@@ -227,6 +228,19 @@ def _fit(judged: StepRecord, records: list[StepRecord], arguments: argparse.Name
         raise FitInterrupted(replace(fit, alternatives=())) from None
 
 
+def _with_expandable_segments(fit: Fit, records: list[StepRecord], *, replay: bool) -> Fit:
+    """Takes the steps again with expandable segments, if nothing but fragmentation keeps them from completing."""
+    own = records[0].scenario.allocator
+    if not fit.is_fragmented or own.expandable_segments:
+        return fit
+    for record in records:
+        scenario = replace(record.scenario, allocator=replace(own, expandable_segments=True))
+        with stepping(scenario, replay=replay) as step:
+            if not fits(step(record.settings, None), step, fit.limit_bytes):
+                return replace(fit, fits_with_expandable_segments=False)
+    return replace(fit, fits_with_expandable_segments=True)
+
+
 def _on_all_ranks(fit: Fit, others: list[Scenario], *, replay: bool) -> Fit:
     """Keeps the alternatives that fit on the other ranks too, each with the largest of their peaks."""
     left = list(fit.alternatives)
@@ -235,7 +249,7 @@ def _on_all_ranks(fit: Fit, others: list[Scenario], *, replay: bool) -> Fit:
         with stepping(scenario, replay=replay) as step:
             for choice in tried:
                 record = step(choice.settings, None)
-                if fits(record, step, fit.gpu_memory_bytes - fit.outside_torch_bytes):
+                if fits(record, step, fit.limit_bytes):
                     peak = max(choice.peak_allocated_bytes, record.peak_allocated_bytes)
                     left.append(replace(choice, peak_allocated_bytes=peak))
     return replace(fit, alternatives=tuple(left))
@@ -290,10 +304,16 @@ def other_ranks_line(layout: Layout) -> str:
 def _alternatives(fit: Fit) -> list[str]:
     if fit.fits:
         return []
+    if not fit.fits_with_expandable_segments:
+        return _alternative_settings(fit)
+    expandable = "it fits with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (here: --expandable-segments)"
+    return [expandable, *(_alternative_settings(fit) if fit.alternatives else [])]
+
+
+def _alternative_settings(fit: Fit) -> list[str]:
     if not fit.alternatives:
-        limit_bytes = fit.gpu_memory_bytes - fit.outside_torch_bytes
-        if fit.start_bytes > limit_bytes:
-            start, limit = format_bytes(fit.start_bytes), format_bytes(limit_bytes)
+        if fit.start_bytes > fit.limit_bytes:
+            start, limit = format_bytes(fit.start_bytes), format_bytes(fit.limit_bytes)
             starts = f"no setting helps: a step starts with {start} of {limit}"
             return [f"{starts}: take another training state, another layout, or more GPUs"]
         combined = "no single setting makes it fit: let memlab search combine them"

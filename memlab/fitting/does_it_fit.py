@@ -64,6 +64,9 @@ class Fit:
     """The same, if `most_outside_torch_bytes` are used outside torch."""
     basis: str
     """What the verdict is based on, in words."""
+    fits_with_expandable_segments: bool | None = None
+    """Whether the step completes if torch's allocator has expandable segments; None unless only fragmentation prevents
+    it without them."""
     alternatives: tuple[Alternative, ...] = ()
     """Settings that fit where the step does not, one addition each: by recomputed FLOPs, then by bytes transferred."""
 
@@ -73,9 +76,19 @@ class Fit:
         return self.verdict != "does not fit"
 
     @property
+    def limit_bytes(self) -> int:
+        """What torch may reserve: `gpu_memory_bytes` less `outside_torch_bytes`."""
+        return self.gpu_memory_bytes - self.outside_torch_bytes
+
+    @property
+    def is_fragmented(self) -> bool:
+        """Whether the peak is within the limit, and the step still does not fit."""
+        return self.verdict == "does not fit" and self.margin_bytes >= 0
+
+    @property
     def margin_bytes(self) -> int:
         """What is left at the peak; negative if the step is short by so much."""
-        return self.gpu_memory_bytes - self.outside_torch_bytes - self.peak_allocated_bytes
+        return self.limit_bytes - self.peak_allocated_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON-ready values."""

@@ -327,6 +327,25 @@ def test_an_alternative_of_a_small_model_may_be_to_offload() -> None:
     assert all(choice.settings.offload_modules and choice.transferred_bytes == MIB for choice in fit.alternatives)
 
 
+def test_expandable_segments_are_advised_where_only_fragmentation_prevents_a_step_that_has_room_with_them(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    job = ["predict", "qwen3-moe-tiny", "--num-layers", "2", "--seq-length", "2048"]
+    advice = "it fits with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (here: --expandable-segments)"
+
+    def predicted(mebibytes: int, *flags: str) -> tuple[int, list[str]]:
+        exit_code = main([*job, "--gpu-memory", str(mebibytes * MIB + OUTSIDE_BYTES), *flags])
+        return exit_code, capfd.readouterr().out.splitlines()
+
+    exit_code, lines = predicted(270)
+    assert exit_code == 1 and "the peak fits, but fragmentation leaves no block large enough" in lines[0]
+    assert lines[1:3] == [advice, ""]
+    exit_code, lines = predicted(270, "--expandable-segments")
+    assert exit_code == 0 and "fit" in lines[0] and advice not in lines
+    assert advice not in predicted(256)[1], "no block is large enough then either"
+    assert advice not in predicted(240)[1], "the peak does not fit"
+
+
 def test_what_checkpoints_keep_is_offered_and_no_offload_next_to_full_recompute() -> None:
     settings = candidates(FULL, Scenario.of(architecture="qwen3-moe-tiny", seq_length=2048), depth=1, with_remedy=True)
     assert replace(FULL, checkpoint_input_remedy="detach") in settings
