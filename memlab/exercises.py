@@ -171,7 +171,7 @@ class Check(_Goals):
             if not self._record.offloaded_bytes_by_module.get(module):
                 reason = self._record.without_effect.get(f"offload_modules:{module}", "it is not among offload_modules")
                 return self._goal(False, f"{module} transferred nothing to the host: {reason}")
-        return self._goal(True, f"the saved inputs of {', '.join(modules)} were transferred to the host")
+        return self._goal(True, f"the saved tensors of {', '.join(modules)} were transferred to the host")
 
     def ranks_differ_by_less_than(self, num_bytes: int, hint: str = "") -> Self:
         """Requires that the highest and the lowest peak of a job's ranks are closer than a number of bytes.

@@ -58,7 +58,7 @@ class MemorySettings:
     """Remedy for the input and gradient that a checkpoint of an MoE layer keeps alive after its backward: ``detach``
     what refers to them, ``clear_gradient``, or ``release_storage`` (`memlab.model.retention.remedies`)."""
     offload_modules: tuple[str, ...] | None = None
-    """Modules whose saved inputs go to the host between forward and backward: some of `OFFLOAD_MODULES`."""
+    """Modules whose saved tensors go to the host between forward and backward: some of `OFFLOAD_MODULES`."""
     min_offloaded_tensor_size: int = 1024 * 1024
     """Smallest saved tensor, in elements, that `offload_modules` transfers to the host."""
     activation_offload_fraction: float = 1.0

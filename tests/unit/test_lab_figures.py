@@ -113,7 +113,7 @@ def test_lab_01_quotes_flops_and_what_recompute_saves_and_costs() -> None:
 def test_lab_02_quotes_the_flops_of_full_recompute() -> None:
     text = text_of("02_activation_offload")
     quoted = re.search(
-        r"([\d.]+) million per token and layer with the ([\d,]+) tokens.*?([\d.]+) million with (\d+)", text
+        r"([\d.]+) million FLOPs per token and layer with the ([\d,]+) tokens.*?([\d.]+) million with (\d+)", text
     )
     assert quoted is not None
     for flops, tokens in (quoted.group(1, 2), quoted.group(3, 4)):

@@ -214,7 +214,7 @@ def _add_settings_arguments(settings: argparse._ArgumentGroup) -> None:
         "--offload-modules",
         type=_names,
         metavar="A,B",
-        help="copy the saved inputs of these modules to the host in forward, and back for backward: some of "
+        help="copy the saved tensors of these modules to the host in forward, and back for backward: some of "
         f"{', '.join(OFFLOAD_MODULES)}",
     )
     settings.add_argument(
