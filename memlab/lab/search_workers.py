@@ -143,8 +143,35 @@ class Workers:
         """
         future = self._begun(scenario, settings, limit_bytes)
         most = len(self._processes) * (1 if num_scenarios == 1 else _STEPS_TO_CHOOSE_FROM)
+        prediction: Prediction = self._result(future, settings, likely, most)
+        return prediction
+
+    def communicate(
+        self,
+        scenario: Scenario,
+        settings: MemorySettings,
+        likely: Callable[[], Iterator[Step]] = lambda: iter(()),
+    ) -> dict[str, int]:
+        """Counts what a rank sends in a step, by kind of collective.
+
+        Args:
+            scenario: What is run, on that rank.
+            settings: Of the step.
+            likely: Says which steps will probably be asked for next.
+
+        Raises:
+            PredictionLostError: If the processes that should take the step are lost.
+        """
+        future = self._processes.submit("communicate", scenario, settings, after=scenario)
+        counted: dict[str, int] = self._result(future, settings, likely, len(self._processes))
+        return counted
+
+    def _result(
+        self, future: Future[Any], settings: MemorySettings, likely: Callable[[], Iterator[Step]], most: int
+    ) -> Any:
+        """Waits for what a process does, and lets the others take the steps that will probably follow, so many."""
         while not future.done():
-            running = {each for each in self._predictions.values() if not each.done()}
+            running = {future, *(each for each in self._predictions.values() if not each.done())}
             for following in likely():
                 if len(running) >= most:
                     break
@@ -158,21 +185,6 @@ class Workers:
             return future.result()
         except CallLostError as error:
             raise PredictionLostError(f"{settings} cannot be predicted: {error}") from error
-
-    def communicate(self, scenario: Scenario, settings: MemorySettings) -> dict[str, int]:
-        """Counts what a rank sends in a step, by kind of collective.
-
-        Raises:
-            PredictionLostError: If the processes that should take the step are lost.
-        """
-        future = self._processes.submit("communicate", scenario, settings, after=scenario)
-        while isinstance(self._processes, _ThisProcess) and not future.done():
-            self._processes.wait()
-        try:
-            counted: dict[str, int] = future.result()
-        except CallLostError as error:
-            raise PredictionLostError(f"{settings} cannot be predicted: {error}") from error
-        return counted
 
     def known(self, scenario: Scenario, settings: MemorySettings, limit_bytes: int) -> Prediction | None:
         """Returns a prediction that has been made, or None."""
@@ -259,8 +271,14 @@ def layouts_that_fit(
     started, numbers = time.monotonic(), count(1)
     following: list[Callable[[Known], Iterator[Step]]] = [lambda known: iter(())]
 
+    def likely() -> Iterator[Step]:
+        return following[-1](lambda step: workers.known(*step))
+
     def predict(step: Step) -> Prediction:
-        return workers.predict(*step, likely=lambda: following[-1](lambda step: workers.known(*step)))
+        return workers.predict(*step, likely=likely)
+
+    def communicate(rank: Scenario, settings: MemorySettings) -> dict[str, int]:
+        return workers.communicate(rank, settings, likely)
 
     def report(tried: Scenario, found: FittingLayout | None, num_left: int) -> None:
         left = remaining(time.monotonic() - started, next(numbers), num_left).replace("about", "at most about")
@@ -273,7 +291,7 @@ def layouts_that_fit(
         base,
         gpu_memory_bytes,
         predict,
-        workers.communicate,
+        communicate,
         on_layout=report,
         look_ahead=following.append,
     )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import islice
+from typing import Any, cast
 
 import pytest
 
@@ -28,6 +31,7 @@ from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.fitting.prediction import Prediction
 from memlab.lab.communication import communicated_bytes
 from memlab.lab.search_steps import stepping
+from memlab.lab.search_workers import Workers
 from memlab.units import GIB, MIB
 
 PLAIN = MemorySettings()
@@ -208,3 +212,26 @@ def test_bad_input_exits_with_2_and_one_line(flags: str, refusal: str, capfd: py
     assert main(["search", "phi-4-tiny", "--gpu-memory", "80GiB", *flags.split()]) == 2
     complaint = capfd.readouterr().err
     assert refusal in complaint and complaint.count("\n") == 1
+
+
+def test_while_it_is_counted_what_a_rank_sends_other_processes_predict_the_likely_steps() -> None:
+    scenario = Scenario.of("phi-4-tiny", num_layers=1, seq_length=32)
+    calls: list[str] = []
+
+    class TwoProcesses:
+        def __init__(self) -> None:
+            self.counted: Future[dict[str, int]] = Future()
+
+        def __len__(self) -> int:
+            return 2
+
+        def submit(self, method: str, *_: Any, after: object) -> Future[Any]:
+            calls.append(method)
+            if method == "communicate":
+                threading.Timer(1, self.counted.set_result, [{"all-reduce": 8}]).start()
+                return self.counted
+            return Future()
+
+    workers = Workers(cast(Any, TwoProcesses()))
+    assert workers.communicate(scenario, PLAIN, lambda: iter([Step(scenario, PLAIN, GIB)] * 3)) == {"all-reduce": 8}
+    assert calls == ["communicate", "predict"]
