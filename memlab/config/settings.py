@@ -161,7 +161,7 @@ class MemorySettings:
         inside_moe = [name for name in offload if name in MOE_OFFLOAD_MODULES]
         if inside_moe and "moe" in recomputed:
             raise ValueError(
-                f"offload_modules has {inside_moe} under selective recompute of 'moe': the whole MoE layer is "
+                f"offload_modules has {inside_moe} under selective recompute of 'moe': the whole MoE part is "
                 "recomputed, so nothing inside it is saved to offload: leave them out, or recompute 'moe_act' instead "
                 "of 'moe'"
             )
