@@ -74,6 +74,17 @@ def candidates(
     return list(dict.fromkeys([settings, *(candidate for candidate in found if candidate is not None)]))
 
 
+def each_alone(settings: MemorySettings, scenario: Scenario) -> list[MemorySettings]:
+    """Lists the settings themselves, then with one change each: a module, all layers, or what is on the host.
+
+    Args:
+        settings: What each candidate does at least.
+        scenario: The model and its workload.
+    """
+    between = (_allowed(settings, each, scenario) for each in _BETWEEN_STEPS)
+    return list(dict.fromkeys([*candidates(settings, scenario, depth=1), *(each for each in between if each)]))
+
+
 def added_offload(settings: MemorySettings, base: MemorySettings) -> tuple[str, ...]:
     """Returns the offload modules that settings have and their base has not."""
     return tuple(name for name in settings.offload_modules or () if name not in (base.offload_modules or ()))

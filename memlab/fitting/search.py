@@ -14,7 +14,7 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.fitting.candidates import added_offload, candidates, without_added_offload
+from memlab.fitting.candidates import added_offload, candidates, each_alone, without_added_offload
 from memlab.fitting.does_it_fit import VERDICTS
 from memlab.fitting.pareto_front import Point, SearchResult, criteria, is_dominated
 from memlab.fitting.prediction import Predict, Prediction, PredictionLostError
@@ -49,6 +49,7 @@ def search(
     outside_torch_bytes: int = 0,
     resolution_bytes: int = 1,
     max_steps: int | None = None,
+    alone: bool = False,
     on_point: Callable[[Point, int, Callable[[], int]], object] = lambda point, num_left, count_likely: None,
     look_ahead: Callable[[Likely], object] = lambda likely: None,
 ) -> SearchResult:
@@ -62,6 +63,7 @@ def search(
         outside_torch_bytes: What else is on the GPU; only copied to the result.
         resolution_bytes: As in `SearchResult`.
         max_steps: The most settings to predict; None is as many as are needed.
+        alone: Predicts settings with one change only (`each_alone`), and all of them.
         on_point: Called with each point, how many settings may still follow, and a function that counts how many
             probably will.
         look_ahead: Called once, before the first step, with a function that says at any moment which steps will
@@ -71,7 +73,7 @@ def search(
     Raises:
         SearchInterrupted: At Ctrl-C or `PredictionLostError`, with what was found until then.
     """
-    frontier = _Frontier(base, scenarios, limit_bytes, resolution_bytes)
+    frontier = _Frontier(base, scenarios, limit_bytes, resolution_bytes, each_alone if alone else candidates)
 
     def found() -> SearchResult:
         return SearchResult(
@@ -110,10 +112,17 @@ def search(
 class _Frontier:
     """Which setting is predicted next: first those that others are estimated from, then what is cheap and would fit."""
 
-    def __init__(self, base: MemorySettings, scenarios: Sequence[Scenario], limit_bytes: int, resolution: int) -> None:
-        every = candidates(base, scenarios[0])
+    def __init__(
+        self,
+        base: MemorySettings,
+        scenarios: Sequence[Scenario],
+        limit_bytes: int,
+        resolution: int,
+        candidates_of: Callable[[MemorySettings, Scenario], list[MemorySettings]],
+    ) -> None:
+        every = candidates_of(base, scenarios[0])
         for scenario in scenarios[1:]:
-            of_rank = set(candidates(base, scenario))
+            of_rank = set(candidates_of(base, scenario))
             every = [settings for settings in every if settings in of_rank]
         self.points: dict[MemorySettings, Point] = {}
         self.pending: dict[MemorySettings, Point | None] = dict.fromkeys(every)

@@ -36,6 +36,7 @@ class SearchProcess:
         base: What each setting does at least.
         limit_bytes: What torch may hold.
         resolution_bytes: As for `memlab.fitting.search.search`.
+        alone: As for `memlab.fitting.search.search`.
         backend: Name of the backend whose steps are predicted; on the ``cpu``, routing is as chance spreads tokens.
         on_line: Called on a thread of its own with each line of progress.
         on_end: Called on that thread with the result, or with one line that says what went wrong.
@@ -48,6 +49,7 @@ class SearchProcess:
         limit_bytes: int,
         *,
         resolution_bytes: int,
+        alone: bool = False,
         backend: str = "simulated",
         on_line: Callable[[str], object],
         on_end: Callable[[SearchResult | str], object],
@@ -58,6 +60,7 @@ class SearchProcess:
             "base": base.to_dict(),
             "limit_bytes": limit_bytes,
             "resolution_bytes": resolution_bytes,
+            "alone": alone,
             "backend": backend,
             "answer": str(Path(self._folder.name) / "search.json"),
         }

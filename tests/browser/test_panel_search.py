@@ -53,6 +53,20 @@ def test_a_click_on_the_front_sets_the_controls_and_run_takes_them(panel: PanelP
     expect(panel.part("recompute-granularity", "select")).not_to_have_value("full")
 
 
+def test_each_setting_alone_is_in_one_table_that_needs_no_scrolling(panel: PanelPage) -> None:
+    panel.press("search-toggle")
+    panel.press("search-alone")
+    expect(panel.part("search-status")).to_contain_text("each alone", timeout=RUN_SECONDS * 1000)
+    points = f"{STATE}.found.points"
+    lowest = panel.notebook.ask(f"str(min({points}, key=lambda point: point.peak_allocated_bytes).settings)")
+    rows = panel.part("search-answer", "tbody tr")
+    expect(rows).to_have_count(panel.notebook.ask(f"len({points})"))
+    expect(rows.first).to_contain_text(lowest)
+    panel.root.evaluate("panel => panel.scrollIntoView()")
+    expect(rows.first).to_be_in_viewport(ratio=1)
+    expect(rows.last).to_be_in_viewport(ratio=1)
+
+
 def test_the_peak_of_the_selection_is_predicted_before_run_and_is_what_run_measures(panel: PanelPage) -> None:
     panel.part("predicts", "input").check()
     panel.choose("recompute-granularity", "full")

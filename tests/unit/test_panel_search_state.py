@@ -18,8 +18,8 @@ from memlab.views.panel.panel import panel
 from memlab.views.panel.search_state import SearchState
 from memlab.views.panel.search_view import SearchView
 from memlab.views.panel.state import LabState
-from memlab.views.text.columns import LINE_WIDTH
-from memlab.views.text.search import search_table
+from memlab.views.text.columns import LINE_WIDTH, as_text
+from memlab.views.text.search import alone_blocks, search_table
 from tests.unit.test_search import PLAIN, machine, predicting
 
 from .fake_lab import FakeLab
@@ -30,7 +30,7 @@ class FakeProcess:
 
     def __init__(self, scenario: Scenario, base: MemorySettings, limit_bytes: int, **others: Any) -> None:
         self.asked = (scenario, base, limit_bytes)
-        self.backend = others["backend"]
+        self.backend, self.alone = others["backend"], others["alone"]
         self.on_line, self.on_end = others["on_line"], others["on_end"]
 
     def stop(self) -> None:
@@ -233,3 +233,25 @@ def test_a_failed_search_is_a_line_and_the_panel_lives() -> None:
     assert "code 1" in view.status.value and view.stop.disabled
     assert not shown.state.busy and shown.state.settings == PLAIN
     shown.close()
+
+
+def test_each_setting_alone_is_listed_by_what_it_saves_and_comes_into_the_controls(state: SearchState) -> None:
+    scenario = Scenario.of(architecture="qwen3-moe-tiny")
+    limit_bytes = 59 * GIB
+    alone = search(PLAIN, [scenario], predicting(machine(1, scenario), limit_bytes), limit_bytes, alone=True)
+    base, *others = alone.points
+    view, state.limit = SearchView(state), "59 GiB"
+    view.alone.click()
+    assert state.alone and state._process.alone
+    state._process.on_end(alone)
+    saved = {f"{point.settings}": base.peak_allocated_bytes - point.peak_allocated_bytes for point in others}
+    text = as_text(alone_blocks(alone))
+    places = [text.index(f"\n{name}  ") for name in sorted(saved, key=lambda name: -saved[name])]
+    assert places == sorted(places), "what saves most comes first"
+    assert f"{max(saved.values()) / MIB:.2f}" in text
+    assert "each setting alone" in view.answer.value
+    assert len(view.choice.options) == len(alone.points) + 1
+    view.choice.value = alone.points.index(others[0])
+    assert state._state.settings == others[0].settings
+    view.search.click()
+    assert not state.alone and not state._process.alone

@@ -615,3 +615,17 @@ def test_ctrl_c_before_anything_was_found_is_no_search() -> None:
     with pytest.raises(KeyboardInterrupt) as error:
         search(PLAIN, [scenario], predicting(interrupted, GIB), GIB)
     assert not isinstance(error.value, SearchInterrupted)
+
+
+def test_a_search_of_each_setting_alone_changes_one_thing_and_leaves_none_out() -> None:
+    scenario = Scenario.of(architecture="qwen3-moe-tiny")
+    found = search(PLAIN, [scenario], predicting(machine(1, scenario), GIB), GIB, alone=True)
+    assert found.num_pruned == found.num_left == 0 and found.points[0].settings == PLAIN
+    modules = [*(point.settings.recompute_modules or () for point in found.points)]
+    assert max(map(len, modules)) == 1
+    assert all(len(point.settings.offload_modules or ()) <= 1 for point in found.points)
+    names = {f"{point.settings}" for point in found.points}
+    assert {"full uniform 1", "optimizer on host except update"} <= names
+    assert not [
+        point for point in found.points if point.settings.offload_modules and point.settings.recompute_granularity
+    ]

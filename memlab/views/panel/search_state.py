@@ -44,6 +44,8 @@ class SearchState(traitlets.HasTraits):
     """Progress of the search, or how the last one ended, in words."""
     limit_source = traitlets.Unicode()
     """Where the proposed limit comes from; empty after the user has typed another."""
+    alone = traitlets.Bool()
+    """Whether the search that was started last predicts each setting alone, without combinations."""
     found = traitlets.Instance(SearchResult, allow_none=True)
 
     def __init__(self, state: LabState, start_process: Callable[..., Any] = SearchProcess) -> None:
@@ -97,10 +99,13 @@ class SearchState(traitlets.HasTraits):
         trained = f", {state}" if state.changed() else ""
         return f"{settings}{form.micro_batch_size} x {form.seq_length} tokens{trained}"
 
-    def start(self) -> None:
+    def start(self, *, alone: bool = False) -> None:
         """Starts a search from the form's workload, or says in `notice` why not.
 
         All settings keep the form's offload between steps and its remedy for checkpoints' inputs.
+
+        Args:
+            alone: Predicts each setting alone; else combinations too.
         """
         with self._state.lock:
             if self.busy:
@@ -115,6 +120,7 @@ class SearchState(traitlets.HasTraits):
                     self.base,
                     limit_bytes,
                     resolution_bytes=default_resolution_bytes(limit_bytes),
+                    alone=alone,
                     backend=self.backend,
                     on_line=self._say,
                     on_end=self._finish,
@@ -123,6 +129,7 @@ class SearchState(traitlets.HasTraits):
                 self.notice = f"Not searched: {error}"
                 return
             only = f" (only rank {scenario.layout.rank})" if scenario.layout.world_size > 1 else ""
+            self.alone = alone
             self.busy, self.notice = True, f"Searching: {scenario}{only}"
 
     def _of_worst_rank(self, scenario: Scenario) -> Scenario:
@@ -167,6 +174,10 @@ class SearchState(traitlets.HasTraits):
                 self.notice = outcome
                 return
             self.found = outcome
+            if self.alone:
+                count = len(outcome.points) - 1
+                self.notice = f"{count} settings predicted, each alone. Choose one, or click a point, to take it."
+                return
             count = len(outcome.cheapest)
             fit = "none of them fits"
             if count:

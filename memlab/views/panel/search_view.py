@@ -13,7 +13,7 @@ from memlab.views.figures.search import search_figure
 from memlab.views.panel.chart_widget import ChartWidget
 from memlab.views.panel.search_state import SearchState
 from memlab.views.text.columns import as_html
-from memlab.views.text.search import answer_blocks, searched_blocks
+from memlab.views.text.search import alone_blocks, answer_blocks, ranked, searched_blocks
 
 _NO_CHOICE = -1
 
@@ -33,9 +33,11 @@ class SearchView:
         self.limit.tooltip = "The most that a step may need, such as 40 MiB or 76 GiB"
         self.search = ipywidgets.Button(description="Search")
         self.search.tooltip = "Predicts settings in another process; this lab stays usable"
+        self.alone = ipywidgets.Button(description="Each setting alone")
+        self.alone.tooltip = "Which single setting saves most, and the extra work that each costs"
         self.stop = ipywidgets.Button(description="Stop search", tooltip="Ends the search without a result")
         self.status = ipywidgets.HTML()
-        self.choice = ipywidgets.Dropdown(description="on the front", options=[("", _NO_CHOICE)])
+        self.choice = ipywidgets.Dropdown(description="settings", options=[("", _NO_CHOICE)])
         self.choice.style.description_width = "initial"
         self.choice.tooltip = "Puts the chosen settings into the controls, as a click on the chart does"
         self._predicts = (
@@ -48,10 +50,11 @@ class SearchView:
         self.table = ipywidgets.HTML()
         self.chart: ChartWidget | None = None
         self._num_found = 0
-        self._bar = ipywidgets.Box([self.limit, self.search, self.stop, self.status])
+        self._bar = ipywidgets.Box([self.limit, self.search, self.alone, self.stop, self.status])
         self.box = self._section = ipywidgets.VBox([self._bar, self.answer, self.what, self.choice, self.table])
         names = {"search-toggle": self.toggle, "search-limit": self.limit, "search-start": self.search}
         names |= {
+            "search-alone": self.alone,
             "search-stop": self.stop,
             "search": self.box,
             "search-status": self.status,
@@ -64,6 +67,7 @@ class SearchView:
         self.toggle.observe(lambda change: state.set_trait("is_open", change["new"]), names=["value"])
         self.limit.observe(lambda change: state.set_trait("limit", change["new"]), names=["value"])
         self.search.on_click(lambda _: state.start())
+        self.alone.on_click(lambda _: state.start(alone=True))
         self.stop.on_click(lambda _: state.stop())
         self.choice.observe(self._take_choice, names=["value"])
         state.observe(lambda _: self._show(), names=["is_open", "limit", "limit_source", "busy", "notice"])
@@ -93,7 +97,8 @@ class SearchView:
         kept = html.escape(self.state.kept, quote=False)
         which = "A search" if self.state.found is None else "Another search"
         self.what.value = (
-            f"<b>{which} keeps from the controls:</b> {kept}.{suggested} It predicts steps under many "
+            f"<b>{which} keeps from the controls:</b> {kept}.{suggested} <b>Each setting alone</b> predicts one change "
+            "at a time, and lists those that save most first. <b>Search</b> predicts steps under many "
             "recompute and offload settings, and lists those that no other beats in peak, recomputed FLOPs and bytes "
             f"copied to the host. It predicts {self._predicts}. It takes from seconds to a few minutes."
         )
@@ -115,9 +120,10 @@ class SearchView:
             self.chart.show(drawing)
         options = [
             (f"{point.settings}: {format_bytes(point.peak_allocated_bytes)}", found.points.index(point))
-            for point in found.front
+            for point in (ranked(found) if self.state.alone else found.front)
         ]
         self.choice.options = [("choose settings for the controls", _NO_CHOICE), *options]
         self._show()
-        self.answer.value = f'<div tabindex="0">{as_html(answer_blocks(found))}</div>'
+        answer = alone_blocks(found) if self.state.alone else answer_blocks(found)
+        self.answer.value = f'<div tabindex="0">{as_html(answer)}</div>'
         self.table.value = f'<div tabindex="0">{as_html(searched_blocks(found))}</div>'

@@ -34,6 +34,20 @@ def answer_blocks(found: SearchResult) -> list[Block]:
     return [[found.verdict], ["these settings fit with the least extra work:"], _table(found, found.cheapest)]
 
 
+def alone_blocks(found: SearchResult) -> list[Block]:
+    """Returns each setting alone, the lowest peak first, with what it saves of the peak without it."""
+    base, points = found.points[0], ranked(found)
+    saved = [base.peak_allocated_bytes - point.peak_allocated_bytes for point in points]
+    peak = format_bytes(base.peak_allocated_bytes)
+    title = f"each setting alone, compared with '{base.settings}', which peaks at {peak}:"
+    return [[title], _table(found, points, saved)]
+
+
+def ranked(found: SearchResult) -> list[Point]:
+    """Returns all points, the lowest peak first, and of equal peaks the least extra work first."""
+    return sorted(found.points, key=lambda point: (point.peak_allocated_bytes, point.work))
+
+
 def searched_blocks(found: SearchResult) -> list[Block]:
     """Returns what was searched, and the front."""
     base = "" if found.base == MemorySettings() else f", each with '{found.base}'"
@@ -87,11 +101,12 @@ def nothing_fits_line(found: SearchResult) -> str:
     )
 
 
-def _table(found: SearchResult, points: Sequence[Point]) -> Table:
+def _table(found: SearchResult, points: Sequence[Point], saved: Sequence[int] = ()) -> Table:
     peaks = [point.peak_allocated_bytes for point in points]
     columns = [
         ["setting", "", *(f"{point.settings}" for point in points)],
         _bytes("peak", peaks),
+        *([_bytes("saved", saved)] if saved else []),
         ["recomputed", "MFLOP/token", *(f"{point.recomputed_operations / 1e6:,.3f}" for point in points)],
         ["share of", "a step", *(share_text(found.recomputed_share(point)) for point in points)],
         _bytes("host copies", [point.transferred_bytes for point in points], " each way"),
@@ -102,5 +117,5 @@ def _table(found: SearchResult, points: Sequence[Point]) -> Table:
 
 
 def _bytes(name: str, sizes: Sequence[int], which: str = "") -> list[str]:
-    unit_bytes, unit = binary_unit(max(sizes))
+    unit_bytes, unit = binary_unit(max(map(abs, sizes)))
     return [name, unit + which, *(in_unit(size, unit_bytes) for size in sizes)]
