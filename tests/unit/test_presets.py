@@ -38,3 +38,20 @@ def test_a_preset_sets_the_controls_which_name_it_until_they_change() -> None:
     choice.value = "plain"
     assert (state.settings, state.selection[0].state) == (MemorySettings(), TrainingState())
     shown.close()
+
+
+def test_a_framework_s_preset_is_not_named_by_who_only_chose_the_same_settings() -> None:
+    shown = panel(FakeLab())
+    choice, state = shown.presets.choice, shown.state
+    name = next(name for name in PRESETS if name.startswith("SkyRL"))
+    full = PRESETS[name].settings
+    state.edit(
+        recompute_granularity="full",
+        recompute_method=full.recompute_method,
+        recompute_num_layers=full.recompute_num_layers,
+    )
+    assert state.settings == full
+    assert choice.value == "choose a preset"
+    choice.value = name
+    assert choice.value == name, "it was chosen"
+    shown.close()

@@ -54,12 +54,14 @@ class PresetChoice:
         self._follow()
 
     def _follow(self) -> None:
-        """Names the preset that the controls show, if they show one."""
+        """Names what the controls show: a framework's preset only if it was chosen, for others have equal settings."""
         shown = self._state.selection
         names = [
             name
             for name, preset in self._presets.items()
-            if shown is not None and (shown[0].state, shown[1]) == (preset.state, preset.settings)
+            if shown is not None
+            and (shown[0].state, shown[1]) == (preset.state, preset.settings)
+            and (name == self.choice.value or not preset.source)
         ]
         self._is_following = True
         if self.choice.value not in names:
