@@ -30,7 +30,7 @@ from memlab.commands.shared.step_flags import (
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.along_front import AlongFront, AlongFrontInterrupted, largest_along_front
-from memlab.fitting.candidates import candidates
+from memlab.fitting.candidates import candidates, each_alone
 from memlab.fitting.largest import WHATS, Largest, LargestInterrupted, with_value
 from memlab.fitting.layouts import SIZES, LayoutSearchInterrupted, layouts_of
 from memlab.fitting.pareto_front import SearchResult, default_resolution_bytes
@@ -81,6 +81,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="treat two peaks as equal if they lie in the same interval of this size (default: 1/64 of the GPU's "
         "memory; 1B, one byte, distinguishes all peaks)",
+    )
+    parser.add_argument(
+        "--alone",
+        action="store_true",
+        help="predict each setting alone instead of combinations, and list all of them: those that save most first, "
+        "with the extra work that each costs",
     )
     parser.add_argument(
         "--engines",
@@ -134,7 +140,8 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     _check_bounds(arguments)
     resolution_bytes = arguments.resolution or default_resolution_bytes(arguments.gpu_memory)
 
-    most_engines = _most_engines(scenarios, base, arguments.max_steps)
+    tried = each_alone(base, scenarios[0]) if arguments.alone else candidates(base, scenarios[0])
+    most_engines = _most_engines(scenarios, min(len(tried), arguments.max_steps or sys.maxsize))
 
     def find_front(workers: Workers) -> SearchResult:
         from memlab.lab.search_workers import front_of
@@ -147,6 +154,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
             outside_torch_bytes=arguments.gpu_memory - limit_bytes,
             resolution_bytes=resolution_bytes,
             max_steps=arguments.max_steps,
+            alone=arguments.alone,
         )
 
     _check_largest(arguments)
@@ -194,7 +202,7 @@ def _layout_search(arguments: argparse.Namespace) -> Callable[[], int]:
     take_job(arguments)  # checks that there is a model
     fixed = ("virtual_pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage")
     others = ("largest", "rank", "max_steps", "resolution", "out", *fixed, "num_layers_in_last_pipeline_stage")
-    for flag in ("along_front", *others):
+    for flag in ("along_front", "alone", *others):
         if getattr(arguments, flag) not in (None, False):
             raise ValueError(
                 f"--{flag.replace('_', '-')} cannot be combined with --gpus, which goes through layouts: leave one of "
@@ -253,6 +261,10 @@ def _check_largest(arguments: argparse.Namespace) -> None:
         if arguments.along_front:
             raise ValueError("--along-front has no --largest, whose values it finds: give --largest, or leave it out")
         return
+    if arguments.alone:
+        raise ValueError(
+            "--alone cannot be combined with --largest, which varies the workload: leave one of the two out"
+        )
     if arguments.largest not in WHATS:
         raise ValueError(f"--largest is {arguments.largest!r}, must be one of {', '.join(WHATS)}: choose one of them")
     of_front = () if arguments.along_front else ("max_steps", "resolution")
@@ -366,10 +378,10 @@ def _code_of(interrupted: KeyboardInterrupt) -> int:
     return 130
 
 
-def _most_engines(scenarios: list[Scenario], base: MemorySettings, max_steps: int | None) -> int:
+def _most_engines(scenarios: list[Scenario], num_settings: int) -> int:
     """Returns in how many processes a search predicts at most by itself; 1 is this process alone."""
     scenario = scenarios[0]
-    num_steps = min(len(candidates(base, scenario)), max_steps or sys.maxsize) * len(scenarios)
+    num_steps = num_settings * len(scenarios)
     if num_steps * scenario.num_layers_of_stage * scenario.num_microbatches < _FEW_LAYERS:
         return 1
     return num_steps // _STEPS_PER_ENGINE
@@ -390,17 +402,18 @@ def _workers(engines: int | str | None, at_most: int = sys.maxsize, *, replay: b
 
 
 def _show(found: SearchResult, arguments: argparse.Namespace) -> None:
-    from memlab.views.text.search import search_table
+    from memlab.views.text.search import alone_table, search_table
 
+    table = alone_table(found) if arguments.alone else search_table(found)
     if arguments.out is not None:
         from memlab.views.display import View
         from memlab.views.figures.search import search_figure
 
         with written_aside(arguments.out) as page:
-            View(search_figure(found), search_table(found)).save(page)
+            View(search_figure(found), table).save(page)
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=2))
         return
-    print(search_table(found))
+    print(table)
     if arguments.rank is not None and len(found.scenario.ranks_of_every_kind) > 1:
         print(f"\n{other_ranks_line(found.scenario.layout)}")

@@ -155,6 +155,9 @@ def _lines() -> Iterator[str]:  # noqa: C901, PLR0915  # a table
     )
     yield from (f"{room} --resolution {value}" for value in ("0", "-1B", "9" * 400, "x"))
     yield from (f"{room} --max-steps {value}" for value in ("0", "-1", "x", "1.5"))
+    yield from (
+        f"{room} --alone {others}" for others in ("--gpus 8", "--largest tokens", "--largest tokens --along-front", "5")
+    )
     yield from (f"{tiny} --rank {value}" for value in ("1", "-1", "every", "1.0", NINES))
     # Settings and their conflicts.
     yield from (f"{tiny} --recompute-granularity {value}" for value in ("some", "full", LONG))

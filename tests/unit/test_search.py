@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -440,6 +441,22 @@ def test_the_command_prints_what_single_steps_give(capfd: pytest.CaptureFixture[
     assert "which already exists: choose another file or remove it" in capfd.readouterr().err
 
 
+def test_the_command_ranks_each_setting_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    room = [f"--gpu-memory={OUTSIDE_BYTES + GIB}B", "--alone", "--engines", "1"]
+    assert main(["search", *TINY, *room, "--json"]) == 0
+    points = json.loads(capfd.readouterr().out)["points"]
+    assert main(["search", *TINY, *room]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0].startswith("'none' fits ")
+    shown = [[float(value) for value in re.findall(r"-?\d+\.\d\d(?= )", row)][:2] for row in lines[-len(points) :]]
+    peaks = sorted(point["peak_allocated_bytes"] for point in points)
+    plain = points[0]["peak_allocated_bytes"]
+    assert shown == [[round(peak / MIB, 2), round((plain - peak) / MIB, 2)] for peak in peaks]
+    room[0] = f"--gpu-memory={OUTSIDE_BYTES + MIB}B"
+    assert main(["search", *TINY, *room]) == 1
+    assert capfd.readouterr().out.startswith("no setting alone fits: search combinations, without --alone")
+
+
 def test_where_nothing_fits_it_says_what_is_missing_and_exits_with_1(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["search", *TINY, f"--gpu-memory={OUTSIDE_BYTES + MIB}B", "--max-steps", "2"]) == 1
     printed = " ".join(capfd.readouterr().out.split())
@@ -458,6 +475,8 @@ def test_where_nothing_fits_it_says_what_is_missing_and_exits_with_1(capfd: pyte
             "--gpu-memory is 2.000 GiB, must be more than the 2.449 GiB that CUDA and its libraries take",
         ),
         ("--gpu-memory 80GiB --max-steps 0", "--max-steps is 0, must be at least 1"),
+        ("--gpu-memory 80GiB --alone --largest tokens", "--alone cannot be combined with --largest"),
+        ("--gpu-memory 80GiB --alone --gpus 8", "--alone cannot be combined with --gpus"),
         ("--gpu-memory 80GiB --rank every", "'every' is not a whole number"),
         ("--gpu-memory 80GiB --out front.png", "--out is front.png, must be a file that ends in .html"),
         ("--gpu-memory 80GiB --offload-modules attn_proj", "offload_modules has 'attn_proj' without 'core_attn'"),

@@ -22,6 +22,12 @@ def search_table(found: SearchResult) -> str:
     return as_text(search_blocks(found))
 
 
+def alone_table(found: SearchResult) -> str:
+    """Writes a search that predicts each setting alone: the answer, what was searched, a row for each setting."""
+    answer = found.verdict if found.cheapest else "no setting alone fits: search combinations, without --alone"
+    return as_text([[answer], _searched(found), *alone_blocks(found)])
+
+
 def search_blocks(found: SearchResult) -> list[Block]:
     """Returns what `search_table` writes, for a page as well."""
     return [*answer_blocks(found), *searched_blocks(found)]
@@ -50,9 +56,12 @@ def ranked(found: SearchResult) -> list[Point]:
 
 def searched_blocks(found: SearchResult) -> list[Block]:
     """Returns what was searched, and the front."""
+    return [_searched(found), [f"the front ({front_line(found)}):"], _table(found, found.front)]
+
+
+def _searched(found: SearchResult) -> Block:
     base = "" if found.base == MemorySettings() else f", each with '{found.base}'"
-    searched = [f"{found.scenario}{base}; {limit_line(found)}", f"{counts_line(found)}."]
-    return [searched, [f"the front ({front_line(found)}):"], _table(found, found.front)]
+    return [f"{found.scenario}{base}; {limit_line(found)}", f"{counts_line(found)}."]
 
 
 def limit_line(found: SearchResult) -> str:
