@@ -28,7 +28,7 @@ from threading import Condition, Lock
 from typing import Any
 
 from benchmarks.accuracy import JOBS, LOW_PRECISION, full, recompute
-from memlab import Lab, MemorySettings, Scenario, StepRecord, TrainingState
+from memlab import AllocatorSettings, Lab, MemorySettings, Scenario, StepRecord, TrainingState
 from memlab.analysis.limits import Limit
 from memlab.commands.shared.process import exit_now
 from memlab.commands.shared.ranks import abort_job_on_error, gathered, rank, world_size
@@ -39,6 +39,7 @@ QWEN, PHI = "qwen3-30b-a3b", "phi-4"
 USUAL: dict[str, Any] = {"num_layers": 4, "seq_length": 4096}
 SHALLOW = USUAL | {"num_layers": 2}
 LONG = SHALLOW | {"seq_length": 16384}
+EXPANDABLE = {"allocator": AllocatorSettings(expandable_segments=True)}
 
 
 def of_job(name: str) -> dict[str, Any]:
@@ -98,6 +99,21 @@ CASES: dict[str, tuple[str, dict[str, Any], MemorySettings]] = {
     ),
 }
 """Jobs first: a try of theirs waits for room on both GPUs."""
+CASES |= {
+    f"{name}, expandable segments": (CASES[name][0], CASES[name][1] | EXPANDABLE, CASES[name][2])
+    for name in (
+        "qwen3 16384 tokens",
+        "qwen3 16384 tokens, full recompute",
+        "qwen3 16384 tokens, layernorm, offload",
+        "qwen3 8192 tokens, layernorm, offload",
+        "qwen3 three micro-batches",
+        "qwen3 low precision, full recompute, two micro-batches",
+        "phi-4 plain",
+        "phi-4 16384 tokens, full recompute",
+        "phi-4 8192 tokens, offload",
+        "phi-4 three micro-batches",
+    )
+}
 
 _BESIDE_A_CAP_BYTES = 5 * GIB
 """Of a process: CUDA's context, libraries and NCCL, and some room."""
@@ -163,7 +179,9 @@ class Gpus:
 
 def take_step_in_processes(name: str, gpus: Gpus, room_bytes: int, limit_bytes: int | None) -> StepRecord | None:
     """As `take_step`, in a process for each rank; None if one ended with an error."""
-    ranks = scenario_of(name).layout.world_size
+    scenario = scenario_of(name)
+    ranks = scenario.layout.world_size
+    options = {"PYTORCH_ALLOC_CONF": str(scenario.allocator)} if scenario.allocator.changed() else {}
     own = ["-m", "benchmarks.fit_boundary", "try", name, str(limit_bytes or 0)]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     with gpus.taken(ranks, min(room_bytes, (limit_bytes or room_bytes) + _BESIDE_A_CAP_BYTES)) as indices:
@@ -173,7 +191,7 @@ def take_step_in_processes(name: str, gpus: Gpus, room_bytes: int, limit_bytes: 
             capture_output=True,
             text=True,
             check=False,
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, indices))},
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, indices))} | options,
         )
     record = None if done.returncode else StepRecord.from_dict(json.loads(done.stdout.splitlines()[-1]))
     result = record.status if record else done.stderr.strip().splitlines()[-1:]
