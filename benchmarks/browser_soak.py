@@ -34,7 +34,13 @@ class Rounds:
         """Orders the tests: all of round 1, then all of round 2, and so on."""
         self._num_tests = len(items)
         rng = random.Random(self.seed)  # noqa: S311 - an order needs no cryptography
-        items[:] = [item for _ in range(self.num_rounds) for item in rng.sample(items, len(items))]
+        order: list[pytest.Item] = []
+        for _ in range(self.num_rounds):
+            of_round = rng.sample(items, len(items))
+            if order and of_round[0] is order[-1]:  # pytest prepares no fixtures for an item that follows itself
+                of_round.append(of_round.pop(0))
+            order += of_round
+        items[:] = order
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Counts failures by test, also those of a test's fixtures."""
