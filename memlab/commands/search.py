@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--alone",
         action="store_true",
-        help="predict each setting alone instead of combinations, and list all of them: those that save most first, "
+        help="predict each setting alone instead of combinations, and list all of them by how much they save, "
         "with the extra work that each costs",
     )
     parser.add_argument(

@@ -98,7 +98,7 @@ class SearchView:
         which = "A search" if self.state.found is None else "Another search"
         self.what.value = (
             f"<b>{which} keeps from the controls:</b> {kept}.{suggested} <b>Each setting alone</b> predicts one change "
-            "at a time, and lists those that save most first. <b>Search</b> predicts steps under many "
+            "at a time, and lists the changes by how much they save. <b>Search</b> predicts steps under many "
             "recompute and offload settings, and lists those that no other beats in peak, recomputed FLOPs and bytes "
             f"copied to the host. It predicts {self._predicts}. It takes from seconds to a few minutes."
         )
