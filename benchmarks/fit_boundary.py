@@ -3,11 +3,15 @@
     python -m benchmarks.fit_boundary expect --out expected.json            # anywhere: predictions, to begin near them
     python -m benchmarks.fit_boundary measure --expected expected.json --out limits.jsonl        # on one or two GPUs
     python -m benchmarks.fit_boundary predict labs/results/h200_limits.jsonl
+    python -m benchmarks.fit_boundary device labs/results/h200_limits.jsonl --only "phi-4 plain"           # on one GPU
 
 On a GPU each try is a process of its own, in which torch's memory fraction caps the allocator: a process that has run
 out of memory once has other holes in its segments. A try takes two steps, because the first one allocates the optimizer
 state in between. A try of a job of two ranks has two processes, with the same cap. Tries of several cases run at the
 same time where the GPUs have room. `memlab results --limits` writes the page that has both.
+
+`device` needs no cap: this process holds the memory of the GPU that a try is not to have. What a try then needs more
+than torch's limit is what CUDA's context and the libraries take.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from memlab.analysis.limits import Limit
 from memlab.commands.shared.process import exit_now
 from memlab.commands.shared.ranks import abort_job_on_error, gathered, rank, world_size
 from memlab.lab.predictions import predict_limit
-from memlab.units import GIB
+from memlab.units import GIB, MIB
 
 QWEN, PHI = "qwen3-30b-a3b", "phi-4"
 USUAL: dict[str, Any] = {"num_layers": 4, "seq_length": 4096}
@@ -117,6 +121,8 @@ CASES |= {
 
 _BESIDE_A_CAP_BYTES = 5 * GIB
 """Of a process: CUDA's context, libraries and NCCL, and some room."""
+_ROOM_BYTES = 32 * MIB
+"""Off a limit: what CUDA holds of its own varies by a few pages."""
 
 
 def scenario_of(name: str) -> Scenario:
@@ -179,20 +185,25 @@ class Gpus:
 
 def take_step_in_processes(name: str, gpus: Gpus, room_bytes: int, limit_bytes: int | None) -> StepRecord | None:
     """As `take_step`, in a process for each rank; None if one ended with an error."""
+    num_bytes = min(room_bytes, (limit_bytes or room_bytes) + _BESIDE_A_CAP_BYTES)
+    with gpus.taken(scenario_of(name).layout.world_size, num_bytes) as indices:
+        return _take_step_on(name, indices, limit_bytes)
+
+
+def _take_step_on(name: str, gpus: list[int], limit_bytes: int | None = None) -> StepRecord | None:
     scenario = scenario_of(name)
     ranks = scenario.layout.world_size
     options = {"PYTORCH_ALLOC_CONF": str(scenario.allocator)} if scenario.allocator.changed() else {}
     own = ["-m", "benchmarks.fit_boundary", "try", name, str(limit_bytes or 0)]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    with gpus.taken(ranks, min(room_bytes, (limit_bytes or room_bytes) + _BESIDE_A_CAP_BYTES)) as indices:
-        started = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, *launcher, *own],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, indices))} | options,
-        )
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, *launcher, *own],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} | options,
+    )
     record = None if done.returncode else StepRecord.from_dict(json.loads(done.stdout.splitlines()[-1]))
     result = record.status if record else done.stderr.strip().splitlines()[-1:]
     limit = f"{limit_bytes / 1e9:.3f} GB" if limit_bytes else "no limit"
@@ -226,6 +237,43 @@ def measure(out: Path, names: list[str], expected: dict[str, int], jobs: int, le
         print(f"FAILED {name}: {error}")
     if failed:
         sys.exit(1)
+
+
+def check_on_device(measured: Path, names: list[str]) -> None:
+    """Tries each step in as much of a GPU as its limit and what it held outside torch, and in a little more."""
+    limits = [Limit.from_dict(json.loads(line)) for line in measured.read_text(encoding="utf-8").splitlines()]
+    for name in names:
+        of_case = (scenario_of(name), CASES[name][2])
+        limit = next((one for one in limits if (one.scenario, one.settings) == of_case), None)
+        if limit is None:
+            raise ValueError(f"{measured} has no limit of {name!r}, must have one: measure it first")
+        record, used_bytes = _take_step_beside_ballast(name, None)
+        assert record is not None and record.peak_reserved_bytes is not None, "it completed when it was measured"
+        outside_bytes = used_bytes - record.peak_reserved_bytes
+        words = [f"{name}: {outside_bytes / MIB:.0f} MiB outside torch"]
+        for torch_bytes in (limit.fails_bytes - _ROOM_BYTES, limit.fits_bytes + _ROOM_BYTES):
+            record, _ = _take_step_beside_ballast(name, torch_bytes + outside_bytes)
+            status = record.status if record else "error"
+            words.append(f"{(torch_bytes + outside_bytes) / 1e9:.2f} GB of the GPU: {status}")
+        print("; ".join(words), flush=True)
+
+
+def _take_step_beside_ballast(name: str, free_bytes: int | None) -> tuple[StepRecord | None, int]:
+    """As `take_step_in_processes`, on a GPU of which so much is free; returns also the most that the process held."""
+    import torch
+
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    ballast_bytes = 0 if free_bytes is None else torch.cuda.mem_get_info()[0] - free_bytes
+    ballast = torch.empty(ballast_bytes // (2 * MIB) * 2 * MIB, dtype=torch.uint8, device="cuda")
+    free_before = least_free = torch.cuda.mem_get_info()[0]
+    with ThreadPoolExecutor(1) as thread:
+        record = thread.submit(_take_step_on, name, [0])
+        while not record.done():
+            least_free = min(least_free, torch.cuda.mem_get_info()[0])
+            time.sleep(0.01)
+    del ballast
+    return record.result(), free_before - least_free
 
 
 def expect(out: Path, names: list[str]) -> None:
@@ -264,6 +312,9 @@ def main() -> None:
     measuring.add_argument("--jobs", type=int, default=8, help="cases at the same time (default 8)")
     measuring.add_argument("--leave", type=int, default=0, help="GiB of each GPU for other programs (default 0)")
     actions.add_parser("predict", help="predict what was measured").add_argument("measured", type=Path)
+    on_device = actions.add_parser("device", help="try measured limits of one rank on a GPU that has no more memory")
+    on_device.add_argument("measured", type=Path)
+    on_device.add_argument("--only", nargs="+", choices=list(CASES), required=True, help="names of cases")
     trying = actions.add_parser("try", help="one try of `measure`")
     trying.add_argument("name", choices=list(CASES))
     trying.add_argument("limit_bytes", type=int, help="what torch may reserve; 0 is no limit")
@@ -275,6 +326,8 @@ def main() -> None:
         expect(arguments.out, arguments.only)
     elif arguments.action == "predict":
         predict(arguments.measured)
+    elif arguments.action == "device":
+        check_on_device(arguments.measured, arguments.only)
     else:
         record = take_step(arguments.name, arguments.limit_bytes or None)
         if rank() == 0:
