@@ -104,6 +104,8 @@ class CachingAllocator:
         """Returns the segments or pages in which nothing is allocated to the device."""
         for pool in self._pools():
             pool.empty()
+        # A stream that is used again gets a pool again; programs make new streams, and each pool takes time.
+        self._of_streams = {number: pool for number, pool in self._of_streams.items() if pool.reserved_bytes}
 
     def state(self) -> tuple[Any, ...]:
         """Returns what decides about later requests, beside the allocated blocks."""

@@ -439,7 +439,9 @@ class Stepper:
 
     def _may_repeat(self, *, forward_only: bool = False) -> bool:
         """Whether a step depends only on the settings, the workload and what is allocated when it begins."""
-        return self.replays and not forward_only and not self._needs_real_passes()
+        if forward_only or self.settings.offload_modules:
+            return False
+        return self.replays and not self._needs_real_passes()
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -520,8 +522,8 @@ class Stepper:
     def _replaying(self, forward_only: bool) -> AbstractContextManager[None]:
         """Returns a context for a step: its layers are replayed, where that is known to give the same events.
 
-        Each pass must start its own communication if that overlaps with computation. Megatron's offload manager counts
-        passes, FP8 keeps state between them, and taps and `Meter.at_event` look at real tensors. The graph that an MoE
+        Each pass must start its own communication if that overlaps with computation. FP8 keeps state between passes,
+        and taps and `Meter.at_event` look at real tensors. The graph that an MoE
         layer's dispatcher retains keeps more under full recompute; after an out-of-memory, what it keeps depends on
         where that happened. On a pipeline stage, an MoE layer that is recomputed in the backward pass of one
         micro-batch frees what its dispatcher retains of another's forward pass.
@@ -529,24 +531,40 @@ class Stepper:
         meter = self.meter
         if self._replay is None or not isinstance(meter, SimulatedMeter):
             return nullcontext()
+        offloads = bool(self.settings.offload_modules)
         needs_real_passes = forward_only or self._needs_real_passes()
         if self.scenario.architecture.is_moe:
             needs_real_passes |= self.settings.recompute_granularity == "full" or meter.device_memory_bytes is not None
             is_recomputed = checkpoints_moe_layers(self.settings, self.scenario.architecture)
             needs_real_passes |= is_recomputed and self.scenario.layout.pipeline_model_parallel_size > 1
+        if offloads:
+            needs_real_passes |= not self._offload_repeats()
         if forward_only:
             self._replay.forget()  # it frees the graphs that layers retain, and what replaces them has no role
         replays = self.replays and not needs_real_passes
         if not self.replays and not self._replay.has_orphans:
             return nullcontext()
-        return self._replay.during_step(replays=replays, num_microbatches=self.scenario.num_microbatches)
+        num_microbatches = self.scenario.num_microbatches
+        return self._replay.during_step(
+            replays=replays, num_microbatches=num_microbatches, offloads=replays and offloads
+        )
+
+    def _offload_repeats(self) -> bool:
+        """Whether layers that offload activations are known to have equal passes."""
+        settings = self.settings
+        return (
+            not self.scenario.architecture.is_moe
+            and self.scenario.layout.pipeline_model_parallel_size == 1
+            and settings.recompute_granularity != "full"
+            and settings.activation_offload_fraction == 1
+            and self.meter.device_memory_bytes is None
+        )
 
     def _needs_real_passes(self) -> bool:
         """Whether passes differ, or something counts them, keeps state between them, or looks at real tensors."""
         return (
-            bool(self.settings.offload_modules)
             # What a remedy frees, and when, is not known to repeat (`benchmarks/replay.py --first 27` and `38`).
-            or (self.scenario.architecture.is_moe and self.settings.checkpoint_input_remedy is not None)
+            (self.scenario.architecture.is_moe and self.settings.checkpoint_input_remedy is not None)
             or self.scenario.rows_vary
             or self._num_taps > 0
             or self._needs_real_update()
@@ -568,7 +586,7 @@ class Stepper:
         layout, meter = self.scenario.layout, self.meter
         if not self.replays or not isinstance(meter, SimulatedMeter) or self._needs_real_passes():
             return None
-        if not meter.may_repeat:  # a group has been offloaded before the passes
+        if self.settings.offload_modules or not meter.may_repeat:  # a group has been offloaded before the passes
             return None
         if layout.virtual_pipeline_model_parallel_size > 1:
             return None

@@ -19,10 +19,10 @@ from memlab.meter.allocations import Allocation, Event, category_of
 from memlab.vocabulary import POOLS
 
 _DEVICE, _HOST, _RESERVED = (POOLS.index(name) for name in ("device", "host", "reserved"))
-OWN, FORWARD, INPUT, GRADIENT, RETAINED, PREVIOUS = range(6)
+OWN, FORWARD, INPUT, GRADIENT, RETAINED, PREVIOUS, RELOADED = range(7)
 """Whose storage a role is: allocated in this pass, or in the same layer's forward pass, before it; the layer's input;
 the gradient of its output; what the layer retained when its last backward ended; what its previous forward pass, whose
-backward has not ended yet, allocated."""
+backward has not ended yet, allocated; what the backward pass of the layer after it has copied back from the host."""
 
 
 class Role(NamedTuple):
@@ -43,6 +43,7 @@ class Birth(NamedTuple):
     """Counted from the pass's start."""
     recomputed: bool
     category: int | None
+    stream: int
 
 
 @dataclass(slots=True, eq=False)
@@ -61,8 +62,8 @@ class Recording:
     num_spans: int
     on_device: npt.NDArray[np.int64] = field(init=False)
     """Rows of the device's events."""
-    operations: list[tuple[bool, int, int, int]] = field(init=False)
-    """The device's events: whether it allocates, owner, role, requested bytes."""
+    operations: list[tuple[bool, int, int, int, int]] = field(init=False)
+    """The device's events: whether it allocates, owner, role, requested bytes, stream."""
     others: list[tuple[int, Role]] = field(init=False)
     """Rows about storages that neither this pass nor its forward pass allocated."""
     host_bytes: int = field(init=False)
@@ -75,6 +76,8 @@ class Recording:
     """Requested bytes that the pass leaves allocated of each role, below 0 for one that it frees."""
     live: list[int] = field(init=False)
     """Own roles that the pass leaves allocated."""
+    last_pools: dict[int, int] = field(init=False)
+    """The pools of the own roles at the end: what outlives a fused kernel moves from on chip to the device."""
 
     def __post_init__(self) -> None:
         totals: dict[Role, int]
@@ -82,7 +85,10 @@ class Recording:
         rows = zip(self.owner.tolist(), self.role.tolist(), self.requested_bytes.tolist(), strict=True)
         of_rows = list(rows)
         picked = [of_rows[row] for row in self.on_device.tolist()]
-        self.operations = [(size > 0, owner, role, abs(size)) for owner, role, size in picked]
+        streams = [birth.stream for birth in self.births]
+        self.operations = [
+            (size > 0, owner, role, abs(size), streams[role] if owner == OWN else 0) for owner, role, size in picked
+        ]
         self.others = [(row, Role(owner, role)) for row, (owner, role, _) in enumerate(of_rows) if owner > FORWARD]
         host = np.cumsum(np.where(self.pool == _HOST, self.requested_bytes, 0))
         self.host_bytes, self.most_host_bytes = (int(host[-1]), int(host.max())) if len(host) else (0, 0)
@@ -93,10 +99,8 @@ class Recording:
             totals[Role(owner, role)] = totals.get(Role(owner, role), 0) + size
         self.freed = {role for role, total in totals.items() if role.owner != OWN and total < 0}
         self.live = [role.number for role, total in totals.items() if role.owner == OWN and total > 0]
-
-    def last_pool(self, role: int) -> int:
-        """Returns the pool of an own role at the end: what outlives a fused kernel moves from on chip to the device."""
-        return int(self.pool[np.flatnonzero((self.owner == OWN) & (self.role == role))[-1]])
+        pools = zip(of_rows, self.pool.tolist(), strict=True)
+        self.last_pools = {role: pool for (owner, role, _), pool in pools if owner == OWN}
 
 
 def record(
@@ -106,6 +110,8 @@ def record(
     last_span: int,
     places: Mapping[int, int],
     forgotten: Collection[int],
+    *,
+    other_streams: bool = False,
 ) -> tuple[Recording, list[Any]] | None:
     """Records a pass.
 
@@ -116,6 +122,7 @@ def record(
         last_span: The span at its end.
         places: The layer's modules: place by code.
         forgotten: Identities of allocations that cannot be replayed, such as pinned ones.
+        other_streams: Whether the pass may request memory on other streams than the default one.
 
     Returns:
         The recording and the allocations of its own roles; None if something happened that has no role.
@@ -137,12 +144,14 @@ def record(
         if role is None:
             number = own.get(key)
             if number is None:
-                if delta < 0 or allocation.span < first_span or key in forgotten or allocation.stream:
-                    return None  # a replay requests memory on the default stream only
+                if delta < 0 or allocation.span < first_span or key in forgotten:
+                    return None
+                if allocation.stream and not other_streams:
+                    return None
                 number = own[key] = len(births)
                 allocations.append(allocation)
                 birth = (module, allocation.phase, allocation.span - first_span, allocation.recomputed)
-                births.append(Birth(pool, *birth, allocation.category))
+                births.append(Birth(pool, *birth, allocation.category, allocation.stream))
             role = Role(OWN, number)
         if role.owner <= FORWARD:
             is_freed = allocation.freed_in_span is not None
@@ -215,7 +224,7 @@ class Replay:
         """Whether an own role that this pass has left allocated still belongs to it."""
         if role in self.attached:
             return False
-        return self.blocks[role] is not None or self.recording.last_pool(role) != _DEVICE
+        return self.blocks[role] is not None or self.recording.last_pools[role] != _DEVICE
 
     def left_allocated(self) -> list[tuple[int, int]]:
         """Returns the own roles that are still allocated, without those in `attached`, with their requested bytes."""

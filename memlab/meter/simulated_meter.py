@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from itertools import compress
 from operator import not_
@@ -400,9 +401,22 @@ class SimulatedMeter(StorageMeter):
         known: Mapping[int, Role],
         spans: tuple[int, int],
         places: Mapping[int, int],
+        buffers: AbstractSet[int] | None = None,
     ) -> tuple[Recording, list[StorageAllocation]] | None:
-        """Records the events from `position` `first` on and before `last`; for the others see `recording.record`."""
-        return record(self._events[first:last], known, *spans, places, self._pinned_blocks)
+        """Records the events from `position` `first` on and before `last`; for the others see `recording.record`.
+
+        Args:
+            first: As above.
+            last: As above.
+            known: As for `recording.record`.
+            spans: The first and the last one.
+            places: As for `recording.record`.
+            buffers: Of a pass that offloads activations: identities of the pinned allocations that whoever replays it
+                gives to `pin`.
+        """
+        events, offloads = self._events[first:last], buffers is not None
+        forgotten = self._pinned_blocks.keys() - (buffers or ())
+        return record(events, known, *spans, places, forgotten, other_streams=offloads)
 
     def freed_since(self, first: int, known: Mapping[int, Role]) -> list[tuple[int, Role]]:
         """Returns what the events from `position` `first` on free; see `recording.freed_by`."""
@@ -442,7 +456,7 @@ class SimulatedMeter(StorageMeter):
             first_birth=self._num_births,
         )
         self._num_births += len(recording.births)
-        tables: list[Any] = [done.blocks, forward.blocks if forward is not None else [], *({} for _ in range(4))]
+        tables: list[Any] = [done.blocks, forward.blocks if forward is not None else [], *({} for _ in range(5))]
         for role, other in others.items():
             if isinstance(other, tuple):
                 tables[role.owner][role.number] = other[0].blocks[other[1]]
@@ -479,13 +493,13 @@ class SimulatedMeter(StorageMeter):
         """Sends the requests and frees of a replay to the allocator."""
         allocator, limit, sizes = self._allocator, self._limit_bytes, done.num_bytes
         device_bytes, reserved_bytes = self._device_bytes, allocator.reserved_bytes
-        for allocates, owner, role, requested in done.recording.operations:
+        for allocates, owner, role, requested, stream in done.recording.operations:
             table = tables[owner]
             if allocates:
                 if limit is not None and not allocator.makes_space(requested, limit):
                     self._device_bytes = device_bytes
                     self._fail_replay(done, requested, limit)
-                block = table[role] = allocator.allocate(requested)
+                block = table[role] = allocator.allocate(requested, stream)
                 device_bytes += block.num_bytes
                 if allocator.reserved_bytes != reserved_bytes:
                     row = int(done.recording.on_device[len(sizes)])
@@ -522,7 +536,7 @@ class SimulatedMeter(StorageMeter):
         num_bytes = requested_bytes if block is None else block.num_bytes
         allocation = StorageAllocation(
             num_bytes,
-            done.recording.last_pool(role),
+            done.recording.last_pools[role],
             int(done.modules[birth.module]) if birth.module >= 0 else -1 - birth.module,
             birth.phase,
             done.span + birth.span,
@@ -538,6 +552,11 @@ class SimulatedMeter(StorageMeter):
         done.attached[role] = allocation
         done.blocks[role] = None
         return allocation
+
+    def pin(self, allocation: StorageAllocation) -> None:
+        """Makes a role of a replayed pass, which has become an allocation of its own, pinned host memory."""
+        self._is_special = True
+        self._pinned_blocks[id(allocation)] = self._pinned.allocate(allocation.requested_bytes)
 
     def hand_over(self, allocation: StorageAllocation) -> weakref.ref[Any] | None:
         """Stops following an allocation's storage, because a replay will free it; returns the storage, if it exists."""

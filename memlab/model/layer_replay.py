@@ -10,8 +10,8 @@ What repeats is a *unit*: a layer, or under full recompute the layers of one che
 
 - a pass of a unit at the same kind of place (first, last or between others) has been recorded,
 - the recorded pass had the same events as the recorded pass before it,
-- every storage that the events are about is known: the layer's own, its input, the gradient of its output, or what the
-  unit's earlier pass left allocated.
+- every storage that the events are about is known: the layer's own, its input, the gradient of its output, what the
+  unit's earlier pass left allocated, or what the backward pass before it has copied back from the host.
 
 Otherwise it is stepped. What autograd's graph keeps (random states of checkpoints) is freed with the stand-in's node.
 """
@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,14 +31,15 @@ import torch
 
 from memlab.meter.allocations import Allocation
 from memlab.meter.labels import Labels
-from memlab.meter.recording import FORWARD, GRADIENT, INPUT, OWN, PREVIOUS, RETAINED, Recording, Replay, Role
+from memlab.meter.recording import FORWARD, GRADIENT, INPUT, OWN, PREVIOUS, RELOADED, RETAINED, Recording, Replay, Role
 from memlab.meter.simulated_meter import SimulatedMeter
 from memlab.meter.storage_meter import StorageAllocation
+from memlab.model.activation_offload.repeated_calls import Calls, RepeatedCalls, Saved
 from memlab.model.build import LiveModel
 from memlab.upstream.patching import patched
-from memlab.vocabulary import POOLS
+from memlab.vocabulary import PHASES, POOLS
 
-_HOST = POOLS.index("host")
+_HOST, _BACKWARD = POOLS.index("host"), PHASES.index("backward")
 _LAYER = re.compile(r"^decoder\.layers\.\d+")
 _Spec = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
@@ -101,6 +102,18 @@ class _Pass:
     number of the dispatcher, attribute."""
     kept: torch.Tensor | None = None
     """`result`, if the layer itself would keep it."""
+    groups: tuple[Any, ...] = ()
+    """`RepeatedCalls.next_groups` at its start."""
+    saved: Saved = field(default_factory=Saved)
+    """What it has saved with Megatron's offload manager."""
+    calls_from: tuple[int, int] = (0, 0)
+    """The number of calls to that manager when backward reached it."""
+    buffers: set[int] = field(default_factory=set)
+    """Identities of the manager's host buffers that it has taken."""
+    reloaded: list[StorageAllocation | None] = field(default_factory=list)
+    """What backward found on the device of what is saved."""
+    saves_input: bool | None = None
+    """Whether its input was still allocated when backward reached it."""
     is_over: bool = False
 
     def retained(self) -> list[StorageAllocation]:
@@ -121,6 +134,8 @@ class _Known:
     source: _Pass
     keeps_states: bool
     """As in `_Unit`, at the end of a forward pass."""
+    calls: Calls
+    """To Megatron's offload manager."""
 
 
 class LayerReplay:
@@ -147,6 +162,7 @@ class LayerReplay:
         self._retained: list[list[StorageAllocation]] = [[] for _ in live.layers]
         """What the last pass through each layer left allocated."""
         self._learns = self._replays = False
+        self._calls = RepeatedCalls(meter)
         self._num_microbatches = 1
         self._reference: dict[tuple[Any, ...], list[tuple[int, Role]]] = {}
         """What the forward pass that was stepped last has freed, by its key without the unit's place."""
@@ -156,19 +172,20 @@ class LayerReplay:
         self._known: dict[tuple[Any, ...], _Known] = {}
         self._freed_by_pass: dict[int, StorageAllocation] = {}
         """What a unit's next pass freed, by its identity."""
-        self._last_signature: dict[tuple[int, bool, bool], bytes] = {}
+        self._last_signature: dict[tuple[int, bool, bool], Any] = {}
         self._in_flight: list[_Pass] = []
         self.num_replayed = 0
         """Forward passes through layers that the last step replayed."""
 
     @contextmanager
-    def during_step(self, *, replays: bool, num_microbatches: int = 1) -> Iterator[None]:
+    def during_step(self, *, replays: bool, num_microbatches: int = 1, offloads: bool = False) -> Iterator[None]:
         """Replays in the block, which takes one step.
 
         Args:
             replays: False steps every pass, and learns nothing of them: a tap may keep what they would free. The block
                 is then needed only if an earlier step has replayed passes.
             num_microbatches: How many forward passes of each layer the schedule makes.
+            offloads: Whether Megatron offloads activations, and replayed passes have to tell its manager.
         """
         self._learns, self._num_microbatches = replays, num_microbatches
         self._replays = replays
@@ -184,7 +201,8 @@ class LayerReplay:
         try:
             for layer, forward in originals:
                 layer.forward = self._layer_forward(layer, forward)
-            with patched({"megatron.core.tensor_parallel.checkpoint": self._checkpoint(checkpoint)}):
+            noting = self._calls.noting(len(self._live.layers)) if offloads else nullcontext()
+            with patched({"megatron.core.tensor_parallel.checkpoint": self._checkpoint(checkpoint)}), noting:
                 yield
             for unit in self._units.values():
                 self._retain_result(unit)
@@ -326,6 +344,7 @@ class LayerReplay:
         self._retain_result(unit)
         one = _Pass(unit, 0 if previous is None else previous.number + 1)
         one.input = self._meter.allocation_of(given)
+        one.groups = self._calls.next_groups()
         unit.last_pass = one
         known = self._known.get(self._key(one, given))
         if known is not None and self._can_replay(one, known, given):
@@ -341,7 +360,7 @@ class LayerReplay:
                 refers to tensors of the latest one; those of an earlier one are freed by its backward.
         """
         unit = one.unit
-        return "backward", unit.run, unit.is_first, unit.is_last, one.number > 0, is_latest
+        return "backward", unit.run, unit.is_first, unit.is_last, one.number > 0, is_latest, one.groups
 
     def _is_latest(self, one: _Pass) -> bool:
         return not self._overlaps or one.unit.last_pass is one
@@ -360,7 +379,8 @@ class LayerReplay:
             (unit.places.get(each.module, 0), each.phase, each.requested_bytes) for each in self._retained_by(unit)
         )
         earlier = retained, self._previous(one) is not None
-        return "forward", unit.run, unit.is_first, one.number > 0, earlier, _spec(given), given.requires_grad
+        of_given = _spec(given), given.requires_grad
+        return "forward", unit.run, unit.is_first, one.number > 0, earlier, *of_given, one.groups
 
     def _retained_by(self, unit: _Unit) -> list[StorageAllocation]:
         return [each for layer in unit.layers for each in self._retained[layer]]
@@ -380,6 +400,8 @@ class LayerReplay:
         if given.grad_fn is None or not torch.is_grad_enabled():
             return False
         if any(self._other(one, role) is None for _, role in known.recording.others):
+            return False
+        if known.calls.copies and not self._calls.has_buffers_of(known.calls):
             return False
         # What the last dispatcher of a stage refers to keeps the whole graph: what the stage has received and its
         # gradient, and the random states of all checkpoints. The dispatchers before it must not keep them longer.
@@ -412,6 +434,8 @@ class LayerReplay:
             return one.input
         if role.owner == GRADIENT:
             return one.gradient
+        if role.owner == RELOADED:
+            return one.reloaded[role.number]
         if role.owner == RETAINED:
             retained = self._retained_by(unit)
             return retained[role.number] if role.number < len(retained) else None
@@ -440,12 +464,12 @@ class LayerReplay:
         self, one: _Pass, previous: _Pass | None, given: torch.Tensor, step: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         key, known = self._key(one, given), self._roles_of_others(one)
-        of_equal = key[:2] + key[3:]
+        of_equal = key[:2] + key[3:-1]
         reference = self._reference.get(of_equal)
         in_flight = self._previous(one)
         of_previous = self._left_to_next(in_flight, reference)
         known |= {id(allocation): role for role, allocation in of_previous.items()}
-        at, span = self._meter.position(), self._labels.span
+        at, span, calls_from = self._meter.position(), self._labels.span, self._calls.position()
         if torch.is_grad_enabled() and given.grad_fn is not None:
             given.grad_fn.register_prehook(lambda gradients: self._end_backward(one, gradients[0]))
         one.unit.held = []
@@ -464,13 +488,15 @@ class LayerReplay:
             self._reference[of_equal] = self._latest_of_run[one.unit.run] = self._meter.freed_since(at, known)
         self._drop_freed(one.unit, by_pass=True)
         one.unit.keeps_states = self._keeps_states(one.unit, given)
-        recorded = self._meter.record(at, self._meter.position(), known, (span, self._labels.span), one.unit.places)
+        one.buffers, spans = self._calls.copied_since(calls_from), (span, self._labels.span)
+        recorded = self._meter.record(at, self._meter.position(), known, spans, one.unit.places, self._buffers(one))
         if recorded is not None:
             recording, one.roles = recorded
+            calls, one.saved = self._calls.forward_since(calls_from, _places_of(one.roles))
             of_result = self._meter.allocation_of(result)
             one.output = next((role for role, each in enumerate(one.roles) if each is of_result), -1)
             if one.output >= 0:
-                self._learn(key, one, False, recording, one.output, result)
+                self._learn(key, one, False, recording, one.output, result, calls)
         else:
             self._last_signature.pop((one.unit.run, False, True), None)
         node = result.grad_fn
@@ -569,21 +595,34 @@ class LayerReplay:
         let_go()
         return after_event
 
+    def _buffers(self, one: _Pass) -> set[int] | None:
+        return one.buffers if self._calls.is_noting else None
+
     def _learn(
-        self, key: tuple[Any, ...], one: _Pass, is_backward: bool, recording: Recording, result: int, tensor: Any
+        self,
+        key: tuple[Any, ...],
+        one: _Pass,
+        is_backward: bool,
+        recording: Recording,
+        result: int,
+        tensor: Any,
+        calls: Calls,
     ) -> None:
         if not self._learns:
             return
         former = self._known.get(key)
         of_run = one.unit.run, is_backward, self._is_latest(one)
-        same = self._last_signature.get(of_run) == recording.signature
-        same |= former is not None and former.recording.signature == recording.signature
-        self._last_signature[of_run] = recording.signature
-        self._known[key] = _Known(recording, result, _spec(tensor), same, one, one.unit.keeps_states)
+        signature = recording.signature, calls
+        same = self._last_signature.get(of_run) == signature
+        same |= former is not None and (former.recording.signature, former.calls) == signature
+        self._last_signature[of_run] = signature
+        self._known[key] = _Known(recording, result, _spec(tensor), same, one, one.unit.keeps_states, calls)
 
     def _begin_backward(self, one: _Pass, gradient: torch.Tensor) -> None:
         one.backward_from, one.span = self._meter.position(), self._labels.span
         one.gradient = self._meter.allocation_of(gradient)
+        one.saves_input = one.input is not None and one.input.num_bytes > 0
+        one.calls_from, one.reloaded = self._calls.position(), one.saved.reloaded(self._meter)
 
     def _end_backward(self, one: _Pass, gradient: torch.Tensor) -> None:
         """Records the backward of a pass that was stepped."""
@@ -592,7 +631,8 @@ class LayerReplay:
             return
         one.is_over = True
         self._in_flight = [other for other in self._in_flight if other is not one]
-        known = {id(allocation): Role(FORWARD, role) for role, allocation in enumerate(one.roles)}
+        known = {id(allocation): Role(RELOADED, number) for number, allocation in enumerate(one.reloaded)}
+        known |= {id(allocation): Role(FORWARD, role) for role, allocation in enumerate(one.roles)}
         if one.input is not None:
             known[id(one.input)] = Role(INPUT, 0)
         if one.gradient is not None:
@@ -600,7 +640,7 @@ class LayerReplay:
         spans = one.span, self._labels.span
         recorded = None
         if one.output >= 0 and one.gradient is not None:
-            recorded = meter.record(one.backward_from, meter.position(), known, spans, unit.places)
+            recorded = meter.record(one.backward_from, meter.position(), known, spans, unit.places, self._buffers(one))
         if recorded is None:
             self._last_signature.pop((unit.run, True, self._is_latest(one)), None)
             return
@@ -608,8 +648,11 @@ class LayerReplay:
         of_result = meter.allocation_of(gradient)
         result = next((role for role, each in enumerate(own) if each is of_result), -1)
         one.result = own[result] if result >= 0 else None
+        calls = self._calls.backward_since(one.calls_from, _places_of(own), one.saved)
+        of_manager = one.buffers | self._calls.copied_since(one.calls_from)
         left = [each for role, each in enumerate(one.roles) if role != one.output and each.num_bytes]
         left += [each for role, each in enumerate(own) if role != result and each.num_bytes]
+        left = [each for each in left if id(each) not in of_manager]
         if one.input is not None and one.input.num_bytes:
             left.append(one.input)
         one.left = left
@@ -619,15 +662,22 @@ class LayerReplay:
         if unit.last_pass is one:
             unit.held = [_storage_of(each) for each in one.left]
             self._retain(unit, one.retained())
-        if result < 0 or Role(FORWARD, one.output) in recording.totals:
+        if result < 0 or Role(FORWARD, one.output) in recording.totals or calls is None:
             return
+        if any(each is not None and each.phase == _BACKWARD and each.num_bytes for each in one.reloaded):
+            return  # something else keeps a copy that a replay would free
         key = self._backward_key(one, is_latest=self._is_latest(one))
-        self._learn(key, one, True, recording, result, gradient)
+        self._learn(key, one, True, recording, result, gradient, calls)
 
     def _replay_forward(self, one: _Pass, known: _Known, given: torch.Tensor) -> torch.Tensor:
         self.num_replayed += len(one.unit.layers)
         self._enter(one.unit.layers)
         one.output = known.result
+        source = known.source
+        # An input that is copied to the host is freed as soon as the next layer has its own.
+        one.saves_input = source.saves_input
+        if one.saves_input is None:
+            one.saves_input = source.input is not None and source.input.num_bytes > 0
         result: torch.Tensor = _StandIn.apply(given, self, one, known)
         return result
 
@@ -638,6 +688,10 @@ class LayerReplay:
         dispatchers = self._dispatchers(one.unit)
         self._in_flight.append(one)
         one.replay = self._run(one, known.recording, None)
+        if self._calls.is_noting:
+            one.saved, copies = self._calls.repeat_forward(known.calls)
+            for allocation in self._copied(one.replay, known.calls, copies):
+                self._meter.pin(allocation)
         for number, name, spec in references:
             setattr(dispatchers[number], name, self._stand_in(spec))
         if self._keeps_others(one.unit, known):
@@ -714,30 +768,23 @@ class LayerReplay:
         self._enter(reversed(unit.layers))
         one.gradient = meter.allocation_of(gradient)
         is_latest = self._is_latest(one)
-        known = self._known.get(self._backward_key(one, is_latest=is_latest))
-        if known is None or not known.is_proven:
-            raise NotReplayableError(f"the backward of layer {unit.layers[0]} is not known")
+        known = self._known_backward(one, is_latest=is_latest)
         done = self._run(one, known.recording, forward)
+        if self._calls.is_noting:
+            self._copied(done, known.calls, self._calls.repeat_backward(known.calls, one.saved))
         result = self._result(done, known)
         one.result = meter.allocation_of(result)
-        between = self._known.get(("backward", unit.run, False, False, one.number > 0, is_latest))
+        between = self._known.get(("backward", unit.run, False, False, one.number > 0, is_latest, one.groups))
         if between is not None and Role(GRADIENT, 0) not in between.recording.freed:
             one.kept = result
-        # With what backward has filled again and left: recompute empties the storage of what it will compute again.
-        totals = {role: total for (owner, role), total in known.recording.totals.items() if owner == FORWARD}
-        of_forward = {role for role in forward.recording.live if totals.get(role, 0) >= 0}
-        of_forward |= {role for role, total in totals.items() if total > 0}
-        left = [(forward, Role(FORWARD, role)) for role in sorted(of_forward) if forward.has(role)]
-        left += [(done, Role(OWN, role)) for role in known.recording.live if done.has(role)]
+        left = self._left_by(forward, done)
         forward.is_over = done.is_over = one.is_over = True
         self._in_flight = [other for other in self._in_flight if other is not one]
-        for replay, role in left:
-            size = replay.recording.totals[Role(OWN, role.number)]
-            size += known.recording.totals.get(role, 0) if replay is forward else 0
-            one.left.append(meter.separate(replay, role.number, size))
+        for replay, role, size in left:
+            one.left.append(meter.separate(replay, role, size))
         if Role(INPUT, 0) not in known.recording.freed:
             assert one.input is not None
-            one.left.append(one.input)
+            one.left += [one.input] if one.input.num_bytes else []
         one.source, one.in_graph = known.source, known.source.in_graph
         if unit.last_pass is one:
             self._refer_to_what_is_left(one, known.source)
@@ -750,6 +797,31 @@ class LayerReplay:
         if unit.last_pass is one:
             self._retain(unit, one.retained())
         return result
+
+    def _known_backward(self, one: _Pass, *, is_latest: bool) -> _Known:
+        layer, known = one.unit.layers[0], self._known.get(self._backward_key(one, is_latest=is_latest))
+        if known is None or not known.is_proven:
+            raise NotReplayableError(f"the backward of layer {layer} is not known")
+        one.reloaded = one.saved.reloaded(self._meter)
+        if any(self._other(one, role) is None for _, role in known.recording.others):
+            raise NotReplayableError(f"the backward of layer {layer} frees what is not allocated")
+        return known
+
+    def _left_by(self, forward: Replay, done: Replay) -> list[tuple[Replay, int, int]]:
+        """Returns what a replayed backward pass leaves allocated: whose role it is, the role, requested bytes."""
+        # With what backward has filled again and left: recompute empties the storage of what it will compute again.
+        totals = {role: total for (owner, role), total in done.recording.totals.items() if owner == FORWARD}
+        of_forward = {role for role in forward.recording.live if totals.get(role, 0) >= 0}
+        of_forward |= {role for role, total in totals.items() if total > 0}
+        of_pass = forward.recording.totals
+        left = [
+            (forward, role, of_pass[Role(OWN, role)] + totals.get(role, 0))
+            for role in sorted(of_forward)
+            if forward.has(role)
+        ]
+        return left + [
+            (done, role, done.recording.totals[Role(OWN, role)]) for role in done.recording.live if done.has(role)
+        ]
 
     def at_end_of_graph(self, one: _Pass) -> Any:
         """Returns an object with which `graph_freed` is called when it is freed."""
@@ -779,6 +851,17 @@ class LayerReplay:
             self._drop_freed(one.unit, by_pass=True)
         return done
 
+    def _copied(self, replay: Replay, calls: Calls, copies: list[torch.Tensor]) -> list[StorageAllocation]:
+        """Lets what a replayed pass has copied to the host or back stay in the offload manager's tensors."""
+        if [(each.shape, each.dtype) for each in copies] != [like for _, like in calls.copies]:
+            raise NotReplayableError("Megatron's offload manager has made other copies than in an equal layer's pass")
+        made, recording = [], replay.recording
+        for (role, _), tensor in zip(calls.copies, copies, strict=True):
+            if role >= 0 and replay.has(role) and role in recording.live:
+                made.append(self._meter.separate(replay, role, recording.totals[Role(OWN, role)]))
+                self._meter.follow(tensor.untyped_storage(), made[-1])
+        return made
+
     def _result(self, replay: Replay, known: _Known) -> torch.Tensor:
         tensor = self._stand_in(known.spec)
         allocation = self._meter.separate(replay, known.result, replay.recording.totals[Role(OWN, known.result)])
@@ -799,7 +882,7 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, replay: LayerReplay, one: _Pass, known: _Known) -> torch.Tensor:
         ctx.replay, ctx.one = replay, one
-        ctx.given = given  # as the layer saves it for backward
+        ctx.given = given if one.saves_input else None  # as the layer saves it for backward
         ctx.end = replay.at_end_of_graph(one)
         return replay.forward_of(one, known)
 
@@ -816,6 +899,10 @@ def torch_checkpoint() -> Callable[..., Any]:
 
     checkpoint: Callable[..., Any] = tensor_parallel.checkpoint
     return checkpoint
+
+
+def _places_of(roles: list[StorageAllocation]) -> dict[int, int]:
+    return {id(allocation): role for role, allocation in enumerate(roles)}
 
 
 def _storage_of(allocation: StorageAllocation) -> weakref.ref[Any] | None:

@@ -24,6 +24,9 @@ _FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform",
 _GROUPS = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
 _BLOCK = MemorySettings(recompute_granularity="full", recompute_method="block", recompute_num_layers=3)
 _OFFLOAD = MemorySettings(offload_modules=("expert_fc1",), min_offloaded_tensor_size=0)
+_CORE = MemorySettings(offload_modules=("core_attn",), min_offloaded_tensor_size=0)
+_CORE_QKV = MemorySettings(offload_modules=("core_attn", "qkv_linear"), min_offloaded_tensor_size=5000)
+_ALL_ATTENTION = replace(_MLP, offload_modules=("core_attn", "attn_proj", "qkv_linear"), min_offloaded_tensor_size=0)
 _STAGES = Layout(pipeline_model_parallel_size=2)
 _MIDDLE = Layout(pipeline_model_parallel_size=3, rank=1)
 _CHUNKS = Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
@@ -81,6 +84,31 @@ def test_replayed_layers_have_the_events_of_stepped_ones(
         require_identical(one, other)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        ({"num_layers": 10}, [MemorySettings(), _CORE, _CORE_QKV]),
+        ({"num_layers": 8, "num_microbatches": 4}, [_ALL_ATTENTION, _MLP]),
+    ],
+)
+@pytest.mark.parametrize("warm_up", [False, True])
+def test_layers_that_offload_activations_are_replayed(
+    arguments: dict[str, Any], settings: list[MemorySettings], warm_up: bool
+) -> None:
+    """Megatron's offload manager learns its groups in the first step, and uses them in the second one."""
+    records: dict[bool, list[StepRecord]] = {}
+    for replay in (False, True):
+        records[replay] = []
+        with Lab("phi-4-tiny", seq_length=64, **arguments, backend="simulated", replay=replay) as lab:
+            for each in settings:
+                records[replay].append(lab.step(each, warm_up=warm_up))
+                stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+                assert bool(stepper.num_replayed) == replay
+    assert any(record.offloaded_bytes_by_module for record in records[True])
+    for one, other in zip(records[False], records[True], strict=True):
+        require_identical(one, other)
+
+
 @pytest.mark.parametrize("seed", [3, 25])
 def test_random_scenarios_have_the_same_steps_with_and_without_replay(seed: int) -> None:
     """``python -m benchmarks.replay`` tries 200 of them."""
@@ -95,7 +123,7 @@ def test_random_scenarios_have_the_same_steps_with_and_without_replay(seed: int)
 def test_a_stepped_pass_frees_what_a_replayed_pass_left_where_it_would_free_its_own(
     before: MemorySettings, settings: MemorySettings
 ) -> None:
-    """A pass under offload is not recorded. Behind the recomputed layers of a block, the first layer's is the first."""
+    """An MoE layer under offload is not replayed. Behind the recomputed layers of a block, the first layer's is the first."""
     records = []
     for replay in (False, True):
         with Lab("qwen3-moe-tiny", num_layers=8, seq_length=64, backend="simulated", replay=replay) as lab:
