@@ -71,6 +71,8 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
 
     def close(self) -> None:
         """Removes the panel and all its widgets from the page; the lab and its records stay."""
+        if self._is_closed:
+            return
         _panels.pop(id(self.state.lab), None)
         self.search.state.stop()
         self.what_if.close()
@@ -81,9 +83,17 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
                 if part is not None and part is not self:
                     part.close()
         super().close()
+        # IPython keeps what a cell has shown, in `Out`: of a closed panel it keeps no lab, no timeline and no widget.
+        self.children = ()
+        for name in [name for name in vars(self) if not name.startswith("_")]:
+            delattr(self, name)
+
+    @property
+    def _is_closed(self) -> bool:
+        return not hasattr(self, "state")
 
     def __repr__(self) -> str:
-        return f"Panel({len(self.state.runs)} runs on {self.state.lab!r})"
+        return "Panel(closed)" if self._is_closed else f"Panel({len(self.state.runs)} runs on {self.state.lab!r})"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         """Returns the widget for a page, and the same as text for a front end without widgets."""
