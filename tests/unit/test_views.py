@@ -31,7 +31,7 @@ from memlab.views.figures.palette import CATEGORY_LOOKS, INK, PHASE_LOOKS, serie
 from memlab.views.figures.resample import AXES, Axis
 from memlab.views.figures.timeline import timeline_figure
 from memlab.views.text.audits import audit_table
-from memlab.views.text.columns import LINE_WIDTH, in_unit
+from memlab.views.text.columns import LINE_WIDTH, MINUS, Table, as_html, as_text, in_unit
 from memlab.views.text.compare import compare_table, record_names
 from memlab.views.text.record import grouped_modules, record_table
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
@@ -695,10 +695,17 @@ def test_a_table_is_the_same_as_text_and_as_html() -> None:
     cells = [[re.sub(r"<[^>]*>", "", cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)] for row in rows[1:]]
     assert [row[0] for row in cells] == ["none", "full uniform 1"]
     lines = [line.split() for line in view.table.splitlines() if line.startswith(("none", "full")) and ":" not in line]
-    assert [" ".join(row).split() for row in cells] == lines
+    assert [" ".join(row).replace(MINUS, "-").split() for row in cells] == lines
     assert "device memory, allocated; saved = first row minus this row" in view.html
     assert "full uniform 1: offload_modules attn_norm had no effect (&lt;fused&gt;)" in view.html
     assert "full uniform 1: offload_modules attn_norm had no effect (<fused>)" in view.table
+
+
+def test_a_page_writes_the_minus_sign_and_text_the_hyphen() -> None:
+    blocks = [Table([["setting", "saved"], ["full-size", "-5.09"], ["-1", "-<0.01 (-3%)"], ["none", "-"]])]
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", as_html(blocks))
+    assert cells == ["full-size", f"{MINUS}5.09", "-1", f"{MINUS}&lt;0.01 ({MINUS}3%)", "none", "-"]
+    assert "-5.09" in as_text(blocks)
 
 
 def test_a_page_that_cannot_be_written_whole_leaves_the_old_one(

@@ -42,7 +42,7 @@ from memlab.views.figures.resample import (
     resample,
 )
 from memlab.views.figures.waterfall import add_waterfall
-from memlab.views.text.columns import in_unit
+from memlab.views.text.columns import MINUS, in_unit
 from memlab.views.text.compare import common_scenario, record_names
 from memlab.views.text.difference import difference_lines
 from memlab.views.text.watch import watch_names, watched_models
@@ -170,7 +170,7 @@ def _drawn(named: Sequence[tuple[str, Timeline]], axis: CompareAxis) -> tuple[li
 
 
 def _signed(num_bytes: int, unit_bytes: int) -> str:
-    return ("+" if num_bytes > 0 else "") + in_unit(num_bytes, unit_bytes).replace("-", "\N{MINUS SIGN}")
+    return ("+" if num_bytes > 0 else "") + in_unit(num_bytes, unit_bytes).replace("-", MINUS)
 
 
 def _label_shifts(

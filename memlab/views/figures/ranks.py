@@ -27,7 +27,7 @@ from memlab.views.figures.frame import (
 from memlab.views.figures.palette import GRID, INK, PHASE_LOOKS, series_look
 from memlab.views.figures.resample import AXES, Axis, DrawnPoints, phase_spans, resample
 from memlab.views.figures.timeline import HELD, POOL_TITLES, stack_of
-from memlab.views.text.columns import in_unit
+from memlab.views.text.columns import MINUS, in_unit
 from memlab.views.text.compare import peak_phase
 from memlab.views.text.ranks import job_words, missing_ranks
 from memlab.vocabulary import POOLS
@@ -265,7 +265,7 @@ def _name(record: StepRecord, grid: _Grid) -> str:
 
 def _difference(num_bytes: int, unit_bytes: int) -> str:
     text = f" ({'+' if num_bytes > 0 else ''}{in_unit(num_bytes, unit_bytes)})" if num_bytes else ""
-    return text.replace("-", "\N{MINUS SIGN}")
+    return text.replace("-", MINUS)
 
 
 def _note(grid: _Grid, at: int, text: str) -> dict[str, Any]:

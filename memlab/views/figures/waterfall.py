@@ -11,7 +11,7 @@ from memlab.analysis.difference import PeakDifference
 from memlab.units import binary_unit, format_bytes
 from memlab.views.figures.frame import PLOT_HEIGHT
 from memlab.views.figures.palette import CATEGORY_LOOKS, GRID, INK, PATTERN_INK, TRANSPARENT
-from memlab.views.text.columns import ending, in_unit
+from memlab.views.text.columns import MINUS, ending, in_unit
 from memlab.views.text.difference import Row, difference_rows
 
 # Pixels.
@@ -56,7 +56,7 @@ def add_waterfall(figure: go.Figure, difference: PeakDifference, colours: Sequen
     )
     for number, (row, start) in enumerate(zip(rows, ends, strict=False), start=1):
         _add_bar(figure, row, start, number, unit_bytes)
-        sign = "+" if row.difference_bytes > 0 else "\N{MINUS SIGN}"
+        sign = "+" if row.difference_bytes > 0 else MINUS
         size = f"{sign}{in_unit(abs(row.difference_bytes), unit_bytes)} {unit}"
         words = [row.name, *([ending(row.label, _LETTERS_IN_LABEL).strip()] if row.label else [])]
         _write(figure, number, size, words, INK)

@@ -12,7 +12,7 @@ from memlab.fitting.recompute_cost import recomputed_operations, recomputed_shar
 from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
 from memlab.units import binary_unit, format_bytes
-from memlab.views.text.columns import in_unit
+from memlab.views.text.columns import MINUS, in_unit
 
 COLUMNS = {
     "number": "run",
@@ -40,7 +40,6 @@ TRIED = 0
 """The number of a step that a simulated lab took before Run was pressed."""
 GRADIENTS = "gradients"
 """The group that offload drops instead of transferring."""
-_MINUS = "\N{MINUS SIGN}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -234,14 +233,14 @@ def _row(run: Run, base: StepRecord | None, unit_bytes: int) -> dict[str, str]:
     if base is None:
         return cells
     size = record.peak_allocated_bytes - base.peak_allocated_bytes
-    cells["difference"] = f"{'+' if size > 0 else ''}{in_unit(size, unit_bytes)}".replace("-", _MINUS)
+    cells["difference"] = f"{'+' if size > 0 else ''}{in_unit(size, unit_bytes)}".replace("-", MINUS)
     if is_timed and run.backend != "cpu":
         cells["step_time"] += _percent(record.step_seconds, base.step_seconds)
     if record.loss is not None and base.loss is not None:
         difference = record.loss - base.loss
-        cells["loss"] = f"{cells['loss']} ({difference:+.6f})".replace("-", _MINUS) if difference else "same"
+        cells["loss"] = f"{cells['loss']} ({difference:+.6f})".replace("-", MINUS) if difference else "same"
     return cells
 
 
 def _percent(value: float, base: float) -> str:
-    return f" ({value / base - 1:+.0%})".replace("-", _MINUS) if base else ""
+    return f" ({value / base - 1:+.0%})".replace("-", MINUS) if base else ""

@@ -21,6 +21,10 @@ NAME_WIDTH = 64
 SETTING_WIDTH = 27
 """The same, where it holds settings."""
 
+MINUS = "\N{MINUS SIGN}"
+"""Before a negative number on a page; plain text has a hyphen, which a reader can search for and a program can read."""
+_NEGATIVE = re.compile(r"(?<![\w.])-(?=\d|&lt;)")
+
 _DECIMALS = {GIB: 3, MIB: 2, KIB: 1, 1: 0}
 
 # The widest table, `compare`, has eleven columns: these paddings fit it into JupyterLab on a screen of 1280 pixels.
@@ -78,7 +82,7 @@ def _html_of(block: Block) -> str:
 
 def _html_cell(tag: str, content: str, *, is_first: bool) -> str:
     # A name is indented by spaces where it is a part of the row above it.
-    content = content.replace("  ", "&emsp;").replace("+", "+<wbr>") if is_first else content
+    content = content.replace("  ", "&emsp;").replace("+", "+<wbr>") if is_first else _NEGATIVE.sub(MINUS, content)
     return f'<{tag} style="{_HTML_NAME if is_first else _HTML_NUMBER}">{content}</{tag}>'
 
 
