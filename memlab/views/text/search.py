@@ -11,6 +11,10 @@ from memlab.units import binary_unit, format_bytes
 from memlab.views.text.columns import Block, Table, as_text, in_unit
 
 _SETTING_WIDTH = 48
+_NO_SECONDS = (
+    "host copies: bytes per step; memlab does not know how fast the link to the host is, nor how much of the copying "
+    "is done while the model computes, so it gives no time for them"
+)
 
 
 def search_table(found: SearchResult) -> str:
@@ -46,7 +50,8 @@ def alone_blocks(found: SearchResult) -> list[Block]:
     saved = [base.peak_allocated_bytes - point.peak_allocated_bytes for point in points]
     peak = format_bytes(base.peak_allocated_bytes)
     title = f"each setting alone, compared with '{base.settings}', which peaks at {peak}:"
-    return [[title], _table(found, points, saved)]
+    is_copying = any(point.transferred_bytes for point in points)
+    return [[title], _table(found, points, saved), *([[_NO_SECONDS]] if is_copying else [])]
 
 
 def ranked(found: SearchResult) -> list[Point]:
