@@ -12,7 +12,7 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.fitting.pareto_front import SearchResult
 from memlab.fitting.search import search
-from memlab.units import GIB, MIB, parse_bytes
+from memlab.units import GIB, MIB, format_bytes, parse_bytes
 from memlab.views.figures.search import CHOICE, search_figure
 from memlab.views.panel.panel import panel
 from memlab.views.panel.search_state import SearchState
@@ -89,6 +89,31 @@ def test_the_front_is_told_by_more_than_colour(found: SearchResult) -> None:
             assert trace.marker.symbol.endswith("-open") == (not point.fits)
     ringed = [trace for trace in figure.data if trace.name == "fits with the least work"]
     assert {x for trace in ringed for x in trace.x} == {p.peak_allocated_bytes / GIB for p in found.cheapest}
+
+
+def test_marks_that_hide_each_other_have_their_number_beside_them_and_each_names_the_others(
+    found: SearchResult,
+) -> None:
+    first, *_ = [point for point in found.front if point.recomputed_operations and not point.transferred_bytes]
+    hidden, apart = sorted(
+        (point for point in found.points if point not in found.front), key=lambda point: f"{point.settings}"
+    )[:2]
+    near = replace(first, settings=hidden.settings, peak_allocated_bytes=first.peak_allocated_bytes + 1)
+    far = replace(near, settings=apart.settings, peak_allocated_bytes=first.peak_allocated_bytes + 20 * GIB)
+    figure = search_figure(replace(found, points=(first, near, far)))
+
+    (upper,) = [trace for trace in figure.data if trace.mode == "text" and trace.yaxis == "y"]
+    assert (list(upper.x), list(upper.text)) == ([first.peak_allocated_bytes / GIB], ["2"])
+    texts = {
+        number: text
+        for trace in figure.data
+        if (trace.uid or "").startswith(f"{CHOICE}-y-")
+        for number, text in zip(trace.customdata, trace.text, strict=True)
+    }
+    for number, other in ((0, near), (1, first)):
+        name = f"{other.settings}: {format_bytes(other.peak_allocated_bytes)}"
+        assert texts[number].endswith(f"in the same place:</i><br>{name}")
+    assert "same place" not in texts[2]
 
 
 @pytest.mark.parametrize("room_gib", [1, 500])

@@ -6,6 +6,8 @@ A setting is in both panels, at the same peak. A line joins what is on the front
 from __future__ import annotations
 
 import html
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import plotly.graph_objects as go
@@ -20,12 +22,22 @@ from memlab.views.text.search import counts_line, limit_line, nothing_fits_line
 CHOICE = "choice"
 """The uids of traces whose points are settings begin with this; their customdata is the place in the result."""
 
-_LEGEND = "star: no work; circle: recomputes; square: copies; diamond: both; open: does not fit"
+_LEGEND = (
+    "star: no work; circle: recomputes; square: copies; diamond: both; open: does not fit; "
+    "number: settings in one place"
+)
 """Above the plots: the legend is below them, where a low page does not show it."""
 _BELOW_ZERO = 0.06
 """Of a cost axis: a mark on its zero line is inside the plot as a whole, where it can be pointed at."""
 _GAP = 0.08
 """Between the two panels, as a share of the plot."""
+_PLOT_WIDTH = 484
+_PANEL_HEIGHT = PLOT_HEIGHT * 1.5 * (1 - _GAP) / 2
+"""Pixels of a panel of the narrowest figure that must stay readable."""
+_MARK_RADIUS = 5.0
+"""Pixels: of two marks whose centers are closer, one hides the other."""
+_MOST_NAMED = 6
+"""Of the settings that a mark hides."""
 _FITS, _BEYOND = series_look(0).colour, series_look(1).colour
 _KINDS = ("nothing", "recompute", "transfer", "both")
 _SYMBOLS = dict(zip(_KINDS, ("star", "circle", "square", "diamond"), strict=True))
@@ -35,6 +47,7 @@ def search_figure(found: SearchResult) -> go.Figure:
     """Draws all settings that were predicted, the front among them.
 
     Filled marks fit, open ones do not; the shape says which work a setting does; what is not on the front is faint.
+    A number beside a mark counts the settings whose marks overlap there, and the mark's hover text names them.
 
     Args:
         found: The result of a search.
@@ -61,15 +74,15 @@ def search_figure(found: SearchResult) -> go.Figure:
         height=height, hovermode="closest", title_y=1.0 - 20 / height, legend_y=-50 / (PLOT_HEIGHT + PLOT_HEIGHT // 2)
     )
     _axes(figure, f"peak allocated on the device ({unit})", f"host copies,<br>each way ({transfer_unit})")
+    _set_peak_range(figure, found, unit_bytes)
     for panel, axis in enumerate(("y", "y2")):
         heights = [
             point.recomputed_operations / 1e6 if panel == 0 else point.transferred_bytes / transfer_unit_bytes
             for point in found.points
         ]
-        _draw_points(figure, found, heights, axis, unit_bytes, unit)
         top = max(heights) or 1.0
         figure.layout[axis.replace("y", "yaxis")].range = [-_BELOW_ZERO * top, (1 + _BELOW_ZERO) * top]
-    _ranges(figure, found, unit_bytes, unit)
+        _draw_points(figure, found, heights, axis, unit_bytes)
     return figure
 
 
@@ -85,10 +98,9 @@ def _axes(figure: go.Figure, x_title: str, transfer_title: str) -> None:
     )
 
 
-def _draw_points(
-    figure: go.Figure, found: SearchResult, heights: list[float], axis: str, unit_bytes: int, unit: str
-) -> None:
+def _draw_points(figure: go.Figure, found: SearchResult, heights: list[float], axis: str, unit_bytes: int) -> None:
     front, cheapest = found.front, found.cheapest
+    together = _overlapping(figure, found, heights, axis, unit_bytes)
     own_kind = "recompute" if axis == "y" else "transfer"
     line = [point for point in front if _kind(point) in ("nothing", own_kind)]
     places = {point: number for number, point in enumerate(found.points)}
@@ -121,10 +133,27 @@ def _draw_points(
             legendgroup=f"{on_front} {is_fitting} {kind}",
             showlegend=on_front and axis == "y",
             customdata=[places[point] for point in points],
-            text=[_hover(point, found.recomputed_share(point)) for point in points],
+            text=[_hover(point, found.recomputed_share(point), together[point]) for point in points],
             hovertemplate="%{text}<extra></extra>",
             cliponaxis=False,
         )
+    numbered: list[Point] = []
+    for point in front:
+        if together[point] and not any(point in together[other] for other in numbered):
+            numbered.append(point)
+    figure.add_scatter(
+        x=[point.peak_allocated_bytes / unit_bytes for point in numbered],
+        y=[heights[places[point]] for point in numbered],
+        mode="text",
+        text=[f"{1 + len(together[point])}" for point in numbered],
+        textposition="top right",
+        textfont={"color": INK},
+        yaxis=axis,
+        name="settings in one place",
+        showlegend=False,
+        hoverinfo="skip",
+        cliponaxis=False,
+    )
     figure.add_scatter(
         x=[point.peak_allocated_bytes / unit_bytes for point in cheapest],
         y=[heights[places[point]] for point in cheapest],
@@ -139,6 +168,25 @@ def _draw_points(
     )
 
 
+def _overlapping(
+    figure: go.Figure, found: SearchResult, heights: list[float], axis: str, unit_bytes: int
+) -> dict[Point, list[Point]]:
+    """Returns the other points whose marks in a panel are on a point's own, those on the front first."""
+    left, right = figure.layout.xaxis.range
+    low, high = figure.layout[axis.replace("y", "yaxis")].range
+    across, down = _PLOT_WIDTH / (right - left), _PANEL_HEIGHT / (high - low)
+    places = {
+        point: (point.peak_allocated_bytes / unit_bytes * across, height * down)
+        for point, height in zip(found.points, heights, strict=True)
+    }
+    front = found.front
+    front_first = sorted(places, key=lambda point: point not in front)
+    return {
+        point: [other for other in front_first if other != point and math.dist(place, places[other]) < _MARK_RADIUS]
+        for point, place in places.items()
+    }
+
+
 _NAMES = dict(zip(_KINDS, ("no extra work", "recomputes", "copies to the host", "recomputes and copies"), strict=True))
 
 
@@ -151,7 +199,7 @@ def _kind(point: Point) -> str:
     return "transfer" if point.transferred_bytes else "nothing"
 
 
-def _hover(point: Point, share: float) -> str:
+def _hover(point: Point, share: float, together: Sequence[Point]) -> str:
     words = [
         html.escape(f"{point.settings}").replace(", ", "<br>"),
         f"peak {format_bytes(point.peak_allocated_bytes)}{'' if point.fits else ', does not fit'}",
@@ -161,10 +209,18 @@ def _hover(point: Point, share: float) -> str:
         words.append(f"recomputes {share_text(share)} of a step ({operations})")
     if point.transferred_bytes:
         words.append(f"{format_bytes(point.transferred_bytes)} copied to the host, and as many back")
+    if together:
+        words.append("<i>in the same place:</i>")
+        words += [
+            html.escape(f"{other.settings}: {format_bytes(other.peak_allocated_bytes)}")
+            for other in together[:_MOST_NAMED]
+        ]
+    if len(together) > _MOST_NAMED:
+        words.append(f"and {len(together) - _MOST_NAMED} more")
     return "<br>".join(words)
 
 
-def _ranges(figure: go.Figure, found: SearchResult, unit_bytes: int, unit: str) -> None:
+def _set_peak_range(figure: go.Figure, found: SearchResult, unit_bytes: int) -> None:
     """Gives the peak's axis its range, and draws the limit as a line where it is near enough."""
     peaks = [point.peak_allocated_bytes / unit_bytes for point in found.points]
     low, high = min(peaks), max(peaks)
