@@ -14,6 +14,8 @@ from tests.browser.conftest import SCREEN
 from tests.browser.panel_page import PanelPage
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+FILE_BROWSER = 252
+"""Pixels that JupyterLab's file browser takes; this page does not show it."""
 # What scrolls inside itself may be wider than the page.
 STICKS_OUT = """panel => {
     const edge = panel.getBoundingClientRect().right + 1;
@@ -73,8 +75,12 @@ def test_a_change_run_and_what_it_did_are_on_one_screen_with_the_cell_above(pane
 
 
 def test_nothing_moves_under_the_mouse_and_the_newest_row_and_the_base_are_in_sight(panel: PanelPage) -> None:
-    places = """panel => ['run', 'offload-modules-attn-proj', 'pool'].map(
-        hook => panel.querySelector(`.memlab-${hook}`).offsetTop)"""
+    places = """panel => {
+        const { x, y } = panel.getBoundingClientRect();
+        const hooks = ['run', 'offload-modules-attn-proj', 'pool', 'to-peak', 'pin', 'reuse', 'delete', 'export-toggle'];
+        return hooks.map(hook => panel.querySelector(`.memlab-${hook}`).getBoundingClientRect()).map(
+            place => [Math.round(place.x - x), Math.round(place.y - y)]);
+    }"""
     before = panel.root.evaluate(places)
     panel.root.evaluate("panel => panel.scrollIntoView()")
     for granularity in ("none", "full", "selective", "none", "full", "selective"):
@@ -82,6 +88,10 @@ def test_nothing_moves_under_the_mouse_and_the_newest_row_and_the_base_are_in_si
         panel.run()
         expect(panel.rows.last).to_be_in_viewport(ratio=1)
         expect(panel.rows.first).to_be_in_viewport(ratio=0.9)  # a border of the table's head may cover its edge
+        assert panel.root.evaluate(places) == before
+    panel.press("pin")
+    expect(panel.root.locator("tr.memlab-pinned")).to_have_count(1)
+    assert panel.root.evaluate(places) == before
     cut = """panel => {
         const rows = [...panel.querySelectorAll('.memlab-runs tbody tr')];
         const edge = rows[0].cells[0].getBoundingClientRect().bottom;
@@ -97,6 +107,28 @@ def test_nothing_moves_under_the_mouse_and_the_newest_row_and_the_base_are_in_si
         part => panel.querySelector(part).getBoundingClientRect().height)"""
     around, inside = panel.root.evaluate(heights)
     assert inside <= around + 1, "the chart has the height of its place"
+
+
+def test_beside_the_file_browser_the_chart_the_parts_of_the_peak_and_the_table_are_readable(panel: PanelPage) -> None:
+    page = panel.notebook.page
+    page.set_viewport_size({"width": SCREEN["width"] - FILE_BROWSER, "height": SCREEN["height"]})
+    panel.run()
+    panel.press("pin")
+    panel.choose("recompute-granularity", "full")
+    panel.run()
+    panel.root.evaluate("panel => panel.scrollIntoView()")
+    plot = panel.root.locator(".memlab-timeline .nsewdrag").first.bounding_box()
+    assert plot is not None
+    assert plot["width"] > 270 and plot["height"] > 130
+    for words in ("by category", "by module that allocated it"):
+        expect(panel.part("breakdown").get_by_text(words)).to_be_in_viewport(ratio=1)
+    for row in panel.rows.all():
+        expect(row).to_be_in_viewport(ratio=0.9)
+    panel.press("search-toggle")
+    controls = panel.part("search-bar", "> :is(button, .memlab-search-limit)").all()
+    tops = [place["y"] for each in controls if (place := each.bounding_box())]
+    assert len(tops) == 4 and max(tops) - min(tops) < 5, "the search's controls are one row"
+    page.set_viewport_size(SCREEN)
 
 
 @pytest.mark.parametrize("width", [SCREEN["width"], 720])

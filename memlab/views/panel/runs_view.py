@@ -32,7 +32,7 @@ from memlab.views.text.ranks import rank_by_rank_blocks, ranks_table
 from memlab.views.text.record import record_table
 
 _logger = logging.getLogger(__name__)
-_COST_NOTE = "The CPU's time does not show what recompute and copies cost on a GPU."
+_COST_NOTE = "Times on a CPU say nothing about a GPU."
 _SHOWN_IN_TABLE = ["runs", "shown", "pinned", "rank", "pinned_rank", "export_folder", "export_open"]
 
 
@@ -78,7 +78,8 @@ class RunsView:
         self.export_toggle.tooltip = "Files and command of the shown run, and settings for other frameworks"
         self.export_toggle.add_class("memlab-export-toggle")
         self.export_toggle.observe(lambda change: state.set_trait("export_open", change["new"]), names=["value"])
-        self.cost_note = ipywidgets.HTML()
+        # From the start: the buttons beside it would move if it came with the first run.
+        self.cost_note = ipywidgets.HTML(_COST_NOTE if state.lab.backend.name == "cpu" else "")
         self.cost_note.add_class("memlab-cost-note")
         actions = ipywidgets.Box([self.pin, reuse, delete, *others, self.export_toggle, self.cost_note])
         export_bar = ipywidgets.Box([self.folder, *exports])
@@ -154,7 +155,6 @@ class RunsView:
         self.table.pinned = pinned.number if pinned else 0
         self.table.base = state.base.number if state.base else 0
         self.table.shown = shown.number if shown else 0
-        self.cost_note.value = _COST_NOTE if any(run.backend == "cpu" for run in state.runs) else ""
         self.pin.description = "Unpin" if state.is_pinned else "Pin"
         self.folder.value = state.export_folder
         self.export_toggle.value = state.export_open

@@ -151,7 +151,7 @@ class SearchState(traitlets.HasTraits):
         """
         with self._state.lock:
             if self.found is None:
-                self.notice = "There is no search result: press Search first."
+                self.notice = "There is no search result: press Each setting alone, or Combinations, first."
                 return
             if number is None:
                 self._state.notice = "The chart changed before your click arrived: click again."

@@ -1,4 +1,7 @@
-"""The search section of the panel: the memory limit, and the front as chart, list and text. Closed, it is a button."""
+"""The section of the panel that finds settings: the memory limit, and what a search found as chart, list and text.
+
+Closed, it is a button.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +26,18 @@ class SearchView:
 
     def __init__(self, state: SearchState) -> None:
         self.state = state
-        self.toggle = ipywidgets.ToggleButton(description="Search what fits")
-        self.toggle.tooltip = "The settings that fit, and the extra work that each costs"
+        self.toggle = ipywidgets.ToggleButton(description="Find settings")
+        self.toggle.tooltip = "Which settings save most, which fit a limit, and the extra work that each costs"
         on_cpu = state.backend == "cpu"
         self.limit = ipywidgets.Text(
-            description="memory for a step" if on_cpu else "GPU memory for torch", continuous_update=False
+            description="memory limit" if on_cpu else "limit for torch", continuous_update=False
         )
         self.limit.style.description_width = "initial"
         self.limit.tooltip = "The most that a step may need, such as 40 MiB or 76 GiB"
-        self.search = ipywidgets.Button(description="Search")
-        self.search.tooltip = "Predicts settings in another process; this lab stays usable"
         self.alone = ipywidgets.Button(description="Each setting alone")
         self.alone.tooltip = "Which single setting saves most, and the extra work that each costs"
+        self.search = ipywidgets.Button(description="Combinations")
+        self.search.tooltip = "Which combinations of settings fit, and which of them need the least extra work"
         self.stop = ipywidgets.Button(description="Stop search", tooltip="Ends the search without a result")
         self.status = ipywidgets.HTML()
         self.choice = ipywidgets.Dropdown(description="settings", options=[("", _NO_CHOICE)])
@@ -50,7 +53,7 @@ class SearchView:
         self.table = ipywidgets.HTML()
         self.chart: ChartWidget | None = None
         self._num_found = 0
-        self._bar = ipywidgets.Box([self.limit, self.search, self.alone, self.stop, self.status])
+        self._bar = ipywidgets.Box([self.limit, self.alone, self.search, self.stop, self.status])
         self.box = self._section = ipywidgets.VBox([self._bar, self.answer, self.what, self.choice, self.table])
         names = {"search-toggle": self.toggle, "search-limit": self.limit, "search-start": self.search}
         names |= {
@@ -98,9 +101,10 @@ class SearchView:
         which = "A search" if self.state.found is None else "Another search"
         self.what.value = (
             f"<b>{which} keeps from the controls:</b> {kept}.{suggested} <b>Each setting alone</b> predicts one change "
-            "at a time, and lists the changes by how much they save. <b>Search</b> predicts steps under many "
-            "recompute and offload settings, and lists those that no other beats in peak, recomputed FLOPs and bytes "
-            f"copied to the host. It predicts {self._predicts}. It takes from seconds to a few minutes."
+            "at a time, and lists the changes by how much they save. <b>Combinations</b> predicts many recompute and "
+            "offload settings together, and lists those that no other beats in peak, recomputed FLOPs and bytes copied "
+            f"to the host. Both predict {self._predicts}, in another process: this lab stays usable. They take from "
+            "seconds to a few minutes."
         )
 
     def _show_found(self) -> None:

@@ -40,7 +40,7 @@ LABELS = {
     "offload_parameters": "parameters",
     "offload_gradients": "gradients",
     "offload_optimizer": "optimizer state",
-    "offload_optimizer_except_update": "optimizer outside update",
+    "offload_optimizer_except_update": "state outside update",
     "seq_length": "tokens",
     "micro_batch_size": "micro-batch",
 }
