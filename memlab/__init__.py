@@ -6,14 +6,11 @@ Names are loaded when they are first used, so that `import memlab` is quick and 
 from __future__ import annotations
 
 import ast
-import gc
-import sys
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from memlab._version import __version__  # noqa: F401
+from memlab.quiet_import import imported
 
 if TYPE_CHECKING:  # the one list of public names; the module reads it below
     from memlab.analysis.diagnosis import diagnose as diagnose
@@ -68,28 +65,9 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'memlab' has no attribute {name!r}: choose from {', '.join(__all__)}")
-    value = getattr(_imported(home), name)
+    value = getattr(imported(home), name)
     globals()[name] = value
     return value
-
-
-def _imported(home: str) -> ModuleType:
-    """Imports a module; collections of garbage pass over torch and Megatron if it is the first that needs them."""
-    if "torch" in sys.modules:
-        return import_module(home)
-    # A lab collects garbage after each change of settings. A collection that visits all objects of torch and Megatron
-    # takes 0.2 s and more, and their import causes several. No model of the user's is among them yet.
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        module = import_module(home)
-        if "torch" in sys.modules:
-            gc.collect()
-            gc.freeze()
-    finally:
-        if was_enabled:
-            gc.enable()
-    return module
 
 
 def load_ipython_extension(shell: Any) -> None:

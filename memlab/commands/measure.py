@@ -78,6 +78,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     with ExitStack() as claims:
         claims.enter_context(claimed_folder(arguments.out and rank_folder(arguments.out)))
         workload["allocator"] = start_with(workload["allocator"])
+        from memlab import Lab  # noqa: F401  # first, because it imports torch without collections of garbage
         from memlab.backends import find_backend
 
         with stdout_reserved_for_result():
@@ -130,7 +131,7 @@ def _measure_ranks(
     workload: dict[str, Any], settings: MemorySettings, arguments: argparse.Namespace, claimed: ExitStack
 ) -> int:
     with claimed, stdout_reserved_for_result():
-        from memlab.lab.lab import Lab
+        from memlab import Lab
         from memlab.ranks.group import RankFailed
         from memlab.ranks.ranks import Ranks
 
@@ -156,7 +157,7 @@ def _measure(
     workload: dict[str, Any], settings: MemorySettings, arguments: argparse.Namespace, claimed: ExitStack
 ) -> int:
     with claimed, abort_job_on_error(), stdout_reserved_for_result():
-        from memlab.lab.lab import Lab
+        from memlab import Lab
 
         # Inside as well: closing the lab of a rank that failed would wait for the others.
         with Lab(**workload, backend=arguments.backend) as lab, abort_job_on_error():

@@ -1,9 +1,9 @@
 """Predictions of single steps in a process of their own, next to a lab that is open in this one.
 
 The simulated backend replaces torch's CUDA calls for the whole process, so a panel on a live lab cannot predict in its
-own. `PredictionProcess` starts ``python -m memlab.lab.prediction_process`` once and sends it one question per line.
-That process keeps its simulated lab as long as the questions are about the same scenario and backend: the next answer
-then takes no longer than a step.
+own. `PredictionProcess` starts a process that runs `main`, and sends it one question per line. That process keeps its
+simulated lab as long as the questions are about the same scenario and backend: the next answer then takes no longer
+than a step.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from memlab.lab.predictions import routed_by_chance
 from memlab.lab.search_steps import NO_GPU, stepping
 from memlab.record.step_record import StepRecord
 
+_PROGRAM = "from memlab.quiet_import import imported; imported('memlab.lab.prediction_process').main()"
 _NICENESS = 5
 """The live model goes first."""
 
@@ -80,8 +81,8 @@ class PredictionProcess:
 
 
 def _start() -> subprocess.Popen[str]:
-    return subprocess.Popen(  # this interpreter
-        [sys.executable, "-m", "memlab.lab.prediction_process"],
+    return subprocess.Popen(  # noqa: S603  # this interpreter
+        [sys.executable, "-c", _PROGRAM],
         env=os.environ | variables_that_import_memlab() | NO_GPU,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -94,8 +95,6 @@ def _start() -> subprocess.Popen[str]:
 def main() -> None:
     """Answers each line of stdin by a line on stdout: a record as JSON, or why there is none."""
     os.nice(_NICENESS)
-    import memlab.lab.lab  # noqa: F401  # with torch and Megatron
-
     gc.collect()
     gc.freeze()  # as in memlab/__init__.py: this process is the predictions' own
     answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
@@ -116,7 +115,3 @@ def main() -> None:
             except ValueError as error:
                 answer = {"refused": str(error)}
             print(json.dumps(answer), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -12,6 +12,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.does_it_fit import Step
 from memlab.fitting.prediction import Prediction
+from memlab.quiet_import import imported
 from memlab.record.step_record import StepRecord
 
 if TYPE_CHECKING:
@@ -81,10 +82,10 @@ def stepping(
 
 @contextmanager
 def _simulated_lab(scenario: Scenario, backend: str | Backend, *, replay: bool) -> Iterator[Lab]:
-    from memlab.lab.lab import Lab
+    lab_module = imported("memlab.lab.lab")
 
     values = {field.name: getattr(scenario, field.name) for field in fields(Scenario)}
-    with Lab(**values, backend=backend, replay=replay) as lab:
+    with lab_module.Lab(**values, backend=backend, replay=replay) as lab:
         # The lab collects garbage after every change of settings. A collection that visits all objects of torch,
         # Megatron and a large model takes longer than a small step, so they are excluded. Only all objects together can
         # be included again. If torch and Megatron are excluded already, a small model is no reason for that.
@@ -120,7 +121,7 @@ class Predictor:
         self._lab = ExitStack()
         self._open_for: tuple[Scenario, str] | None = None
         self._step: Step | None = None
-        import memlab.lab.lab  # noqa: F401  # with torch and Megatron
+        imported("memlab.lab.lab")  # with torch and Megatron
 
         # As in memlab/__init__.py: this process is the search's own.
         gc.collect()

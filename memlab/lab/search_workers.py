@@ -35,7 +35,7 @@ _PROCESS_BYTES = GIB
 """Of host memory, for a process that predicts: 12 layers of Qwen3-30B-A3B took 0.23 GiB, and longer steps take more."""
 _STEPS_TO_CHOOSE_FROM = 4
 _NEW_ESTIMATE_SECONDS = 2.0
-_IMPORTS = ("memlab.lab.lab", "memlab.lab.search_steps", "memlab.backends.simulated")
+_IMPORTS = ("memlab.lab.preloaded",)
 
 
 @contextmanager

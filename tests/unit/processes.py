@@ -43,7 +43,7 @@ def on_processes(count: int, job: Callable[..., Any], *arguments: Any, folder: P
         "GLOO_SOCKET_IFNAME": "lo",
     }
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["memlab.lab.lab"])
+    context.set_forkserver_preload(["memlab.lab.preloaded"])
     ranks: list[BaseProcess] = []
     try:
         for rank in range(count):
