@@ -125,6 +125,7 @@ def test_beside_the_file_browser_the_chart_the_parts_of_the_peak_and_the_table_a
     for row in panel.rows.all():
         expect(row).to_be_in_viewport(ratio=0.9)
     panel.press("search-toggle")
+    expect(panel.part("search-bar")).to_be_visible()
     controls = panel.part("search-bar", "> :is(button, .memlab-search-limit)").all()
     tops = [place["y"] for each in controls if (place := each.bounding_box())]
     assert len(tops) == 4 and max(tops) - min(tops) < 5, "the search's controls are one row"

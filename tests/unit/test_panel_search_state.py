@@ -102,7 +102,7 @@ def test_marks_that_hide_each_other_have_their_number_beside_them_and_each_names
     far = replace(near, settings=apart.settings, peak_allocated_bytes=first.peak_allocated_bytes + 20 * GIB)
     figure = search_figure(replace(found, points=(first, near, far)))
 
-    (upper,) = [trace for trace in figure.data if trace.mode == "text" and trace.yaxis == "y"]
+    (upper,) = [trace for trace in figure.data if trace.name == "settings in one place" and trace.yaxis == "y"]
     assert (list(upper.x), list(upper.text)) == ([first.peak_allocated_bytes / GIB], ["2"])
     texts = {
         number: text

@@ -144,7 +144,8 @@ def _draw_points(figure: go.Figure, found: SearchResult, heights: list[float], a
     figure.add_scatter(
         x=[point.peak_allocated_bytes / unit_bytes for point in numbered],
         y=[heights[places[point]] for point in numbered],
-        mode="text",
+        mode="markers+text",
+        marker={"size": 10, "opacity": 0},  # the number is beside the mark, not on it
         text=[f"{1 + len(together[point])}" for point in numbered],
         textposition="top right",
         textfont={"color": INK},
