@@ -30,7 +30,7 @@ from memlab.ranks.local_processes import LocalProcesses
 from memlab.ranks.ranks import Ranks
 from memlab.units import GIB, format_bytes, remaining
 
-_SERVED = "memlab.lab.search_steps:Predictor"
+_SERVED = "memlab.lab.preloaded:Predictor"
 _PROCESS_BYTES = GIB
 """Of host memory, for a process that predicts: 12 layers of Qwen3-30B-A3B took 0.23 GiB, and longer steps take more."""
 _STEPS_TO_CHOOSE_FROM = 4

@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from memlab._version import __version__
+from memlab.ranks.forked_process import ADDRESS_VARIABLE, ForkedProcess
 from memlab.ranks.process_log import ProcessLog
 
 LEASE_SECONDS = 20.0
@@ -43,21 +44,30 @@ class _RankProcess:
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         try:
-            self._process = subprocess.Popen(  # noqa: S603  # this interpreter
-                [sys.executable, "-c", _RANK_PROCESS, str(other_end.fileno()), served],
-                pass_fds=[other_end.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=self._log.file,
-                stderr=self._log.file,
-                env=os.environ | {"PYTHONPATH": path} | variables,
-            )
+            self._process = self._start(other_end.fileno(), served, os.environ | {"PYTHONPATH": path} | variables)
         finally:
             other_end.close()
         self.heard = time.monotonic()
         threading.Thread(target=self._end_if_forgotten, daemon=True).start()
 
+    def _start(self, other_end: int, served: str, variables: dict[str, str]) -> subprocess.Popen[bytes] | ForkedProcess:
+        output = self._log.file.fileno()
+        if address := os.environ.get(ADDRESS_VARIABLE):
+            with suppress(OSError):  # without it, the process imports torch and Megatron itself
+                return ForkedProcess(address, served, variables, [other_end, output])
+        return subprocess.Popen(  # noqa: S603  # this interpreter
+            [sys.executable, "-c", _RANK_PROCESS, str(other_end), served],
+            pass_fds=[other_end],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=variables,
+        )
+
     @property
-    def pid(self) -> int:
+    def pid(self) -> int | None:
+        """Its number; None until it is forked."""
+        self._process.poll()
         return self._process.pid
 
     @property
@@ -118,16 +128,13 @@ def own_code() -> dict[str, str]:
     return {"memlab": __version__, "the hash of memlab's source files": digest.hexdigest()[:12]}
 
 
-def start(owner: str, served: str, variables: dict[str, str]) -> int:
+def start(owner: str, served: str, variables: dict[str, str]) -> None:
     """Starts the process of a rank, or keeps that of this owner if it serves the same with the same variables.
 
     Args:
         owner: Who may talk to the process.
         served: ``module:class`` of the object that it makes.
         variables: Environment variables of the process.
-
-    Returns:
-        Its number.
 
     Raises:
         ValueError: If another owner's process is running here.
@@ -141,10 +148,9 @@ def start(owner: str, served: str, variables: dict[str, str]) -> int:
             )
         if _own.serves == (served, variables):
             _own.heard = time.monotonic()
-            return _own.pid
+            return
         _own.end()  # it is another rank on this host, on another GPU, or it serves another object
     _own = _RankProcess(owner, served, variables)
-    return _own.pid
 
 
 def send(owner: str, request: bytes) -> None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import psutil
 
-_PROFILE = "IPP_PROFILE_DIR"
+PROFILE = "IPP_PROFILE_DIR"
 """Names the folder in the environment of what ipyparallel starts (9.2), and so of what that starts. A tree of processes
 would not do: if the controller is killed, its schedulers go on, and are no longer below any process of the cluster."""
 _MOST_ROUNDS = 5
@@ -35,7 +35,7 @@ def main() -> None:
 
 def _is_of(process: psutil.Process, folder: str) -> bool:
     with suppress(psutil.Error):  # another user's, or it has just ended
-        return bool(process.environ().get(_PROFILE) == folder)
+        return bool(process.environ().get(PROFILE) == folder)
     return False
 
 

@@ -28,7 +28,8 @@ import psutil
 
 from memlab.config.validation import check_whole_number
 from memlab.ranks import engine
-from memlab.ranks.guard import end_trees
+from memlab.ranks.forked_process import ADDRESS_VARIABLE
+from memlab.ranks.guard import PROFILE, end_trees
 
 _START_SECONDS = 60
 ANSWER_SECONDS = 15.0
@@ -92,7 +93,8 @@ class Ranks:
     def start(cls, number: int) -> Ranks:
         """Starts engines on this machine. They listen on 127.0.0.1 only, and take a second or two each.
 
-        On GPUs rank n takes device n, and runs on the processors of the device's NUMA node.
+        On GPUs rank n takes device n, and runs on the processors of the device's NUMA node. Without a GPU, its process
+        is forked from one that has imported torch and Megatron (`memlab.ranks.fork_server`).
 
         Args:
             number: How many; a lab may use fewer.
@@ -340,18 +342,14 @@ class _LocalCluster:
             profile_dir=self.folder, controller_ip="127.0.0.1", log_level=40, shutdown_atexit=False
         )
         self.cluster.controller_args = ["--nodb"]  # by default the controller keeps up to 1 GiB of answers
-        self.cluster.config.LocalEngineSetLauncher.environment = variables
         self.cluster.config.LocalEngineSetLauncher.delay = 0
-        self._guard = subprocess.Popen(  # noqa: S603  # this interpreter
-            [sys.executable, "-m", "memlab.ranks.guard", self.folder],
-            env=os.environ | variables,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
-        self._end_at_exit = weakref.finalize(self, _close_input, self._guard)
+        helpers = [_helper("guard", self.folder, os.environ | variables)]
+        if _may_fork():
+            address = str(Path(self.folder) / "fork-server")
+            helpers.append(_helper("fork_server", address, os.environ | variables | {PROFILE: self.folder}))
+            variables[ADDRESS_VARIABLE] = address
+        self.cluster.config.LocalEngineSetLauncher.environment = variables
+        self._end_at_exit = weakref.finalize(self, _close_inputs, helpers)
 
     def start(self, number: int) -> ipyparallel.Client:
         self.cluster.start_controller_sync()
@@ -380,8 +378,27 @@ class _LocalCluster:
         self._end_at_exit()
 
 
-def _close_input(guard: subprocess.Popen[str]) -> None:
-    assert guard.stdin is not None
-    guard.stdin.close()
-    with suppress(subprocess.TimeoutExpired):
-        guard.wait(timeout=10)
+def _may_fork() -> bool:
+    """Whether a process that is forked on this machine works: a GPU cannot be used after a fork."""
+    return sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
+
+
+def _helper(module: str, argument: str, variables: dict[str, str]) -> subprocess.Popen[str]:
+    """Starts a process that ends when its standard input does, and so with this process."""
+    return subprocess.Popen(  # noqa: S603  # this interpreter
+        [sys.executable, "-m", f"memlab.ranks.{module}", argument],
+        env=variables,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _close_inputs(helpers: Sequence[subprocess.Popen[str]]) -> None:
+    for helper in helpers:
+        assert helper.stdin is not None
+        helper.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            helper.wait(timeout=10)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+import psutil
+
+from memlab.ranks import engine
+from memlab.ranks.forked_process import ADDRESS_VARIABLE
 
 
 class Served:
@@ -32,9 +38,14 @@ class Served:
         while forever:
             pass
 
+    def hold_the_lock(self) -> None:
+        """Keeps Python's lock for hours: no other thread of the process runs."""
+        re.fullmatch("(a+)+", "a" * 60 + "b")
+
     def take_memory(self, num_bytes: int) -> None:
         if num_bytes:
-            resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
+            limit = psutil.Process().memory_info().vms + num_bytes  # a forked process has a part of this already
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
             self._taken = [bytearray(2**20)]
             while True:
                 self._taken.append(bytearray(2**20))
@@ -59,3 +70,16 @@ class Served:
 def without_memory() -> None:
     """What a function of `memlab.ranks.engine` does where the host's memory is full."""
     raise MemoryError
+
+
+def number_of_process() -> int | None:
+    """Returns the number of the engine's process; None until it is forked."""
+    return None if engine._own is None else engine._own.pid
+
+
+def use_fork_server(address: str | None) -> str | None:
+    """Lets the engine have its processes forked, or start them itself; returns what it has done until now."""
+    former = os.environ.pop(ADDRESS_VARIABLE, None)
+    if address is not None:
+        os.environ[ADDRESS_VARIABLE] = address
+    return former

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ from memlab.lab.rank import Rank
 from memlab.lab.stepper import ModelLost
 from memlab.ranks import engine, group, messages
 from memlab.ranks.group import RankFailed, RankGroup
-from memlab.ranks.ranks import Engine, _lacks_memory, _require_equal_versions, why_lost
+from memlab.ranks.ranks import NO_ENGINE, Engine, _lacks_memory, _require_equal_versions, why_lost
 
-from .served import without_memory
+from .served import number_of_process, use_fork_server, without_memory
 
 SERVED = "tests.unit.served:Served"
 TINY = {"architecture": "qwen3-moe-tiny", "num_layers": 2, "seq_length": 64, "backend": "cpu"}
@@ -43,17 +44,29 @@ def ranks() -> Iterator[Ranks]:
         yield started
 
 
-@pytest.fixture
-def pair(ranks: Ranks) -> Iterator[RankGroup]:
+@pytest.fixture(params=["forked", "started"])
+def pair(ranks: Ranks, request: pytest.FixtureRequest) -> Iterator[RankGroup]:
+    """Two processes of either kind: the engines start processes themselves where there is no fork server."""
     ranks.refresh()
+    addresses = [ask(ranks, rank, use_fork_server, None) for rank in range(2)] if request.param == "started" else []
     pair = RankGroup(ranks, 2, SERVED)
     yield pair
     pair.end()
+    for rank, address in enumerate(addresses):
+        with suppress(*NO_ENGINE, ipyparallel.error.RemoteError):  # the test has ended it
+            ask(ranks, rank, use_fork_server, address)
+
+
+def ask(ranks: Ranks, rank: int, function: Any, *arguments: Any) -> Any:
+    return ranks.call(ranks.engines[rank].number, function, *arguments).get(10)
 
 
 def process_of(ranks: Ranks, rank: int) -> psutil.Process:
-    children = psutil.Process(ranks.engines[rank].pid).children()
-    return next(child for child in children if "rank_process" in " ".join(child.cmdline()))
+    deadline = time.monotonic() + 60
+    while (number := ask(ranks, rank, number_of_process)) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return psutil.Process(number)
 
 
 def test_every_rank_answers_in_order_and_rank_0_reports_progress(pair: RankGroup) -> None:
@@ -131,6 +144,33 @@ def test_a_lost_engine_is_named_and_replaced(ranks: Ranks, pair: RankGroup) -> N
     assert lost.pid not in {one.pid for one in ranks.engines}
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing ends a process whose threads cannot run")
+def test_a_process_in_which_no_thread_runs_ends_with_its_engine(ranks: Ranks, pair: RankGroup) -> None:
+    process = process_of(ranks, 1)
+    ranks.call(ranks.engines[1].number, engine.send, ranks.owner, messages.request(1, "hold_the_lock", ()))
+    time.sleep(0.5)
+    os.kill(ranks.engines[1].pid, signal.SIGKILL)
+    assert psutil.wait_procs([process], timeout=10)[1] == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")
+def test_processes_end_with_the_fork_server_and_engines_start_the_next_ones_themselves() -> None:
+    with Ranks.start(1) as ranks:
+        assert ranks._local is not None
+        forked = RankGroup(ranks, 1, SERVED)
+        process = process_of(ranks, 0)
+        server = process.parent()
+        assert server is not None and "memlab.ranks.fork_server" in server.cmdline()
+        assert server.environ()["IPP_PROFILE_DIR"] == ranks._local.folder, "the guard ends it too"
+        threading.Timer(0.3, server.kill).start()
+        with pytest.raises(RankFailed, match=r"rank 0 is lost: its process on engine .* was ended by signal 9"):
+            forked.call("sleep", [(60,)])
+        assert psutil.wait_procs([process], timeout=10)[1] == []
+        assert RankGroup(ranks, 1, SERVED).call("answer", [(1,)])[0][1] == 1
+        parent = process_of(ranks, 0).parent()
+        assert parent is not None and parent.pid == ranks.engines[0].pid
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the memory of a process cannot be limited")
 def test_a_rank_that_runs_out_of_host_memory_is_named(pair: RankGroup) -> None:
     with pytest.raises(RankFailed, match=r"^rank 1 ran out of host memory \(MemoryError\): start fewer ranks on this"):
@@ -200,10 +240,12 @@ def test_an_engine_ends_the_process_of_a_notebook_that_is_gone(monkeypatch: pyte
 
 
 def test_a_process_is_kept_only_for_the_same_object_and_the_same_variables() -> None:
-    first = engine.start("a notebook", SERVED, {"LOCAL_RANK": "1"})
-    assert engine.start("a notebook", SERVED, {"LOCAL_RANK": "1"}) == first
-    assert engine.start("a notebook", SERVED, {"LOCAL_RANK": "0"}) != first, "the rank has another GPU"
-    assert not psutil.pid_exists(first)
+    numbers = []
+    for local_rank in ("1", "1", "0"):
+        engine.start("a notebook", SERVED, {"LOCAL_RANK": local_rank})
+        numbers.append(number_of_process())
+    assert numbers[0] == numbers[1] != numbers[2], "another rank has another GPU"
+    assert not psutil.pid_exists(numbers[0])
     engine.end("a notebook")
 
 
