@@ -62,4 +62,5 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 $(VENV)/.installed-dev $(VENV)/.installed-docs: $(VENV)/.installed-%: pyproject.toml | $(BIN)/python
 	@echo "installing memlab, torch, megatron-core, JupyterLab and what make $(if $(filter dev,$*),test,docs) needs into $(VENV) (minutes, once)"
 	@$(INSTALL) '.[cpu,$*]'
+	@$(BIN)/python -c "from memlab import Lab"  # compiles once what three test processes would compile at the same time
 	@touch $(VENV)/.installed $@
