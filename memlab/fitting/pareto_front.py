@@ -73,8 +73,15 @@ class SearchResult:
     @property
     def front(self) -> tuple[Point, ...]:
         """The Pareto-optimal points, the highest peak first."""
-        on_front = [point for point in self.points if not any(self._beats(other, point) for other in self.points)]
-        return tuple(sorted(on_front, key=lambda point: (-point.peak_allocated_bytes, point.work)))
+        # Here nothing dominates what comes before it. Of equals, the one with the lower peak, or the first, stays.
+        in_order = sorted((self._criteria(point), point.peak_allocated_bytes, i) for i, point in enumerate(self.points))
+        on_front: list[tuple[float, ...]] = []
+        front: list[Point] = []
+        for ours, _, place in in_order:
+            if not any(is_dominated(ours, theirs) for theirs in on_front):
+                on_front.append(ours)
+                front.append(self.points[place])
+        return tuple(sorted(front, key=lambda point: (-point.peak_allocated_bytes, point.work)))
 
     @property
     def cheapest(self) -> tuple[Point, ...]:
@@ -134,14 +141,6 @@ class SearchResult:
         ranks = tuple(values["ranks"])
         values = {name: values[name] for name in cls.__slots__}
         return cls(**values | {"scenario": scenario, "ranks": ranks, "base": base, "points": points})
-
-    def _beats(self, other: Point, point: Point) -> bool:
-        ours, theirs = self._criteria(point), self._criteria(other)
-        if ours == theirs:
-            # Of equals, the one with the lower peak, or the first.
-            mine = point.peak_allocated_bytes, self.points.index(point)
-            return (other.peak_allocated_bytes, self.points.index(other)) < mine
-        return is_dominated(ours, theirs)
 
     def _criteria(self, point: Point) -> tuple[float, ...]:
         return criteria(point.peak_allocated_bytes, point.fits, point.work, self.limit_bytes, self.resolution_bytes)

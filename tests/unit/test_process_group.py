@@ -13,9 +13,10 @@ from memlab.config.layout import Layout
 from memlab.model.process_group import require_started_ranks
 
 JOB = """
-import torch
+from memlab.quiet_import import imported
 
-from memlab.model.process_group import join_others
+join_others = imported("memlab.model.process_group").join_others
+import torch
 
 for times in range(3):
     join_others("gloo")
