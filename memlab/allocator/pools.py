@@ -60,6 +60,12 @@ class SegmentPool:
         place = bisect_left(self._free, (num_bytes,))
         return self._free[place][2] if place < len(self._free) else None
 
+    def take(self, num_bytes: int) -> Block | None:
+        """Takes the block that `find` returns out of the pool."""
+        free = self._free
+        place = bisect_left(free, (num_bytes,))
+        return free.pop(place)[2] if place < len(free) else None
+
     def growth_bytes(self, num_bytes: int) -> int:
         """Returns by how much `grow` would raise the reserved bytes."""
         return segment_bytes(num_bytes)
@@ -159,6 +165,13 @@ class ExpandablePool(SegmentPool):
             if self._size_with_growth(other) >= self._size_with_growth(block):
                 break
             block = other
+        return block
+
+    def take(self, num_bytes: int) -> Block | None:
+        """Takes the block that `find` returns out of the pool."""
+        block = self.find(num_bytes)
+        if block is not None:
+            self.withdraw(block)
         return block
 
     def growth_bytes(self, num_bytes: int) -> int:

@@ -22,7 +22,7 @@ _OWN_SEGMENT_FROM_BYTES = 10 * 1024**2
 
 def rounded_bytes(requested_bytes: int) -> int:
     """Returns the smallest block that can hold a request."""
-    return max(MIN_BLOCK_BYTES, -(-requested_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES)
+    return -(-requested_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES or MIN_BLOCK_BYTES
 
 
 def segment_bytes(block_bytes: int) -> int:

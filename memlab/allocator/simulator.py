@@ -58,11 +58,13 @@ class CachingAllocator:
         """
         num_bytes = rounded_bytes(requested_bytes)
         pool = self._pool_of(num_bytes, stream)
-        block = self._best_fit(pool, num_bytes)
-        if block is None:
-            block = pool.grow(num_bytes)
+        if self._unsplit_from_bytes == sys.maxsize:  # nearly always
+            found = pool.take(num_bytes)
         else:
-            pool.withdraw(block)
+            found = self._best_fit(pool, num_bytes)
+            if found is not None:
+                pool.withdraw(found)
+        block = pool.grow(num_bytes) if found is None else found
         block.is_free = False
         remainder = block.num_bytes - num_bytes
         if remainder >= pool.smallest_split_bytes and num_bytes < self._whole_from_bytes:

@@ -7,8 +7,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from itertools import compress
-from operator import not_
+from itertools import compress, count
+from operator import is_not, not_
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -59,12 +59,16 @@ class _Found:
 
     def divided(self, other: _Found) -> tuple[list[tuple[StorageAllocation, int, int]], _Found]:
         """Returns what is not among the others, with requested bytes and pool, and what is."""
-        known = set(map(id, other.live))
-        is_known = [id(each) in known for each in self.live]
-        rows = zip(self.live, self.sizes, self.pools, strict=True)
+        # What is kept from step to step comes first in both, and is nearly all.
+        first = next(compress(count(), map(is_not, self.live, other.live)), min(len(self.live), len(other.live)))
+        known = set(map(id, other.live[first:]))
+        is_known = [id(each) in known for each in self.live[first:]]
+        rows = zip(self.live[first:], self.sizes[first:], self.pools[first:], strict=True)
         outside = list(compress(rows, map(not_, is_known)))
-        sizes, pools = list(compress(self.sizes, is_known)), list(compress(self.pools, is_known))
-        return outside, _Found(list(compress(self.live, is_known)), sizes, pools)
+        live = self.live[:first] + list(compress(self.live[first:], is_known))
+        sizes = self.sizes[:first] + list(compress(self.sizes[first:], is_known))
+        pools = self.pools[:first] + list(compress(self.pools[first:], is_known))
+        return outside, _Found(live, sizes, pools)
 
 
 class _Finished:
@@ -212,7 +216,7 @@ class SimulatedMeter(StorageMeter):
 
         Host memory is left out: Megatron keeps its random states there. A graph that keeps others keeps device memory.
         """
-        of_device = self._in_pool(_DEVICE).values()
+        of_device = self._in_pool(_DEVICE)
         return any(each.birth < birth and each.category not in _KEPT for each in of_device)
 
     @staticmethod

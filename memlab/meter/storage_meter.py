@@ -134,7 +134,7 @@ class StorageMeter:
         return self._peak_host_bytes
 
     def live_bytes(self, pool: str = "device") -> int:
-        return sum(allocation.num_bytes for allocation in self._in_pool(POOLS.index(pool)).values())
+        return sum(allocation.num_bytes for allocation in self._in_pool(POOLS.index(pool)))
 
     def device_bytes(self) -> DeviceBytes:
         return DeviceBytes(allocated_bytes=self.live_bytes())
@@ -150,15 +150,15 @@ class StorageMeter:
 
     def untracked_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
         tracked = {tensor.untyped_storage()._cdata for tensor in tensors}
-        on_device = self._in_pool(_DEVICE).items()
-        return sum(allocation.num_bytes for key, allocation in on_device if key not in tracked)
+        on_device = self._in_pool(_DEVICE)
+        return sum(allocation.num_bytes for allocation in on_device if allocation.key not in tracked)
 
     def uncategorised_bytes(self) -> int:
-        on_device = self._in_pool(_DEVICE).values()
+        on_device = self._in_pool(_DEVICE)
         return sum(allocation.num_bytes for allocation in on_device if allocation.category is None)
 
-    def _in_pool(self, pool: int) -> dict[int, StorageAllocation]:
-        return {key: allocation for key, allocation in self._live.items() if allocation.pool == pool}
+    def _in_pool(self, pool: int) -> list[StorageAllocation]:
+        return [allocation for allocation in self._live.values() if allocation.pool == pool]
 
     @property
     def looks(self) -> bool:

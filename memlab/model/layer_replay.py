@@ -154,7 +154,8 @@ class LayerReplay:
         followed = layout.pipeline_stage < layout.pipeline_model_parallel_size - 1 or len(live.chunks) > 1
         self._overlaps = live.scenario.architecture.is_moe and followed
         """Whether an MoE layer's forward pass may come between those of another micro-batch."""
-        self._kinds = [_kind(layer) for layer in live.layers]
+        kinds: dict[Any, int] = {}
+        self._kinds = [kinds.setdefault(_kind(layer), len(kinds)) for layer in live.layers]
         self._numbers = {id(layer): number for number, layer in enumerate(live.layers)}
         self._names: dict[str, int] = {}
         self._places = [self._places_of(number) for number in range(len(live.layers))]
