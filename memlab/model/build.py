@@ -6,6 +6,7 @@ The same code serves every backend; a backend gives the layer provider. Written 
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -164,6 +165,9 @@ def build_optimizer(live: LiveModel) -> None:
         live.optimizer = get_megatron_optimizer(config, live.chunks, use_gloo_process_groups=False)
     if cpu_optimizer.stays_after_build(live.scenario.state):
         live.discarded_optimizers = first_optimizers
+    elif first_optimizers:
+        first_optimizers.clear()
+        gc.collect()  # now, and not in the middle of some step
     _fuse_adam(live)
     _retain_main_gradients(live)
 
