@@ -56,7 +56,7 @@ def test_a_click_on_the_front_sets_the_controls_and_run_takes_them(panel: PanelP
 def test_each_setting_alone_is_in_one_table_that_needs_no_scrolling(panel: PanelPage) -> None:
     panel.press("search-toggle")
     panel.press("search-alone")
-    expect(panel.part("search-status")).to_contain_text("each alone", timeout=RUN_SECONDS * 1000)
+    expect(panel.part("search-status")).to_contain_text("each change to it alone", timeout=RUN_SECONDS * 1000)
     points = f"{STATE}.found.points"
     lowest = panel.notebook.ask(f"str(min({points}, key=lambda point: point.peak_allocated_bytes).settings)")
     rows = panel.part("search-answer", "tbody tr")

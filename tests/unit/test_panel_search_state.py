@@ -275,6 +275,9 @@ def test_each_setting_alone_is_listed_by_what_it_saves_and_comes_into_the_contro
     assert places == sorted(places), "what saves most comes first"
     assert f"{max(saved.values()) / MIB:.2f}" in text
     assert "each setting alone" in view.answer.value
+    counted = f"{len(alone.points)} settings predicted: 'none', and each change to it alone."
+    assert state.notice.startswith(counted), "the count is that of the rows"
+    assert f"{len(alone.points)} of {len(alone.points)} settings predicted" in view.table.value
     assert len(view.choice.options) == len(alone.points) + 1
     view.choice.value = alone.points.index(others[0])
     assert state._state.settings == others[0].settings

@@ -175,8 +175,8 @@ class SearchState(traitlets.HasTraits):
                 return
             self.found = outcome
             if self.alone:
-                count = len(outcome.points) - 1
-                self.notice = f"{count} settings predicted, each alone. Choose one, or click a point, to take it."
+                predicted = f"{len(outcome.points)} settings predicted: '{outcome.base}', and each change to it alone"
+                self.notice = f"{predicted}. Choose one, or click a point, to take it."
                 return
             count = len(outcome.cheapest)
             fit = "none of them fits"
