@@ -34,6 +34,7 @@ from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import check_whole_number
+from memlab.quiet_import import imported
 from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
 
@@ -78,7 +79,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     with ExitStack() as claims:
         claims.enter_context(claimed_folder(arguments.out and rank_folder(arguments.out)))
         workload["allocator"] = start_with(workload["allocator"])
-        from memlab import Lab  # noqa: F401  # first, because it imports torch without collections of garbage
+        imported("memlab.lab.lab")
         from memlab.backends import find_backend
 
         with stdout_reserved_for_result():
@@ -131,7 +132,7 @@ def _measure_ranks(
     workload: dict[str, Any], settings: MemorySettings, arguments: argparse.Namespace, claimed: ExitStack
 ) -> int:
     with claimed, stdout_reserved_for_result():
-        from memlab import Lab
+        from memlab.lab.lab import Lab
         from memlab.ranks.group import RankFailed
         from memlab.ranks.ranks import Ranks
 
@@ -157,7 +158,7 @@ def _measure(
     workload: dict[str, Any], settings: MemorySettings, arguments: argparse.Namespace, claimed: ExitStack
 ) -> int:
     with claimed, abort_job_on_error(), stdout_reserved_for_result():
-        from memlab import Lab
+        from memlab.lab.lab import Lab
 
         # Inside as well: closing the lab of a rank that failed would wait for the others.
         with Lab(**workload, backend=arguments.backend) as lab, abort_job_on_error():
