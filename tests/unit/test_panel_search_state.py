@@ -199,11 +199,12 @@ def test_the_room_that_is_proposed_lies_just_under_the_shown_run(state: SearchSt
 
 def test_the_search_names_what_it_keeps_of_the_controls(state: SearchState) -> None:
     view, controls = SearchView(state), state._state
-    assert "<b>A search keeps from the controls:</b> 1 x 64 tokens." in view.what.value
-    controls.edit(offload_optimizer_except_update=True, recompute_granularity="full")
+    takes = "<b>A search takes this from the controls and does not change it:</b>"
+    assert f"{takes} 1 sequence of 64 tokens in a micro-batch." in view.what.value
+    controls.edit(offload_optimizer_except_update=True, recompute_granularity="full", micro_batch_size=2)
     controls.edit_state(grad_reduce_in_bf16=True)
-    kept = "optimizer on host except update, 1 x 64 tokens, grad_reduce_in_bf16"
-    assert f"<b>A search keeps from the controls:</b> {kept}." in view.what.value
+    kept = "2 sequences of 64 tokens in a micro-batch; optimizer on host except update; grad_reduce_in_bf16"
+    assert f"{takes} {kept}." in view.what.value
     controls.edit(offload_optimizer=1)
     assert "offload_optimizer is 1, must be True or False" in view.what.value
 

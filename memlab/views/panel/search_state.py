@@ -89,15 +89,16 @@ class SearchState(traitlets.HasTraits):
 
     @property
     def kept(self) -> str:
-        """What a search takes from the controls, in words."""
+        """What a search takes from the controls and does not change, in words."""
         form = self._state.form
         try:
-            settings = "" if self.base == MemorySettings() else f"{self.base}, "
-            state = TrainingState(**form.state_values)
+            base, state = self.base, TrainingState(**form.state_values)
         except ValueError as error:
             return f"{error}"
-        trained = f", {state}" if state.changed() else ""
-        return f"{settings}{form.micro_batch_size} x {form.seq_length} tokens{trained}"
+        sequences = "1 sequence" if form.micro_batch_size == 1 else f"{form.micro_batch_size} sequences"
+        settings = [] if base == MemorySettings() else [f"{base}"]
+        trained = [f"{state}"] if state.changed() else []
+        return "; ".join([f"{sequences} of {form.seq_length} tokens in a micro-batch", *settings, *trained])
 
     def start(self, *, alone: bool = False) -> None:
         """Starts a search from the form's workload, or says in `notice` why not.

@@ -44,9 +44,10 @@ class SearchView:
         self.choice.style.description_width = "initial"
         self.choice.tooltip = "Puts the chosen settings into the controls, as a click on the chart does"
         self._predicts = (
-            "allocated bytes on this CPU, as in the runs: a GPU needs more, for workspaces and its allocator's blocks"
+            "the bytes that a step allocates on this CPU, as in the runs. A GPU also needs memory for workspaces and "
+            "for its allocator's blocks."
             if on_cpu
-            else "a GPU's bytes: workspaces and the allocator's blocks included"
+            else "the bytes that a step needs on a GPU, with workspaces and the allocator's blocks."
         )
         self.what = ipywidgets.HTML()
         self.answer = ipywidgets.HTML()
@@ -99,12 +100,13 @@ class SearchView:
         suggested = f" The suggested limit is {source}; you can enter another one." if source else ""
         kept = html.escape(self.state.kept, quote=False)
         which = "A search" if self.state.found is None else "Another search"
+        takes = "takes this from the controls and does not change it:"
         self.what.value = (
-            f"<b>{which} keeps from the controls:</b> {kept}.{suggested} <b>Each setting alone</b> predicts one change "
+            f"<b>{which} {takes}</b> {kept}.{suggested} <b>Each setting alone</b> predicts one change "
             "at a time, and lists the changes by how much they save. <b>Combinations</b> predicts many recompute and "
             "offload settings together, and lists those that no other beats in peak, recomputed FLOPs and bytes copied "
-            f"to the host. Both predict {self._predicts}, in another process: this lab stays usable. They take from "
-            "seconds to a few minutes."
+            f"to the host. Both predict {self._predicts} A search takes between a few seconds and a few minutes. "
+            "Meanwhile you can use this lab: the search is another process."
         )
 
     def _show_found(self) -> None:
