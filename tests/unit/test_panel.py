@@ -262,6 +262,8 @@ def test_a_refusal_stands_beside_its_control_in_the_rules_words(
     assert html.escape(shown.state.validation_error, quote=False) in shown.run_bar.status.value
     assert shown.run_bar.run.disabled
     assert html.escape(shown.state.validation_error, quote=False) in shown.run_bar.verdict.value
+    tooltip = f'title="not possible: {html.escape(shown.state.validation_error)}"'
+    assert tooltip in shown.run_bar.verdict.value, "the place of the message has three lines only"
 
     shown.state.form = shown.state.form.of(MemorySettings(), shown.state.scenario)
     assert not errors(shown)

@@ -119,12 +119,14 @@ def test_refused_form_shows_exactly_the_rules_text_and_runs_nothing(changes: dic
         refused()
 
     assert (state.settings, state.validation_error) == (None, str(rule.value))
+    assert state.notice == "", "nothing is ready while Run is disabled"
     assert state.run() is None
     assert state.notice == f"Not started: {rule.value}"
     assert lab.submitted == []
 
     state.form = SettingsForm.of(MemorySettings(), lab.scenario)
     assert (state.settings, state.validation_error) == (MemorySettings(), "")
+    assert state.notice == "Ready: change a setting, then press Run."
 
 
 @pytest.mark.parametrize("architecture", ["qwen3-moe-tiny", "phi-4-tiny"])

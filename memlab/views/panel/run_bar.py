@@ -76,8 +76,11 @@ class RunBar:
     def _show_verdict(self) -> None:
         self.predicts.value = self._what_if.is_on
         words = html.escape(self._what_if.words, quote=False)
-        self.verdict.value = f'<div role="status">{f"<b>Controls:</b> {words}" if words else ""}</div>'
-        self.run.disabled = self._state.settings is None
+        is_refused = self._state.settings is None
+        # A refusal ends with what to do, which a place of three lines may not show: the tooltip has all of it.
+        tooltip = f' title="{html.escape(self._what_if.words)}"' if is_refused else ""
+        self.verdict.value = f'<div role="status"{tooltip}>{f"<b>Controls:</b> {words}" if words else ""}</div>'
+        self.run.disabled = is_refused
 
     def _show_notice(self) -> None:
         self.status.value = f'<div role="status">{html.escape(self._state.notice, quote=False)}</div>'

@@ -159,8 +159,8 @@ class LabState(traitlets.HasTraits):
             error_text = str(error)
         self.settings, self.validation_error = settings, error_text
         # By a rule that the form may no longer break; and of what was taken, the controls show something else now.
-        if self.notice.startswith((_NOT_STARTED, _TAKEN)):
-            self.notice = _READY
+        if self.notice in ("", _READY) or self.notice.startswith((_NOT_STARTED, _TAKEN)):
+            self.notice = "" if settings is None else _READY
 
     @property
     def rebuilds(self) -> Rebuilt:
