@@ -307,14 +307,18 @@ def main() -> None:
     measuring = actions.add_parser("measure", help="bisect on GPUs")
     for action, what in ((expecting, "limits in bytes, by case"), (measuring, "a line for each case is appended")):
         action.add_argument("--out", type=Path, required=True, help=what)
-        action.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), help="names of cases")
+        action.add_argument(
+            "--only", nargs="+", choices=list(CASES), default=list(CASES), metavar="CASE", help="names of cases"
+        )
     measuring.add_argument("--expected", type=Path, help="what expect wrote")
     measuring.add_argument("--jobs", type=int, default=8, help="cases at the same time (default 8)")
     measuring.add_argument("--leave", type=int, default=0, help="GiB of each GPU for other programs (default 0)")
     actions.add_parser("predict", help="predict what was measured").add_argument("measured", type=Path)
     on_device = actions.add_parser("device", help="try measured limits of one rank on a GPU that has no more memory")
     on_device.add_argument("measured", type=Path)
-    on_device.add_argument("--only", nargs="+", choices=list(CASES), required=True, help="names of cases")
+    on_device.add_argument(
+        "--only", nargs="+", choices=list(CASES), required=True, metavar="CASE", help="names of cases"
+    )
     trying = actions.add_parser("try", help="one try of `measure`")
     trying.add_argument("name", choices=list(CASES))
     trying.add_argument("limit_bytes", type=int, help="what torch may reserve; 0 is no limit")
