@@ -160,7 +160,7 @@ def on_device() -> Iterator[None]:
 
 @contextmanager
 def _many_recompiles() -> Iterator[None]:
-    from torch._dynamo.config import _config  # type: ignore[attr-defined]  # made when the module is imported
+    from torch._dynamo.config import _config  # made when the module is imported
 
     # The defaults: a value that is assigned holds on one thread only (torch 2.13), and autograd's compiles too.
     limits = {"recompile_limit": _MOST_RECOMPILES, "accumulated_recompile_limit": 64 * _MOST_RECOMPILES}
