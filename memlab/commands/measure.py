@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backend",
         default="auto",
         metavar="NAME",
-        help=f"one of {', '.join(BACKENDS)} (default: auto, which takes a GPU if there is one, otherwise the CPU)",
+        help=f"one of {', '.join(BACKENDS)} (default: auto, which takes a GPU if there is one, otherwise the CPU); "
+        "simulated predicts the step instead of measuring it",
     )
     parser.add_argument(
         "--ranks",

@@ -99,8 +99,8 @@ _SWITCHES = {
     "overlap_grad_reduce": "reduce the gradients of a bucket while backward computes the next one",
     "overlap_param_gather": "gather the parameters of a bucket while forward computes with those of the previous one",
     "use_precision_aware_optimizer": (
-        "let Transformer Engine's Adam hold the main parameters; the flags for their type and for the types of main "
-        "gradients and moments need it"
+        "let Transformer Engine's Adam hold the main parameters; --main-params-dtype, --main-grads-dtype, "
+        "--exp-avg-dtype and --exp-avg-sq-dtype need this flag"
     ),
     "optimizer_cpu_offload": "keep main parameters and moments on the host, and update them on the CPU",
     "overlap_cpu_optimizer_d2h_h2d": "with --optimizer-cpu-offload: transfer some tensors while the CPU updates others",
@@ -111,8 +111,9 @@ _SWITCHES = {
 }
 _CHOICE_HELP = {
     "main_grads_dtype": (
-        "type of the gradients that the optimizer reads; changes no bytes, because Megatron-Core ignores it: the type "
-        "is fp32, or with --use-precision-aware-optimizer the one in which gradients are reduced (default fp32)"
+        "type of the gradients that the optimizer reads (default fp32); Megatron-Core ignores it, so no bytes "
+        "change: the actual type is fp32, or, with --use-precision-aware-optimizer, the type in which gradients are "
+        "reduced"
     ),
     "main_params_dtype": "type of the main parameters (default fp32)",
     "exp_avg_dtype": "type of Adam's first moment (default fp32)",
@@ -286,8 +287,8 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-replay",
         dest="replay",
         action="store_false",
-        help="run every layer and every micro-batch, even if it is known to repeat an earlier one; this takes longer, "
-        "and changes the peak at most by the ends of blocks that torch does not split off (up to 1 MiB each)",
+        help="run every layer and every micro-batch, even if it is known to repeat an earlier one; this takes longer "
+        "and predicts the same bytes",
     )
     group = parser.add_argument_group("job")
     group.add_argument(
