@@ -8,7 +8,7 @@ from memlab.analysis.accuracy import FIGURES, Errors, Pair
 from memlab.analysis.limits import Limit
 from memlab.fitting.measured_margin import measured_margin
 from memlab.units import GIB
-from memlab.views.text.results import hardware_of
+from memlab.views.text.results import measured_on
 
 _HEAD = """
 ## How accurate predictions are
@@ -39,14 +39,8 @@ def accuracy_page(pairs: Sequence[Pair], hardware: str = "") -> str:
 
 
 def _versions(pairs: Sequence[Pair], hardware: str) -> str:
-    seen = set()
-    for pair in pairs:
-        record = pair.measured
-        versions = ", ".join(f"{package} {version}" for package, version in record.versions.items())
-        seen.add(f"{record.backend}, {hardware_of(record, hardware)} ({versions})")
-    predicted = pairs[0].predicted.versions
-    here = ", ".join(f"{package} {version}" for package, version in predicted.items())
-    return f"Measured on {'; '.join(sorted(seen))}. Predicted with {here}."
+    predicted = ", ".join(f"{package} {version}" for package, version in pairs[0].predicted.versions.items())
+    return f"{measured_on((pair.measured for pair in pairs), hardware)} Predicted with {predicted}."
 
 
 def _summary(pairs: Sequence[Pair]) -> list[str]:
@@ -124,7 +118,5 @@ def limits_page(limits: Sequence[tuple[Limit, Limit]]) -> str:
 
 
 def _hardware(limits: Sequence[tuple[Limit, Limit]]) -> str:
-    measured, predicted = limits[0]
-    seen = sorted({", ".join(f"{name} {value}" for name, value in one.hardware.items()) for one, _ in limits})
-    versions = [", ".join(f"{name} {value}" for name, value in one.versions.items()) for one in (measured, predicted)]
-    return f"Measured on {'; '.join(seen)} ({versions[0]}). Predicted with {versions[1]}."
+    predicted = ", ".join(f"{name} {value}" for name, value in limits[0][1].versions.items())
+    return f"{measured_on(measured for measured, _ in limits)} Predicted with {predicted}."

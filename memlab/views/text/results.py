@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from memlab.analysis.limits import Limit
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -102,7 +103,7 @@ def results_page(results: Iterable[Result], hardware: str = "") -> str:
         )
         if plain is None:
             raise ValueError(f"{name} has no result without settings, must have one to compare with: measure it")
-        lines += [f"## {name}", _measured_on([result.record for result in group], hardware) + _repeats(group), ""]
+        lines += [f"## {name}", measured_on([result.record for result in group], hardware) + _repeats(group), ""]
         settings = [result for result in group if result.record.scenario.state == TrainingState()]
         states = [result for result in group if result not in settings]
         if len(settings) > 1 or not states:
@@ -126,9 +127,9 @@ it by hand.
 - **residual**: bytes still allocated after the step, without parameters, gradients, optimizer state and workspace.
 - **reserved**: the most device memory that torch's allocator held during the step.
 - **step**: the time of the whole step, with the meter on. **spread**: the interquartile range of the step times,
-  divided by their median. If the host is slower than the GPU, the step times vary. So with a large spread, the times
-  say little. **time ratio**: the step time divided by the step time without settings. A row has no times if other
-  programs used the GPU or the host while it was measured.
+  divided by their median. Step times vary if the CPU launches kernels more slowly than the GPU runs them. If the
+  spread is large, do not rely on the times. **time ratio**: the step time divided by the step time without settings.
+  A row has no times if other programs used the GPU or the host while it was measured.
 
 Tables of training states have some columns of their own:
 
@@ -141,25 +142,31 @@ Tables of training states have some columns of their own:
 """
 
 
-def hardware_of(record: StepRecord, given: str = "") -> str:
-    """Returns what a step ran on: what its record says, or else what the caller knows of it."""
-    recorded = ", ".join(f"{name} {value}" for name, value in record.hardware.items())
-    return recorded or given or "hardware not recorded"
+def measured_on(steps: Iterable[StepRecord | Limit], hardware: str = "") -> str:
+    """Returns a sentence with what steps ran on, each part once, with all the values that it had.
 
-
-def _measured_on(records: Sequence[StepRecord], hardware: str) -> str:
-    places = []
-    for record in records:
-        versions = ", ".join(f"{package} {version}" for package, version in record.versions.items())
-        places.append(f"{record.backend}, {hardware_of(record, hardware)}, with {versions}")
-    return f"Measured on {'; '.join(dict.fromkeys(places))}."
+    Args:
+        steps: What was measured, with its hardware and versions.
+        hardware: What the steps ran on, for those that do not say it.
+    """
+    parts: dict[str, set[str]] = {}
+    steps = list(steps)
+    for environment in [step.hardware or {"GPU": hardware or "not recorded"} for step in steps] + [
+        step.versions for step in steps
+    ]:
+        for name, value in environment.items():
+            parts.setdefault(name, set()).add(value)
+    return "Measured on " + "; ".join(f"{name} {' or '.join(sorted(values))}" for name, values in parts.items()) + "."
 
 
 def _repeats(results: Sequence[Result]) -> str:
     counts = sorted({len(result.seconds) for result in results if result.seconds})
     if not counts:
         return ""
-    return f" Median of {counts[0]} steps." if len(counts) == 1 else f" Median of {counts[0]} to {counts[-1]} steps."
+    if counts == [1]:
+        return " Each time is that of one step."
+    number = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f" Each time is the median of {number} steps."
 
 
 def _is_time(value: object) -> bool:
