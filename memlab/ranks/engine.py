@@ -149,7 +149,8 @@ def start(owner: str, served: str, variables: dict[str, str]) -> None:
         if _own.serves == (served, variables):
             _own.heard = time.monotonic()
             return
-        _own.end()  # it is another rank on this host, on another GPU, or it serves another object
+    if _own is not None:
+        _own.end()  # it has ended, or is another rank on this host, on another GPU, or serves another object
     _own = _RankProcess(owner, served, variables)
 
 

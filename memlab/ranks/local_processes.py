@@ -12,7 +12,6 @@ import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 
 from memlab.ranks.process_log import ProcessLog
 from memlab.ranks.rank_process import serve
@@ -36,7 +35,7 @@ class LocalProcess:
         """
         context = multiprocessing.get_context("forkserver")
         self._connection, other_end = context.Pipe()
-        arguments = other_end, served, variables, self._log.file.name
+        arguments = other_end, served, variables, self._log
         self._process = context.Process(target=_run, args=arguments, daemon=True)
         self._process.start()
         other_end.close()
@@ -92,11 +91,11 @@ class LocalProcesses:
             one.end()
 
 
-def _run(connection: Connection, served: str, variables: dict[str, str], log: str) -> None:
+def _run(connection: Connection, served: str, variables: dict[str, str], log: int) -> None:
     """Serves in a forked process. Ctrl-C reaches it too, but the process that started it decides what then happens."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with Path(log).open("ab", buffering=0) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
     os.environ.update(variables)
     serve(connection, served)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
+from multiprocessing.reduction import DupFd
+from typing import Any
 
 _MOST_BYTES = 2**20
 _KEPT_BYTES = 4000
@@ -12,15 +14,19 @@ _LINES = 5
 
 
 class ProcessLog:
-    """A temporary file to which a process appends its output, which is removed with this object.
+    """A temporary file to which a process appends its output.
 
-    Who opens it by its name has to append (``O_APPEND``): the process then goes on at the new end after `shorten`.
+    It has no name, so nothing stays on the disk, also if this process is killed. `multiprocessing` passes it to a
+    process that it starts as the number of an open file.
     """
 
     def __init__(self) -> None:
-        self.file = tempfile.NamedTemporaryFile(prefix="memlab-process-")  # noqa: SIM115  # lives as long as this
-        # `tempfile` leaves out this flag, which a process that inherits the file needs too.
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as this
+        # For this process and the one that gets the file: that one goes on at the new end after `shorten`.
         fcntl.fcntl(self.file.fileno(), fcntl.F_SETFL, os.O_APPEND)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _number_of, (DupFd(self.file.fileno()),)
 
     def shorten(self) -> None:
         """Drops all but the last lines of a file that has become long: a job may run for days."""
@@ -49,3 +55,9 @@ class ProcessLog:
     def _tail(self) -> bytes:
         number = self.file.fileno()
         return os.pread(number, _KEPT_BYTES, max(0, os.fstat(number).st_size - _KEPT_BYTES))
+
+
+def _number_of(file: Any) -> int:
+    """Returns the number of a file that `multiprocessing` has passed to this process."""
+    number: int = file.detach()
+    return number
