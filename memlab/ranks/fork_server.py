@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from memlab.ranks.engine import own_code
-from memlab.ranks.forked_process import ACCEPT_SECONDS, NUMBER
+from memlab.ranks.forked_process import ACCEPT_SECONDS, NOT_FORKED, NUMBER
 from memlab.ranks.rank_process import ALIVE_SECONDS, serve, whereabouts
 
 _LOOK_SECONDS = 0.02
@@ -48,6 +48,8 @@ class _Request:
     connection: Connection
     output: int
     served: str
+    folder: str
+    """Its working directory, the engine's own: another one than that of the fork server if that is older."""
     variables: dict[str, str]
 
     @classmethod
@@ -55,8 +57,9 @@ class _Request:
         engine.settimeout(ACCEPT_SECONDS)
         length, files, _, _ = socket.recv_fds(engine, NUMBER.size, 2, socket.MSG_WAITALL)
         connection, output = files
-        served, variables = json.loads(engine.recv(NUMBER.unpack(length)[0], socket.MSG_WAITALL))
-        return cls(engine, Connection(connection), output, served, variables)
+        with engine.makefile("rb") as stream:  # one `recv` would return a part of a large environment
+            served, folder, variables = json.loads(stream.read(NUMBER.unpack(length)[0]))
+        return cls(engine, Connection(connection), output, served, folder, variables)
 
     def close(self) -> None:
         self.connection.close()
@@ -135,7 +138,15 @@ class _ForkServer:
                     request.connection.send_bytes(message)
 
     def _fork(self, request: _Request) -> None:
-        number = os.fork()
+        try:
+            number = os.fork()
+        except OSError as error:  # too many processes, or too little memory, which is no reason to end those that run
+            with suppress(OSError):  # the disk is full, or the engine has ended
+                os.write(request.output, f"no process could be forked: {error}\n".encode())
+                request.engine.sendall(NUMBER.pack(NOT_FORKED))
+            request.close()
+            request.engine.close()
+            return
         if not number:
             self._become(request)
         request.close()
@@ -173,6 +184,7 @@ class _ForkServer:
             os.dup2(request.output, 2)
             os.environ.clear()
             os.environ.update(request.variables)
+            os.chdir(request.folder)
             serve(request.connection, request.served)
         except BaseException:  # noqa: BLE001  # as at the end of any process
             traceback.print_exc()

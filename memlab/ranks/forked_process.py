@@ -9,6 +9,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 ADDRESS_VARIABLE = "MEMLAB_FORK_SERVER"
 """Names the fork server's socket to the engines of a local cluster."""
@@ -16,6 +17,8 @@ ACCEPT_SECONDS = 3.0
 """The fork server accepts a request at once, even while it imports."""
 NUMBER = struct.Struct("!q")
 """A number as both send it: the length of the request, then the process's number, and at its end its exit code."""
+NOT_FORKED = 0
+"""In place of the number of a process that could not be forked; its output says why."""
 
 
 class ForkedProcess:
@@ -38,7 +41,7 @@ class ForkedProcess:
         self._reading = threading.Lock()
         self._server = socket.socket(socket.AF_UNIX)
         try:
-            self._ask(address, json.dumps([served, variables]).encode(), files)
+            self._ask(address, json.dumps([served, str(Path.cwd()), variables]).encode(), files)
         except BaseException:
             self._server.close()
             raise
@@ -68,18 +71,28 @@ class ForkedProcess:
         """Ends the process, which ends with the connection to the fork server."""
         with suppress(OSError):  # the fork server has ended, and the process with it
             self._server.shutdown(socket.SHUT_WR)
-        if self.poll() is None and self.pid is None:
-            self._code = -signal.SIGKILL  # nobody waits for an import before a process that then ends at once
+        self.poll()
+        with self._reading:
+            if self._code is None and self.pid is None:
+                self._end(-signal.SIGKILL)  # nobody waits for an import before a process that then ends at once
 
     def _read(self, flags: int) -> None:
         with self._reading:
             try:
                 if self.pid is None and self._code is None:
-                    self.pid = self._number(flags)
+                    number = self._number(flags)
+                    if number == NOT_FORKED:
+                        self._end(1)
+                    else:
+                        self.pid = number
                 if self._code is None:
-                    self._code = self._number(flags)
+                    self._end(self._number(flags))
             except EOFError:  # the fork server has ended, so Linux has killed the process
-                self._code = -signal.SIGKILL
+                self._end(-signal.SIGKILL)
+
+    def _end(self, code: int) -> None:
+        self._code = code
+        self._server.close()
 
     def _number(self, flags: int) -> int:
         packed = self._server.recv(NUMBER.size, flags)

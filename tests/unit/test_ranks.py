@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -10,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +30,10 @@ from memlab.lab.job_session import JobSession
 from memlab.lab.rank import Rank
 from memlab.lab.stepper import ModelLost
 from memlab.ranks import engine, group, messages
+from memlab.ranks.fork_server import _ForkServer
+from memlab.ranks.forked_process import ADDRESS_VARIABLE
 from memlab.ranks.group import RankFailed, RankGroup
+from memlab.ranks.process_log import ProcessLog
 from memlab.ranks.ranks import NO_ENGINE, Engine, _lacks_memory, _require_equal_versions, why_lost
 
 from .served import number_of_process, use_fork_server, without_memory
@@ -169,6 +174,68 @@ def test_processes_end_with_the_fork_server_and_engines_start_the_next_ones_them
         assert RankGroup(ranks, 1, SERVED).call("answer", [(1,)])[0][1] == 1
         parent = process_of(ranks, 0).parent()
         assert parent is not None and parent.pid == ranks.engines[0].pid
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")
+def test_a_forked_process_has_the_folder_of_its_engine_whatever_the_size_of_its_environment(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert ranks._local is not None
+    monkeypatch.setenv(ADDRESS_VARIABLE, f"{ranks._local.folder}/fork-server")
+    monkeypatch.chdir(tmp_path)
+    engine.start("a notebook", SERVED, {f"LARGE_{number}": "x" * 2**16 for number in range(6)})
+    engine.send("a notebook", messages.request(1, "answer", (1,)))
+    ended, answered = "", False
+    while not ended and not answered:
+        received, ended = engine.receive("a notebook", 10.0)
+        answered = any(kind == "answer" for kind, _ in messages.read(received, 1, "here"))
+    process = psutil.Process(number_of_process())
+    parent = process.parent()
+    assert parent is not None and "memlab.ranks.fork_server" in parent.cmdline()
+    assert process.cwd() == str(tmp_path)
+    engine.end("a notebook")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")
+def test_a_fork_server_that_cannot_fork_says_why_and_serves_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse() -> int:
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    reading, writing = os.pipe()
+    monkeypatch.setattr(sys, "stdin", os.fdopen(reading))
+    monkeypatch.setenv(ADDRESS_VARIABLE, str(tmp_path / "socket"))
+    server = _ForkServer(str(tmp_path / "socket"))
+    server._imported.add(SERVED.partition(":")[0])
+
+    def serve() -> None:
+        with suppress(SystemExit):
+            server.run()
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    for _ in range(2):
+        engine.start("a notebook", SERVED, {})
+        ended = ""
+        while not ended and serving.is_alive():
+            _, ended = engine.receive("a notebook", 10.0)
+        assert ended.startswith("ended with code 1; it printed last: no process could be forked: ")
+        assert ended.endswith("no more processes")
+    engine.end("a notebook")
+    os.close(writing)
+    serving.join(10)
+    assert not serving.is_alive(), "it ends with its standard input"
+    server._listening.close()
+    server._selector.close()
+
+
+def test_the_output_of_a_process_leaves_no_file_on_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    log = ProcessLog()
+    os.write(log.file.fileno(), b"the last words")
+    assert log.last_words(0).endswith("the last words")
+    assert not list(tmp_path.iterdir()), "whoever has it open may be killed"
+    log.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the memory of a process cannot be limited")
