@@ -28,6 +28,7 @@ from memlab.commands.shared.step_flags import (
     ranks_of,
 )
 from memlab.commands.shared.step_progress import ProgressLines
+from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.layout import Layout
 from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
@@ -293,7 +294,7 @@ def _verdict(found: _Predicted, fit: Fit) -> list[str]:
         name = "each rank "
     if found.is_interrupted and not fit.alternatives:
         return [f"{name}{fit}"]  # what would fit was not tried to the end
-    return [f"{name}{fit}", *_alternatives(fit)]
+    return [f"{name}{fit}", *_alternatives(fit, found.judged.scenario.allocator)]
 
 
 def other_ranks_line(layout: Layout) -> str:
@@ -301,12 +302,13 @@ def other_ranks_line(layout: Layout) -> str:
     return f"this is rank {layout.rank} of {layout.world_size}: other ranks need more or less (predict --rank all)"
 
 
-def _alternatives(fit: Fit) -> list[str]:
+def _alternatives(fit: Fit, own: AllocatorSettings) -> list[str]:
     if fit.fits:
         return []
     if not fit.fits_with_expandable_segments:
         return _alternative_settings(fit)
-    expandable = "it fits with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (here: --expandable-segments)"
+    options = replace(own, expandable_segments=True)
+    expandable = f"it fits with PYTORCH_CUDA_ALLOC_CONF={options} (here: --expandable-segments)"
     return [expandable, *(_alternative_settings(fit) if fit.alternatives else [])]
 
 
