@@ -457,6 +457,8 @@ def test_the_command_ranks_each_setting_alone(capfd: pytest.CaptureFixture[str])
     room[0] = f"--gpu-memory={OUTSIDE_BYTES + MIB}B"
     assert main(["search", *TINY, *room]) == 1
     assert capfd.readouterr().out.startswith("no setting alone fits: search combinations, without --alone")
+    assert main(["search", *TINY, *room, "--max-steps", "2"]) == 1
+    assert capfd.readouterr().out.startswith("nothing that was tried fits: let it take more steps, or search ")
 
 
 def test_where_nothing_fits_it_says_what_is_missing_and_exits_with_1(capfd: pytest.CaptureFixture[str]) -> None:

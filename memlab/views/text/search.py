@@ -28,8 +28,10 @@ def search_table(found: SearchResult) -> str:
 
 def alone_table(found: SearchResult) -> str:
     """Writes a search that predicts each setting alone: the answer, what was searched, a row for each setting."""
-    answer = found.verdict if found.cheapest else "no setting alone fits: search combinations, without --alone"
-    return as_text([[answer], _searched(found), *alone_blocks(found)])
+    nothing_fits = "no setting alone fits: search combinations, without --alone"
+    if found.num_left:
+        nothing_fits = "nothing that was tried fits: let it take more steps, or search combinations, without --alone"
+    return as_text([[found.verdict if found.cheapest else nothing_fits], _searched(found), *alone_blocks(found)])
 
 
 def search_blocks(found: SearchResult) -> list[Block]:
