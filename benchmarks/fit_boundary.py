@@ -316,8 +316,9 @@ def main() -> None:
     actions.add_parser("predict", help="predict what was measured").add_argument("measured", type=Path)
     on_device = actions.add_parser("device", help="try measured limits of one rank on a GPU that has no more memory")
     on_device.add_argument("measured", type=Path)
+    of_one_rank = [name for name in CASES if scenario_of(name).layout.world_size == 1]
     on_device.add_argument(
-        "--only", nargs="+", choices=list(CASES), required=True, metavar="CASE", help="names of cases"
+        "--only", nargs="+", choices=of_one_rank, required=True, metavar="CASE", help="names of cases"
     )
     trying = actions.add_parser("try", help="one try of `measure`")
     trying.add_argument("name", choices=list(CASES))
