@@ -23,6 +23,8 @@ from memlab.config.settings import (
 )
 from memlab.config.training_state import TrainingState
 
+_DEFAULT = MemorySettings()
+
 
 def checkpoints_moe_layers(settings: MemorySettings, architecture: Architecture) -> bool:
     """Whether MoE layers are recomputed as a whole; their checkpoints then keep input and gradient alive."""
@@ -83,13 +85,17 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
 
 
 def _check_megatron(settings: MemorySettings) -> None:
-    for name in SINCE_MEGATRON_0_19:
-        if name in settings.changed() and _megatron_version() < (0, 19):
+    for name in _given_since_megatron_0_19(settings):
+        if _megatron_version() < (0, 19):
             installed = ".".join(str(part) for part in _megatron_version())
             raise ValueError(
                 f"{name} is {getattr(settings, name)}, but the installed megatron-core {installed} does not have it, "
                 "0.19 does: leave it out, or install megatron-core 0.19"
             )
+
+
+def _given_since_megatron_0_19(settings: MemorySettings) -> list[str]:
+    return [name for name in SINCE_MEGATRON_0_19 if getattr(settings, name) != getattr(_DEFAULT, name)]
 
 
 @cache
@@ -112,13 +118,10 @@ def without_effect(settings: MemorySettings, architecture: Architecture) -> dict
     reasons: dict[str, str] = {}
     fused_attention_norm = "the norm before attention is fused into linear_qkv: there is no norm module to offload"
     fused_mlp_norm = "the norm before the dense MLP is fused into linear_fc1: there is no norm module"
-    if (
-        settings.offload_modules is None
-        and settings.min_offloaded_tensor_size != MemorySettings().min_offloaded_tensor_size
-    ):
+    if settings.offload_modules is None and settings.min_offloaded_tensor_size != _DEFAULT.min_offloaded_tensor_size:
         reasons["min_offloaded_tensor_size"] = "no offload_modules are named, so no tensor is compared with it"
     if settings.offload_modules is None:
-        idle = [name for name in SINCE_MEGATRON_0_19 if name in settings.changed()]
+        idle = _given_since_megatron_0_19(settings)
         reasons |= dict.fromkeys(idle, "no offload_modules are named, so nothing is transferred")
     if settings.offload_optimizer and settings.offload_optimizer_except_update:
         reasons["offload_optimizer"] = "offload_optimizer_except_update already keeps the same state on the host"

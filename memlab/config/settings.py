@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from typing import Any, Literal
 
 from memlab.config.validation import check_number, check_whole_number, is_whole_number, shortened
@@ -187,12 +188,11 @@ class MemorySettings:
 
     def changed(self) -> dict[str, Any]:
         """Returns the fields that have to be given to make equal settings, in the order of the class."""
-        default = MemorySettings(offload_optimizer=self.offload_optimizer)
+        default = _default(self.offload_optimizer)
         return {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if getattr(self, field.name) != getattr(default, field.name)
-            or (field.name == "offload_optimizer" and self.offload_optimizer)
+            name: value
+            for name in self.__slots__
+            if (value := getattr(self, name)) != getattr(default, name) or (name == "offload_optimizer" and value)
         }
 
     def __str__(self) -> str:
@@ -213,6 +213,11 @@ class MemorySettings:
         if self.offload_optimizer_except_update:
             words.append("optimizer on host except update")
         return ", ".join(words) or "none"
+
+
+@cache
+def _default(offload_optimizer: bool) -> MemorySettings:
+    return MemorySettings(offload_optimizer=offload_optimizer)
 
 
 def validation_error(**fields: Any) -> str | None:

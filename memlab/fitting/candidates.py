@@ -70,8 +70,7 @@ def candidates(
         values += list(_blocks(settings, scenario, range(1, scenario.num_layers_of_chunk)))
     if depth is None:
         values += _BETWEEN_STEPS
-    found = (_allowed(settings, each, scenario) for each in values)
-    return list(dict.fromkeys([settings, *(candidate for candidate in found if candidate is not None)]))
+    return list(dict.fromkeys([settings, *_allowed(settings, values, scenario)]))
 
 
 def each_alone(settings: MemorySettings, scenario: Scenario) -> list[MemorySettings]:
@@ -81,8 +80,8 @@ def each_alone(settings: MemorySettings, scenario: Scenario) -> list[MemorySetti
         settings: What each candidate does at least.
         scenario: The model and its workload.
     """
-    between = (_allowed(settings, each, scenario) for each in _BETWEEN_STEPS)
-    return list(dict.fromkeys([*candidates(settings, scenario, depth=1), *(each for each in between if each)]))
+    between = _allowed(settings, _BETWEEN_STEPS, scenario)
+    return list(dict.fromkeys([*candidates(settings, scenario, depth=1), *between]))
 
 
 def added_offload(settings: MemorySettings, base: MemorySettings) -> tuple[str, ...]:
@@ -147,17 +146,21 @@ def _supersets(modules: Iterable[str] | None, choices: Iterable[str], depth: int
             yield have + list(names)
 
 
-def _allowed(base: MemorySettings, values: dict[str, Any], scenario: Scenario) -> MemorySettings | None:
-    """Returns the base with other values; None where a rule refuses it, or something more would be without effect."""
+def _allowed(base: MemorySettings, values: Iterable[dict[str, Any]], scenario: Scenario) -> Iterator[MemorySettings]:
+    """Yields the base with other values, where no rule refuses it and nothing more would be without effect."""
     model = scenario.architecture
-    try:
-        settings = replace(base, **values)
-        check_on_model(settings, scenario)
-    except ValueError:
-        return None
-    if not checkpoints_moe_layers(settings, model):
-        settings = replace(settings, checkpoint_input_remedy=None)
-    idle, idle_before = (
-        without_effect(each, model) | without_optimizer_on_device(each, scenario.state) for each in (settings, base)
-    )
-    return None if idle.keys() - idle_before.keys() else settings
+    idle_before = _without_effect(base, scenario).keys()
+    for each in values:
+        try:
+            settings = replace(base, **each)
+            check_on_model(settings, scenario)
+        except ValueError:
+            continue
+        if settings.checkpoint_input_remedy is not None and not checkpoints_moe_layers(settings, model):
+            settings = replace(settings, checkpoint_input_remedy=None)
+        if not _without_effect(settings, scenario).keys() - idle_before:
+            yield settings
+
+
+def _without_effect(settings: MemorySettings, scenario: Scenario) -> dict[str, str]:
+    return without_effect(settings, scenario.architecture) | without_optimizer_on_device(settings, scenario.state)
