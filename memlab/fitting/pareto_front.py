@@ -33,6 +33,8 @@ class Point:
     """The most that is on the host."""
     verdict: Verdict
     """Whether torch's allocator completes the step within the limit."""
+    peak_phase: str = ""
+    """Phase of the highest peak, of `memlab.vocabulary.PHASES`: what a setting frees in another one lowers no peak."""
 
     @property
     def fits(self) -> bool:
@@ -135,7 +137,8 @@ class SearchResult:
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Builds a result from what `to_dict` returned."""
         points = tuple(
-            Point(**{name: point[name] for name in Point.__slots__} | _settings(point)) for point in values["points"]
+            Point(**{name: point[name] for name in Point.__slots__ if name in point} | _settings(point))
+            for point in values["points"]
         )
         scenario, base = Scenario.from_dict(values["scenario"]), MemorySettings.from_dict(values["base"])
         ranks = tuple(values["ranks"])

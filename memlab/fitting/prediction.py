@@ -30,6 +30,8 @@ class Prediction:
     """Whether torch's allocator completes the step within the limit."""
     without_effect: frozenset[str]
     """Settings that Megatron accepted and that had no effect."""
+    peak_phase: str = ""
+    """Phase in which the allocated bytes peak, of `memlab.vocabulary.PHASES`."""
 
     @property
     def fits(self) -> bool:
@@ -55,6 +57,7 @@ class Prediction:
             host_bytes=record.host_bytes,
             verdict=judge(record, step, limit_bytes, on_cpu=on_cpu),
             without_effect=frozenset(record.without_effect),
+            peak_phase=record.peak_phase,
         )
 
 

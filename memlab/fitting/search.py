@@ -172,6 +172,7 @@ class _Frontier:
             transferred_bytes=max(rank.transferred_bytes for rank in ranks),
             host_bytes=max(rank.host_bytes for rank in ranks),
             verdict=worst.verdict,
+            peak_phase=max(ranks, key=lambda rank: rank.peak_allocated_bytes).peak_phase,
         )
         self._prune([point])
         return point

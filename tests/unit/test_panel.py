@@ -70,7 +70,10 @@ CONTROLS: list[tuple[list[Drive], dict[str, Any]]] = [
         if name not in ("attn_norm", "attn_proj")
     ),
     (
-        [("offload_modules:core_attn", True), ("offload_modules:attn_proj", True)],
+        [
+            ("min_offloaded_tensor_size", 1024**2),
+            *((f"offload_modules:{name}", True) for name in ("core_attn", "attn_proj")),
+        ],
         {"offload_modules": ["core_attn", "attn_proj"]},
     ),
     ([("offload_parameters", 1)], {"offload_parameters": True}),
@@ -303,7 +306,7 @@ def test_a_note_says_what_an_offload_transferred_in_the_shown_run_only(make_pane
         "offload_optimizer": ("4.0 KiB", "4.0 KiB copied to the host and back in run 1"),
     }
     assert notes(shown) == transferred
-    assert heads(shown) == {"Offload during the step": "run 1:", "Between steps": "run 1:"}
+    assert heads(shown) == {"Offload during the step": "run 1:", "On host between steps": "run 1:"}
     assert "ok; transferred to the host: core_attn 2.0 KiB, optimizer state 4.0 KiB" in shown.run_bar.status.value
 
     reason = "its largest saved tensor has 40960 elements"
@@ -316,6 +319,9 @@ def test_a_note_says_what_an_offload_transferred_in_the_shown_run_only(make_pane
     assert f"ok; without effect: core_attn, expert_fc1 ({reason})" in shown.run_bar.status.value
     receive(shown.runs.table, shown=1)
     assert notes(shown) == transferred
+    shown.state.edit(offload_gradients=True)
+    assert "offload_gradients" not in notes(shown), "the control no longer shows what the run set"
+    shown.state.edit(offload_gradients=None)
     assert "run 1 (none): ok; transferred" in shown.run_bar.status.value
     shown.state.lab.outcome = {"status": "out_of_memory", "message": "no", "offloaded_bytes_by_module": {"mlp": 1}}
     press(shown.run_bar.run)
@@ -442,7 +448,8 @@ def test_the_breakdown_groups_equal_layers_and_names_the_training_state() -> Non
     text = breakdown_html(timeline, num_events - 1, "device", is_peak=True)
     text = text.replace("<wbr>", "")
     cells = re.findall(r"<td>(?:<i[^>]*></i>)?([^<]*)</td><td>([^<]*)</td>", text.partition("by module")[2])
-    assert cells == [("parameters", "64 B"), ("mlp x\N{NO-BREAK SPACE}2", "16 B")]
+    assert cells == [("parameters", "64"), ("mlp x\N{NO-BREAK SPACE}2", "16")]
+    assert "by category (B)" in text, "a column has one unit, which its title names"
 
 
 def test_a_click_on_points_that_a_later_picture_has_replaced_asks_for_another(make_panel: Callable[..., Panel]) -> None:

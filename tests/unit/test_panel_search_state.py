@@ -17,6 +17,7 @@ from memlab.views.figures.search import CHOICE, search_figure
 from memlab.views.panel.panel import panel
 from memlab.views.panel.search_state import SearchState
 from memlab.views.panel.search_view import SearchView
+from memlab.views.panel.settings_form import LABELS
 from memlab.views.panel.state import LabState
 from memlab.views.text.columns import LINE_WIDTH, as_text
 from memlab.views.text.search import alone_blocks, search_table
@@ -197,6 +198,12 @@ def test_the_room_that_is_proposed_lies_just_under_the_shown_run(state: SearchSt
     assert beside.limit_source == "" and "The limit is" not in view.what.value
 
 
+def test_a_search_and_the_controls_call_what_is_on_the_host_alike() -> None:
+    for field in ("offload_parameters", "offload_gradients", "offload_optimizer", "offload_optimizer_except_update"):
+        name = f"{MemorySettings(**({'offload_gradients': False} | {field: True}))}"
+        assert set(LABELS[field].split()) | {"on", "host"} == set(name.split())
+
+
 def test_the_search_names_what_it_keeps_of_the_controls(state: SearchState) -> None:
     view, controls = SearchView(state), state._state
     takes = "<b>A search takes this from the controls and does not change it:</b>"
@@ -275,6 +282,8 @@ def test_each_setting_alone_is_listed_by_what_it_saves_and_comes_into_the_contro
     places = [text.index(f"\n{name}  ") for name in sorted(saved, key=lambda name: -saved[name])]
     assert places == sorted(places), "what saves most comes first"
     assert f"{max(saved.values()) / MIB:.2f}" in text
+    in_phases = replace(alone, points=tuple(replace(point, peak_phase="optimizer") for point in alone.points))
+    assert "peak in" not in text and "optimizer" in as_text(alone_blocks(in_phases)), "why it saves no more"
     assert "each setting alone" in view.answer.value
     counted = f"{len(alone.points)} settings predicted: 'none', and each change to it alone."
     assert state.notice.startswith(counted), "the count is that of the rows"

@@ -24,6 +24,7 @@ from memlab.config.model_restrictions import check_on_model, without_effect
 from memlab.config.routing import Routing, find_routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
+from memlab.fitting.candidates import each_alone
 from memlab.fitting.recompute_cost import recomputed_operations, recomputed_share
 from memlab.lab.lab import Lab
 from memlab.record.step_record import StepRecord
@@ -309,6 +310,7 @@ def test_pinned_run_is_what_the_others_are_held_against() -> None:
     share = recomputed_share(state.runs[1].settings, state.runs[1].scenario)
     assert second["recomputed"] == f"{operations / 1e6:,.2f} ({share:.1%})"
     assert second["step_time"] == "210.2", "a CPU's time is no cost, so it is not compared"
+    assert first["step_time"].endswith(" (first)"), "it takes longer than those that follow"
     assert columns(state.runs)["step_time"] == "step time on CPU (ms)"
     on_gpu = [replace(run, backend="cuda") for run in state.runs]
     assert rows(on_gpu, on_gpu[0])[1]["step_time"] == "210.2 (+100%)"
@@ -341,13 +343,11 @@ def test_a_preset_is_the_same_whatever_the_controls_had_before() -> None:
     state.edit(**workload)
     plain = state.form
     unread = {"recompute_method": "block", "recompute_num_layers": 2, "recompute_modules": ("moe",)}
-    state.edit(min_offloaded_tensor_size=0, offload_optimizer=True, **unread)
+    state.edit(min_offloaded_tensor_size=7, offload_optimizer=True, **unread)
     state.edit_state(grad_reduce_in_bf16=True)
     state.take("plain", PRESETS["plain"])
     assert state.form == plain and state.form.seq_length == 128
-    assert state.notice == (
-        "The controls show the preset 'plain'. 'smallest tensor (elements)' was 0 and is now 1048576."
-    )
+    assert state.notice == ("The controls show the preset 'plain'. 'smallest tensor (elements)' was 7 and is now 0.")
     state.edit(offload_optimizer=True)
     assert state.notice == "Ready: change a setting, then press Run.", "the controls no longer show it"
     lab, _ = lab_state()
@@ -359,10 +359,19 @@ def test_a_preset_is_the_same_whatever_the_controls_had_before() -> None:
 
 def test_settings_that_are_taken_say_that_they_change_the_smallest_tensor() -> None:
     _, state = lab_state()
-    state.take_settings(MemorySettings(offload_modules=["core_attn"], min_offloaded_tensor_size=0))
-    assert state.notice.endswith("'smallest tensor (elements)' was 1048576 and is now 0.")
+    state.take_settings(MemorySettings(offload_modules=["core_attn"]))
+    assert state.notice.endswith("'smallest tensor (elements)' was 0 and is now 1048576.")
     state.take_settings(FULL)
     assert state.notice == f"The controls show '{FULL}': press Run to take the step."
+
+
+def test_a_ticked_module_is_what_a_search_means_by_its_name() -> None:
+    lab, state = lab_state()
+    for settings in each_alone(lab.settings, lab.scenario):
+        if len(settings.offload_modules or ()) == 1:
+            state.take("plain", PRESETS["plain"])
+            state.toggle("offload_modules", settings.offload_modules[0], on=True)
+            assert state.settings == settings
 
 
 def test_peaks_that_are_written_alike_are_the_same() -> None:

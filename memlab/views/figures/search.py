@@ -201,9 +201,10 @@ def _kind(point: Point) -> str:
 
 
 def _hover(point: Point, share: float, together: Sequence[Point]) -> str:
+    phase = f" in {point.peak_phase}" if point.peak_phase else ""
     words = [
         html.escape(f"{point.settings}").replace(", ", "<br>"),
-        f"peak {format_bytes(point.peak_allocated_bytes)}{'' if point.fits else ', does not fit'}",
+        f"peak {format_bytes(point.peak_allocated_bytes)}{phase}{'' if point.fits else ', does not fit'}",
     ]
     if point.recomputed_operations:
         operations = f"{point.recomputed_operations / 1e6:,.3f} MFLOP per token"

@@ -13,6 +13,7 @@ from memlab.views.panel.state import LabState
 
 _NONE = "choose a preset"
 _PLAIN = "plain"
+_WHAT = "Settings and training state to begin with; what a search found is in this list, too"
 
 
 class PresetChoice:
@@ -28,7 +29,6 @@ class PresetChoice:
         self._is_following = False
         self._presets: dict[str, Preset] = {}
         self.choice = ipywidgets.Dropdown(description="preset", options=[_NONE])
-        self.choice.tooltip = "Settings and training state to begin with; what a search found is in this list, too"
         self.choice.style.description_width = "initial"
         self.choice.add_class("memlab-preset")
         self.choice.observe(self._chosen, names=["value"])
@@ -67,6 +67,8 @@ class PresetChoice:
         if self.choice.value not in names:
             self.choice.value = names[0] if names else _NONE
         self._is_following = False
+        # The list is too narrow for what a search found.
+        self.choice.tooltip = _WHAT if self.choice.value == _NONE else f"{self.choice.value}"
 
     def _chosen(self, change: Any) -> None:
         if not self._is_following and change["new"] in self._presets:

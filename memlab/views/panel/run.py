@@ -229,7 +229,9 @@ def _row(run: Run, base: StepRecord | None, unit_bytes: int) -> dict[str, str]:
     }
     is_timed = record.tokens_per_second > 0  # a prediction has no rate, and its seconds say nothing about a GPU
     if is_timed:
-        cells["step_time"] = f"{record.step_seconds * 1e3:,.1f}"
+        # What a process does for the first time takes longer, and more so on a CPU.
+        is_first = run.number == 1 and run.backend == "cpu"
+        cells["step_time"] = f"{record.step_seconds * 1e3:,.1f}{' (first)' if is_first else ''}"
     if base is None:
         return cells
     size = record.peak_allocated_bytes - base.peak_allocated_bytes

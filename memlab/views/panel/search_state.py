@@ -131,7 +131,7 @@ class SearchState(traitlets.HasTraits):
                 return
             only = f" (only rank {scenario.layout.rank})" if scenario.layout.world_size > 1 else ""
             self.alone = alone
-            self.busy, self.notice = True, f"Searching: {scenario}{only}"
+            self.busy, self.notice = True, f"Searching: {scenario}{only}. The first prediction takes some seconds."
 
     def _of_worst_rank(self, scenario: Scenario) -> Scenario:
         """Returns a job's scenario for the rank that has the highest peak in the shown run; a search steps one rank."""
@@ -177,7 +177,7 @@ class SearchState(traitlets.HasTraits):
             self.found = outcome
             if self.alone:
                 predicted = f"{len(outcome.points)} settings predicted: '{outcome.base}', and each change to it alone"
-                self.notice = f"{predicted}. Choose one, or click a point, to take it."
+                self.notice = f"{predicted}. Choose one in the list, or click a point of the chart, to take it."
                 return
             count = len(outcome.cheapest)
             fit = "none of them fits"

@@ -55,7 +55,7 @@ class SearchView:
         self.chart: ChartWidget | None = None
         self._num_found = 0
         self._bar = ipywidgets.Box([self.limit, self.alone, self.search, self.stop, self.status])
-        self.box = self._section = ipywidgets.VBox([self._bar, self.answer, self.what, self.choice, self.table])
+        self.box = self._section = ipywidgets.VBox([self._bar, self.choice, self.answer, self.what, self.table])
         names = {"search-toggle": self.toggle, "search-limit": self.limit, "search-start": self.search}
         names |= {
             "search-alone": self.alone,
@@ -121,7 +121,7 @@ class SearchView:
             self.chart.add_class("memlab-chart")
             self.chart.add_class("memlab-search-chart")
             # What a further search would keep and do is below the answer of this one.
-            self._section.children = [self._bar, self.answer, self.choice, self.chart, self.what, self.table]
+            self._section.children = [self._bar, self.choice, self.answer, self.chart, self.what, self.table]
         else:
             self.chart.show(drawing)
         options = [

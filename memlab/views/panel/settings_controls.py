@@ -15,6 +15,7 @@ from memlab.config.settings import (
     RECOMPUTE_METHODS,
     RECOMPUTE_MODULES,
     SINCE_MEGATRON_0_19,
+    MemorySettings,
 )
 from memlab.units import format_bytes
 from memlab.views.panel.run import GRADIENTS, TRIED
@@ -27,7 +28,7 @@ _METHODS = {method: method for method in RECOMPUTE_METHODS}
 _REMEDIES = {"none": None, **{name.replace("_", " "): name for name in CHECKPOINT_INPUT_REMEDIES}}
 _DEVICE_OR_HOST = {"device": False, "host": True}
 # Gradients are dropped, not copied: between steps the optimizer has already used them.
-_GRADIENTS = {"same as optimizer state": None, "device": False, "dropped": True}
+_GRADIENTS = {"as optimizer": None, "device": False, "dropped": True}
 _GROUPS = {
     "offload_parameters": "parameters",
     "offload_gradients": GRADIENTS,
@@ -63,7 +64,8 @@ _TOOLTIPS = {
     "fine_grained_offloading_max_inflight_offloads": "How many copies to the host, per offload module, may still be in "
     "progress while the model computes; -1: no limit",
     "offload_parameters": "Where the parameters are between two steps",
-    "offload_gradients": "Whether the gradient buffers are freed between two steps; they come back as zeros",
+    "offload_gradients": "Whether the gradient buffers are freed between two steps; they come back as zeros. as "
+    "optimizer: dropped if the optimizer is on the host",
     "offload_optimizer": "Where main parameters and Adam's moments are between two steps",
     "offload_optimizer_except_update": "host: main parameters and moments are on the device only while the optimizer "
     "updates the parameters",
@@ -134,7 +136,7 @@ class SettingsControls:
         boxes.append(self._choice(_EXCEPT_UPDATE, _DEVICE_OR_HOST))
         for box in boxes:
             box.add_class("memlab-host")
-        return self._group("Between steps", boxes, (*_GROUPS, _EXCEPT_UPDATE))
+        return self._group("On host between steps", boxes, (*_GROUPS, _EXCEPT_UPDATE))
 
     def _workload(self) -> Any:
         fields = ("seq_length", "micro_batch_size")
@@ -232,11 +234,14 @@ class SettingsControls:
     def _in_shown_run(self, name: str) -> tuple[str, str]:
         """What a control's setting did in the shown run, in a few letters and as a sentence; empty if it did nothing.
 
-        What the run did not set has no note: its figure would be read as one of the controls' settings.
+        What the run set otherwise than the controls has no note: its figure would be read as one of the controls'
+        settings.
         """
         run = self._state.shown
         assert run is not None
         where = "in this step" if run.number == TRIED else f"in run {run.number}"
+        if name not in self._groups["Workload"] and _value(self._state.form, name) != _value(run.settings, name):
+            return "", ""
         if name in run.without_effect:
             return "no effect", f"no effect {where}: {run.without_effect[name]}"
         # What is outside the update on the host is there between steps, too: the other setting transferred nothing.
@@ -261,6 +266,15 @@ class SettingsControls:
             is_refused = bool(text) and title == about[0]
             head = f"<h4>{title}</h4><span>{who if of_run else ''}</span>"
             self.heads[title].value = head + (error if is_refused else "")
+
+
+def _value(settings: SettingsForm | MemorySettings, name: str) -> Any:
+    """Returns the value of a field, or whether the module of a ``field:module`` is in it."""
+    field, _, module = name.partition(":")
+    value = getattr(settings, field)
+    if module:
+        return module in (value or ())
+    return settings.offload_optimizer if name == "offload_gradients" and value is None else value
 
 
 def _side_by_side(widgets: Iterable[Any]) -> Any:

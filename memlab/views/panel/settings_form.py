@@ -39,12 +39,12 @@ LABELS = {
     "fine_grained_offloading_max_inflight_offloads": "copies at once (-1: no limit)",
     "offload_parameters": "parameters",
     "offload_gradients": "gradients",
-    "offload_optimizer": "optimizer state",
-    "offload_optimizer_except_update": "state outside update",
+    "offload_optimizer": "optimizer",
+    "offload_optimizer_except_update": "optimizer except update",
     "seq_length": "tokens",
     "micro_batch_size": "micro-batch",
 }
-"""What the panel calls each field."""
+"""What the panel calls each field. What is on the host has the words that name it in `MemorySettings`."""
 MODULE_FIELDS = {"recompute_modules": RECOMPUTE_MODULES, "offload_modules": OFFLOAD_MODULES}
 
 

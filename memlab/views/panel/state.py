@@ -24,6 +24,7 @@ from memlab.config.rebuilds import Rebuilt, what_rebuilds
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.fitting.candidates import smallest_offloaded
 from memlab.jobs.frameworks import FRAMEWORKS
 from memlab.ranks.group import RankFailed
 from memlab.record.step_record import StepRecord
@@ -123,8 +124,12 @@ class LabState(traitlets.HasTraits):
         self._idle_options: dict[str, str] = {}
         self._trying: Future[StepRecord] | None = None
         self._pressed: _Pressed | None = None
+        # Megatron's default leaves nearly all of a small model on the device: a ticked module would do nothing, and a
+        # search would show what it saves.
+        self._smallest_tensor = smallest_offloaded(lab.settings, lab.scenario)
         self.form = SettingsForm.of(lab.settings, lab.scenario)
-        self._smallest_tensor = self.form.min_offloaded_tensor_size
+        if lab.settings.offload_modules is None:
+            self.form = replace(self.form, min_offloaded_tensor_size=self._smallest_tensor)
         self.refresh()
 
     @property

@@ -15,7 +15,7 @@ from memlab.views.panel.chart_data import chart_drawing, event_at, mark_moment
 from memlab.views.panel.chart_widget import ChartWidget
 from memlab.views.panel.slider import Slider
 from memlab.views.panel.state import FLOORS, POOLS_SHOWN, LabState
-from memlab.views.text.columns import as_html
+from memlab.views.text.columns import as_html, in_unit
 from memlab.views.text.ranks import ranks_blocks
 from memlab.views.text.record import grouped_modules
 from memlab.vocabulary import PHASES
@@ -240,11 +240,12 @@ def breakdown_html(timeline: Timeline, moment: int, pool: str, *, is_peak: bool)
 
 
 def _table(title: str, sizes: dict[str, int], total: int) -> str:
+    unit_bytes, unit = binary_unit(max(sizes.values(), default=1))
     rows = ""
     for name, size in sizes.items():
         look = CATEGORY_LOOKS.get(name)
         swatch = f'<i style="background:{look.colour}"></i>' if look else ""
         share = f"{size / total:.1%}" if total else ""
         words = html.escape(name).replace(".", ".<wbr>").replace("_", "_<wbr>")
-        rows += f"<tr><td>{swatch}{words}</td><td>{format_bytes(size)}</td><td>{share}</td></tr>"
-    return f"<table><caption>{title}</caption>{rows}</table>"
+        rows += f"<tr><td>{swatch}{words}</td><td>{in_unit(size, unit_bytes)}</td><td>{share}</td></tr>"
+    return f"<table><caption>{title} ({unit})</caption>{rows}</table>"

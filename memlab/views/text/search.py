@@ -122,6 +122,7 @@ def _table(found: SearchResult, points: Sequence[Point], saved: Sequence[int] = 
     columns = [
         ["setting", "", *(f"{point.settings}" for point in points)],
         _bytes("peak", peaks),
+        *([["peak in", "", *(point.peak_phase for point in points)]] if any(p.peak_phase for p in points) else []),
         *([_bytes("saved", saved)] if saved else []),
         ["recomputed", "MFLOP/token", *(f"{point.recomputed_operations / 1e6:,.3f}" for point in points)],
         ["share of", "a step", *(share_text(found.recomputed_share(point)) for point in points)],
