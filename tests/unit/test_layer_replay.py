@@ -60,7 +60,7 @@ _CASES: list[tuple[str, dict[str, Any], list[MemorySettings]]] = [
     # On stages, a dispatcher's references pass from stepped passes to replayed ones and back, several passes in flight.
     (
         "qwen3-moe-tiny",
-        {"num_layers": 12, "seq_length": 64, "num_microbatches": 9, "layout": _STAGES},
+        {"num_layers": 8, "seq_length": 64, "num_microbatches": 9, "layout": _STAGES},
         [_ATTENTION, _LAYERNORM, _MOE],
     ),
     (
