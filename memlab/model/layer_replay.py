@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from memlab.meter.allocations import Allocation
 from memlab.meter.labels import Labels
@@ -114,6 +115,8 @@ class _Pass:
     """What backward found on the device of what is saved."""
     saves_input: bool | None = None
     """Whether its input was still allocated when backward reached it."""
+    has_checkpoint: bool = False
+    """As in `_Known`."""
     is_over: bool = False
 
     def retained(self) -> list[StorageAllocation]:
@@ -136,6 +139,8 @@ class _Known:
     """As in `_Unit`, at the end of a forward pass."""
     calls: Calls
     """To Megatron's offload manager."""
+    has_checkpoint: bool
+    """Whether a checkpoint in the graph of its output keeps random states, those of Megatron's tracker among them."""
 
 
 class LayerReplay:
@@ -489,6 +494,7 @@ class LayerReplay:
             self._reference[of_equal] = self._latest_of_run[one.unit.run] = self._meter.freed_since(at, known)
         self._drop_freed(one.unit, by_pass=True)
         one.unit.keeps_states = self._keeps_states(one.unit, given)
+        one.has_checkpoint = self._have_checkpoint([result], given)
         one.buffers, spans = self._calls.copied_since(calls_from), (span, self._labels.span)
         recorded = self._meter.record(at, self._meter.position(), known, spans, one.unit.places, self._buffers(one))
         if recorded is not None:
@@ -508,7 +514,13 @@ class LayerReplay:
 
     def _keeps_states(self, unit: _Unit, given: torch.Tensor) -> bool:
         """Whether a unit's dispatchers refer to a graph in which one of its checkpoints keeps random states."""
-        waiting: list[Any] = [tensor.grad_fn for _, _, tensor in self._tensors_of_dispatchers(unit)]
+        tensors = [tensor for _, _, tensor in self._tensors_of_dispatchers(unit)]
+        return self._have_checkpoint(tensors, given)
+
+    @staticmethod
+    def _have_checkpoint(tensors: Iterable[torch.Tensor], given: torch.Tensor) -> bool:
+        """Whether the graph of tensors, as far as a unit's input, has a checkpoint that keeps random states."""
+        waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
         seen: set[Any] = {None, given.grad_fn}
         while waiting:
             node = waiting.pop()
@@ -617,7 +629,9 @@ class LayerReplay:
         same = self._last_signature.get(of_run) == signature
         same |= former is not None and (former.recording.signature, former.calls) == signature
         self._last_signature[of_run] = signature
-        self._known[key] = _Known(recording, result, _spec(tensor), same, one, one.unit.keeps_states, calls)
+        self._known[key] = _Known(
+            recording, result, _spec(tensor), same, one, one.unit.keeps_states, calls, one.has_checkpoint
+        )
 
     def _begin_backward(self, one: _Pass, gradient: torch.Tensor) -> None:
         one.backward_from, one.span = self._meter.position(), self._labels.span
@@ -885,6 +899,8 @@ class _StandIn(torch.autograd.Function):
         ctx.replay, ctx.one = replay, one
         ctx.given = given if one.saves_input else None  # as the layer saves it for backward
         ctx.end = replay.at_end_of_graph(one)
+        # Tensors of the tracker, which the embedding replaces, and not copies: no pass through a layer allocates them.
+        ctx.random_states = get_cuda_rng_tracker().get_states() if known.has_checkpoint else None
         return replay.forward_of(one, known)
 
     @staticmethod
