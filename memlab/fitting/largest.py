@@ -8,7 +8,7 @@ above it are both predicted.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -70,16 +70,19 @@ class Largest:
     """Whether the search came to its end."""
 
     def _most_with(self, *verdicts: Verdict) -> int | None:
-        return max((one.value for one in self.tried if one.verdict in verdicts), default=None)
+        return _largest_before_another({one.value: one for one in self.tried}, verdicts)
 
     @property
     def largest_that_fits(self) -> int | None:
-        """The largest value that was seen to fit; None if there is none."""
+        """The largest value that fits, if all smaller ones that were tried fit too; None if there is none.
+
+        Near the limit fragmentation decides, and a larger value may then fit where a smaller one does not.
+        """
         return self._most_with("fits")
 
     @property
     def largest_that_may_fit(self) -> int | None:
-        """The largest value that was predicted to fit, with less to spare than the measured margin, or with more."""
+        """As `largest_that_fits`, of values that fit with less to spare than the measured margin, or with more."""
         return self._most_with("fits", "may fit")
 
     @property
@@ -203,11 +206,22 @@ def largest(
     try:
         bisection.find(("fits", "may fit"))
         bisection.find(("fits",))
+        bisection.find(("fits", "may fit"))  # the search before may have met a smaller value that does not fit
     except (KeyboardInterrupt, PredictionLostError) as interrupt:
         if not bisection.tried:
             raise
         raise LargestInterrupted(found(is_complete=False)) from interrupt
     return found(is_complete=True)
+
+
+def _largest_before_another(tried: Mapping[int, Tried], verdicts: Collection[Verdict]) -> int | None:
+    """Returns the largest value with one of the verdicts that is smaller than every value with another verdict."""
+    largest_value = None
+    for value, one in sorted(tried.items()):
+        if one.verdict not in verdicts:
+            break
+        largest_value = value
+    return largest_value
 
 
 class _Bisection:
@@ -241,7 +255,7 @@ class _Bisection:
             target = limit_with_margin(target, scenario)
         num_guesses, reach, side = 0, 1, 0
         while True:
-            lower = max((value for value, one in self.tried.items() if one.verdict in verdicts), default=0)
+            lower = _largest_before_another(self.tried, verdicts) or 0
             upper = min((value for value in self.tried if value > lower), default=self.most + 1)
             if upper - lower == 1:
                 return

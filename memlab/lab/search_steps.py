@@ -51,19 +51,24 @@ def stepping(
 
     That function raises `StepInterrupted` at Ctrl-C, if a step was running.
 
-    The record of a step does not depend on the steps before it. Offload between steps reallocates parameters, gradients
-    or optimizer state, which may leave unsplit remainders at their ends. So other settings then get a new lab.
+    The record of a step does not depend on the steps before it. A step with a limit gets a lab of its own, as a real
+    job has a process of its own: what earlier steps reserved would leave it less contiguous memory, so a step that
+    fits could be said not to (`labs/LOG.md`, 2026-11-24). Offload between steps reallocates parameters, gradients or
+    optimizer state, which may leave unsplit remainders at their ends. So other settings then get a new lab too.
     """
     with ExitStack() as opened:
         lab = opened.enter_context(_simulated_lab(scenario, backend, replay=replay))
-        before: MemorySettings | None = None
+        before: tuple[MemorySettings, int | None] | None = None
 
         def step(settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
             nonlocal lab, before
-            if before is not None and before != settings and _reallocates(before):
-                opened.close()
-                lab = opened.enter_context(_simulated_lab(scenario, backend, replay=replay))
-            before = settings
+            if before is not None:
+                earlier, earlier_limit_bytes = before
+                has_limit = limit_bytes is not None or earlier_limit_bytes is not None
+                if has_limit or (earlier != settings and _reallocates(earlier)):
+                    opened.close()
+                    lab = opened.enter_context(_simulated_lab(scenario, backend, replay=replay))
+            before = settings, limit_bytes
             lab.device_memory_bytes = limit_bytes
             try:
                 if forward_only:

@@ -110,7 +110,7 @@ def test_ctrl_c_keeps_what_was_found() -> None:
 
 
 def test_the_command_s_limit_and_the_next_value_are_those_of_single_steps(capfd: pytest.CaptureFixture[str]) -> None:
-    memory_bytes = 112 * MIB
+    memory_bytes = 144 * MIB
     flags = ["phi-4-tiny", "--num-layers", "1", "--seq-length", "64", "--engines", "1", "--largest", "tokens"]
     assert main(["search", *flags, f"--gpu-memory={OUTSIDE_BYTES + memory_bytes}B", "--json"]) == 0
     printed, told = capfd.readouterr()

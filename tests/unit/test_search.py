@@ -630,6 +630,22 @@ def test_a_step_does_not_depend_on_the_steps_before_it() -> None:
     assert after.peak_allocated_bytes == before.peak_allocated_bytes
 
 
+def test_a_step_with_a_limit_starts_in_a_process_of_its_own() -> None:
+    # What a step without a limit has reserved is in pieces: within it, a later step would seem to need more.
+    scenario = Scenario.of(architecture="phi-4-tiny", num_layers=1, seq_length=512)
+    with stepping(scenario) as step:
+        unlimited = step(PLAIN, None)
+        reserved = unlimited.peak_reserved_bytes
+        assert reserved is not None
+        limit = (unlimited.peak_allocated_bytes + reserved) // 2
+        after_others = step(PLAIN, limit)
+        again = step(PLAIN, None)
+    with stepping(scenario) as step:
+        alone = step(PLAIN, limit)
+    assert (after_others.status, after_others.peak_reserved_bytes) == (alone.status, alone.peak_reserved_bytes)
+    assert again.peak_reserved_bytes == reserved
+
+
 def test_ctrl_c_before_anything_was_found_is_no_search() -> None:
     def interrupted(settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
         raise KeyboardInterrupt
