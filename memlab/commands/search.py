@@ -101,9 +101,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number,
         metavar="N",
         help="search the layouts of a job on N GPUs instead of settings: vary the tensor, context, pipeline and expert "
-        "parallel sizes that you do not give; show each layout that fits, and the least recompute that it needs; "
-        "all layouts train the same number of sequences per step, N x --num-microbatches x --micro-batch-size, so a "
-        "layout with fewer data-parallel ranks takes more micro-batches; not together with --job",
+        "parallel sizes that you do not give; show each layout that was tried and fits, and the least recompute with "
+        "which it does; all layouts train the same number of sequences per step, N x --num-microbatches x "
+        "--micro-batch-size, so a layout with fewer data-parallel ranks takes more micro-batches; not together with "
+        "--job",
     )
     parser.add_argument(
         "--largest",

@@ -75,13 +75,13 @@ def test_a_result_without_times_has_only_bytes() -> None:
     assert plain[8:11] == ["200", "", "1.00"]
     assert offloaded[1:3] == ["9.000", "1.000"]
     assert offloaded[8:] == [""] * 4 and changed[9:] == [""] * 3
-    assert "Each time is" not in results_page([Result(PLAIN, ()), Result(OFFLOADED, ())])
+    assert "Each step time" not in results_page([Result(PLAIN, ()), Result(OFFLOADED, ())])
 
 
 def test_a_table_names_every_machine_of_its_rows() -> None:
     other = replace(OFFLOADED, hardware={"GPU": "another"}, versions={"torch": "3"})
     page = results_page([Result(PLAIN, (0.1,)), Result(OFFLOADED, (0.1,)), Result(other, (0.1, 0.1))], "an H200")
-    assert "Measured on GPU an H200 or another; torch 3. Each time is the median of 1 to 2 steps." in page
+    assert "Measured on GPU an H200 or another; torch 3. Each step time is the median of 1 to 2 steps." in page
 
 
 def test_a_step_that_ran_out_of_memory_says_so_and_no_more() -> None:

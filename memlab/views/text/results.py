@@ -143,20 +143,29 @@ Tables of training states have some columns of their own:
 
 
 def measured_on(steps: Iterable[StepRecord | Limit], hardware: str = "") -> str:
-    """Returns a sentence with what steps ran on, each part once, with all the values that it had.
+    """Returns a sentence that names the hardware and the versions of steps: each part once, with all its values.
 
     Args:
-        steps: What was measured, with its hardware and versions.
-        hardware: What the steps ran on, for those that do not say it.
+        steps: What was measured.
+        hardware: The hardware of those steps whose record does not name it.
     """
-    parts: dict[str, set[str]] = {}
+    parts: dict[str, dict[str, set[str]]] = {}
     steps = list(steps)
     for environment in [step.hardware or {"GPU": hardware or "not recorded"} for step in steps] + [
         step.versions for step in steps
     ]:
         for name, value in environment.items():
-            parts.setdefault(name, set()).add(value)
-    return "Measured on " + "; ".join(f"{name} {' or '.join(sorted(values))}" for name, values in parts.items()) + "."
+            head, _, detail = value.partition(", ")
+            parts.setdefault(name, {}).setdefault(head, set()).add(detail)
+    return "Measured on " + "; ".join(f"{name} {_alternatives(values)}" for name, values in parts.items()) + "."
+
+
+def _alternatives(values: dict[str, set[str]]) -> str:
+    texts = []
+    for head, details in sorted(values.items()):
+        known = " or ".join(sorted(details - {""}))
+        texts.append(f"{head} ({known})" if known else head)
+    return " or ".join(texts)
 
 
 def _repeats(results: Sequence[Result]) -> str:
@@ -164,9 +173,9 @@ def _repeats(results: Sequence[Result]) -> str:
     if not counts:
         return ""
     if counts == [1]:
-        return " Each time is that of one step."
+        return " Each step time was measured once."
     number = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    return f" Each time is the median of {number} steps."
+    return f" Each step time is the median of {number} steps."
 
 
 def _is_time(value: object) -> bool:
