@@ -88,6 +88,8 @@ class Stepper:
         self._update: UpdateReplay | None = None
         self._repeatable: dict[str, Any] | None = None
         """What was measured of the last step, if nothing but memory may differ in the next one."""
+        self._follows_full_recompute = False
+        """Whether MoE layers may still keep the graphs of a step with full recompute."""
         self.live: LiveModel
         self.transfers: Transfers
 
@@ -124,6 +126,7 @@ class Stepper:
         with self.labels.category("workspace"):
             self.backend.fill_workspaces(self.scenario.architecture.is_moe)
         self.apply(self.settings)
+        self._follows_full_recompute = False  # a new model
 
     def change_state(self, state: TrainingState, allocator: AllocatorSettings) -> StateChange:
         """Changes the training state, and rebuilds what reads it only when it is built.
@@ -249,6 +252,7 @@ class Stepper:
     def apply(self, settings: MemorySettings) -> None:
         """Makes these the current settings; Megatron's offload manager starts over."""
         apply_settings.apply(self.live, settings)
+        self._follows_full_recompute |= self._recomputes_all_of_moe
         self.settings = settings
         self._repeatable = None
         if self._replay is not None:
@@ -415,6 +419,8 @@ class Stepper:
         measured["step_seconds"] = time.perf_counter() - started - self._bookkeeping_seconds
         self.num_steps += 1
         record = self._record(measured | {"forward_only": forward_only})
+        if record.status == "ok" and not forward_only:
+            self._follows_full_recompute = False
         self._repeatable = measured if self._may_repeat(forward_only=forward_only) and record.status == "ok" else None
         return record
 
@@ -526,7 +532,8 @@ class Stepper:
         and taps and `Meter.at_event` look at real tensors. The graph that an MoE
         layer's dispatcher retains keeps more under full recompute; after an out-of-memory, what it keeps depends on
         where that happened. On a pipeline stage, an MoE layer that is recomputed in the backward pass of one
-        micro-batch frees what its dispatcher retains of another's forward pass.
+        micro-batch frees what its dispatcher retains of another's forward pass. The first step after full recompute
+        frees its graphs: each may cover several layers, or keep what other layers have made.
         """
         meter = self.meter
         if self._replay is None or not isinstance(meter, SimulatedMeter):
@@ -534,7 +541,8 @@ class Stepper:
         offloads = bool(self.settings.offload_modules)
         needs_real_passes = forward_only or self._needs_real_passes()
         if self.scenario.architecture.is_moe:
-            needs_real_passes |= self.settings.recompute_granularity == "full" or meter.device_memory_bytes is not None
+            needs_real_passes |= self._recomputes_all_of_moe or self._follows_full_recompute
+            needs_real_passes |= meter.device_memory_bytes is not None
             is_recomputed = checkpoints_moe_layers(self.settings, self.scenario.architecture)
             needs_real_passes |= is_recomputed and self.scenario.layout.pipeline_model_parallel_size > 1
         if offloads:
@@ -548,6 +556,10 @@ class Stepper:
         return self._replay.during_step(
             replays=replays, num_microbatches=num_microbatches, offloads=replays and offloads
         )
+
+    @property
+    def _recomputes_all_of_moe(self) -> bool:
+        return self.scenario.architecture.is_moe and self.settings.recompute_granularity == "full"
 
     def _offload_repeats(self) -> bool:
         """Whether layers that offload activations are known to have equal passes."""

@@ -138,6 +138,29 @@ def test_a_stepped_pass_frees_what_a_replayed_pass_left_where_it_would_free_its_
     require_identical(*records)
 
 
+@pytest.mark.parametrize(
+    ("num_layers", "before"),
+    [
+        (8, replace(_FULL, recompute_num_layers=4)),
+        (6, replace(_BLOCK, recompute_num_layers=1, checkpoint_input_remedy="release_storage")),
+    ],
+)
+def test_what_full_recompute_left_in_moe_layers_is_freed_before_replay_begins_again(
+    num_layers: int, before: MemorySettings
+) -> None:
+    """A checkpoint of several layers, or one before layers that are not recomputed, is freed in another layer's pass."""
+    case = Case(
+        architecture="qwen3-moe-tiny",
+        arguments={"num_layers": num_layers, "seq_length": 64},
+        settings=[before, _LAYERNORM],
+    )
+    stepped, _ = take(case, replay=False)
+    replayed, count = take(case, replay=True)
+    assert count > 0
+    for one, other in zip(stepped, replayed, strict=True):
+        require_identical(one, other)
+
+
 @pytest.mark.parametrize("leaves_copies", [False, True])
 def test_an_update_is_replayed_if_it_leaves_allocated_what_it_found(leaves_copies: bool) -> None:
     state = TrainingState(grad_reduce_in_bf16=leaves_copies)  # each update leaves fp32 copies of bf16 gradients
