@@ -206,7 +206,7 @@ def test_a_step_that_begins_again_starts_with_the_groups_that_it_found(
         monkeypatch.undo()
         raise NotReplayableError("the first replayed backward pass of this test")
 
-    away = replace(_FULL, offload_parameters=True, offload_optimizer=True)
+    away = MemorySettings(offload_parameters=True, offload_optimizer=True)
     until_update = MemorySettings(
         recompute_granularity="selective",
         recompute_modules=("core_attn",),
