@@ -234,12 +234,15 @@ def _with_expandable_segments(fit: Fit, records: list[StepRecord], *, replay: bo
     own = records[0].scenario.allocator
     if not fit.is_fragmented or own.expandable_segments:
         return fit
+    worst_verdict: Verdict = "fits"
     for record in records:
         scenario = replace(record.scenario, allocator=replace(own, expandable_segments=True))
         with stepping(scenario, replay=replay) as step:
-            if not fits(step(record.settings, None), step, fit.limit_bytes):
-                return replace(fit, fits_with_expandable_segments=False)
-    return replace(fit, fits_with_expandable_segments=True)
+            verdict = judge(step(record.settings, None), step, fit.limit_bytes)
+        worst_verdict = max(worst_verdict, verdict, key=VERDICTS.index)
+        if verdict == "does not fit":
+            break
+    return replace(fit, verdict_with_expandable_segments=worst_verdict)
 
 
 def _on_all_ranks(fit: Fit, others: list[Scenario], *, replay: bool) -> Fit:
@@ -305,10 +308,11 @@ def other_ranks_line(layout: Layout) -> str:
 def _alternatives(fit: Fit, own: AllocatorSettings) -> list[str]:
     if fit.fits:
         return []
-    if not fit.fits_with_expandable_segments:
+    verdict = fit.verdict_with_expandable_segments
+    if verdict is None or verdict == "does not fit":
         return _alternative_settings(fit)
     options = replace(own, expandable_segments=True)
-    expandable = f"it fits with PYTORCH_CUDA_ALLOC_CONF={options} (here: --expandable-segments)"
+    expandable = f"it {verdict} with PYTORCH_CUDA_ALLOC_CONF={options}: predict that with --expandable-segments"
     return [expandable, *(_alternative_settings(fit) if fit.alternatives else [])]
 
 

@@ -64,9 +64,9 @@ class Fit:
     """The same, if `most_outside_torch_bytes` are used outside torch."""
     basis: str
     """What the verdict is based on, in words."""
-    fits_with_expandable_segments: bool | None = None
-    """Whether the step completes if torch's allocator has expandable segments; None unless only fragmentation prevents
-    it without them."""
+    verdict_with_expandable_segments: Verdict | None = None
+    """The verdict if torch's allocator has expandable segments; None unless only fragmentation prevents the step
+    without them."""
     alternatives: tuple[Alternative, ...] = ()
     """Settings that fit where the step does not, one addition each: by recomputed FLOPs, then by bytes transferred."""
 

@@ -331,7 +331,8 @@ def test_expandable_segments_are_advised_where_only_fragmentation_prevents_a_ste
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     job = ["predict", "qwen3-moe-tiny", "--num-layers", "2", "--seq-length", "2048"]
-    advice = "it fits with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (here: --expandable-segments)"
+    how = ": predict that with --expandable-segments"
+    advice = f"it fits with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True{how}"
 
     def predicted(mebibytes: int, *flags: str) -> tuple[int, list[str]]:
         exit_code = main([*job, "--gpu-memory", str(mebibytes * MIB + OUTSIDE_BYTES), *flags])
@@ -340,7 +341,7 @@ def test_expandable_segments_are_advised_where_only_fragmentation_prevents_a_ste
     exit_code, lines = predicted(270)
     assert exit_code == 1 and "the peak fits, but fragmentation leaves no block large enough" in lines[0]
     assert lines[1:3] == [advice, ""]
-    assert advice.replace(" (", ",max_split_size_mb:512 (") in predicted(270, "--max-split-size-mb", "512")[1]
+    assert advice.replace(how, f",max_split_size_mb:512{how}") in predicted(270, "--max-split-size-mb", "512")[1]
     exit_code, lines = predicted(270, "--expandable-segments")
     assert exit_code == 0 and "fit" in lines[0] and advice not in lines
     assert advice not in predicted(256)[1], "no block is large enough then either"

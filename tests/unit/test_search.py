@@ -458,15 +458,14 @@ def test_the_command_ranks_each_setting_alone(capfd: pytest.CaptureFixture[str])
     assert main(["search", *TINY, *room]) == 1
     assert capfd.readouterr().out.startswith("no setting alone fits: search combinations, without --alone")
     assert main(["search", *TINY, *room, "--max-steps", "2"]) == 1
-    assert capfd.readouterr().out.startswith("nothing that was tried fits: let it take more steps, or search ")
+    assert capfd.readouterr().out.startswith("nothing that was tried fits: predict more settings, or search ")
 
 
 def test_where_nothing_fits_it_says_what_is_missing_and_exits_with_1(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["search", *TINY, f"--gpu-memory={OUTSIDE_BYTES + MIB}B", "--max-steps", "2"]) == 1
     printed = " ".join(capfd.readouterr().out.split())
     assert (
-        printed.startswith("nothing that was tried fits: ")
-        and "let it take more steps, or take more devices" in printed
+        printed.startswith("nothing that was tried fits: ") and "predict more settings, or take more devices" in printed
     )
 
 

@@ -30,7 +30,7 @@ def alone_table(found: SearchResult) -> str:
     """Writes a search that predicts each setting alone: the answer, what was searched, a row for each setting."""
     nothing_fits = "no setting alone fits: search combinations, without --alone"
     if found.num_left:
-        nothing_fits = "nothing that was tried fits: let it take more steps, or search combinations, without --alone"
+        nothing_fits = "nothing that was tried fits: predict more settings, or search combinations, without --alone"
     return as_text([[found.verdict if found.cheapest else nothing_fits], _searched(found), *alone_blocks(found)])
 
 
@@ -89,7 +89,7 @@ def counts_line(found: SearchResult) -> str:
             "another is at least as good in peak, recompute and transfer"
         )
     if found.num_left:
-        text += f"; CUT SHORT: {found.num_left} that may be on the front were not tried: let it take more steps"
+        text += f"; CUT SHORT: {found.num_left} that may be on the front were not tried: predict more settings"
     return text
 
 
@@ -109,7 +109,7 @@ def nothing_fits_line(found: SearchResult) -> str:
     fragmented = "the peak fits, but fragmentation leaves no block large enough"
     why = f"is short by {format_bytes(short_by)}" if short_by > 0 else fragmented
     what = "nothing that was tried fits" if found.num_left else "nothing fits"
-    more = "let it take more steps, or " if found.num_left else ""
+    more = "predict more settings, or " if found.num_left else ""
     return (
         f"{what}: of the front, '{least.settings}' has the lowest peak, "
         f"{format_bytes(least.peak_allocated_bytes)}, and {why}: "
