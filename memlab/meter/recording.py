@@ -112,6 +112,7 @@ def record(
     forgotten: Collection[int],
     *,
     other_streams: bool = False,
+    ignores_unknown: bool = False,
 ) -> tuple[Recording, list[Any]] | None:
     """Records a pass.
 
@@ -123,6 +124,8 @@ def record(
         places: The layer's modules: place by code.
         forgotten: Identities of allocations that cannot be replayed, such as pinned ones.
         other_streams: Whether the pass may request memory on other streams than the default one.
+        ignores_unknown: Leaves out what happens to storages that have no role: the recording only shows what the pass
+            leaves allocated, and cannot be replayed.
 
     Returns:
         The recording and the allocations of its own roles; None if something happened that has no role.
@@ -144,7 +147,10 @@ def record(
         if role is None:
             number = own.get(key)
             if number is None:
-                if delta < 0 or allocation.span < first_span or key in forgotten:
+                is_unknown = delta < 0 or allocation.span < first_span
+                if is_unknown and ignores_unknown:
+                    continue
+                if is_unknown or key in forgotten:
                     return None
                 if allocation.stream and not other_streams:
                     return None

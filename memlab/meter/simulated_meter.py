@@ -406,6 +406,8 @@ class SimulatedMeter(StorageMeter):
         spans: tuple[int, int],
         places: Mapping[int, int],
         buffers: AbstractSet[int] | None = None,
+        *,
+        ignores_unknown: bool = False,
     ) -> tuple[Recording, list[StorageAllocation]] | None:
         """Records the events from `position` `first` on and before `last`; for the others see `recording.record`.
 
@@ -417,10 +419,11 @@ class SimulatedMeter(StorageMeter):
             places: As for `recording.record`.
             buffers: Of a pass that offloads activations: identities of the pinned allocations that whoever replays it
                 gives to `pin`.
+            ignores_unknown: As for `recording.record`.
         """
         events, offloads = self._events[first:last], buffers is not None
         forgotten = self._pinned_blocks.keys() - (buffers or ())
-        return record(events, known, *spans, places, forgotten, other_streams=offloads)
+        return record(events, known, *spans, places, forgotten, other_streams=offloads, ignores_unknown=ignores_unknown)
 
     def freed_since(self, first: int, known: Mapping[int, Role]) -> list[tuple[int, Role]]:
         """Returns what the events from `position` `first` on free; see `recording.freed_by`."""

@@ -496,7 +496,7 @@ class LayerReplay:
         one.unit.keeps_states = self._keeps_states(one.unit, given)
         one.has_checkpoint = self._have_checkpoint([result], given)
         one.buffers, spans = self._calls.copied_since(calls_from), (span, self._labels.span)
-        recorded = self._meter.record(at, self._meter.position(), known, spans, one.unit.places, self._buffers(one))
+        recorded = self._record(one, at, known, spans)
         if recorded is not None:
             recording, one.roles = recorded
             calls, one.saved = self._calls.forward_since(calls_from, _places_of(one.roles))
@@ -608,8 +608,13 @@ class LayerReplay:
         let_go()
         return after_event
 
-    def _buffers(self, one: _Pass) -> set[int] | None:
-        return one.buffers if self._calls.is_noting else None
+    def _record(
+        self, one: _Pass, first: int, known: Mapping[int, Role], spans: tuple[int, int]
+    ) -> tuple[Recording, list[StorageAllocation]] | None:
+        """Records the events since a position; without replay, only to know what the pass leaves allocated."""
+        buffers = one.buffers if self._calls.is_noting else None
+        until, places = self._meter.position(), one.unit.places
+        return self._meter.record(first, until, known, spans, places, buffers, ignores_unknown=not self._learns)
 
     def _learn(
         self,
@@ -655,7 +660,7 @@ class LayerReplay:
         spans = one.span, self._labels.span
         recorded = None
         if one.output >= 0 and one.gradient is not None:
-            recorded = meter.record(one.backward_from, meter.position(), known, spans, unit.places, self._buffers(one))
+            recorded = self._record(one, one.backward_from, known, spans)
         if recorded is None:
             self._last_signature.pop((unit.run, True, self._is_latest(one)), None)
             return
