@@ -123,7 +123,7 @@ def test_each_control_of_the_panel_gives_what_the_api_gives(monkeypatch: pytest.
     for name, value in LATER.items():
         assert not controls[name].disabled
         controls[name].value = value
-    assert state.settings == MemorySettings(offload_modules=["core_attn"], **LATER)
+    assert state.settings == MemorySettings(offload_modules=["core_attn"], min_offloaded_tensor_size=0, **LATER)
     controls["fine_grained_offloading_max_inflight_offloads"].value = -1
     assert state.settings is not None and state.settings.fine_grained_offloading_max_inflight_offloads is None
     controls["activation_offload_fraction"].value = 1.5
