@@ -52,8 +52,8 @@ def stepping(
     That function raises `StepInterrupted` at Ctrl-C, if a step was running.
 
     The record of a step does not depend on the steps before it. A step with a limit gets a lab of its own, as a real
-    job has a process of its own: what earlier steps reserved would leave it less contiguous memory, so a step that
-    fits could be said not to (`labs/LOG.md`, 2026-11-24). Offload between steps reallocates parameters, gradients or
+    job has a process of its own: what earlier steps reserved is in pieces, and can make the step fail or fit where it
+    would not in a new process (`labs/LOG.md`, 2026-11-24). Offload between steps reallocates parameters, gradients or
     optimizer state, which may leave unsplit remainders at their ends. So other settings then get a new lab too.
     """
     with ExitStack() as opened:

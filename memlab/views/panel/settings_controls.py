@@ -234,8 +234,8 @@ class SettingsControls:
     def _in_shown_run(self, name: str) -> tuple[str, str]:
         """What a control's setting did in the shown run, in a few letters and as a sentence; empty if it did nothing.
 
-        What the run set otherwise than the controls has no note: its figure would be read as one of the controls'
-        settings.
+        A control that no longer shows what the run used has no note: the figure would be read as that of the control's
+        own value.
         """
         run = self._state.shown
         assert run is not None
