@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -12,13 +13,13 @@ import pytest
 import memlab.regression  # noqa: F401  # before any test imports nbformat, without the 2 s that its imports take
 
 gc.disable()  # until all is imported, see below
+# Before a test imports Megatron, which then would import more of torch's compiler (memlab/model/__init__.py).
+import_module("memlab.lab.lab")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _collections_pass_libraries_over() -> None:
     """A lab collects garbage after each change, and would look through all of torch and Megatron in every test."""
-    import memlab.lab.lab  # noqa: F401  # with all that it imports
-
     gc.freeze()  # without a collection, which would visit all of it once more
     gc.enable()
 

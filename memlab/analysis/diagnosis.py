@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from memlab.config.validation import check_whole_number
 from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes
 
@@ -64,7 +65,7 @@ def probability_of_exceeding(records: Sequence[StepRecord], budget_bytes: int, n
     """Estimates how likely a run is to meet a step that does not fit.
 
     Args:
-        records: Steps drawn from the same workload.
+        records: Steps drawn from the same workload. One that ran out of memory counts as one that does not fit.
         budget_bytes: The device's memory.
         num_steps: Length of the run.
 
@@ -72,11 +73,18 @@ def probability_of_exceeding(records: Sequence[StepRecord], budget_bytes: int, n
         1 - (1 - p)^n, where p is the share of the records whose peak is over the budget: steps count as independent.
 
     Raises:
-        ValueError: If there is no record.
+        ValueError: If there is no record, a step was interrupted, or the length is no whole number.
     """
     if not records:
         raise ValueError("probability_of_exceeding got 0 records, must be at least 1: take some steps")
-    share = sum(record.peak_allocated_bytes > budget_bytes for record in records) / len(records)
+    check_whole_number("num_steps", num_steps, at_least=0)
+    if any(record.status == "interrupted" for record in records):
+        raise ValueError(
+            "probability_of_exceeding got a step that was interrupted, must have steps that came to their peak: leave "
+            "it out"
+        )
+    over = [record.status == "out_of_memory" or record.peak_allocated_bytes > budget_bytes for record in records]
+    share = sum(over) / len(records)
     return float(1.0 - (1.0 - share) ** num_steps)
 
 

@@ -7,8 +7,8 @@ made at once. Each call still makes a new tensor.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -16,20 +16,37 @@ _TensorSpec = tuple[torch.Size, tuple[int, ...], torch.dtype]
 """Shape, strides and dtype."""
 
 
+_MOST_ENTRIES = 20_000
+"""Less than 20 MB. A lab of a small model makes 300 entries."""
+
+
 class MetaResultCache:
     """Answers an operation on fake tensors from the last one on tensors of the same shapes, strides and dtypes."""
+
+    _shared: ClassVar[dict[torch.dtype, MetaResultCache]] = {}
+    """By torch's default dtype, which results of factories have whose arguments do not name one."""
 
     def __init__(self) -> None:
         self._specs: dict[Any, tuple[_TensorSpec, ...] | None] = {}
         """The results' specs by operation and arguments; None if a result is not a new, dense tensor."""
 
+    @classmethod
+    def of_process(cls) -> MetaResultCache:
+        """Returns the one that all labs of this process share, or a new one if it has grown large."""
+        dtype = torch.get_default_dtype()
+        if dtype not in cls._shared or len(cls._shared[dtype]._specs) > _MOST_ENTRIES:
+            cls._shared[dtype] = cls()
+        return cls._shared[dtype]
+
     def answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Returns the results of an operation; inside a dispatch mode, so that no other one sees how they are made."""
-        kind = _kind(func)
+        number = id(func)
+        known = _KINDS.get(number)
+        kind, _ = known or _KINDS.setdefault(number, (_kind(func), func))
         if kind is None:
             return func(*args, **kwargs)
         try:
-            key = (func, _key_of(args), _key_of(tuple(kwargs.items())))
+            key = (number, *_key_of(args), *kwargs, *_key_of(kwargs.values())) if kwargs else (number, *_key_of(args))
             specs = self._specs.get(key)
         except _NotCacheableError:
             return func(*args, **kwargs)
@@ -40,8 +57,10 @@ class MetaResultCache:
             return results
         if kind == "in place":
             return args[0]
-        made = [torch.empty_strided(shape, stride, dtype=dtype, device="meta") for shape, stride, dtype in specs]
-        return made[0] if kind == "one" else tuple(made)
+        if kind == "one":
+            ((shape, stride, dtype),) = specs
+            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return tuple(torch.empty_strided(size, steps, dtype=kept, device="meta") for size, steps, kept in specs)
 
 
 _FILL = {"aten::copy_", "aten::zero_", "aten::fill_", "aten::normal_"}
@@ -52,8 +71,12 @@ class _NotCacheableError(Exception):
     """The result depends on values, not only on shapes."""
 
 
-@cache
-def _kind(func: Any) -> Literal["one", "several", "in place"] | None:
+_Kind = Literal["one", "several", "in place"] | None
+_KINDS: dict[int, tuple[_Kind, Any]] = {}
+"""By the identity of the operation, because torch computes its hash in Python; with it, so that it stays this one."""
+
+
+def _kind(func: Any) -> _Kind:
     """Returns what an operation returns, as its schema declares it; None if its results cannot be cached."""
     schema = func._schema
     if func.namespace != "aten" or any(str(result.type) != "Tensor" for result in schema.returns):
@@ -67,21 +90,25 @@ def _kind(func: Any) -> Literal["one", "several", "in place"] | None:
     return None
 
 
-def _key_of(value: Any) -> Any:
-    """Returns what of an argument decides about a result: a fake tensor's spec, any other value with its type.
+def _key_of(values: Iterable[Any]) -> list[Any]:
+    """Returns what of arguments decides about a result: a fake tensor's spec, the type and the value of any other.
 
     Raises:
         _NotCacheableError: For a tensor with values, and for a generator.
     """
-    if isinstance(value, torch.Tensor):
-        if not value.is_meta:
+    key: list[Any] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if not value.is_meta:
+                raise _NotCacheableError
+            key += (value.shape, value.stride(), value.dtype)
+        elif isinstance(value, (tuple, list)):
+            key += (tuple, tuple(_key_of(value)))
+        elif type(value) is torch.Generator:
             raise _NotCacheableError
-        return value.shape, value.stride(), value.dtype
-    if isinstance(value, (tuple, list)):
-        return tuple([_key_of(part) for part in value])
-    if type(value) is torch.Generator:
-        raise _NotCacheableError
-    return type(value), value  # 1, 1.0 and True are equal keys, but give results of different dtypes
+        else:
+            key += (type(value), value)  # 1, 1.0 and True are equal keys, but give results of different dtypes
+    return key
 
 
 def _specs_of_new(results: Any, args: Any) -> tuple[_TensorSpec, ...] | None:

@@ -40,7 +40,7 @@ def backend(reason: str) -> Backend:
         fp8_layer_provider=fake_fp8.FakeFp8Provider,
         join=join_alone,
         active=on_fake_tensors,
-        meter=lambda labels: SimulatedMeter(labels, MetaResultCache().answer),
+        meter=lambda labels: SimulatedMeter(labels, MetaResultCache.of_process().answer),
         fill_workspaces=lambda is_moe: hold_fake_workspaces(grouped=is_moe),
         computes=False,
     )
@@ -51,7 +51,7 @@ def of_the_cpu_backend() -> Backend:
     simulated = backend("predicts the cpu backend")
     return replace(
         simulated,
-        meter=lambda labels: StorageMeter(labels, MetaResultCache().answer),
+        meter=lambda labels: StorageMeter(labels, MetaResultCache.of_process().answer),
         fill_workspaces=lambda is_moe: None,
     )
 

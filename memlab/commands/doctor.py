@@ -129,7 +129,7 @@ def _package(requirement: _Requirement) -> Finding:
         why = "not installed, and only the cuda backend needs it" if requirement.only_cuda else "not installed"
         return Finding(name=name, problem=why, remedy=remedy)
     if not _is_allowed(version, requirement.specifier):
-        why = f"not {requirement.specifier}, the versions that memlab allows"
+        why = f"not one of the versions that memlab allows ({requirement.specifier})"
         return Finding(name=name, version=version, problem=why, remedy=remedy)
     if name == "megatron-core" and not version.startswith(tuple(f"{tested}." for tested in _TESTED_MEGATRON_CORE)):
         note = f"memlab was never run with it, only with {' and '.join(_TESTED_MEGATRON_CORE)}"

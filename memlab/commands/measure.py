@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backend",
         default="auto",
         metavar="NAME",
-        help=f"one of {', '.join(BACKENDS)} (default: auto, which takes a GPU if there is one, otherwise the CPU); "
+        help=f"one of {', '.join(BACKENDS)} (default: auto, which uses a GPU if there is one, and otherwise the CPU); "
         "simulated predicts the step instead of measuring it",
     )
     parser.add_argument(
@@ -116,8 +116,8 @@ def _prepare_ranks(
     """Checks a step on ranks that this command starts."""
     if backend_name == "simulated":
         raise ValueError(
-            f"--ranks is {arguments.ranks}, and the backend simulated starts no ranks: memlab predict --world-size "
-            f"{arguments.ranks} predicts them, or choose another backend"
+            f"--ranks is {arguments.ranks}, but the backend simulated starts no ranks: use memlab predict --world-size "
+            f"{arguments.ranks}, or choose another backend"
         )
     scenario = Scenario.of(**workload)
     for number in scenario.ranks_of_every_kind:

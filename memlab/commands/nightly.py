@@ -72,7 +72,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     if arguments.out is not None:
         check_writable_folder(arguments.out)
     if arguments.engines is not None and arguments.jobs is not None:
-        raise ValueError("--engines cannot be combined with --jobs, which is for this machine alone: leave one out")
+        raise ValueError("--engines cannot be combined with --jobs, which it replaces: leave one of the two out")
     engines = arguments.engines
     if engines in {0, 1}:
         engines, arguments.jobs = None, 1
@@ -114,7 +114,7 @@ def _run(suite: Suite, cases: tuple[Case, ...], options: Options, engines: int |
     except OSError as error:
         print(
             f"the folder of runs, {options.runs_folder or suite.runs_folder}, cannot be written "
-            f"({error.strerror or error}): nothing of this run was kept, earlier runs and baselines are as they were: "
+            f"({error.strerror or error}): nothing of this run was kept, and earlier runs and baselines are unchanged: "
             "free some space, keep fewer runs with --keep, or give another folder with --out",
             file=sys.stderr,
         )
@@ -128,7 +128,7 @@ def _run(suite: Suite, cases: tuple[Case, ...], options: Options, engines: int |
     table = summary_table(summary).encode("utf-8", "backslashreplace").decode("utf-8")
     print(f"\n{table}\n\n{summary.headline} in {summary.seconds:.0f} s\nreport: {run_folder / 'index.html'}")
     if signals:
-        print("a signal ended this nightly: " + _kept(len(summary.results), len(summary.not_run)))
+        print("a signal ended this nightly run: " + _kept(len(summary.results), len(summary.not_run)))
         return 128 + signals[0]
     return 1 if summary.red else 0
 

@@ -64,8 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=memory_size,
         metavar="SIZE",
         help="say whether the step fits a GPU with this much memory, such as 79GiB (what CUDA reports for a GPU of 80 "
-        "GB); memlab subtracts its estimate of what is used outside torch. If the step does not fit, list the single "
-        "settings with which it would fit, and exit with code 1",
+        "GB); memlab subtracts its estimate of what is used outside torch. If the step does not fit, list the settings "
+        "each of which alone would make it fit, and exit with code 1",
     )
 
 
@@ -195,7 +195,7 @@ def _keep(found: _Predicted, interrupt: KeyboardInterrupt, num_ranks: int) -> No
     if isinstance(interrupt, FitInterrupted):
         found.fit = interrupt.fit
     if len(found.records) == num_ranks:
-        words = "what else would fit, or the phases of the job, are not complete"
+        words = "the list of settings that would fit, or the phases of the job, may be incomplete"
     elif found.records:
         words = f"{len(found.records)} of {num_ranks} ranks were predicted"
     elif isinstance(interrupt, StepInterrupted):
@@ -281,7 +281,10 @@ def _result(found: _Predicted, *, as_json: bool) -> str:
     lines = [] if fit is None else [*_verdict(found, fit), ""]
     lines += [record_table(records[0]) if len(records) == 1 else ranks_table(records)]
     if 1 < len(records) < layout.world_size:
-        lines.append(f"one rank of every kind: each other of the {layout.world_size} ranks equals one of these")
+        lines.append(
+            f"one rank of each kind is shown: each of the others of the {layout.world_size} ranks needs the same "
+            "memory as one of these"
+        )
     elif len(records) == 1 and len(judged.scenario.ranks_of_every_kind) > 1:
         lines.append(other_ranks_line(layout))
     if phases is not None:
@@ -302,7 +305,10 @@ def _verdict(found: _Predicted, fit: Fit) -> list[str]:
 
 def other_ranks_line(layout: Layout) -> str:
     """Says that the figures are those of one rank only."""
-    return f"this is rank {layout.rank} of {layout.world_size}: other ranks need more or less (predict --rank all)"
+    return (
+        f"this is rank {layout.rank}, one of {layout.world_size} ranks; other ranks may need more or less "
+        "memory: predict --rank all shows one of each kind"
+    )
 
 
 def _alternatives(fit: Fit, own: AllocatorSettings) -> list[str]:
@@ -312,7 +318,7 @@ def _alternatives(fit: Fit, own: AllocatorSettings) -> list[str]:
     if verdict is None or verdict == "does not fit":
         return _alternative_settings(fit)
     options = replace(own, expandable_segments=True)
-    expandable = f"it {verdict} with PYTORCH_CUDA_ALLOC_CONF={options}: predict that with --expandable-segments"
+    expandable = f"the step {verdict} with PYTORCH_CUDA_ALLOC_CONF={options}: add --expandable-segments to predict this"
     return [expandable, *(_alternative_settings(fit) if fit.alternatives else [])]
 
 
@@ -320,8 +326,11 @@ def _alternative_settings(fit: Fit) -> list[str]:
     if not fit.alternatives:
         if fit.start_bytes > fit.limit_bytes:
             start, limit = format_bytes(fit.start_bytes), format_bytes(fit.limit_bytes)
-            starts = f"no setting helps: a step starts with {start} of {limit}"
+            starts = f"no setting helps: a step starts with {start}, and torch can have only {limit}"
             return [f"{starts}: take another training state, another layout, or more GPUs"]
         combined = "no single setting makes it fit: let memlab search combine them"
         return [f"{combined}, or take another training state, a smaller batch, or more GPUs"]
-    return ["these settings would make it fit, the cheapest first:", *(f"  {choice}" for choice in fit.alternatives)]
+    return [
+        "each of these settings would make it fit, the cheapest first:",
+        *(f"  {choice}" for choice in fit.alternatives),
+    ]

@@ -71,14 +71,14 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     return lambda: _write(page, steps, limits, given, arguments.out)
 
 
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
     if not path.is_file():
         raise ValueError(f"{path} is not a file: give a file such as labs/results/h200_settings.jsonl")
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         yield f"{path}, line {number}", line
 
 
-def _read(read: Callable[[dict[str, Any]], Any], place: str, line: str) -> Any:
+def _read(read: Callable[[dict[str, Any]], Any], place: str, line: bytes) -> Any:
     try:
         return read(parse_json(line, "the line", "measure it again"))
     except (ValueError, KeyError, TypeError) as error:

@@ -86,7 +86,8 @@ def _run(lab: PreparedLab) -> int:
         )
         return 1
     except LabFailedError as failure:
-        print(f"{failure}\nits notebook, page and log are in {_shown(failure.folder)}", file=sys.stderr)
+        kept = ", ".join(sorted(path.name for path in failure.folder.iterdir()))
+        print(f"{failure}\nkept in {_shown(failure.folder)}: {kept}", file=sys.stderr)
         return 1
     print(f"done in {run.seconds:.1f} s")
     print(f"  notebook  {_shown(run.folder / 'notebook.ipynb')}")

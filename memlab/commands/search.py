@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engines",
         type=number_or_profile,
         metavar="N|PROFILE",
-        help="predict in N processes of this machine, or on the ipyparallel engines of a running cluster "
+        help="predict in N processes on this machine, or on the ipyparallel engines of a running cluster "
         "(ipcluster start --profile=PROFILE); the result does not depend on N; 0 and 1 use this process alone "
         "(default: one process per core, fewer if host memory is short, or this process alone if the search is short)",
     )
@@ -101,8 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number,
         metavar="N",
         help="search the layouts of a job on N GPUs instead of settings: vary the tensor, context, pipeline and expert "
-        "parallel sizes that you do not give; show each layout that was tried and fits, and the least recompute with "
-        "which it does; all layouts train the same number of sequences per step, N x --num-microbatches x "
+        "parallel sizes that you do not give; show each layout that was tried and fits, with the least recompute that "
+        "makes it fit; all layouts train the same number of sequences per step, N x --num-microbatches x "
         "--micro-batch-size, so a layout with fewer data-parallel ranks takes more micro-batches; not together with "
         "--job",
     )
@@ -211,7 +211,7 @@ def _layout_search(arguments: argparse.Namespace) -> Callable[[], int]:
             )
     if arguments.world_size is not None:
         raise ValueError(
-            f"--world-size is {arguments.world_size} with --gpus {arguments.gpus}, which is the number of ranks too: "
+            f"--world-size is {arguments.world_size}, but --gpus {arguments.gpus} already gives the number of ranks: "
             "leave --world-size out"
         )
     names = (*SIZES, "expert_tensor_parallel_size")
@@ -223,7 +223,8 @@ def _layout_search(arguments: argparse.Namespace) -> Callable[[], int]:
     if not layouts_of(job, given):
         sizes = ", ".join(f"{name} {size}" for name, size in given.items()) or "any sizes"
         raise ValueError(
-            f"--gpus is {arguments.gpus}, which makes no layout of {job.architecture.name} with {sizes}: give another "
+            f"--gpus is {arguments.gpus}, but {job.architecture.name} has no layout of that many ranks with "
+            f"{sizes}: give another "
             "number, or other sizes"
         )
     return lambda: _find_layouts(arguments, job, given, base)
@@ -260,7 +261,10 @@ def _check_largest(arguments: argparse.Namespace) -> None:
     """Checks what `--largest` can be combined with."""
     if arguments.largest is None:
         if arguments.along_front:
-            raise ValueError("--along-front has no --largest, whose values it finds: give --largest, or leave it out")
+            raise ValueError(
+                "--along-front needs --largest, which says what it is to find: give --largest, or leave "
+                "--along-front out"
+            )
         return
     if arguments.alone:
         raise ValueError(

@@ -101,8 +101,9 @@ class Architecture:
             )
         if self.num_parameters > _MOST_PARAMETERS:
             raise ValueError(
-                f"{self.name}: it has {self.num_parameters:,} parameters, must be at most {_MOST_PARAMETERS:,}, beyond "
-                "any real model: correct its sizes"
+                f"{self.name}: it has {self.num_parameters:,} parameters, must have at most {_MOST_PARAMETERS:,} "
+                "(more than "
+                "any real model has): correct its sizes"
             )
 
     @property
@@ -249,6 +250,11 @@ def find_architecture(name: str | Path) -> Architecture:
     Raises:
         ValueError: If it is neither, or the config is damaged, of another family, or uses what memlab does not model.
     """
+    if not isinstance(name, (str, Path)):
+        raise ValueError(
+            f"architecture is {shortened(name)}, must be a name, a path or an Architecture: choose from "
+            f"{', '.join(ARCHITECTURES)}, or give the path of a config.json or its folder"
+        )
     known = ARCHITECTURES.get(str(name))
     if known is not None:
         return known
@@ -290,7 +296,7 @@ def _from_hugging_face(config: dict[str, Any], path: Path) -> Architecture:
         if name in config and config[name] not in values:
             raise ValueError(f"{name} {shortened(config[name])} is not modelled: memlab models {values[0]!r}")
     if _flag(config, "attention_bias", default=False):
-        raise ValueError("attention_bias true is not supported: both families train without biases")
+        raise ValueError("attention_bias true is not supported: memlab models qwen3_moe and phi3, which have no biases")
     heads, hidden_size = _whole(config, "num_attention_heads"), _whole(config, "hidden_size")
     rope = config.get("rope_parameters") or {}
     if not isinstance(rope, dict):
@@ -306,13 +312,14 @@ def _from_hugging_face(config: dict[str, Any], path: Path) -> Architecture:
         "num_query_groups": _whole(config, "num_key_value_heads", default=heads if family == "phi3" else 4),
         "kv_channels": _whole(config, "head_dim", default=max(1, hidden_size // heads)),
         "vocab_size": _whole(config, "vocab_size"),
-        # Newer files of transformers keep it among the rope's parameters.
+        # Newer files of transformers keep it, and the share that is rotated, among the rope's parameters.
         "rotary_base": _number(config, "rope_theta", default=_number(rope, "rope_theta", default=10000.0)),
         "layernorm_epsilon": _number(config, "rms_norm_eps"),
         "share_embeddings_and_output_weights": _flag(config, "tie_word_embeddings", default=False),
     }
     if family == "phi3":
-        return Architecture(**common, rotary_percent=_number(config, "partial_rotary_factor", default=1.0))
+        share = _number(rope, "partial_rotary_factor", default=1.0)
+        return Architecture(**common, rotary_percent=_number(config, "partial_rotary_factor", default=share))
     if config.get("mlp_only_layers") or _whole(config, "decoder_sparse_step", default=1) != 1:
         raise ValueError(
             "dense layers among MoE layers are not supported: mlp_only_layers must be empty and decoder_sparse_step 1"

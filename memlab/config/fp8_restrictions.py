@@ -6,6 +6,7 @@ Read in Transformer Engine 2.12.0 (``assert_dim_for_fp8_exec`` and ``assert_dim_
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from memlab.config.settings import MemorySettings
@@ -31,28 +32,35 @@ def check_fp8(scenario: Scenario) -> None:
         return
     if scenario.dtype != "bf16":
         raise ValueError(
-            f"fp8_format is {state.fp8_format!r} with dtype {scenario.dtype!r}, must be with 'bf16', in which the "
-            "products of FP8 matrices are stored: choose dtype 'bf16', or leave fp8_format out"
+            f"dtype is {scenario.dtype!r}, must be 'bf16' with fp8_format {state.fp8_format!r}, because the products "
+            "of FP8 matrices are stored in bf16: choose dtype 'bf16', or leave fp8_format out"
         )
-    multiple = _MX_BLOCK if state.fp8_recipe == "mxfp8" else _WIDTH
+    multiple = _multiple_of_sizes(scenario)
     for name, size in _sizes(scenario).items():
         if size % multiple:
             raise ValueError(
                 f"{name} is {size}, must be a multiple of {multiple} under fp8_recipe {state.fp8_recipe!r}: choose "
                 "another model or layout, or leave fp8_format out"
             )
-    _check_tokens(scenario, multiple)
-
-
-def _check_tokens(scenario: Scenario, multiple: int) -> None:
-    ranks, own = scenario.layout.tensor_model_parallel_size, scenario.tokens_of_rank
-    recipe = scenario.state.fp8_recipe
-    part = _GATHERED_BLOCK.get(recipe, _ROWS) if ranks > 1 else multiple
-    if own % part or own * ranks % multiple:
+    own, required = scenario.tokens_of_rank, required_multiple_of_tokens(scenario)
+    if own % required:
         raise ValueError(
-            f"a rank holds {own} tokens of a micro-batch, must be a multiple of {max(part, multiple // ranks)} under "
-            f"fp8_recipe {recipe!r}: change seq_length or micro_batch_size, or leave fp8_format out"
+            f"a rank holds {own} tokens of a micro-batch, must be a multiple of {required} under fp8_recipe "
+            f"{state.fp8_recipe!r}: change seq_length or micro_batch_size, or leave fp8_format out"
         )
+
+
+def required_multiple_of_tokens(scenario: Scenario) -> int:
+    """Returns what the tokens that a rank holds of a micro-batch must be a multiple of; 1 without FP8."""
+    if scenario.state.fp8_format is None:
+        return 1
+    ranks, multiple = scenario.layout.tensor_model_parallel_size, _multiple_of_sizes(scenario)
+    part = _GATHERED_BLOCK.get(scenario.state.fp8_recipe, _ROWS) if ranks > 1 else multiple
+    return math.lcm(part, multiple // math.gcd(multiple, ranks))
+
+
+def _multiple_of_sizes(scenario: Scenario) -> int:
+    return _MX_BLOCK if scenario.state.fp8_recipe == "mxfp8" else _WIDTH
 
 
 def _sizes(scenario: Scenario) -> dict[str, int]:

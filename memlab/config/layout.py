@@ -60,8 +60,9 @@ class Layout:
             check_whole_number(field.name, value, at_most=MOST_RANKS)
         if self.world_size > MOST_RANKS:
             raise ValueError(
-                f"the layout has {self.world_size:,} ranks ({self}), must be at most {MOST_RANKS:,}, beyond any real "
-                "job: give smaller sizes"
+                f"the layout has {self.world_size:,} ranks ({self}), must have at most {MOST_RANKS:,} (more than "
+                "any real "
+                "job has): give smaller sizes"
             )
         if self.virtual_pipeline_model_parallel_size > 1 and self.pipeline_model_parallel_size == 1:
             raise ValueError(
@@ -73,11 +74,14 @@ class Layout:
             sizes = [
                 size for size in range(1, self.ranks_of_a_stage + 1) if self.ranks_of_a_stage % (tensor * size) == 0
             ]
-            choices = ", ".join(str(size) for size in sizes) or "none, and change expert_tensor_parallel_size"
+            choices = ", ".join(str(size) for size in sizes)
+            advice = (
+                f"choose expert_model_parallel_size from {choices}" if choices else "change expert_tensor_parallel_size"
+            )
             raise ValueError(
                 f"expert_model_parallel_size {experts} x expert_tensor_parallel_size {tensor} is {experts * tensor}, "
-                f"must divide the {self.ranks_of_a_stage} ranks of a stage: for the first choose from {choices}, or "
-                "take more ranks"
+                f"must divide the {self.ranks_of_a_stage} ranks of a stage: {advice}, or "
+                "use more ranks"
             )
         if not is_whole_number(self.rank, at_least=0) or self.rank >= self.world_size:
             raise ValueError(
@@ -159,7 +163,11 @@ class Layout:
             ValueError: If something does not divide.
         """
         tensor, context = self.tensor_model_parallel_size, self.context_parallel_size
-        experts, columns = architecture.num_moe_experts, architecture.moe_ffn_hidden_size or 1
+        experts = architecture.num_moe_experts or 1
+        mlp = ("tensor_model_parallel_size", tensor, "columns of the MLP", architecture.ffn_hidden_size)
+        if architecture.is_moe:
+            size, columns = self.expert_tensor_size, architecture.moe_ffn_hidden_size
+            mlp = ("expert_tensor_parallel_size", size, "columns of an expert", columns)
         if not architecture.is_moe and self.expert_tensor_parallel_size is not None:
             raise ValueError(
                 f"expert_tensor_parallel_size is {self.expert_tensor_parallel_size}, and {architecture.name} is dense: "
@@ -169,22 +177,26 @@ class Layout:
             choices = [str(size) for size in range(1, 65) if size == 1 or seq_length % (2 * size) == 0]
             raise ValueError(
                 f"context_parallel_size is {context}, must divide the {seq_length} tokens of a sequence into "
-                f"{2 * context} chunks, two a rank: choose from {', '.join(choices)}"
+                f"{2 * context} chunks, two per rank: choose from {', '.join(choices)}"
             )
         for name, size, what, amount in (
             ("tensor_model_parallel_size", tensor, "query groups", architecture.num_query_groups),
             ("tensor_model_parallel_size", tensor, "entries of the vocabulary", architecture.vocab_size),
             ("tensor_model_parallel_size", tensor, "tokens of a sequence", seq_length // context),
             *self._stages_and_layers(num_layers),
-            ("expert_model_parallel_size", self.expert_model_parallel_size, "experts", experts or 1),
-            ("expert_tensor_parallel_size", self.expert_tensor_size if experts else 1, "columns of an expert", columns),
+            ("expert_model_parallel_size", self.expert_model_parallel_size, "experts", experts),
+            mlp,
         ):
             if amount % size:
                 divisors = [str(count) for count in range(1, min(amount, 128) + 1) if amount % count == 0]
                 rule = f"must divide the {amount} {what} of {architecture.name}"
                 if what == "experts" and not architecture.is_moe:
                     rule = f"must be 1, since {architecture.name} is dense"
-                uneven = ", or set num_layers_in_first_pipeline_stage and the last's" if what == "layers" else ""
+                uneven = (
+                    ", or set num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
+                    if what == "layers"
+                    else ""
+                )
                 raise ValueError(f"{name} is {size}, {rule}: choose from {', '.join(divisors)}{uneven}")
         self._check_chunks(num_layers, num_microbatches)
 
@@ -202,7 +214,8 @@ class Layout:
             )
         if chunks > 1 and num_microbatches % stages:
             raise ValueError(
-                f"num_microbatches is {num_microbatches}, must be a multiple of the {stages} stages where they are "
+                f"num_microbatches is {num_microbatches}, must be a multiple of the number of stages, {stages}, "
+                "if the schedule is "
                 f"interleaved: choose from {stages}, {2 * stages}, {3 * stages} and so on"
             )
 
@@ -225,7 +238,7 @@ class Layout:
             choices = f"{fewer} or {at_ends + more}" if fewer >= fewest else f"{at_ends + more}"
             raise ValueError(
                 f"{given} is {at_ends}, which leaves {rest} of {num_layers} layers to the other {stages} stages, must "
-                f"leave them equally many: choose {choices}"
+                f"leave the same number to each of them: choose {choices}"
             )
         return [("pipeline_model_parallel_size", stages, "layers", rest)] if stages and not has_ends else []
 
@@ -241,7 +254,8 @@ class Layout:
             match = re.fullmatch(r"([A-Z]+)(\d{1,6})", word, re.ASCII)
             if match is None or match[1] not in _SHORT or _SHORT[match[1]] in sizes:
                 raise ValueError(
-                    f"layout {text!r} has the word {word!r}, must have {', '.join(_SHORT)}, each with a number and at "
+                    f"layout {text!r} has the word {word!r}, may have only {', '.join(_SHORT)}, each with a "
+                    "number and at "
                     "most once: write for example 'TP2 DP4'"
                 )
             sizes[_SHORT[match[1]]] = int(match[2])

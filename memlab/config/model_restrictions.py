@@ -65,8 +65,8 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
         # Its forward opens no chunks of the offload manager for the micro-batches, and their backward needs them:
         # "Chunk mismatch" (fine_grained_activation_offload.py, 0.16.1).
         raise ValueError(
-            f"recompute_granularity 'full' is combined with offload_modules {list(settings.offload_modules)}, must "
-            "have none on pipeline stages, where Megatron's offload manager fails: leave one of the two out"
+            f"recompute_granularity 'full' cannot be combined with offload_modules {list(settings.offload_modules)} "
+            "on pipeline stages, because Megatron's offload manager fails there: leave one of the two out"
         )
     if architecture.is_moe:
         return
@@ -89,8 +89,9 @@ def _check_megatron(settings: MemorySettings) -> None:
         if _megatron_version() < (0, 19):
             installed = ".".join(str(part) for part in _megatron_version())
             raise ValueError(
-                f"{name} is {getattr(settings, name)}, but the installed megatron-core {installed} does not have it, "
-                "0.19 does: leave it out, or install megatron-core 0.19"
+                f"{name} is {getattr(settings, name)}, but the installed megatron-core {installed} does not have "
+                "this setting "
+                "(0.19 has it): leave it out, or install megatron-core 0.19"
             )
 
 
@@ -131,14 +132,16 @@ def without_effect(settings: MemorySettings, architecture: Architecture) -> dict
         reasons["offload_modules:mlp_norm"] = f"{fused_mlp_norm} to offload"
     if settings.checkpoint_input_remedy is not None and not checkpoints_moe_layers(settings, architecture):
         reasons["checkpoint_input_remedy"] = "only a checkpoint around an MoE layer keeps its input: " + (
-            "recompute 'full', or 'moe'" if architecture.is_moe else f"{architecture.name} is dense"
+            "choose recompute_granularity 'full', or recompute 'moe'"
+            if architecture.is_moe
+            else f"{architecture.name} is dense and has none"
         )
     if {"core_attn"} <= set(settings.offload_modules or ()) & set(settings.recompute_modules or ()):
-        reasons["offload_modules:core_attn"] = (
-            "core_attn is recomputed, and Megatron opens no offload group around an attention that it checkpoints"
-        )
+        reasons["offload_modules:core_attn"] = "core_attn is recomputed, and then Megatron offloads nothing of it"
     if "layernorm" in (settings.recompute_modules or ()) and not architecture.is_moe:
-        reasons["recompute_modules:layernorm"] = "both norms of a dense layer are fused into the linear after them"
+        reasons["recompute_modules:layernorm"] = (
+            "each of the two norms of a dense layer is fused into the linear layer after it"
+        )
     if "mlp" in (settings.recompute_modules or ()) and architecture.is_moe:
         reasons["recompute_modules:mlp"] = "it recomputes dense MLPs, and every layer of this model is MoE"
     return reasons

@@ -56,8 +56,15 @@ class Routing:
             raise ValueError(
                 f"routing skewed has factor {shortened(self.factor)}, must be a number of at least 1: {_CHOICES}"
             )
-        object.__setattr__(self, "shares", tuple(self.shares))  # JSON knows no tuples
-        object.__setattr__(self, "counts", tuple(tuple(layer) for layer in self.counts))
+        try:
+            shares, counts = tuple(self.shares), tuple(tuple(layer) for layer in self.counts)  # JSON knows no tuples
+        except TypeError as error:
+            raise ValueError(
+                f"routing has shares {shortened(self.shares)} and counts {shortened(self.counts)}, must be a tuple of "
+                f"shares, and a tuple of numbers for each layer: {_CHOICES}"
+            ) from error
+        object.__setattr__(self, "shares", shares)
+        object.__setattr__(self, "counts", counts)
         if self.kind == "shares":
             wrong = [share for share in self.shares if not _is_number(share) or not 0 <= share <= 1]
             if wrong or not math.isclose(sum(self.shares), 1, abs_tol=1e-6):
@@ -91,8 +98,9 @@ class Routing:
         highest = max((max(layer) / sum(layer) * num_experts for layer in given), default=self.factor)
         if highest > most + 1e-6:
             raise ValueError(
-                f"routing gives an expert {highest:g} times the mean, must be at most {most:g} (of {num_experts} "
-                f"experts a token takes {topk}, each once): give a smaller factor or share"
+                f"routing gives an expert {highest:g} times the mean, must give it at most {most:g} times (each "
+                f"token goes to {topk} of "
+                f"{num_experts} experts, and to none of them twice): give a smaller factor or share"
             )
 
     def tokens_per_expert(
@@ -147,16 +155,14 @@ def find_routing(text: str) -> Routing:
         try:
             number = int(value) if name == "random" else float(value)
         except ValueError as error:
-            raise ValueError(
-                f"routing is {shortened(text)}, must have a number behind the colon: {_CHOICES}"
-            ) from error
+            raise ValueError(f"routing is {shortened(text)}, must have a number after the colon: {_CHOICES}") from error
         return Routing(kind="random", seed=int(number)) if name == "random" else Routing(kind="skewed", factor=number)
     try:
         shares = parse_json(text, "it", _CHOICES) if text.startswith("[") else read_json(Path(text), _CHOICES)
     except ValueError as error:
         raise ValueError(f"routing is {shortened(text)}: {error}") from error
     if not isinstance(shares, list):
-        raise ValueError(f"routing is {shortened(text)}, which does not hold a list of shares: {_CHOICES}")
+        raise ValueError(f"routing is {shortened(text)}, which does not contain a list: {_CHOICES}")
     if shares and all(isinstance(layer, list) for layer in shares):
         return Routing(kind="counts", counts=tuple(shares))
     return Routing(kind="shares", shares=tuple(shares))

@@ -13,10 +13,17 @@ from memlab.config.from_json import build
 from memlab.config.layout import Layout
 from memlab.config.routing import Routing, find_routing
 from memlab.config.training_state import LOSS_OPTIONS, TrainingState
-from memlab.config.validation import MOST_LAYERS, MOST_TOKENS_OF_A_SEQUENCE, check_whole_number
+from memlab.config.validation import MOST_LAYERS, MOST_TOKENS_OF_A_SEQUENCE, check_whole_number, shortened
 
 Dtype = Literal["bf16", "fp32"]
 DTYPES = ("bf16", "fp32")
+_KINDS: dict[str, type] = {
+    "architecture": Architecture,
+    "layout": Layout,
+    "routing": Routing,
+    "state": TrainingState,
+    "allocator": AllocatorSettings,
+}
 # Beyond any real job, and below what overflows the bytes of a tensor or steps for days.
 _MOST = {
     "num_layers": MOST_LAYERS,
@@ -67,24 +74,29 @@ class Scenario:
     """Options of torch's allocator; a process on a GPU has those that it was started with."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.architecture, Architecture):
-            raise ValueError(
-                f"architecture is {self.architecture!r}, must be an Architecture: use Scenario.of, which takes names "
-                "and paths as well"
-            )
+        for name, kind in _KINDS.items():
+            if not isinstance(value := getattr(self, name), kind):
+                by_name = (
+                    ", or use Scenario.of, which takes a name or a path" if kind in (Architecture, Routing) else ""
+                )
+                raise ValueError(
+                    f"{name} is {shortened(value)}, must be {kind.__name__}(...): name its fields{by_name}"
+                )
         for name, at_most in _MOST.items():
             check_whole_number(name, getattr(self, name), at_most=at_most)
         tokens = self.seq_length * self.micro_batch_size
         if tokens > _MOST_TOKENS_OF_A_MICRO_BATCH:
             raise ValueError(
                 f"micro_batch_size {self.micro_batch_size} x seq_length {self.seq_length} is {tokens:,} tokens, must "
-                f"be at most {_MOST_TOKENS_OF_A_MICRO_BATCH:,}, beyond any real job: give fewer or shorter sequences"
+                f"be at most {_MOST_TOKENS_OF_A_MICRO_BATCH:,} (more than any real job has): give fewer or "
+                "shorter sequences"
             )
         largest_row = self.architecture.largest_row
         if tokens * largest_row > _MOST_ELEMENTS_OF_AN_ACTIVATION:
             raise ValueError(
                 f"the largest activation has {tokens:,} tokens x {largest_row:,} elements, must be at most "
-                f"{_MOST_ELEMENTS_OF_AN_ACTIVATION:,} in all, beyond any real job: give fewer or shorter sequences"
+                f"{_MOST_ELEMENTS_OF_AN_ACTIVATION:,} elements in all (more than any real job has): give fewer or "
+                "shorter sequences"
             )
         check_whole_number("seed", self.seed, at_least=0)
         if self.seed >= 2**63:
@@ -109,8 +121,8 @@ class Scenario:
         if ranks > 1 and backend in ("flash", "unfused"):
             reason = "which Transformer Engine refuses" if backend == "unfused" else "which memlab does not predict yet"
             raise ValueError(
-                f"attention_backend is {backend!r} with context_parallel_size {ranks}, {reason}, must be auto or fused "
-                "there: choose one of them, or context_parallel_size 1"
+                f"attention_backend is {backend!r} with context_parallel_size {ranks}, {reason}: choose auto or fused, "
+                "or context_parallel_size 1"
             )
         if self.dtype == "fp32" and backend in ("flash", "fused"):
             raise ValueError(
@@ -131,7 +143,7 @@ class Scenario:
             )
         if self.micro_batch_size != 1:
             raise ValueError(
-                f"{given} with micro_batch_size {self.micro_batch_size}, must be with 1, because packed sequences "
+                f"{given}, so micro_batch_size must be 1, not {self.micro_batch_size}, because packed sequences "
                 "share one row: make seq_length larger instead, or leave packed_sequences out"
             )
         if self.state.attention_backend == "unfused":
@@ -213,6 +225,7 @@ class Scenario:
         """Returns how many sequences as long as the packed ones a row of another length has; None without packing."""
         if self.packed_sequences is None:
             return None
+        check_whole_number("seq_length", seq_length, at_most=MOST_TOKENS_OF_A_SEQUENCE)
         sequences = seq_length * self.packed_sequences // self.seq_length
         return max(1, min(sequences, seq_length // self._chunks_of_a_sequence))
 
@@ -287,7 +300,10 @@ class Scenario:
     def _without_effect_on_fp32(self) -> dict[str, str]:
         if self.dtype != "fp32":
             return {}
-        same = "the parameters are fp32, and without fp32 reduction gradients have the type of their parameters"
+        same = (
+            "the parameters are fp32; gradients are reduced in fp32 or in the type of their parameters, which "
+            "is fp32 here too"
+        )
         unread = "the parameters are fp32, so Adam updates them, and never reads the main parameters that it allocates"
         reasons = {"grad_reduce_in_bf16": same, "main_grads_dtype": same, "main_params_dtype": unread}
         return {name: reason for name, reason in reasons.items() if name in self.state.changed()}

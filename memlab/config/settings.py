@@ -163,8 +163,9 @@ class MemorySettings:
         if inside_moe and "moe" in recomputed:
             raise ValueError(
                 f"offload_modules has {inside_moe} under selective recompute of 'moe': the whole MoE part is "
-                "recomputed, so nothing inside it is saved to offload: leave them out, or recompute 'moe_act' instead "
-                "of 'moe'"
+                "recomputed, so nothing inside it is saved that could be offloaded: leave them out, or recompute "
+                "'moe_act' "
+                "instead of 'moe'"
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -153,7 +153,7 @@ class TrainingState:
                     )
         elif not self.use_distributed_optimizer:
             raise ValueError(
-                "use_precision_aware_optimizer is True without the distributed optimizer, must have it: set "
+                "use_precision_aware_optimizer is True, but needs the distributed optimizer: set "
                 "use_distributed_optimizer, or leave use_precision_aware_optimizer out"
             )
         if self.optimizer_cpu_offload and not self.use_distributed_optimizer:
@@ -188,13 +188,14 @@ class TrainingState:
     def _check_fp8(self) -> None:
         if self.fp8_param_gather and self.fp8_format is None:
             raise ValueError(
-                "fp8_param_gather is True without FP8, must have a format: set fp8_format 'e4m3' or 'hybrid', or leave "
+                "fp8_param_gather is True, but needs an fp8_format: set fp8_format 'e4m3' or 'hybrid', or leave "
                 "fp8_param_gather out"
             )
         if self.fp8_param_gather and self.fp8_recipe == "mxfp8":
             raise ValueError(
-                "fp8_param_gather is True with fp8_recipe 'mxfp8', whose parameters Megatron keeps in the gradients' "
-                "buffer, which memlab does not predict yet: choose another fp8_recipe, or leave fp8_param_gather out"
+                "fp8_param_gather is True with fp8_recipe 'mxfp8', which memlab does not predict yet (Megatron "
+                "keeps mxfp8 "
+                "parameters in the gradients' buffer): choose another fp8_recipe, or leave fp8_param_gather out"
             )
         if self.fp8_param_gather and not self.use_distributed_optimizer:
             raise ValueError(
@@ -217,8 +218,9 @@ class TrainingState:
         if self.main_params_dtype != needed and not self.optimizer_cpu_offload:
             raise ValueError(
                 f"main_params_dtype is {self.main_params_dtype!r} with fp8_param_gather, fp8_recipe "
-                f"{self.fp8_recipe!r} and the precision-aware optimizer, which fails: must be {needed!r} there: choose "
-                "it, or leave fp8_param_gather out"
+                f"{self.fp8_recipe!r} and the precision-aware optimizer, must be {needed!r} there, because the "
+                "step fails "
+                f"otherwise: choose {needed!r}, or leave fp8_param_gather out"
             )
 
     @classmethod
@@ -274,12 +276,18 @@ class TrainingState:
                 "pin_cpu_params",
             ):
                 ignored(name, "only optimizer_cpu_offload reads it")
-            ignored("manual_gc", "only optimizer_cpu_offload leaves garbage that is large")
+            ignored("manual_gc", "only optimizer_cpu_offload leaves large tensors for the garbage collector")
         else:
             self._without_effect_on_cpu_optimizer(ignored)
         if not self.grad_reduce_in_bf16:
-            buffers = "Adam reads the gradients where they are reduced, in fp32 without grad_reduce_in_bf16"
-            ignored("main_grads_dtype", f"{buffers} (Megatron-LM's command line, unlike Megatron-Core, sets both)")
+            buffers = (
+                "Adam reads the gradients in the type in which they are reduced, which is fp32 without "
+                "grad_reduce_in_bf16"
+            )
+            ignored(
+                "main_grads_dtype",
+                f"{buffers} (Megatron-LM's command line sets both options, but Megatron-Core does not)",
+            )
         if not self.overlap_grad_reduce:
             ignored("ddp_bucket_size", "without overlap_grad_reduce Megatron reduces each buffer as a single bucket")
         if not self.cross_entropy_loss_fusion:
@@ -299,7 +307,10 @@ class TrainingState:
 
     def _without_effect_on_cpu_optimizer(self, ignored: Callable[[str, str], None]) -> None:
         # megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, 0.16.1 and 0.19.2
-        ignored("pin_cpu_params", "Megatron's CPU optimizer does not read it: it pins the parameters while it copies")
+        ignored(
+            "pin_cpu_params",
+            "Megatron's CPU optimizer ignores this option, and always pins the parameters when it copies them",
+        )
         for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
             ignored(name, "Megatron's CPU optimizer ignores it: main parameters and moments are fp32")
         if self.optimizer_offload_fraction == 0:

@@ -53,7 +53,9 @@ def check_whole_number(
     if not is_whole_number(value, at_least):
         raise ValueError(f"{name} is {shortened(value)}, must be a whole number of at least {at_least}: {action}")
     if not is_whole_number(value, at_least, at_most):
-        raise ValueError(f"{name} is {shortened(value)}, must be at most {at_most:,}, beyond any real job: {action}")
+        raise ValueError(
+            f"{name} is {shortened(value)}, must be at most {at_most:,} (more than any real job has): {action}"
+        )
 
 
 def is_number(value: object) -> bool:

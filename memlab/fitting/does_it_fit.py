@@ -68,7 +68,8 @@ class Fit:
     """The verdict if torch's allocator has expandable segments; None unless only fragmentation prevents the step
     without them."""
     alternatives: tuple[Alternative, ...] = ()
-    """Settings that fit where the step does not, one addition each: by recomputed FLOPs, then by bytes transferred."""
+    """Settings that fit where the step does not, one addition each: by recomputed FLOPs, then by bytes transferred. A
+    forward-only pass has none: they are about what is kept for backward."""
 
     @property
     def fits(self) -> bool:
@@ -124,13 +125,17 @@ def verdict_margin(verdict: Verdict, margin_bytes: int) -> str:
     return f", with {format_bytes(margin_bytes)} to spare{less}"
 
 
-def basis_of(scenario: Scenario, backend: str = "simulated") -> str:
-    """Says what a verdict on a predicted step is based on, and which routing it assumes.
+def basis_of(scenario: Scenario, backend: str = "simulated", *, is_measured: bool = False) -> str:
+    """Says what a verdict on a step is based on, and which routing a prediction assumes.
 
     Args:
         scenario: Of the step.
-        backend: Name of the backend whose step was predicted: ``cpu``, or else a GPU's.
+        backend: Name of the backend whose step was predicted or measured: ``cpu``, or else a GPU's.
+        is_measured: Whether it was measured.
     """
+    if is_measured:
+        place = "this CPU; it says nothing about a GPU" if backend == "cpu" else "a GPU"
+        return f"a step that was measured on {place}"
     if backend == "cpu":
         routing = f" with {scenario.routing} routing" if scenario.architecture.is_moe else ""
         return f"a step that was predicted for this CPU{routing}; it says nothing about a GPU"
@@ -168,10 +173,16 @@ def judge_fit(record: StepRecord, step: Step, gpu_memory_bytes: int) -> Fit:
     """
     outside = estimate_outside_torch(record.scenario.layout)
     limit_bytes = gpu_memory_bytes - outside.total_bytes
-    verdict = judge(record, step, limit_bytes)
-    with_most = judge(record, step, gpu_memory_bytes - outside.most_bytes) if verdict != "does not fit" else verdict
+    is_measured = record.backend != "simulated"
+
+    def verdict_within(bytes_for_torch: int) -> Verdict:
+        return judge(record, step, bytes_for_torch, with_margin=not is_measured)
+
+    verdict = verdict_within(limit_bytes)
+    may_be_less = verdict != "does not fit" and outside.most_bytes > outside.total_bytes
+    with_most = verdict_within(gpu_memory_bytes - outside.most_bytes) if may_be_less else verdict
     start_bytes = record.static_bytes - record.residual_bytes
-    can_be_helped = verdict == "does not fit" and start_bytes <= limit_bytes
+    can_be_helped = verdict == "does not fit" and start_bytes <= limit_bytes and not record.forward_only
     fit = Fit(
         gpu_memory_bytes=gpu_memory_bytes,
         outside_torch_bytes=outside.total_bytes,
@@ -180,7 +191,7 @@ def judge_fit(record: StepRecord, step: Step, gpu_memory_bytes: int) -> Fit:
         start_bytes=start_bytes,
         verdict=verdict,
         verdict_with_most_outside=with_most,
-        basis=basis_of(record.scenario),
+        basis=basis_of(record.scenario, record.backend, is_measured=is_measured),
     )
     fitting: list[Alternative] = []
     try:
@@ -209,18 +220,19 @@ def _alternatives(record: StepRecord, step: Step, limit_bytes: int) -> Iterator[
             )
 
 
-def judge(record: StepRecord, step: Step, limit_bytes: int, *, on_cpu: bool = False) -> Verdict:
+def judge(record: StepRecord, step: Step, limit_bytes: int, *, with_margin: bool = True) -> Verdict:
     """Returns the verdict on a step within a limit; takes further steps if that is unclear.
 
     Args:
         record: Of the step, without a limit.
         step: Takes the step again with a limit.
         limit_bytes: What torch may hold.
-        on_cpu: Whether the step was predicted for a CPU. The margin was measured on GPUs, so there is none then.
+        with_margin: Whether to leave the measured margin, which is that of predictions for GPUs. A measured step, and
+            one that was predicted for a CPU, have none.
     """
-    if fits(record, step, limit_bytes if on_cpu else limit_with_margin(limit_bytes, record.scenario)):
+    if fits(record, step, limit_with_margin(limit_bytes, record.scenario) if with_margin else limit_bytes):
         return "fits"
-    return "may fit" if fits(record, step, limit_bytes) else "does not fit"
+    return "may fit" if with_margin and fits(record, step, limit_bytes) else "does not fit"
 
 
 def fits(record: StepRecord, step: Step, limit_bytes: int) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from memlab.config.fp8_restrictions import required_multiple_of_tokens
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.does_it_fit import VERDICTS, Verdict, basis_of
@@ -141,14 +142,15 @@ class LargestInterrupted(KeyboardInterrupt):
 
 
 def unit_of(what: What, scenario: Scenario) -> int:
-    """Returns of what values are multiples: at least of what the layout requires, and of 64 for long sequences.
+    """Returns of what values are multiples: of what layout and FP8 require, and of 64 for long sequences.
 
     Under context parallelism each rank has two chunks of a sequence, and under tensor parallelism it shares them.
     """
     tensor, context = scenario.layout.tensor_model_parallel_size, scenario.layout.context_parallel_size
+    of_rank = required_multiple_of_tokens(scenario)
     if what == "micro-batch-size":
-        return 1
-    required = math.lcm(tensor * context, 2 * context if context > 1 else 1)
+        return of_rank // math.gcd(of_rank, scenario.seq_length // (tensor * context))
+    required = math.lcm(tensor * context * of_rank, 2 * context if context > 1 else 1)
     return math.lcm(required, _MULTIPLE) if scenario.seq_length >= _LONG else required
 
 

@@ -55,7 +55,7 @@ class Prediction:
             start_bytes=record.static_bytes - record.residual_bytes,
             transferred_bytes=transferred_bytes(record),
             host_bytes=record.host_bytes,
-            verdict=judge(record, step, limit_bytes, on_cpu=on_cpu),
+            verdict=judge(record, step, limit_bytes, with_margin=not on_cpu),
             without_effect=frozenset(record.without_effect),
             peak_phase=record.peak_phase,
         )

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from memlab.jobs.entries import UNKNOWN, Entries, parse_scalar, parse_value
 
 _FLAG = re.compile(r"--([A-Za-z][A-Za-z0-9_.-]*)(?:=(.*))?", re.DOTALL)
-_OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_][A-Za-z0-9_]*(?:[.][A-Za-z0-9_-]+)+|[a-z_]+)=(.*)", re.DOTALL)
+_OVERRIDE = re.compile(r"[+]{0,2}([A-Za-z_][A-Za-z0-9_]*(?:[.][A-Za-z0-9_-]+)+|[a-z_]+)=(.*)", re.DOTALL)
+_DELETION = re.compile(r"~([A-Za-z_][A-Za-z0-9_]*(?:[.][A-Za-z0-9_-]+)+)(=.*)?", re.DOTALL)
 # A match begins where the dashes do: a search from every dash of a long line would take hours.
 _BLOCK_START = re.compile(r"(?<!-)-{6,} arguments -{6,}[ \t\r]*$", re.MULTILINE)
 _BLOCK_END = re.compile(r"(?<!-)-{6,} end of arguments -{6,}[ \t\r]*$")
@@ -43,12 +44,15 @@ def read_flags(words: Iterable[tuple[str, int]], entries: Entries) -> None:
 
 
 def read_overrides(words: Iterable[tuple[str, int]], entries: Entries) -> None:
-    """Adds Hydra's overrides of a command: ``key=value``, ``+key=value``, ``++key=value``."""
+    """Adds Hydra's overrides of a command: ``key=value``, ``+key=value``, ``++key=value``; warns of ``~key``."""
     for word, line in words:
         match = _OVERRIDE.fullmatch(word)
         if match:
             value = match[2] if UNKNOWN in match[2] else parse_value(match[2])
             entries.add(match[1], value, line)
+        elif deletion := _DELETION.fullmatch(word):
+            entries.by_key.pop(deletion[1], None)
+            entries.warnings.append(f"line {line}: ~{deletion[1]} deletes a key, which memlab does not follow")
 
 
 def has_argument_block(text: str) -> bool:

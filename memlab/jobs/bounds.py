@@ -68,6 +68,11 @@ def _dropout_bytes(scenario: Scenario) -> int:
     return 2 * 3 * elements * scenario.num_layers_of_chunk * scenario.most_passes_in_flight
 
 
+def _mask_bytes(scenario: Scenario) -> int:
+    """Returns the attention masks of all micro-batches in flight, whole sequences on every rank."""
+    return scenario.micro_batch_size * scenario.seq_length**2 * scenario.most_passes_in_flight
+
+
 def _router_bytes(scenario: Scenario) -> int:
     """Returns the routers' gradients (4 bytes) and optimizer state (12 bytes), unsharded."""
     architecture = scenario.architecture
@@ -114,6 +119,7 @@ BOUNDS: dict[str, Callable[[Scenario], int]] = {
     "use_fused_kernels": _whole_loss_bytes,
     "use_fused_linear_logprobs": _whole_loss_bytes,
     "use_linear_ce_fusion_loss": _whole_loss_bytes,
+    "create_attention_mask_in_dataloader": _mask_bytes,
     "hidden_dropout": _dropout_bytes,
     "freeze_moe_router": _router_bytes,
     **dict.fromkeys(("ref_model", "ref.megatron.param_offload"), lambda scenario: 2 * sum(_parameters(scenario))),

@@ -10,9 +10,10 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.validation import shortened
 from memlab.jobs import without_effect
 from memlab.jobs.framework import Framework, Reading
-from memlab.jobs.keys import ABSENT, SWITCH, TEXT, WHOLE, Key, Missing, missing_under, under
+from memlab.jobs.keys import ABSENT, ALLOCATOR, SWITCH, TEXT, WHOLE, Key, Missing, is_given, missing_under, under
 from memlab.jobs.lines import yaml_lines
 from memlab.jobs.megatron_keys import (
     ARCHITECTURE,
@@ -33,6 +34,7 @@ from memlab.jobs.model import published_architecture
 from memlab.jobs.reinforcement import LORA
 
 _BUCKETS = tuple(replace(key, default=ABSENT) if key.field == "grad_reduce_in_bf16" else key for key in BUCKETS)
+_FP8 = tuple(key for key in COMPUTE if key.name.startswith("fp8"))
 
 KEYS = (
     Key("model.hf_model_id", "architecture", TEXT),
@@ -53,20 +55,30 @@ KEYS = (
     Key("optimizer.use_distributed_optimizer", "use_distributed_optimizer", SWITCH, True),
     *under("ddp", _BUCKETS),
     Key("ddp.use_distributed_optimizer", "use_distributed_optimizer", SWITCH, True),
-    Key("mixed_precision.grad_reduce_in_fp32", "mixed_precision_fp32", SWITCH),
+    # What mixed_precision says replaces what the other sections say (update_config_with_precision_overrides).
+    *under("mixed_precision", (replace(key, default=ABSENT) for key in (*_FP8, *_BUCKETS[:1]))),
+    Key("mixed_precision.fp8_param_gather", "fp8_param_gather", SWITCH),
+    Key("mixed_precision.bf16", "is_bf16", SWITCH),
     Key("mixed_precision", "mixed_precision", TEXT),
-    Key("env_vars.PYTORCH_CUDA_ALLOC_CONF", "allocator", TEXT),
-    Key("ENV_VARS.PYTORCH_CUDA_ALLOC_CONF", "allocator", TEXT),
+    *under("env_vars", ALLOCATOR),
+    *under("ENV_VARS", ALLOCATOR),
 )
+_PRECISIONS = ("fp16", "fp4", "first_last_layers_bf16", "fp8_wgrad", "fp8_dot_product_attention")
+_OVERLAPS = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "defer_embedding_wgrad_compute")
 FRAMEWORK_MISSING = (
-    Missing("peft.*", "less", LORA, lambda value: value not in (None, "", {})),
+    Missing("peft.*", "less", LORA, is_given),
+    Missing("distill*", "more", "a teacher model on the same ranks", is_given),
     *missing_under("model", MISSING),
     *missing_under("ddp", MISSING_DDP),
     *missing_under("optimizer", MISSING_OPTIMIZER),
     Missing("comm_overlap.tp_comm_overlap", "more", "user buffers of the overlap of tensor parallel communication"),
-    Missing(
-        "comm_overlap.overlap_moe_expert_parallel_comm", "more", "two micro-batches are in flight at once"
-    ),
+    *missing_under("mixed_precision", (row for row in MISSING if row.name in _PRECISIONS)),
+    *missing_under("comm_overlap", (row for row in MISSING if row.name in _OVERLAPS)),
+    Missing("dist.use_megatron_fsdp", "less", "Megatron-FSDP shards parameters and gradients too"),
+    Missing("dist.use_torch_fsdp2", "less", "torch's FSDP shards parameters and gradients too"),
+    Missing("train.empty_unused_memory_level", "less", "torch's cached memory is freed in each step: reserved bytes"),
+    Missing("env_vars.NVTE_*_ATTN", "either", "it chooses the attention's kernel; memlab takes attention_backend",
+            lambda value: True),
 )  # fmt: skip
 
 
@@ -79,13 +91,11 @@ def complete(reading: Reading) -> None:
             "Megatron's defaults for all keys that the file does not have; give the run_config.yaml of a checkpoint"
         )
     values["dtype"] = "bf16" if values.pop("is_bf16") else "fp32"
-    mixed, is_fp32 = values.pop("mixed_precision", None), values.pop("mixed_precision_fp32", None)
-    if "grad_reduce_in_bf16" not in values:
-        if is_fp32 is None and mixed is None:
-            reading.warnings.append(
-                "ddp.grad_reduce_in_fp32 is not in the file: memlab takes true, as bf16_mixed has it"
-            )
-        values["grad_reduce_in_bf16"] = is_fp32 is False
+    _complete_gradients(reading)
+    packed = "dataset.packed_sequence_specs.packed_sequence_size"
+    tokens = reading.get(packed)
+    if isinstance(tokens, int) and tokens > 0:
+        reading.take(packed, "seq_length", tokens)
     tokenizer = published_architecture(str(reading.get("tokenizer.tokenizer_model", "")))
     if tokenizer is not None and values.get("hidden_size") and values.get("vocab_size") is None:
         reading.take("tokenizer.tokenizer_model", "vocab_size", tokenizer.vocab_size)
@@ -94,6 +104,53 @@ def complete(reading: Reading) -> None:
         values["vocab_size"] = -(-values["vocab_size"] // divisor) * divisor
     if (values.get("tensor_model_parallel_size") or 1) > 1 and reading.get("model.sequence_parallel") is False:
         reading.miss("model.sequence_parallel", "more", "norms and residuals keep whole sequences on each rank")
+
+
+def _complete_gradients(reading: Reading) -> None:
+    values = reading.values
+    if values.get("mixed_precision") is not None:
+        _take_mixed_precision(reading, values["mixed_precision"])
+    elif reading.entries.get("mixed_precision.fp8") and "mixed_precision.fp8_recipe" not in reading.entries.by_key:
+        reading.take("mixed_precision.fp8", "fp8_recipe", "tensorwise")  # the default there, unlike the model's
+    if "grad_reduce_in_bf16" not in values:
+        reading.warnings.append("ddp.grad_reduce_in_fp32 is not in the file: memlab takes true, as bf16_mixed has it")
+        values["grad_reduce_in_bf16"] = False
+    for key in BUCKETS[1:]:  # comm_overlap sets them in ddp when the job starts
+        value = reading.get(f"comm_overlap.{key.name}")
+        if isinstance(value, int) and f"ddp.{key.name}" not in reading.entries.by_key:
+            reading.take(f"comm_overlap.{key.name}", key.field, value)
+
+
+_RECIPES: dict[str, dict[str, Any]] = {
+    "bf16_mixed": {"fp8_format": None},
+    "bf16_with_fp8_delayed_scaling_mixed": {"fp8_format": "hybrid", "fp8_recipe": "delayed", "fp8_param_gather": True},
+    "bf16_with_fp8_current_scaling_mixed": {
+        "fp8_format": "hybrid",
+        "fp8_recipe": "tensorwise",
+        "fp8_param_gather": True,
+    },
+    "bf16_with_fp8_subchannel_scaling_mixed": {"fp8_format": "hybrid", "fp8_recipe": "blockwise"},
+    "bf16_with_mxfp8_mixed": {"fp8_format": "e4m3", "fp8_recipe": "mxfp8", "fp8_param_gather": True},
+}
+"""Names of ``src/megatron/bridge/training/mixed_precision.py``; their gradients are fp32. Each has a twin in fp16."""
+
+
+def _take_mixed_precision(reading: Reading, name: str) -> None:
+    """Takes what the name of a recipe stands for."""
+    plain = name.replace("-", "_")
+    place = reading.entries.by_key["mixed_precision"].place
+    if plain.startswith("fp16_"):
+        reading.blocked.append(f"mixed_precision {name} ({place}): memlab computes in bf16 or fp32")
+    elif plain not in _RECIPES:
+        reading.warnings.append(
+            f"{place}: memlab does not know the mixed_precision {shortened(name)} and takes what the other keys say: "
+            "give its fields, such as --set model.fp8=hybrid and --set model.fp8_recipe=tensorwise"
+        )
+    else:
+        for field_name, value in (_RECIPES[plain] | {"grad_reduce_in_bf16": False}).items():
+            reading.take("mixed_precision", field_name, value)
+    if "current_scaling" in plain:
+        reading.miss("mixed_precision", "more", "the first and last layers stay in bf16")
 
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
@@ -124,7 +181,7 @@ BRIDGE = Framework(
     without_effect=without_effect.BRIDGE,
     complete=complete,
     compose=compose,
-    complete_loss="cross_entropy",
+    fixed={"loss": "cross_entropy"},
     writes_sizes=True,
     cannot_write={
         "checkpoint_input_remedy": "Megatron-Bridge has no remedy for the inputs that checkpoints of MoE layers keep",

@@ -13,7 +13,9 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.jobs.entries import UNKNOWN, parse_scalar
 from memlab.jobs.framework import NotModelled, Reading
+from memlab.jobs.keys import NUMBER, SWITCH, WHOLE, Missing, refusal
 
 LAYOUT_FIELDS = tuple(field.name for field in fields(Layout) if field.name not in ("rank", "data_parallel_size"))
 STATE_FIELDS = tuple(field.name for field in fields(TrainingState))
@@ -122,8 +124,7 @@ def scenario_of(reading: Reading, architecture: Architecture) -> Scenario:
         layout.check(architecture, num_layers, seq_length, num_microbatches)
     except ValueError as error:
         raise CannotStartError(str(error)) from error
-    _normalise_state(reading, layout)
-    state = {name: values[name] for name in STATE_FIELDS if values.get(name) is not None}
+    _note_turns_of_chunks(reading, layout)
     return Scenario(
         architecture=architecture,
         num_layers=num_layers,
@@ -133,9 +134,21 @@ def scenario_of(reading: Reading, architecture: Architecture) -> Scenario:
         packed_sequences=values.get("packed_sequences"),
         dtype=values.get("dtype") or "bf16",
         layout=layout,
-        state=TrainingState(**state),
+        state=state_of(reading, layout),
         allocator=_allocator(reading),
     )
+
+
+_TURNS = ("microbatch_group_size_per_vp_stage", "microbatch_group_size_per_virtual_pipeline_stage")
+
+
+def _note_turns_of_chunks(reading: Reading, layout: Layout) -> None:
+    """Notes that a stage's chunks take turns after other numbers of micro-batches than memlab's, one per stage."""
+    stages = layout.pipeline_model_parallel_size
+    for key in [key for key in reading.entries.by_key if key.rpartition(".")[2] in _TURNS]:
+        given = reading.get(key)
+        if layout.virtual_pipeline_model_parallel_size > 1 and given not in (None, stages):
+            reading.miss(key, "either", f"memlab's chunks take turns after {stages} micro-batches, as many as stages")
 
 
 def _num_microbatches(reading: Reading, layout: Layout) -> int:
@@ -153,8 +166,14 @@ def _num_microbatches(reading: Reading, layout: Layout) -> int:
     return int(global_batch // per_pass)
 
 
-def _normalise_state(reading: Reading, layout: Layout) -> None:
-    """Drops what the framework would not read, and what memlab does not predict."""
+def state_of(reading: Reading, layout: Layout) -> TrainingState:
+    """Builds the training state that the values of a job's file describe.
+
+    What the framework would not read, and what memlab does not predict, is dropped.
+
+    Raises:
+        ValueError: If memlab refuses a value.
+    """
     values, default = reading.values, TrainingState()
     if not values.get("optimizer_cpu_offload"):
         for name in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"):
@@ -163,6 +182,15 @@ def _normalise_state(reading: Reading, layout: Layout) -> None:
         values["cross_entropy_loss_fusion"], values["cross_entropy_fusion_impl"] = False, "native"
     if values.get("fp8_format") is None:
         values["fp8_recipe"], values["fp8_param_gather"] = "delayed", False
+    # The rule of Megatron-LM's `validate_args`, so of the frameworks that have its flags.
+    if "overlap_param_gather" in reading.entries.by_key and values["overlap_param_gather"]:
+        needed = ("use_distributed_optimizer", "overlap_grad_reduce")
+        missing = [name for name in needed if not values.get(name)]
+        if missing and not reading.entries.get("use_megatron_fsdp"):
+            raise CannotStartError(
+                f"overlap_param_gather is on without {missing[0]}, which Megatron-LM requires: switch {missing[0]} on, "
+                "or leave overlap_param_gather out"
+            )
     backend = values.get("attention_backend")
     if backend == "flash" and layout.context_parallel_size > 1:
         reading.miss(
@@ -172,6 +200,7 @@ def _normalise_state(reading: Reading, layout: Layout) -> None:
     if backend == "local":
         reading.miss("attention_backend", "more", "Megatron's own attention keeps the scores of every head")
         values["attention_backend"] = "unfused"
+    return TrainingState(**{name: values[name] for name in STATE_FIELDS if values.get(name) is not None})
 
 
 def settings_of(reading: Reading) -> MemorySettings:
@@ -181,18 +210,7 @@ def settings_of(reading: Reading) -> MemorySettings:
         ValueError: If Megatron or memlab refuses a combination.
     """
     values = dict(reading.values)
-    granularity = values.get("recompute_granularity")
-    if granularity is None:
-        for name in ("recompute_method", "recompute_num_layers", "recompute_modules"):
-            values[name] = None
-    elif granularity == "full":
-        values["recompute_modules"] = None
-    else:
-        values["recompute_modules"] = _known(
-            reading, "recompute_modules", values.get("recompute_modules") or ("core_attn",), RECOMPUTE_MODULES
-        )
-        if values["recompute_modules"] is None:
-            values["recompute_granularity"] = None
+    _complete_recompute(reading, values)
     if not values.get("fine_grained_activation_offloading", True):
         values["offload_modules"] = None
     if values.get("offload_modules"):
@@ -205,6 +223,35 @@ def settings_of(reading: Reading) -> MemorySettings:
     return MemorySettings(**given)
 
 
+def _complete_recompute(reading: Reading, values: dict[str, Any]) -> None:
+    """Drops what the granularity does not read, and adds what it implies."""
+    granularity = values.get("recompute_granularity")
+    if values.get("moe_layer_recompute"):  # as `TransformerConfig.__post_init__` has it, megatron-core 0.16.1
+        if granularity == "full":
+            raise CannotStartError(
+                "moe_layer_recompute is true with full recompute, which Megatron refuses: leave one of the two out"
+            )
+        if granularity is None:
+            values["recompute_method"] = values["recompute_num_layers"] = None
+        granularity, modules = "selective", values.get("recompute_modules") or ("core_attn",)
+        implied = {"recompute_granularity": granularity, "recompute_modules": tuple(dict.fromkeys((*modules, "moe")))}
+        key = next(one.key for one in reversed(reading.taken) if one.field == "moe_layer_recompute")
+        for name, value in implied.items():
+            reading.take(key, name, value)
+        values |= implied
+    if granularity is None:
+        for name in ("recompute_method", "recompute_num_layers", "recompute_modules"):
+            values[name] = None
+    elif granularity == "full":
+        values["recompute_modules"] = None
+    else:
+        values["recompute_modules"] = _known(
+            reading, "recompute_modules", values.get("recompute_modules") or ("core_attn",), RECOMPUTE_MODULES
+        )
+        if values["recompute_modules"] is None:
+            values["recompute_granularity"] = None
+
+
 def _known(reading: Reading, name: str, modules: tuple[str, ...], choices: tuple[str, ...]) -> tuple[str, ...] | None:
     unknown = [module for module in modules if module not in choices]
     if unknown:
@@ -215,19 +262,49 @@ def _known(reading: Reading, name: str, modules: tuple[str, ...], choices: tuple
     return tuple(module for module in modules if module in choices) or None
 
 
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Variables of the environment that torch reads, in any job; the last one counts."""
+_ALLOCATOR_OPTIONS = {"expandable_segments": SWITCH, "garbage_collection_threshold": NUMBER, "max_split_size_mb": WHOLE}
+_ALLOCATOR_MISSING = {
+    "backend": Missing("", "either", "CUDA's own pool in place of torch's", lambda value: value != "native"),
+    "roundup_power2_divisions": Missing("", "more", "torch rounds sizes up to a part of a power of two"),
+}
+_UNKNOWN_OPTION = Missing("", "unknown", "memlab does not know this option of torch's allocator", lambda _: True)
+_LONGEST_ALLOCATOR = 2000
+"""Characters; real texts have some dozens."""
+_NOT_OF_DEVICE_MEMORY = ("pinned_", "release_lock_", "throw_on_", "graph_capture_")
+
+
 def _allocator(reading: Reading) -> AllocatorSettings:
-    """Reads ``PYTORCH_CUDA_ALLOC_CONF`` of a script or of a configuration's environment."""
-    text = reading.values.get("allocator")
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        text = reading.entries.environment.get(name, text)
-    if not text or "\0" in text:
+    """Reads ``PYTORCH_CUDA_ALLOC_CONF`` of a script or of a configuration's environment.
+
+    Raises:
+        ValueError: If an option's value is none that torch reads.
+    """
+    variable, text = ALLOCATOR_VARIABLES[0], reading.values.get("allocator")
+    for name in ALLOCATOR_VARIABLES:
+        if name in reading.entries.environment:
+            variable, text = name, reading.entries.environment[name]
+    if not text:
+        return AllocatorSettings()
+    if UNKNOWN in text:
+        reading.warnings.append(
+            f"{variable} is known only when the script runs, so memlab takes the default allocator: give it with "
+            f"--set {variable}=VALUE"
+        )
         return AllocatorSettings()
     values: dict[str, Any] = {}
-    for name, value in re.findall(r"(\w+)\s*:\s*([\w.]+)", text):
-        if name == "expandable_segments":
-            values[name] = value.lower() == "true"
-        elif name == "garbage_collection_threshold" and re.fullmatch(r"\d?\.\d{1,9}", value):
-            values[name] = float(value)
-        elif name == "max_split_size_mb" and re.fullmatch(r"\d{1,9}", value):
-            values[name] = int(value)
+    for option in re.findall(r"[^,\[]+(?:\[[^\]]*\])?", text[:_LONGEST_ALLOCATOR]):
+        name, _, value = (part.strip() for part in option.partition(":"))
+        if name in _ALLOCATOR_OPTIONS:
+            try:
+                values[name] = _ALLOCATOR_OPTIONS[name].read(parse_scalar(value))
+            except ValueError as error:
+                raise refusal(variable, name, value, error) from error
+        elif name and not name.startswith(_NOT_OF_DEVICE_MEMORY):
+            missing = _ALLOCATOR_MISSING.get(name, _UNKNOWN_OPTION)
+            if missing.is_on(value):
+                reading.not_modelled.append(
+                    NotModelled(f"{variable}.{name}", value, missing.effect, missing.reason, "environment")
+                )
     return AllocatorSettings(**values)

@@ -50,10 +50,27 @@ class Entries:
         """Adds a key, or replaces its value."""
         self.by_key[key] = Entry(key, value, line)
 
+    def merge(self, other: Entries) -> None:
+        """Adds the keys of another file over these, as OmegaConf merges them.
+
+        A value that is no mapping, such as null, takes the place of a whole mapping, and a mapping that of a value.
+        """
+        mappings = {parent for key in other.by_key for parent in _parents(key)}
+        values = {key for key, entry in other.by_key.items() if entry.value != {}}
+        kept = {
+            key: entry for key, entry in self.by_key.items() if key not in mappings and values.isdisjoint(_parents(key))
+        }
+        self.by_key = kept | other.by_key
+
     def get(self, key: str, default: Any = None) -> Any:
         """Returns the value of a key that the file gives, or the default."""
         entry = self.by_key.get(key)
         return default if entry is None or entry.is_unknown else entry.value
+
+
+def _parents(key: str) -> list[str]:
+    """Returns the keys of the mappings that hold a key, such as ``a`` and ``a.b`` of ``a.b.c``."""
+    return [key[: dot.start()] for dot in re.finditer("[.]", key)]
 
 
 def parse_scalar(text: str) -> Any:

@@ -27,6 +27,8 @@ LOOKED_FOR = (
 _MOST_DEFAULTS = 40
 """Files that ``defaults`` name, directly or through each other; real ones name a handful."""
 _FIRST_KEYS = {"verl": "actor_rollout_ref.", "nemo-rl": "policy.megatron_cfg.", "skyrl": "trainer.policy."}
+_FIRST_OF_A_TREE = {"model", *(start.partition(".")[0] for start in _FIRST_KEYS.values())}
+"""Keys that hold others in the configurations of frameworks that have trees of keys."""
 _SWIFT_COMMANDS = {"sft", "pt", "rlhf"}
 
 
@@ -35,7 +37,7 @@ def read_file(path: Path, variables: dict[str, str], format_name: str | None) ->
 
     Args:
         path: A file, or a folder in which a framework keeps its resolved configuration.
-        variables: Of the environment of a script.
+        variables: Given for a script; the entries' environment has those that it reads or sets.
         format_name: Whose file it is; None recognizes it.
 
     Returns:
@@ -59,7 +61,7 @@ def read_file(path: Path, variables: dict[str, str], format_name: str | None) ->
         where = "" if is_whole else " in its first 8 MiB"
         raise ValueError(f"{path.name} has more than 2 MiB and no block of arguments{where}: {_ACTION}")
     if path.suffix == ".json" or text.lstrip()[:1] == "{":
-        return format_name or "ms-swift", _json_entries(text, path)
+        return _json_format(text, path, format_name)
     if path.suffix in (".yaml", ".yml"):
         return _yaml_format(read_yaml(text, path.name), path, format_name)
     if path.suffix in (".py", ".ipynb"):
@@ -94,22 +96,25 @@ def _text(path: Path) -> tuple[str, bool]:
         reason = (error.strerror or type(error).__name__).lower()
         raise ValueError(f"{shortened(path)} cannot be read ({reason}): give a job's file") from error
     text = content.decode("utf-8", errors="replace").removeprefix("\ufeff")
-    if UNKNOWN in text or "\1" in text:
+    if UNKNOWN in text:
         raise ValueError(f"{path.name} is not a text: {_ACTION}")
     if not text.strip():
         raise ValueError(f"{path.name} is empty: {_ACTION}")
     return text, not rest
 
 
-def _json_entries(text: str, path: Path) -> Entries:
+def _json_format(text: str, path: Path, format_name: str | None) -> tuple[str, Entries]:
     values = parse_json(text, path.name, "give the args.json that ms-swift writes")
     if not isinstance(values, dict) or len(values) > 20_000:
         raise ValueError(f"{path.name} holds no object of arguments: give the args.json that ms-swift writes")
+    trees = {key for key, value in values.items() if isinstance(value, dict)}
+    if trees & _FIRST_OF_A_TREE or (format_name is not None and framework_named(format_name).style == "overrides"):
+        return _yaml_format(read_yaml(text.replace("\t", " "), path.name), path, format_name)  # JSON is YAML
     lines = {match[1]: number for number, line in enumerate(text.splitlines(), 1) if (match := _JSON_KEY.match(line))}
     entries = Entries()
     for key, value in values.items():
         entries.add(key, value if not isinstance(value, dict) else json.dumps(value), lines.get(key, 1))
-    return entries
+    return format_name or "ms-swift", entries
 
 
 _BRACKETS = re.compile(r"\[[\w ]*\]")
@@ -214,9 +219,9 @@ def _with_defaults(root: Node, path: Path, named: list[Path], chain: tuple[Path,
         if len(content) > _MOST_BYTES_OF_A_CONFIGURATION:
             raise ValueError(f"{base.name} has more than 2 MiB: {_ACTION}")
         parent = _with_defaults(read_yaml(content, base.name), base, named, chain)
-        merged.by_key |= parent.by_key
+        merged.merge(parent)
         merged.warnings += parent.warnings
-    merged.by_key |= own.by_key
+    merged.merge(own)
     return merged
 
 
@@ -226,13 +231,38 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
     if found is None:
         raise ValueError(f"{path.name} is of no format that memlab reads. Looked for {LOOKED_FOR}: give --format")
     entries = Entries(warnings=list(script.warnings))
-    entries.environment = {name: value for name, value in script.variables.items() if isinstance(value, str)}
-    start = _FIRST_KEYS.get(found)
-    words = max(script.commands, key=lambda command: _score(command, start)).words if script.commands else []
-    read_flags(words, entries) if framework_named(found).style == "flags" else read_overrides(words, entries)
+    command = _chosen(script, found, entries.warnings)
+    if command is not None:
+        entries.environment = command.variables
+        read = read_flags if framework_named(found).style == "flags" else read_overrides
+        read(command.words, entries)
     if not entries.by_key:
         raise ValueError(f"{path.name} has no arguments of {found}: {_ACTION}")
     return found, entries
+
+
+def _chosen(script: Script, framework: str, warnings: list[str]) -> Command | None:
+    """Returns the command of a framework with the most arguments, and warns where the script starts others too."""
+    start = _FIRST_KEYS.get(framework)
+    own = [one for one in script.commands if _format_of_words([[word for word, _ in one.words]]) == framework]
+    by_words = {
+        tuple(word for word, _ in one.words): one for one in reversed(own or script.commands) if _score(one, start)
+    }
+    if not by_words:
+        return None
+    found = list(reversed(by_words.values()))
+    chosen = max(found, key=lambda command: (_score(command, start), command.is_certain))
+    if own and len(found) > 1:
+        lines = ", ".join(str(line) for line in sorted({command.line for command in found}))
+        warnings.append(
+            f"line {lines}: the script starts {framework} with {len(found)} different commands; memlab takes the one "
+            f"of line {chosen.line}, the first with the most arguments"
+        )
+    if not chosen.is_certain:
+        warnings.append(
+            f"line {chosen.line}: memlab cannot decide whether the script runs this command, and takes it all the same"
+        )
+    return chosen
 
 
 def _format_of_words(commands: list[list[str]]) -> str | None:

@@ -12,6 +12,7 @@ from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.config.validation import shortened
 from memlab.jobs.entries import UNKNOWN, Entries
 from memlab.jobs.keys import ABSENT, Effect, Key, Missing, refusal
 
@@ -112,13 +113,15 @@ class Framework:
     cannot_write_of: Callable[[MemorySettings], dict[str, str]] = lambda _: {}
     """The same, where it depends on the settings."""
     render: Callable[[dict[str, Any]], list[str]]
-    """Writes keys and values as lines to paste."""
+    """Writes keys and values as lines to paste; a key with the value `ABSENT` is to be removed."""
     packs: Callable[[Scenario], bool] = lambda _: False
     """Whether the framework's budget of tokens makes a scenario's packed rows."""
     writes_sizes: bool = False
     """Whether its lines give the sizes of the model, beside the model's name."""
-    complete_loss: str | None = None
-    """The only loss that the framework trains with; None where its keys choose."""
+    fixed: dict[str, Any] = field(default_factory=dict)
+    """Fields of memlab that the framework decides by itself, whatever its keys say, each with the value."""
+    leaves_out: Callable[[Any], bool] = lambda _: False
+    """Whether a value is said by leaving the key out, as a switch of a command line says false."""
     versions: tuple[str, ...] = ()
     """Among which the user has to choose where defaults differ; the newest first."""
 
@@ -126,8 +129,9 @@ class Framework:
         """Reads all keys of a job's file.
 
         Raises:
-            ValueError: If a value is of another kind than the key's, with its line.
+            ValueError: If a value is of another kind than the key's, with its line, or if there is no such version.
         """
+        self._check_version(reading.version)
         present: set[str] = set()
         for key in self.keys:
             entry = reading.entries.by_key.get(key.name)
@@ -157,8 +161,17 @@ class Framework:
                 written = key.conversion.write(key.default)
                 reading.taken.append(Taken(key.name, written, key.field, key.default, "default"))
                 present.add(key.field)
+        reading.values |= self.fixed
         self._note_missing(reading)
         self.complete(reading)
+
+    def _check_version(self, version: str | None) -> None:
+        if version is None or version in self.versions:
+            return
+        rule = f"must be {' or '.join(self.versions)} for {self.title}: choose one"
+        if not self.versions:
+            rule = f"but memlab has the keys of one version of {self.title} ({self.source}): leave it out"
+        raise ValueError(f"--framework-version is {shortened(version)}, {rule}")
 
     def _note_missing(self, reading: Reading) -> None:
         for missing in self.missing:

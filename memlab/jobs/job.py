@@ -16,7 +16,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
 from memlab.jobs.bounds import BOUNDS, EFFECTS
-from memlab.jobs.building import CannotStartError, scenario_of, settings_of
+from memlab.jobs.building import ALLOCATOR_VARIABLES, CannotStartError, scenario_of, settings_of
 from memlab.jobs.entries import Entries, parse_value
 from memlab.jobs.formats import read_file
 from memlab.jobs.framework import Framework, NotModelled, Reading, Taken
@@ -81,8 +81,11 @@ class Job:
             framework_named(format_name)
         name, entries = read_file(path, variables, format_name)
         framework = framework_named(name)
-        read_by_script = variables.keys() & entries.environment.keys()
-        _override(framework, entries, {key: text for key, text in given.items() if key not in read_by_script})
+        environment = {
+            name: text for name, text in variables.items() if name in {*entries.environment, *ALLOCATOR_VARIABLES}
+        }
+        entries.environment = entries.environment | environment
+        _override(framework, entries, {key: text for key, text in given.items() if key not in environment})
         reading = Reading(path=path, entries=entries, version=version, warnings=list(entries.warnings))
         if world_size is not None:
             reading.values["world_size"] = world_size
@@ -144,8 +147,10 @@ def _plain(value: Any) -> Any:
 
 
 def _pair(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    key = key.strip().lstrip("+~-")
+    key, equals, value = text.strip().partition("=")
+    key = key.rstrip().lstrip("+-")
+    if key.startswith("~"):
+        raise ValueError(f"--set is {shortened(text)}, and memlab cannot delete a key: give key=value")
     if not equals or not key:
         raise ValueError(f"--set is {shortened(text)}, must be key=value: give a key in the framework's spelling")
     return key, value
@@ -154,14 +159,16 @@ def _pair(text: str) -> tuple[str, str]:
 def _override(framework: Framework, entries: Entries, given: dict[str, str]) -> None:
     known = {key.name for key in framework.keys} | {missing.name for missing in framework.missing}
     patterns = [name for name in known if "*" in name]
+    overrides = Entries()
     for name, text in given.items():
         key = name.replace("-", "_") if framework.style == "flags" else name
         is_known = key in known or any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
         if not is_known and key not in entries.by_key and not framework.ignores(key):
-            near = difflib.get_close_matches(key, sorted(known), 1, 0.5)
+            near = difflib.get_close_matches(key, sorted({*known, *entries.environment}), 1, 0.5)
             mean = f"did you mean {near[0]}" if near else f"memlab job lists the keys of {framework.title}"
             raise ValueError(f"--set has the key {shortened(name)}, which memlab does not know: {mean}")
-        entries.add(key, parse_value(text), None)
+        overrides.add(key, parse_value(text), None)
+    entries.merge(overrides)
 
 
 def _built(

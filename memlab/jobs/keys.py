@@ -52,6 +52,16 @@ class Missing:
     """Whether a prediction without it would be of another model."""
 
 
+def is_false(value: Any) -> bool:
+    """Whether a value switches something off that is on in memlab."""
+    return value is False
+
+
+def is_given(value: Any) -> bool:
+    """Whether a value switches something on that takes any text, number or list, such as a path."""
+    return value not in (None, False, 0, "", [], {})
+
+
 def _read_whole(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
@@ -88,7 +98,7 @@ def _read_switch(value: Any) -> bool:
 
 
 def _read_text(value: Any) -> Any:
-    if value is None or value is False:
+    if value is None or value is False or value == {}:
         return None
     if isinstance(value, (list, bool)):
         raise ValueError("must be a text")
@@ -141,6 +151,13 @@ NONE_WORD = Conversion(
     lambda value: "none" if value is None else value,
 )
 """A text whose absence is written as the word ``none``."""
+
+
+ALLOCATOR = (
+    Key("PYTORCH_CUDA_ALLOC_CONF", "allocator", TEXT),
+    Key("PYTORCH_ALLOC_CONF", "allocator", TEXT),
+)
+"""Variables of the environment that set torch's allocator; a framework reads them under its own prefix."""
 
 
 def under(prefix: str, keys: Iterable[Key], **defaults: Any) -> tuple[Key, ...]:

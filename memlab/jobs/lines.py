@@ -14,6 +14,11 @@ def shell_words(value: Any) -> str:
     return " ".join(shlex.quote(str(part)) for part in parts)
 
 
+def removal(flags: list[str]) -> list[str]:
+    """Writes which flags of a job are to be removed, for what is said by leaving a flag out."""
+    return [f"# remove {' '.join(flags)}"] if flags else []
+
+
 def hydra_lines(values: dict[str, Any]) -> list[str]:
     """Writes Hydra's overrides; ``++`` adds a key or replaces it."""
     return [_argument(f"++{name}=", value) for name, value in values.items()]

@@ -6,7 +6,20 @@ Sources: ``megatron/core/model_parallel_config.py``, ``transformer/transformer_c
 
 from __future__ import annotations
 
-from memlab.jobs.keys import BACKEND, LONG_DTYPE, NOT, NUMBER, SWITCH, TEXT, WHOLE, WORDS, Key, Missing
+from memlab.jobs.keys import (
+    BACKEND,
+    LONG_DTYPE,
+    NOT,
+    NUMBER,
+    SWITCH,
+    TEXT,
+    WHOLE,
+    WORDS,
+    Key,
+    Missing,
+    is_false,
+    is_given,
+)
 
 SIZES = (
     Key("tensor_model_parallel_size", "tensor_model_parallel_size", WHOLE, 1),
@@ -25,6 +38,7 @@ RECOMPUTE = (
     Key("recompute_method", "recompute_method", TEXT, None),
     Key("recompute_num_layers", "recompute_num_layers", WHOLE, None),
     Key("recompute_modules", "recompute_modules", WORDS, None),
+    Key("moe_layer_recompute", "moe_layer_recompute", SWITCH, False),
 )
 OFFLOAD = (
     Key("fine_grained_activation_offloading", "fine_grained_activation_offloading", SWITCH, False),
@@ -89,7 +103,20 @@ MISSING = (
     Missing("multi_latent_attention", "either", "multi-latent attention is another model", blocks=True),
     Missing("normalization", "either", "memlab has RMSNorm only", lambda value: value not in (None, "RMSNorm"), True),
     Missing("add_bias_linear", "more", "memlab's linears have no biases", blocks=True),
-    Missing("gated_linear_unit", "either", "memlab's MLPs are gated", lambda value: value is False, blocks=True),
+    Missing("gated_linear_unit", "either", "memlab's MLPs are gated", is_false, blocks=True),
+    Missing("experimental_attention_variant", "either", "another kind of attention is another model", blocks=True),
+    Missing("linear_attention_freq", "either", "layers of linear attention are another model", is_given, True),
+    Missing("attention_output_gate", "more", "memlab's attention has no gate on its output", blocks=True),
+    Missing("heterogeneous_*", "either", "layers of different shapes are another model", is_given, True),
+    Missing("moe_latent_size", "either", "experts of a narrower input are another model", blocks=True),
+    Missing("hybrid_layer_pattern", "either", "layers of another kind are another model", blocks=True),
+    Missing("hybrid_override_pattern", "either", "layers of another kind are another model", blocks=True),
+    Missing(
+        "activation_func",
+        "either",
+        "memlab's MLPs use SiLU",
+        lambda value: value is not None and not any(name in str(value).lower() for name in ("silu", "swiglu", "swish")),
+    ),
     Missing(
         "position_embedding_type",
         "either",
@@ -110,6 +137,48 @@ MISSING = (
         "more",
         "shared experts: parameters, gradients, optimizer state and activations of a dense MLP of this width per layer",
     ),
+    Missing(
+        "bias_activation_fusion",
+        "more",
+        "unfused, the MLP's activation keeps twice as many bytes for backward as the fused one that memlab has",
+        is_false,
+    ),
+    Missing("activation_func_fp8_input_store", "less", "the MLP's activation keeps its input in FP8"),
+    Missing("use_te_activation_func", "either", "Transformer Engine's activation keeps other tensors"),
+    Missing("use_transformer_engine_op_fuser", "either", "Transformer Engine's fused MLP keeps other tensors"),
+    Missing("use_kitchen", "either", "Kitchen's layers in place of Transformer Engine's"),
+    Missing("quant_recipe", "either", "matrices are quantized one by one"),
+    Missing("mlp_chunks_for_training", "less", "MLPs compute tokens in parts", lambda value: value not in (None, 1)),
+    Missing("fp32_residual_connection", "more", "residuals in fp32, at 4 bytes per element in place of 2"),
+    Missing("qk_l2_norm", "more", "queries and keys are normalized, which keeps them once more"),
+    Missing(
+        "softmax_type",
+        "either",
+        "attention with sinks uses other kernels",
+        lambda value: value not in (None, "vanilla"),
+    ),
+    Missing(
+        "cp_comm_type",
+        "either",
+        "memlab's context parallel ranks exchange keys and values with p2p",
+        lambda value: value not in (None, "p2p", ["p2p"]),
+    ),
+    Missing("fp8_dot_product_attention", "either", "attention in FP8"),
+    Missing("fp8_multi_head_attention", "either", "attention in FP8"),
+    Missing("fp8_wgrad", "more", "weight gradients in bf16 keep the matrices' inputs in bf16", is_false),
+    Missing("first_last_layers_bf16", "more", "under FP8, the first and last layers stay in bf16"),
+    Missing("disable_parameter_transpose_cache", "less", "FP8 parameters are transposed again in each backward"),
+    Missing("defer_embedding_wgrad_compute", "more", "inputs of the output layer stay until the pipeline is empty"),
+    Missing(
+        "deallocate_pipeline_outputs", "more", "a stage keeps what it sent to the next one until backward", is_false
+    ),
+    Missing(
+        "clone_scatter_output_in_embedding", "more", "the embedding of whole sequences stays until backward", is_false
+    ),
+    Missing("moe_use_legacy_grouped_gemm", "either", "another kernel for the experts"),
+    Missing("moe_router_padding_for_fp8", "more", "each expert's tokens are padded to a multiple of 16 or 32"),
+    Missing("moe_router_padding_for_quantization", "more", "each expert's tokens are padded to a multiple of 16 or 32"),
+    Missing("moe_input_jitter_eps", "more", "the router's input is multiplied by noise, which keeps a copy"),
     Missing("add_qkv_bias", "more", "biases of the projection to queries, keys and values, which memlab does not have"),
     Missing("qk_clip", "more", "the largest attention logit of each head is kept until the optimizer's step"),
     Missing("mtp_num_layers", "more", "multi-token prediction: one more layer and one more set of logits for each"),
@@ -129,8 +198,8 @@ MISSING = (
         lambda value: value not in (None, "alltoall"),
     ),
     Missing("moe_enable_deepep", "either", "DeepEP's buffers are allocated in advance, outside torch's pools"),
-    Missing("moe_grouped_gemm", "either", "experts one by one", lambda value: value is False),
-    Missing("moe_permute_fusion", "either", "unfused permutation keeps indices", lambda value: value is False),
+    Missing("moe_grouped_gemm", "either", "experts one by one", is_false),
+    Missing("moe_permute_fusion", "either", "unfused permutation keeps indices", is_false),
     Missing(
         "moe_router_dtype",
         "either",
@@ -174,8 +243,13 @@ MISSING_DDP = (
         "the optimizer state is sharded over fewer ranks",
         lambda value: value not in (None, 1),
     ),
+    Missing("nccl_ub", "either", "NCCL's user buffers hold gradients and parameters, outside torch's pools"),
+    Missing("reduce_scatter_with_fp32_accumulation", "more", "gradients are exchanged before they are added in fp32"),
+    Missing("reuse_grad_buf_for_mxfp8_param_ag", "less", "parameters are gathered in the gradients' buffer"),
 )
 MISSING_OPTIMIZER = (
     Missing("optimizer", "either", "memlab models Adam", lambda value: value not in (None, "adam")),
+    Missing("store_param_remainders", "more", "main parameters whole: 2 more bytes per parameter, sharded", is_false),
+    Missing("overlap_param_gather_with_optimizer_step", "more", "gathered parameters stay through the update"),
     Missing("optimizer_cuda_graph", "more", "CUDA graphs keep their own pool of memory"),
 )

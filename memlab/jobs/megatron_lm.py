@@ -12,8 +12,8 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs import without_effect
 from memlab.jobs.framework import Framework, Reading
-from memlab.jobs.keys import DTYPE, NOT, NUMBER, SWITCH, WHOLE, Key, Missing, with_defaults
-from memlab.jobs.lines import shell_words
+from memlab.jobs.keys import ABSENT, DTYPE, NOT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, with_defaults
+from memlab.jobs.lines import removal, shell_words
 from memlab.jobs.megatron_keys import (
     CHUNKS,
     COMPUTE,
@@ -74,6 +74,8 @@ KEYS = (
     Key("recompute_activations", "recompute_activations", SWITCH, False),
     *OFFLOAD,
     *with_defaults(_COMPUTE, apply_rope_fusion=True),
+    # A log has the flags' destinations.
+    Key("fp8", "fp8_format", TEXT),
     Key("no_rope_fusion", "no_rope_fusion", SWITCH, False),
     Key("use_distributed_optimizer", "use_distributed_optimizer", SWITCH, False),
     *_OPTIMIZER,
@@ -83,14 +85,14 @@ KEYS = (
     Key("ddp_bucket_size", "ddp_bucket_size", WHOLE, None),
     Key("no_pin_cpu_grads", "pin_cpu_grads", NOT, True),
     Key("no_pin_cpu_params", "pin_cpu_params", NOT, True),
+    Key("pin_cpu_grads", "pin_cpu_grads", SWITCH),
+    Key("pin_cpu_params", "pin_cpu_params", SWITCH),
     Key("manual_gc", "manual_gc", SWITCH, False),
 )
 
 BLOCKING = (
     Missing("use_legacy_models", "either", "the models of before Megatron-Core", blocks=True),
     Missing("spec", "either", "a layer specification of its own is another model", bool, True),
-    Missing("hybrid_layer_pattern", "either", "layers of another kind are another model", blocks=True),
-    Missing("hybrid_override_pattern", "either", "layers of another kind are another model", blocks=True),
 )
 FLAGS_MISSING = (
     *MISSING,
@@ -103,6 +105,8 @@ FLAGS_MISSING = (
         "memlab has the layers of Transformer Engine",
         lambda value: value not in (None, "transformer_engine"),
     ),
+    *(replace(row, name="bias_swiglu_fusion") for row in MISSING if row.name == "bias_activation_fusion"),
+    Missing("no_bias_swiglu_fusion", "more", "the same as bias_activation_fusion false"),
     Missing("use_precision_aware_optimizer_no_fp8_params_transpose", "less", "no transposed copy of FP8 parameters"),
     Missing("use_tp_pp_dp_mapping", "either", "ranks are numbered in another order: the same kinds of ranks", bool),
 )
@@ -116,10 +120,11 @@ def complete(reading: Reading) -> None:
     values = reading.values
     if values.get("world_size") is None:
         _world_size_of_launcher(reading)
-    if not values["use_distributed_optimizer"] and values.get("overlap_param_gather"):
-        values["overlap_param_gather"] = False
     note_sequence_parallel(reading)
     note_fusion(reading)
+    mask = "create_attention_mask_in_dataloader"
+    if not reading.get(f"no_{mask}") and reading.get(mask, default=True):
+        reading.miss(mask, "more", "on by default: a mask of 1 byte for each pair of tokens of a sequence")
     if values.get("num_moe_experts"):
         for key, reason in _EXPERT_DEFAULTS.items():
             if key not in reading.entries.by_key:
@@ -144,6 +149,9 @@ def complete_chunks(reading: Reading) -> None:
         stages, num_layers = values.get("pipeline_model_parallel_size") or 1, values.get("num_layers")
         if layers and num_layers and stages > 1:
             chunks = max(1, num_layers // stages // layers)
+            key = "num_layers_per_virtual_pipeline_stage"
+            reading.take(key, "num_virtual_stages_per_pipeline_rank", chunks)
+            del values["num_virtual_stages_per_pipeline_rank"]
         values["virtual_pipeline_model_parallel_size"] = chunks
 
 
@@ -156,7 +164,8 @@ def complete_state(reading: Reading) -> None:
     if values.pop("no_rope_fusion", False):
         values["apply_rope_fusion"] = False
     if values.pop("recompute_activations", False):
-        values["recompute_granularity"] = values.get("recompute_granularity") or "selective"
+        granularity = values.get("recompute_granularity") or "selective"
+        reading.take("recompute_activations", "recompute_granularity", granularity)
     # Without --accumulate-allreduce-grads-in-fp32, bf16 main gradients are reduced in bf16 (validate_args).
     if values.get("main_grads_dtype") == "bf16":
         values["grad_reduce_in_bf16"] = True
@@ -168,6 +177,8 @@ def complete_model(reading: Reading) -> None:
     hidden = values.get("hidden_size")
     if not values.pop("group_query_attention", False):
         values.pop("num_query_groups", None)
+    elif values.get("num_query_groups") is None:
+        reading.take("group_query_attention", "num_query_groups", 1)
     is_gated = bool(entries.get("swiglu"))
     if hidden and values.get("ffn_hidden_size") is None:
         values["ffn_hidden_size"] = int(4 * hidden * 2 / 3 / 64) * 64 if is_gated else 4 * hidden
@@ -284,14 +295,21 @@ def common(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
 _FIXED_FLAGS = (
     "--swiglu", "--normalization RMSNorm", "--disable-bias-linear", "--position-embedding-type rope",
     "--attention-dropout 0.0", "--hidden-dropout 0.0", "--no-gradient-accumulation-fusion",
+    "--no-create-attention-mask-in-dataloader",
 )  # fmt: skip
+
+
+def leaves_out(value: Any) -> bool:
+    """Whether a value is said by leaving the flag out."""
+    return value is None or value is False
 
 
 def render(values: dict[str, Any]) -> list[str]:
     """Writes flags, one a line."""
-    values = dict(values)
+    removed = ["--" + _flag(name, value=True) for name, value in values.items() if value is ABSENT]
+    values = {name: value for name, value in values.items() if value is not ABSENT}
     ranks = values.pop("world_size", None)
-    lines = ["--" + _flag(name, value) for name, value in values.items() if value is not None and value is not False]
+    lines = [*removal(removed), *("--" + _flag(name, value) for name, value in values.items())]
     if (values.get("tensor_model_parallel_size") or 1) > 1:
         lines.append("--sequence-parallel")
     if "num_experts" in values:
@@ -327,7 +345,8 @@ MEGATRON_LM = Framework(
     without_effect=without_effect.MEGATRON_LM,
     complete=complete,
     compose=compose,
-    complete_loss="cross_entropy",
+    fixed={"loss": "cross_entropy"},
+    leaves_out=leaves_out,
     cannot_write=CANNOT_WRITE,
     render=render,
 )

@@ -15,8 +15,23 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs import without_effect
 from memlab.jobs.framework import Framework, Reading
-from memlab.jobs.keys import DTYPE, NONE_WORD, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, refusal, with_defaults
-from memlab.jobs.lines import shell_words
+from memlab.jobs.keys import (
+    ABSENT,
+    DTYPE,
+    NONE_WORD,
+    NUMBER,
+    SWITCH,
+    TEXT,
+    WHOLE,
+    Key,
+    Missing,
+    is_false,
+    is_given,
+    refusal,
+    under,
+    with_defaults,
+)
+from memlab.jobs.lines import removal, shell_words
 from memlab.jobs.megatron_keys import CHUNKS, COMPUTE, OFFLOAD, OPTIMIZER, RECOMPUTE, SIZES
 from memlab.jobs.megatron_lm import CANNOT_WRITE, FLAGS_MISSING, common, note_fusion, note_sequence_parallel
 from memlab.jobs.model import HUGGING_FACE_NAMES
@@ -68,18 +83,17 @@ KEYS = (
     Key("offload_model", "offload_parameters", SWITCH, False),
     Key("offload_optimizer", "offload_optimizer", SWITCH, False),
     Key("bf16", "bf16", SWITCH, True),
-    *(Key(f"megatron_extra_kwargs.{key.name}", key.field, key.conversion, key.default) for key in OFFLOAD),
+    *under("megatron_extra_kwargs", (*OFFLOAD, *COMPUTE)),
 )
 FRAMEWORK_MISSING = (
     *FLAGS_MISSING,
     Missing("tuner_type", "less", LORA, lambda value: value not in (None, "full")),
     Missing("train_type", "less", LORA, lambda value: value not in (None, "full")),
+    Missing("freeze_*", "less", "frozen parameters have no gradients and no optimizer state", is_given),
+    Missing("padding_free", "more", "sequences are padded to the longest of a micro-batch", is_false),
+    Missing("task_type", "either", "another head than logits", lambda value: value not in (None, "causal_lm")),
     Missing(
-        "freeze_*", "less", "frozen parameters have no gradients and no optimizer state", lambda value: value is True
-    ),
-    Missing("moe_layer_recompute", "less", "the old name of recomputing the whole MoE layer"),
-    Missing(
-        "padding_free", "more", "sequences are padded to the longest of a micro-batch", lambda value: value is False
+        "torch_dtype", "either", "memlab takes bf16", lambda value: value not in (None, "bfloat16", "torch.bfloat16")
     ),
 )
 
@@ -175,16 +189,18 @@ def _complete_extra(reading: Reading) -> None:
         return
     extra = parse_json(text, "megatron_extra_kwargs", "correct it")
     known = {key.name: key for key in (*OFFLOAD, *COMPUTE)}
+    entry = reading.entries.by_key.pop("megatron_extra_kwargs")
     for name, value in extra.items() if isinstance(extra, dict) else ():
+        key = f"megatron_extra_kwargs.{name}"
+        reading.entries.add(key, value, entry.line)
         if name in known:
             try:
                 taken = known[name].conversion.read(value)
             except ValueError as error:
-                place = reading.entries.by_key["megatron_extra_kwargs"].place
-                raise refusal(place, f"megatron_extra_kwargs.{name}", value, error) from error
-            reading.take("megatron_extra_kwargs", known[name].field, taken)
+                raise refusal(entry.place, key, value, error) from error
+            reading.take(key, known[name].field, taken)
         else:
-            reading.miss(f"megatron_extra_kwargs.{name}", "unknown", "memlab does not know this key")
+            reading.miss(key, "unknown", "memlab does not know this key")
 
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
@@ -215,17 +231,21 @@ def cannot_write(settings: MemorySettings) -> dict[str, str]:
 
 def render(values: dict[str, Any]) -> list[str]:
     """Writes arguments, one a line, each with its value; variables of the environment come first."""
-    lines = [f"{name}={shell_words(value)}" for name, value in values.items() if name.isupper()]
-    extra = {
-        name.partition(".")[2]: value for name, value in values.items() if name.startswith("megatron_extra_kwargs.")
-    }
+    text = "megatron_extra_kwargs"
+    parts = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{text}.")}
+    extra = {name: value for name, value in parts.items() if value is not ABSENT}
+    removed = [name for name, value in values.items() if value is ABSENT and "." not in name]
+    removed += [text] if parts and not extra else []
+    values = {name: value for name, value in values.items() if value is not ABSENT}
+    lines = removal([f"--{name}" for name in removed])
+    lines += [f"{name}={shell_words(value)}" for name, value in values.items() if name.isupper()]
     for name, value in values.items():
-        if not name.isupper() and not name.startswith("megatron_extra_kwargs.") and value is not None:
+        if not name.isupper() and "." not in name:
             lines.append(f"--{name} {shell_words(str(value).lower() if isinstance(value, bool) else value)}")
     if (values.get("tensor_model_parallel_size") or 1) > 1:
         lines.append("--sequence_parallel true")
     if extra:
-        lines.append(f"--megatron_extra_kwargs {shell_words(json.dumps(extra))}")
+        lines.append(f"--{text} {shell_words(json.dumps(extra))}")
     return lines
 
 
@@ -251,5 +271,6 @@ MS_SWIFT = Framework(
         "pin_cpu_params": "ms-swift has no such key",
     },
     cannot_write_of=cannot_write,
+    leaves_out=lambda value: value is None,
     render=render,
 )

@@ -11,7 +11,22 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs import without_effect
 from memlab.jobs.framework import Framework, Reading
-from memlab.jobs.keys import ABSENT, COUNT, LONG_DTYPE, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, missing_under, under
+from memlab.jobs.keys import (
+    ABSENT,
+    ALLOCATOR,
+    COUNT,
+    LONG_DTYPE,
+    NUMBER,
+    SWITCH,
+    TEXT,
+    WHOLE,
+    Key,
+    Missing,
+    is_false,
+    is_given,
+    missing_under,
+    under,
+)
 from memlab.jobs.lines import yaml_lines
 from memlab.jobs.megatron_keys import (
     BUCKETS,
@@ -87,7 +102,7 @@ KEYS = (
         overlap_grad_reduce=True,
         overlap_param_gather=True,
     ),
-    Key(f"{_MEGATRON}.env_vars.PYTORCH_CUDA_ALLOC_CONF", "allocator", TEXT),
+    *under(f"{_MEGATRON}.env_vars", ALLOCATOR),
     Key("policy.precision", "dtype", LONG_DTYPE, "bf16"),
     Key("policy.max_total_sequence_length", "longest", WHOLE, 512),
     Key("policy.train_micro_batch_size", "micro_batch_size", WHOLE, 4),
@@ -108,7 +123,12 @@ KEYS = (
 )
 FRAMEWORK_MISSING = (
     Missing("policy.megatron_cfg.enabled", "either", "memlab predicts Megatron's jobs only, not DTensor's",
-            lambda value: value is False, True),
+            is_false, True),
+    Missing(f"{_MEGATRON}.moe_layer_recompute", "less", f"memlab reads it under {_OVERRIDES}, as NeMo-RL does"),
+    Missing("policy.draft.enabled", "more", "a draft model is trained beside the policy"),
+    Missing("policy.reward_model_cfg.enabled", "either", "a head of one number in place of the output layer"),
+    Missing("policy.hf_config_overrides.*num_*", "either", "it replaces a size of the published model", is_given),
+    Missing("policy.hf_config_overrides.*_size", "either", "it replaces a size of the published model", is_given),
     Missing(f"{_MEGATRON}.peft.enabled", "less", LORA),
     Missing(f"{_MEGATRON}.use_fused_linear_logprobs", "less", "log-probabilities without whole logits"),
     Missing(f"{_MEGATRON}.use_linear_ce_fusion_loss", "less", "log-probabilities without whole logits"),
@@ -127,7 +147,6 @@ def complete(reading: Reading) -> None:
     sections = {key.partition(".")[0] for key in reading.entries.by_key}
     generates = "grpo" in sections or not sections & _WITHOUT_GENERATION
     per_node = _complete_ranks(reading)
-    values["loss"] = "logprobs"
     if not values.pop("is_checkpointing"):
         values["recompute_granularity"] = None
     elif values.get("recompute_granularity") == "full":
@@ -215,7 +234,6 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         "num_layers": None if scenario.num_layers == scenario.architecture.num_layers else scenario.num_layers,
         "expert_tensor_parallel_size": scenario.layout.expert_tensor_size,
         "is_checkpointing": settings.recompute_granularity is not None,
-        "recompute_granularity": settings.recompute_granularity or "full",
         "is_fp8": state.fp8_format is not None,
         "is_packed": is_row,
         "is_dynamic": False,
@@ -251,7 +269,7 @@ NEMO_RL = Framework(
     without_effect=without_effect.NEMO_RL,
     complete=complete,
     compose=compose,
-    complete_loss="logprobs",
+    fixed={"loss": "logprobs"},
     packs=is_packed,
     cannot_write={
         "checkpoint_input_remedy": "NeMo-RL has no remedy for the inputs that checkpoints of MoE layers keep",

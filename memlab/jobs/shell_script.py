@@ -1,38 +1,41 @@
 """Reads a launch script of a shell without running it: assignments are followed, commands become lists of words.
 
-Followed are assignments, arrays, ``${NAME:-default}``, ``$((1 + 2))``, ``source`` of a file beside the script, and
-tests of known values in ``if``, ``case`` and ``&&``. Everything else, above all ``$(command)``, is an unknown value: it
-is reported and never executed. A variable that the script reads and does not set is taken as not set, as on a machine
-where nobody exported it.
+Followed are assignments, arrays, ``${NAME:-default}``, ``$((1 + 2))``, ``source`` of a file beside the script,
+functions, ``for`` over known words, ``exit``, and tests of known values in ``if``, ``case``, ``&&`` and ``||``.
+Everything else, above all ``$(command)``, is an unknown value: it is reported and never executed. What runs only if a
+condition holds that memlab cannot decide is read apart: its commands are marked, its assignments are taken back, and a
+warning names them. A variable that the script reads and does not set is taken as not set, as on a machine where nobody
+exported it.
 """
 
 from __future__ import annotations
 
-import ast
 import re
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any
 
+from memlab.jobs import shell_syntax as syntax
 from memlab.jobs.entries import UNKNOWN
-from memlab.jobs.shell_words import NAME, Piece, Word, commands, split_expansions
+from memlab.jobs.shell_conditions import Operand, both, decide, matches, negated
+from memlab.jobs.shell_variables import ASSIGNMENT, MOST_WORDS, Element, Value, Variables, after, is_assignment
+from memlab.jobs.shell_words import NAME_ONLY, Word, split_expansions
 
-_ASSIGNMENT = re.compile(rf"({NAME})(\[[^\]]*\])?(\+?)=")
-_DECLARING = {"export", "declare", "local", "readonly", "typeset", "env"}
-_LONGEST_VALUE = 2**16
-_MOST_CHARACTERS = 2**22
-_MOST_WORDS = 20_000
+_DECLARING = {"export", "declare", "local", "readonly", "typeset"}
+_SUCCEEDING = {
+    ":", "true", "cd", "pushd", "popd", "pwd", "echo", "mkdir", "touch", "sleep", "wait", "date", "shopt", "ulimit",
+    "umask", "trap", "alias", "module",
+}  # fmt: skip
+"""Commands that prepare a job and start none; a job's script is taken to get past them."""
+_STARTING = {"env", "nohup", "exec", "command", "builtin"}
+"""Commands that start the command after them."""
+_MOST_COMMANDS = 100_000
+_MOST_SNAPSHOTS = 2**20
 _DEEPEST_SOURCE = 5
 _MOST_SOURCES = 20
-_DEEPEST_BLOCK = 50
-_INT64 = 2**63
-_ENDING = ("fi", "done", "esac")
-_INNER = ("then", "do", "elif", "else")
-_IGNORED = ("{", "}", "function", "time", "exec", "nohup", "(", ")")
-# The usual way in which a script finds its own folder.
-_OWN_FOLDER = re.compile(
-    r"""\$\(\s*cd\s.*dirname\b.*(BASH_SOURCE|\$0|\$\{0\}).*\bpwd\b[^)]*\)|\$\(\s*dirname\s[^)]*\)"""
-)
+_DEEPEST_RUN = 100
 
 
 @dataclass(slots=True)
@@ -42,25 +45,17 @@ class Command:
     line: int
     words: list[tuple[str, int]]
     """Each word with its line."""
-
-
-class _Element(str):  # noqa: SLOT000  # a str with variable-size slots cannot have __slots__
-    """A text of an array, with the line on which the script gives it."""
-
-    line: int
-
-    def __new__(cls, text: str, line: int) -> Self:
-        element = super().__new__(cls, text)
-        element.line = getattr(text, "line", line)
-        return element
+    variables: dict[str, str] = field(default_factory=dict)
+    """What the script has set when it runs the command, and what stands before the command."""
+    is_certain: bool = True
+    """Whether the script runs it in any case, as far as memlab can tell."""
 
 
 @dataclass(slots=True)
 class Script:
-    """What a script would run and set, as far as that can be seen without running it."""
+    """What a script would run, as far as that can be seen without running it."""
 
     commands: list[Command] = field(default_factory=list)
-    variables: dict[str, str | list[str]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
 
@@ -70,435 +65,462 @@ def read_script(text: str, path: Path, given: dict[str, str] | None = None) -> S
     Args:
         text: The script.
         path: Its file, beside which sourced files are looked for.
-        given: Variables of the environment, by name. A script that assigns them anew overrides them.
+        given: Variables by name, which the script cannot change. `Command.variables` has those that it reads or sets.
 
     Raises:
         ValueError: If a quote or bracket is not closed, or the script expands to more than any real one does.
     """
-    reader = _Reader(dict(given or {}), path.name)
-    reader.follow(text, path)
-    return reader.script
+    reader = _Reader(dict(given or {}), path)
+    reader.follow(text)
+    return Script(reader.commands, list(reader.warnings))
 
 
-class _Reader:
-    def __init__(self, given: dict[str, str], name: str) -> None:
-        self.script = Script(variables=dict(given))
-        self.name = name
-        self.characters = 0
-        self.depth = 0
-        self.sources = 0
-        self.skipped: dict[str, int] = {}
+class _LeaveError(Exception):
+    """Ends the script (``exit``), a function or sourced file (``return``), or a loop (``break``, ``continue``)."""
 
-    def follow(self, text: str, path: Path) -> None:
-        self.path = path
-        blocks: list[_Block] = []
+    def __init__(self, kind: str, status: bool | None = True, loops: int = 1) -> None:
+        super().__init__(kind)
+        self.kind, self.status, self.loops = kind, status, loops
+
+
+class _Reader(Variables):
+    """Follows the tree of a script. The status of a command is True, False, or None if only a run would show it."""
+
+    def __init__(self, given: dict[str, str], path: Path) -> None:
+        super().__init__(given, path)
+        self.commands: list[Command] = []
+        self.functions: dict[str, syntax.Node] = {}
+        self.calls: list[tuple[str, dict[str, Value | None]]] = []
+        """Functions that are running, each with the values that its local variables hide."""
+        self.is_certain = True
+        self.depth = self.sources = self.source_depth = self.steps = self.snapshots = 0
+        self.undecided: dict[str, int] = {}
+
+    def follow(self, text: str) -> None:
+        with suppress(_LeaveError):
+            self._run(syntax.parse(text, self.path.name))
+        if not self.commands:
+            for function in list(self.functions.values()):  # which something else than the script may call
+                self._maybe(function)
+        for name, line in self.undecided.items():
+            self.warn(f"{name} is set in a branch whose condition memlab cannot decide, and is not followed", line)
+
+    # Blocks
+
+    def _run(self, node: syntax.Node) -> bool | None:
+        self.depth += 1
+        if self.depth > _DEEPEST_RUN:
+            raise ValueError(f"{self.path.name} nests commands more than {_DEEPEST_RUN} deep, beyond any real script")
+        try:
+            return _BLOCKS[type(node)](self, node)
+        finally:
+            self.depth -= 1
+
+    def _sequence(self, node: syntax.Sequence) -> bool | None:
         status: bool | None = True
-        for word_list, line, joined in commands(text, path.name):
-            words = list(word_list)
-            words = self._keywords(words, blocks, line)
-            if not words or joined == "pattern":
-                continue
-            followed = all(block.is_followed for block in blocks)
-            runs = (
-                followed and not (joined == "&&" and status is False) and not (joined == "||" and status is not False)
-            )
-            undecided = any(block.is_undecided for block in blocks)
-            test = _is_test(words)
-            if blocks and blocks[-1].waits_for_condition:
-                if test:
-                    result = self._test(words)
-                    negated = words[0].raw == "!"
-                    blocks[-1].add_condition((not result) if negated and result is not None else result, joined)
-                else:
-                    blocks[-1].add_condition(None, joined)
-                continue
-            if test:
-                status = self._test(words) if runs else status
-                continue
-            if runs:
-                self._command(words, line)
-                status = words[0].raw != "false"
-            elif undecided:
-                self._note_skipped(words, line)
-        for name, line in self.skipped.items():
-            self.script.warnings.append(
-                f"line {line}: {name} is set in a branch whose condition memlab cannot decide, and is not followed"
-            )
-        self.skipped = {}
+        for part in node.parts:
+            status = self._run(part)
+        return status
 
-    def _keywords(self, words: list[Word], blocks: list[_Block], line: int) -> list[Word]:
-        """Opens and closes blocks, and returns what is left of a command."""
-        while words:
-            raw = words[0].raw if words[0].elements is None else ""
-            if len(blocks) > _DEEPEST_BLOCK:
-                raise ValueError(f"line {line}: more than {_DEEPEST_BLOCK} blocks are open, beyond any real script")
-            if raw in ("for", "while", "until", "select", "case"):
-                blocks.append(self._opened(raw, words))
-                return []
-            if raw == "if":
-                blocks.append(_Block("if", waits_for_condition=True))
-            elif raw in _ENDING:
-                del blocks[-1:]
-            elif raw in _INNER or raw.startswith("\1"):
-                self._inner(raw, blocks, line)
-            elif raw not in _IGNORED:
+    def _not(self, node: syntax.Not) -> bool | None:
+        return negated(self._run(node.part))
+
+    def _shells(self, node: syntax.Apart) -> bool | None:
+        status: bool | None = True
+        for part in node.parts:
+            status, _ = self._apart(part)
+        return status if node.waits else True
+
+    def _while(self, node: syntax.While) -> bool | None:
+        if self._run(node.condition) is False:
+            return True
+        self._loop_round(node.body, self._maybe)
+        return None
+
+    def _define(self, node: syntax.Function) -> bool | None:
+        if self.is_certain or node.name not in self.functions:
+            self.functions[node.name] = node.body
+        return True
+
+    def _apart(self, node: syntax.Node) -> tuple[bool | None, dict[str, int]]:
+        """Follows a part whose assignments do not last, and returns its status and what it changed, with lines."""
+        journal: dict[str, tuple[Value | None, int]] = {}
+        self.journals.append(journal)
+        arguments = self.arguments
+        try:
+            status = self._run(node)
+        except _LeaveError as leave:
+            status = leave.status
+        self.journals.pop()
+        self.arguments = arguments
+        changed = {name: line for name, (old, line) in journal.items() if self.values.get(name) != old}
+        for name, (old, _) in journal.items():
+            self.restore(name, old)
+        return status, changed
+
+    def _maybe(self, node: syntax.Node) -> bool | None:
+        """Follows a part of which memlab cannot tell whether it runs."""
+        was_certain, self.is_certain = self.is_certain, False
+        status, changed = self._apart(node)
+        self.is_certain = was_certain
+        for name, line in changed.items():
+            self.undecided.setdefault(name, line)
+        return status
+
+    def _chain(self, node: syntax.Chain) -> bool | None:
+        status = self._run(node.first)
+        for joiner, part in node.rest:
+            wanted = joiner == "&&"
+            if status is None:
+                other = self._maybe(part)
+                status = both(None, other) if wanted else negated(both(None, negated(other)))
+            elif status is wanted:
+                status = self._run(part)
+        return status
+
+    def _if(self, node: syntax.If) -> bool | None:
+        """Runs the branch whose condition holds; from the first undecided condition on, any branch may run."""
+        run = self._run
+        for condition, body in node.branches:
+            result = run(condition)
+            if result is None:
+                run = self._maybe
+            if result is not False:
+                status = run(body)
+            if result:
+                return status if run == self._run else None
+        status = True if node.otherwise is None else run(node.otherwise)
+        return status if run == self._run else None
+
+    def _case(self, node: syntax.Case) -> bool | None:
+        with self.testing():
+            subject = self.one(node.subject)
+        run = self._run
+        for patterns, body, end in node.branches:
+            result: bool | None = False
+            for pattern in patterns:
+                with self.testing():
+                    found = matches(subject, self.pattern(pattern))
+                result = negated(both(negated(result), negated(found)))
+            if result is None:
+                run = self._maybe
+            if result is not False:
+                status = run(body)
+            if result and end == ";;":
+                return status if run == self._run else None
+            if result:  # the shell goes on with the next branch or its pattern
+                run = self._maybe
+        return True if run == self._run else None
+
+    def _for(self, node: syntax.For) -> bool | None:
+        self.line = node.line
+        values = self.arguments if node.words is None else []
+        for word in node.words or []:
+            texts = [UNKNOWN] if _is_generated(word) else self.words(word)
+            values = None if values is None or any(UNKNOWN in text for text in texts) else [*values, *texts]
+        if values is None:
+            self.set(node.name, UNKNOWN)
+            self._loop_round(node.body, self._maybe)
+            return None
+        for value in values:
+            self.set(node.name, value)
+            if not self._loop_round(node.body, self._run):
                 break
-            words = words[1:]
-        return words
+        return True
 
-    def _inner(self, raw: str, blocks: list[_Block], line: int) -> None:
-        if not blocks:
-            return
-        if raw in _INNER:
-            blocks[-1].inner(raw)
-        else:  # the pattern of a case
-            patterns = raw[1:].split("|")
-            blocks[-1].next_pattern([self._one(Word(line, [Piece(part, "plain")])) for part in patterns])
+    def _loop_round(self, body: syntax.Node, run: Callable[[syntax.Node], bool | None]) -> bool:
+        """Runs the body of a loop once, and returns whether another round follows."""
+        self._count()
+        try:
+            run(body)
+        except _LeaveError as leave:
+            if leave.kind not in ("break", "continue"):
+                raise
+            if leave.loops > 1:
+                raise _LeaveError(leave.kind, leave.status, leave.loops - 1) from None
+            return leave.kind == "continue"
+        return True
 
-    def _opened(self, raw: str, words: list[Word]) -> _Block:
-        if raw != "case":
-            return _Block("loop", branch=None)
-        return _Block("case", subject=self._one(words[1]) if len(words) > 1 else UNKNOWN)
+    # Commands
 
-    def _note_skipped(self, words: list[Word], line: int) -> None:
-        for word in words:
-            match = _ASSIGNMENT.match(word.raw)
-            if match is None:
-                if word.raw in _DECLARING:
-                    continue
-                return
-            self.skipped.setdefault(match[1], line)
+    def _count(self) -> None:
+        self.steps += 1
+        if self.steps > _MOST_COMMANDS:
+            raise ValueError(f"{self.path.name} runs more than {_MOST_COMMANDS:,} commands, beyond any real script")
 
-    def _command(self, words: list[Word], line: int) -> None:
-        while words and (words[0].elements is not None or _is_assignment(words[0]) or words[0].raw in _DECLARING):
-            word, words = words[0], words[1:]
-            if word.raw in _DECLARING and word.elements is None:
-                words = [other for other in words if not other.raw.startswith("-")]
-                continue
-            self._assign(word)
+    def _simple(self, node: syntax.Simple) -> bool | None:
+        self._count()
+        words, self.line = node.words, node.line or self.line
+        if words and words[0].pieces and words[0].pieces[0].kind == "arithmetic":
+            return self.calculated(words[0].raw)
+        first = 0
+        while first < len(words) and (words[first].elements is not None or is_assignment(words[first])):
+            first += 1
+        before, words = words[:first], words[first:]
         if not words:
-            return
-        if words[0].raw in ("source", ".") and len(words) > 1:
-            self._source(self._one(words[1]), line)
-            return
-        expanded: list[tuple[str, int]] = []
-        for word in words:
-            if word.elements is not None:
-                self._assign(word)
+            for word in before:
+                self.assign(word)
+            return None if any(re.search(r"\$\((?!\()|`", word.raw) for word in before) else True
+        if words[0].keyword in ("[", "[[", "test"):
+            with self.testing():
+                return self._tested(words)
+        if words[0].keyword in _DECLARING:
+            return self._declare(words)
+        environment = {}
+        for word in before:
+            match = ASSIGNMENT.match(word.raw)
+            if match and word.elements is None and not match[2]:
+                environment[match[1]] = self.chosen(match[1], self.one(after(word, match.end())))
+        expanded = [
+            (text, getattr(text, "line", word.line))
+            for word in words
+            if word.elements is None
+            for text in self.words(word)
+        ]
+        if len(expanded) > MOST_WORDS:
+            raise ValueError(f"line {self.line} has more than {MOST_WORDS:,} words")
+        return self._execute(expanded, environment)
+
+    def _execute(self, words: list[tuple[str, int]], environment: dict[str, str]) -> bool | None:
+        if not words:
+            return True
+        name = words[0][0]
+        arguments: list[str] = [Element(text, at) for text, at in words[1:]]
+        if name in self.functions:
+            return self._call(name, arguments, environment)
+        if name in _STARTING:
+            return self._start(name, words[1:], environment)
+        builtin = _BUILTINS.get(name)
+        if builtin is not None:
+            return builtin(self, arguments)
+        if name in _SUCCEEDING:
+            return True
+        command = Command(self.line, words, is_certain=self.is_certain)
+        if any(text[:1] == "-" or "=" in text for text in arguments):
+            given = {name: text for name, text in self.given.items() if name in self.used}
+            own = {n: text for n, text in self.values.items() if isinstance(text, str) and n not in self.given}
+            command.variables = own | given | environment
+            self.snapshots += len(command.variables)
+            if self.snapshots > _MOST_SNAPSHOTS:
+                raise ValueError(f"{self.path.name} has more commands and variables than any real script")
+        self.commands.append(command)
+        return None
+
+    def _start(self, name: str, words: list[tuple[str, int]], environment: dict[str, str]) -> bool | None:
+        environment = dict(environment)
+        while words:
+            match = ASSIGNMENT.match(words[0][0]) if name == "env" else None
+            if match:
+                environment[match[1]] = self.chosen(match[1], words[0][0][match.end() :])
+            elif not words[0][0].startswith("-"):
+                break
+            elif name == "command":
+                return None  # asks whether there is such a command
+            elif words[0][0] in ("-u", "--unset", "-C", "--chdir", "-a"):
+                words = words[1:]
+            words = words[1:]
+        status = self._execute(words, environment)
+        if name == "exec" and words:
+            raise _LeaveError("exit", status)
+        return status
+
+    def _call(self, name: str, arguments: list[str], environment: dict[str, str]) -> bool | None:
+        if any(name == other for other, _ in self.calls):
+            self.warn(f"the function {name} calls itself, which memlab does not follow")
+            return None
+        outer, self.arguments = self.arguments, arguments
+        self.calls.append((name, {}))
+        for variable, text in environment.items():
+            self._hide(variable)
+            self.set(variable, text)
+        try:
+            return self._run(self.functions[name])
+        except _LeaveError as leave:
+            if leave.kind != "return":
+                raise
+            return leave.status
+        finally:
+            self.arguments = outer
+            for variable, old in self.calls.pop()[1].items():
+                self.record(variable)
+                self.restore(variable, old)
+
+    def _declare(self, words: list[Word]) -> bool | None:
+        options = "".join(word.raw[1:] for word in words[1:] if word.raw.startswith("-"))
+        is_local = bool(self.calls) and words[0].keyword not in ("export", "readonly") and "g" not in options
+        for word in words[1:]:
+            match = ASSIGNMENT.match(word.raw) or NAME_ONLY.fullmatch(word.raw)
+            if match is None:
                 continue
-            expanded += [(text, getattr(text, "line", word.line)) for text in self._words(word)]
-        if expanded and expanded[0][0] == "eval":
-            expanded = [(part, at) for text, at in expanded[1:] for part in text.split()]
-        if len(expanded) > _MOST_WORDS:
-            raise ValueError(f"line {line} has more than {_MOST_WORDS:,} words")
-        if expanded:
-            self.script.commands.append(Command(line, expanded))
+            name = match[1] if match.re is ASSIGNMENT else match[0]
+            if is_local:
+                self._hide(name)
+            if "A" in options or "n" in options:
+                self.set(name, UNKNOWN)
+            elif match.re is ASSIGNMENT:
+                self.assign(word)
+            elif is_local:
+                self.set(name, "")
+        return True
 
-    def _assign(self, word: Word) -> None:
-        raw = word.raw
-        match = _ASSIGNMENT.match(raw)
-        assert match is not None
-        name, adds = match[1], bool(match[3])
-        old = self.script.variables.get(name)
-        if word.elements is not None:
-            values: list[str] = [
-                _Element(text, element.line) for element in word.elements for text in self._words(element)
-            ]
-            if adds:
-                before = old if isinstance(old, list) else [old] if old else []
-                values = before + values
-            if len(values) > _MOST_WORDS:
-                raise ValueError(f"line {word.line}: {name} has more than {_MOST_WORDS:,} words")
-            self.script.variables[name] = values
-            return
-        if match[2]:
-            return  # one element of an array
-        value = self._one(_after(word, match.end()))
-        if adds and isinstance(old, list):
-            self.script.variables[name] = [*old, value]
-        else:
-            self._check(value, word.line)
-            self.script.variables[name] = (old if isinstance(old, str) and adds else "") + value
+    def _hide(self, name: str) -> None:
+        """Makes a variable local to the running function."""
+        self.calls[-1][1].setdefault(name, self.values.get(name))
 
-    def _source(self, name: str, line: int) -> None:
+    # Builtins
+
+    def _exit(self, arguments: list[str]) -> bool | None:
+        code = arguments[0] if arguments else "0"
+        if not self.is_certain or not re.fullmatch(r"0*[1-9]\d*", code):
+            raise _LeaveError("exit", _status_of(code))
+        self.warn(
+            f"the script comes to exit {code} with the variables that memlab knows, which reads on: give others with "
+            "--set NAME=value"
+        )
+        return False
+
+    def _return(self, arguments: list[str]) -> bool | None:
+        raise _LeaveError("return", _status_of(arguments[0]) if arguments else True)
+
+    def _break(self, arguments: list[str]) -> bool | None:
+        raise _LeaveError("break", loops=_count_of(arguments))
+
+    def _continue(self, arguments: list[str]) -> bool | None:
+        raise _LeaveError("continue", loops=_count_of(arguments))
+
+    def _false(self, arguments: list[str]) -> bool | None:
+        return False
+
+    def _unset(self, arguments: list[str]) -> bool | None:
+        for name in arguments:
+            if NAME_ONLY.fullmatch(name):
+                self.set(name, None)
+            elif "[" in name:
+                self.set(name.partition("[")[0], UNKNOWN)
+        return True
+
+    def _read(self, arguments: list[str]) -> bool | None:
+        """Marks what a command such as ``read`` sets as unknown."""
+        for name in arguments:
+            if NAME_ONLY.fullmatch(name):
+                self.set(name, UNKNOWN)
+        return None
+
+    def _printf(self, arguments: list[str]) -> bool | None:
+        if arguments[:1] == ["-v"]:
+            self._read(arguments[1:2])
+        return True
+
+    def _shift(self, arguments: list[str]) -> bool | None:
+        if self.arguments is not None:
+            self.arguments = self.arguments[_count_of(arguments) :]
+        return True
+
+    def _set_options(self, arguments: list[str]) -> bool | None:
+        if "--" in arguments:
+            self.arguments = arguments[arguments.index("--") + 1 :]
+        return True
+
+    def _let(self, arguments: list[str]) -> bool | None:
+        status: bool | None = True
+        for text in arguments:
+            status = self.calculated(text)
+        return status
+
+    def _eval(self, arguments: list[str]) -> bool | None:
+        return self._run(syntax.parse(" ".join(arguments), self.path.name, self.line))
+
+    def _source(self, arguments: list[str]) -> bool | None:
+        if not arguments:
+            return None
+        name = arguments[0]
         path = Path(name) if Path(name).is_absolute() else self.path.parent / name
         self.sources += 1
         if self.sources > _MOST_SOURCES:
-            raise ValueError(f"line {line}: more than {_MOST_SOURCES} files are sourced, beyond any real script")
-        if UNKNOWN in name or self.depth >= _DEEPEST_SOURCE:
-            self.script.warnings.append(f"line {line}: the sourced file is not known before a run, and is not read")
-            return
+            raise ValueError(f"line {self.line}: more than {_MOST_SOURCES} files are sourced, beyond any real script")
+        if UNKNOWN in name or self.source_depth >= _DEEPEST_SOURCE:
+            self.warn("the sourced file is not known before a run, and is not read")
+            return True
         try:
             text = path.read_text(encoding="utf-8") if path.is_file() and path.stat().st_size < 2**20 else None
         except (OSError, ValueError):
             text = None
         if text is None or UNKNOWN in text:
-            self.script.warnings.append(f"line {line}: the sourced file {path.name} is not there, and is not read")
-            return
-        own, self.depth = self.path, self.depth + 1
-        self.follow(text, path)
-        self.path, self.depth = own, self.depth - 1
-
-    def _one(self, word: Word) -> str:
-        """Expands a word to a single text."""
-        return "".join(" ".join(parts) for parts, _ in self._parts(word))
-
-    def _words(self, word: Word) -> list[str]:
-        """Expands a word as the shell does: to none, one or several."""
-        done: list[str] = [""]
-        is_quoted = False
-        for parts, kind in self._parts(word):
-            # An unquoted array has no empty elements left here.
-            is_quoted = is_quoted or kind in ("literal", "double") or (kind == "array" and bool(parts))
-            if kind == "array" and parts:
-                done[-1:] = [done[-1] + parts[0] if done[-1] else parts[0], *parts[1:]]
-            elif kind == "split":
-                _append_split(done, parts[0])
-            elif parts:
-                done[-1] += parts[0]
-        if not is_quoted:
-            done = [text for text in done if text]
-        self.characters += sum(len(text) for text in done)
-        if self.characters > _MOST_CHARACTERS:
-            raise ValueError(f"line {word.line}: the script expands to more than {_MOST_CHARACTERS:,} characters")
-        return done
-
-    def _parts(self, word: Word) -> list[tuple[list[str], str]]:
-        parts: list[tuple[list[str], str]] = []
-        for piece in word.pieces:
-            if piece.kind == "literal" or not piece.text:  # quotes around nothing are a word too
-                parts.append(([piece.text], "literal"))
-                continue
-            for text, is_expansion in split_expansions(piece.text):
-                if not is_expansion:
-                    parts.append(([text], "double" if piece.kind == "double" else "plain"))
-                    continue
-                value = self._expansion(text)
-                if isinstance(value, list):
-                    is_whole = piece.kind == "double" and "[*]" in text
-                    values = value if piece.kind == "double" else _split(value, word.line)
-                    parts.append(([" ".join(value)], "double") if is_whole else (values, "array"))
-                else:
-                    self._check(value, word.line)
-                    parts.append(([value], "double" if piece.kind == "double" else "split"))
-        return parts
-
-    def _check(self, value: str, line: int) -> None:
-        if len(value) > _LONGEST_VALUE:
-            raise ValueError(f"line {line}: a value has more than {_LONGEST_VALUE:,} characters")
-
-    def _expansion(self, text: str, depth: int = 0) -> str | list[str]:
-        """Expands ``$NAME``, ``${...}`` or ``$((...))``; anything else is unknown."""
-        if depth > 10:
-            return UNKNOWN
-        if text.startswith("$((") and text.endswith("))"):
-            return self._arithmetic(text[3:-2])
-        if text.startswith(("$(", "`")):
-            return str(self.path.parent.absolute()) if _OWN_FOLDER.fullmatch(text) else UNKNOWN
-        body = text[2:-1] if text.startswith("${") else text[1:]
-        if body in ("@", "*"):
-            return []
-        array = re.fullmatch(rf"({NAME})\[([@*]|\d{{1,6}})\]", body)
-        if array:
-            return self._of_array(array[1], array[2])
-        match = re.fullmatch(rf"({NAME}|\d)(?:(:?[-=+?])(.*))?", body, re.DOTALL)
-        return UNKNOWN if match is None else self._of_variable(match[1], match[2] or "", match[3] or "", depth)
-
-    def _of_array(self, name: str, index: str) -> str | list[str]:
-        values = self.script.variables.get(name)
-        values = [] if values is None else [values] if isinstance(values, str) else values
-        if index in "@*":
-            return list(values)
-        return values[int(index)] if int(index) < len(values) else ""
-
-    def _of_variable(self, name: str, operator: str, operand: str, depth: int) -> str:
-        value = self.script.variables.get(name)
-        if isinstance(value, list):
-            value = value[0] if value else ""
-        if not operator:
-            return UNKNOWN if value is None else value
-        is_set = bool(value) if operator[0] == ":" else value is not None
-        if operator[-1] == "+":
-            return self._nested(operand, depth) if is_set else ""
-        if is_set or operator[-1] == "?":
-            return UNKNOWN if value is None or not is_set else value
-        default = self._nested(operand, depth)
-        if operator[-1] == "=":
-            self.script.variables[name] = default
-        return default
-
-    def _nested(self, text: str, depth: int) -> str:
-        done = ""
-        for part, is_expansion in split_expansions(_without_quotes(text)):
-            value = self._expansion(part, depth + 1) if is_expansion else part
-            done += " ".join(value) if isinstance(value, list) else value
-        return done
-
-    def _arithmetic(self, text: str) -> str:
-        expression = re.sub(rf"\$\{{({NAME})\}}|\${NAME}", lambda name: name[0].strip("${}"), text).strip()
-        if len(expression) > 300:
-            return UNKNOWN
+            self.warn(f"the sourced file {path.name} is not there, and is not read")
+            return True
+        own, self.path = self.path, path
+        self.source_depth += 1
         try:
-            value = self._calculate(ast.parse(expression, mode="eval").body)
-        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
-            return UNKNOWN
-        return str(value)
+            return self._run(syntax.parse(text, path.name))
+        except _LeaveError as leave:
+            if leave.kind != "return":
+                raise
+            return leave.status
+        finally:
+            self.path = own
+            self.source_depth -= 1
 
-    def _calculate(self, node: ast.expr) -> int:
-        """Returns a whole number as the shell calculates it: with + - * / % only, division rounds towards zero."""
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            return node.value
-        if isinstance(node, ast.Name):
-            value = self.script.variables.get(node.id)
-            if not isinstance(value, str) or not re.fullmatch(r"\s*[+-]?\d{1,18}\s*", value):
-                raise ValueError(node.id)
-            return int(value)
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
-            number = self._calculate(node.operand)
-            return -number if isinstance(node.op, ast.USub) else number
-        if not isinstance(node, ast.BinOp):
-            raise ValueError(type(node).__name__)
-        result = _combined(node.op, self._calculate(node.left), self._calculate(node.right))
-        if abs(result) >= _INT64:
-            raise ValueError("more than 64 bits")
-        return result
+    # Tests
 
-    def _test(self, words: list[Word]) -> bool | None:
-        """Decides ``[ "$X" = y ]``; None if that needs a run."""
-        texts = [self._tested(word) for word in words]
-        is_negated = texts[:1] == ["!"]
-        texts = [text for text in texts if text not in ("[", "[[", "]", "]]", "test", "!")]
-        result = _decided(texts)
-        return (not result) if is_negated and result is not None else result
-
-    def _tested(self, word: Word) -> str:
-        """Expands a word of a test, in which a variable that nobody sets is empty."""
-        raw = word.raw
-        match = re.fullmatch(rf"\$\{{?({NAME})\}}?", raw)
-        if match and match[1] not in self.script.variables:
-            return ""
-        return self._one(word)
+    def _tested(self, words: list[Word]) -> bool | None:
+        is_double = words[0].keyword == "[["
+        inner = words[1:] if words[0].keyword == "test" else words[1:-1]
+        operands = []
+        for word in inner:
+            if is_double:
+                text = self.one(word)
+                operands.append(Operand(text, self.pattern(word), is_quoted=word.keyword != text))
+            else:
+                operands += [Operand(text) for text in self.words(word)]
+        return decide(operands, is_double=is_double, number=self.number, is_set=self.is_set)
 
 
-@dataclass(slots=True)
-class _Block:
-    """An open ``if``, ``case`` or loop; `branch` says whether the current branch is followed, None if undecidable."""
-
-    kind: str
-    waits_for_condition: bool = False
-    subject: str = ""
-    branch: bool | None = True
-    is_taken: bool | None = False
-    """Whether an earlier branch was followed; None if that cannot be decided."""
-
-    def inner(self, keyword: str) -> None:
-        """Goes on with the part of the block that a keyword begins."""
-        if keyword in ("then", "do"):
-            self.waits_for_condition = False
-        elif self.kind != "case":
-            self.next_branch(is_last=keyword == "else")
-
-    def add_condition(self, result: bool | None, joined: str) -> None:
-        if joined in ("&&", "||") and self.branch is not None:
-            both = (self.branch and result) if joined == "&&" else (self.branch or result)
-            result = None if result is None else both
-        free = not self.is_taken if self.is_taken is not None else None
-        self.branch = None if result is None or (free is None and result) else bool(result and free)
-
-    def next_branch(self, *, is_last: bool) -> None:
-        if self.branch is None:
-            self.is_taken = None if self.is_taken is not True else True
-        elif self.branch:
-            self.is_taken = True
-        if is_last:
-            self.branch = None if self.is_taken is None else not self.is_taken
-        else:
-            self.waits_for_condition, self.branch = True, True
-
-    def next_pattern(self, patterns: list[str]) -> None:
-        if self.is_taken:
-            self.branch = False
-            return
-        if UNKNOWN in self.subject:
-            self.branch = None
-            return
-        self.branch = any(pattern in (self.subject, "*") for pattern in patterns)
-        self.is_taken = self.branch
-
-    @property
-    def is_followed(self) -> bool:
-        return self.branch is True
-
-    @property
-    def is_undecided(self) -> bool:
-        return self.branch is None
+_BLOCKS: dict[type, Callable[[_Reader, Any], bool | None]] = {
+    syntax.Simple: _Reader._simple,
+    syntax.Sequence: _Reader._sequence,
+    syntax.Chain: _Reader._chain,
+    syntax.Not: _Reader._not,
+    syntax.Apart: _Reader._shells,
+    syntax.If: _Reader._if,
+    syntax.Case: _Reader._case,
+    syntax.For: _Reader._for,
+    syntax.While: _Reader._while,
+    syntax.Function: _Reader._define,
+}
+_BUILTINS: dict[str, Callable[[_Reader, list[str]], bool | None]] = {
+    "exit": _Reader._exit,
+    "return": _Reader._return,
+    "break": _Reader._break,
+    "continue": _Reader._continue,
+    "false": _Reader._false,
+    "unset": _Reader._unset,
+    "read": _Reader._read,
+    "mapfile": _Reader._read,
+    "readarray": _Reader._read,
+    "getopts": _Reader._read,
+    "printf": _Reader._printf,
+    "shift": _Reader._shift,
+    "set": _Reader._set_options,
+    "let": _Reader._let,
+    "eval": _Reader._eval,
+    "source": _Reader._source,
+    ".": _Reader._source,
+}
 
 
-def _is_assignment(word: Word) -> bool:
-    first = word.pieces[0] if word.pieces else None
-    return first is not None and first.kind == "plain" and _ASSIGNMENT.match(first.text) is not None
+def _is_generated(word: Word) -> bool:
+    """Whether the shell makes file names or several words of a word, as of ``*.json`` and ``{1..4}``."""
+    plain = [piece.text for piece in word.pieces if piece.kind == "plain"]
+    return any(
+        not is_expansion and re.search(r"[*?\[{]", part)
+        for text in plain
+        for part, is_expansion in split_expansions(text)
+    )
 
 
-def _is_test(words: list[Word]) -> bool:
-    first = [word.raw for word in words[:2]]
-    return first[:1] in (["["], ["[["], ["test"]) or (first[:1] == ["!"] and first[1:] in (["["], ["[["]))
+def _status_of(code: str) -> bool | None:
+    return int(code) == 0 if re.fullmatch(r"\d{1,9}", code) else None
 
 
-def _decided(texts: list[str]) -> bool | None:
-    if any(UNKNOWN in text for text in texts):
-        return None
-    if len(texts) == 2 and texts[0] in ("-z", "-n"):
-        return (texts[1] == "") == (texts[0] == "-z")
-    if len(texts) != 3:
-        return None
-    left, operator, right = texts
-    if operator in ("=", "==", "!="):
-        return (left == right) == (operator != "!=")
-    if re.fullmatch(r"[+-]?\d{1,18}", left) and re.fullmatch(r"[+-]?\d{1,18}", right):
-        one, other = int(left), int(right)
-        results = {"-eq": one == other, "-ne": one != other, "-gt": one > other, "-ge": one >= other}
-        return (results | {"-lt": one < other, "-le": one <= other}).get(operator)
-    return None
-
-
-def _combined(operator: ast.operator, left: int, right: int) -> int:
-    """Calculates as the shell does: division rounds towards zero, and a remainder has the dividend's sign."""
-    if isinstance(operator, (ast.Div, ast.FloorDiv)):
-        quotient = abs(left) // abs(right)
-        return quotient if (left < 0) == (right < 0) else -quotient
-    if isinstance(operator, ast.Mod):
-        remainder = abs(left) % abs(right)
-        return remainder if left >= 0 else -remainder
-    if isinstance(operator, ast.Mult):
-        return left * right
-    if isinstance(operator, (ast.Add, ast.Sub)):
-        return left + right if isinstance(operator, ast.Add) else left - right
-    raise ValueError(type(operator).__name__)
-
-
-def _split(elements: list[str], line: int) -> list[str]:
-    """Splits the elements of an unquoted array at blanks, as the shell does; each part keeps its element's line."""
-    return [_Element(part, getattr(element, "line", line)) for element in elements for part in str(element).split()]
-
-
-def _append_split(done: list[str], text: str) -> None:
-    """Appends an unquoted expansion, which the shell splits at blanks."""
-    pieces = text.split()
-    if text[:1].isspace() and done[-1]:
-        done.append("")
-    for index, piece in enumerate(pieces):
-        if index:
-            done.append("")
-        done[-1] += piece
-    if text[-1:].isspace() and pieces:
-        done.append("")
-
-
-def _after(word: Word, start: int) -> Word:
-    """Returns what is left of a word after its first characters, which are all in the first piece."""
-    first, *others = word.pieces
-    return Word(word.line, [Piece(first.text[start:], first.kind), *others])
-
-
-def _without_quotes(text: str) -> str:
-    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+def _count_of(arguments: list[str]) -> int:
+    return int(arguments[0]) if arguments and re.fullmatch(r"\d{1,5}", arguments[0]) else 1

@@ -11,7 +11,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs import without_effect
 from memlab.jobs.framework import Framework, Reading
-from memlab.jobs.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, missing_under, under
+from memlab.jobs.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_false, missing_under, under
 from memlab.jobs.lines import plain_lines
 from memlab.jobs.megatron_keys import (
     BUCKETS,
@@ -84,7 +84,9 @@ FRAMEWORK_MISSING = (
     Missing(
         "trainer.strategy", "either", "memlab predicts Megatron's jobs only", lambda value: value != "megatron", True
     ),
-    Missing("trainer.remove_microbatch_padding", "more", "rows are padded", lambda value: value is False),
+    Missing("trainer.remove_microbatch_padding", "more", "rows are padded", is_false),
+    Missing("trainer.use_sample_packing", "more", "rows are padded", is_false),
+    Missing("trainer.bf16", "more", "memlab's SkyRL jobs are bf16", is_false),
     Missing("trainer.algorithm.use_entropy_loss", "more", "the entropy's gradient keeps the probabilities"),
     *missing_under(_TRANSFORMER, MISSING),
     *missing_under(_MEGATRON, MISSING),
@@ -98,8 +100,6 @@ def complete(reading: Reading) -> None:
     """Derives ranks, workload, recompute, attention and what leaves the device between phases."""
     values = reading.values
     values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])
-    values["loss"] = "logprobs"
-    values["use_distributed_optimizer"] = True
     if not values.pop("is_checkpointing"):
         values["recompute_granularity"] = None
     is_flash = values.pop("is_flash")
@@ -134,10 +134,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         "ranks_per_node": 8 if world_size % 8 == 0 else world_size,
         "num_layers": None if scenario.num_layers == scenario.architecture.num_layers else scenario.num_layers,
         "is_flash": scenario.state.attention_backend != "fused",
-        "attention_backend": None
-        if scenario.state.attention_backend in ("flash", "fused")
-        else values["attention_backend"],
-        "is_checkpointing": True,
+        "is_checkpointing": settings.recompute_granularity is not None,
         "is_colocated": settings.offload_parameters,
         "offload_after_step": settings.offload_optimizer or not settings.offload_parameters,
         "tokens_per_rank": scenario.seq_length // scenario.layout.context_parallel_size if is_row else -1,
@@ -168,7 +165,7 @@ SKYRL = Framework(
     without_effect=without_effect.SKYRL,
     complete=complete,
     compose=compose,
-    complete_loss="logprobs",
+    fixed={"loss": "logprobs", "use_distributed_optimizer": True},
     packs=is_packed,
     cannot_write={
         "checkpoint_input_remedy": "SkyRL has no remedy for the inputs that checkpoints of MoE layers keep",

@@ -19,6 +19,7 @@ from memlab.jobs.megatron_lm import (
     complete_chunks,
     complete_model,
     complete_state,
+    leaves_out,
     note_fusion,
     note_sequence_parallel,
 )
@@ -63,6 +64,8 @@ KEYS = (
 FRAMEWORK_MISSING = (
     *FLAGS_MISSING,
     Missing("lora_rank", "less", LORA),
+    Missing("entropy_coef", "more", "the entropy's gradient keeps the probabilities"),
+    Missing("qkv_format", "more", "rows are padded", lambda value: value not in (None, "thd")),
     Missing("recompute_loss_function", "less", "the loss is recomputed in backward: fewer copies of the logits stay"),
     Missing("train_backend", "either", "memlab predicts Megatron's jobs only", lambda value: value != "megatron", True),
 )
@@ -79,14 +82,15 @@ def complete(reading: Reading) -> None:
     _take_allocator(reading)
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     values.setdefault("world_size", nodes * per_node)
-    values["use_distributed_optimizer"], values["dtype"] = True, "bf16"
-    values["loss"] = "logprobs"
     if (values.get("logprobs_chunk_size") or -1) < 0:
         values["logprobs_chunk_size"] = None
     is_colocated = values["is_colocated"]
-    is_offloaded = [values.pop(name) for name in ("is_colocated", "is_offloaded", "is_offloaded_too")]
+    moved = {"colocate": "is_colocated", "offload_train": "is_offloaded", "offload": "is_offloaded_too"}
+    moved_by = [key for key, name in moved.items() if values.pop(name)]
     for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
-        values[name] = any(is_offloaded)
+        values[name] = bool(moved_by)
+        for key in moved_by:
+            reading.take(key, name, value=True)
     longest = _longest_sequence(reading)
     sequences, is_dynamic = values.pop("sequences"), values.pop("is_dynamic")
     tokens = values.pop("tokens_per_rank")
@@ -107,12 +111,13 @@ def complete(reading: Reading) -> None:
 
 
 def _take_allocator(reading: Reading) -> None:
-    """Takes the allocator's settings from the environment that Ray gives the ranks, a JSON text."""
-    entry = reading.entries.by_key.get("runtime_env_json")
-    # Other variables of the text may be known only when the script runs.
-    found = _ALLOCATOR.search(str(entry.value)) if entry is not None else None
-    if found:
-        reading.take("runtime_env_json", "allocator", found[1])
+    """Takes the allocator's settings from the environment that Ray, or slime itself, gives the ranks, a JSON text."""
+    for key in ("runtime_env_json", "train_env_vars"):
+        entry = reading.entries.by_key.get(key)
+        # Other variables of the text may be known only when the script runs.
+        found = _ALLOCATOR.search(str(entry.value)) if entry is not None else None
+        if found:
+            reading.take(key, "allocator", found[1])
 
 
 _ALLOCATOR = re.compile(r'"PYTORCH_(?:CUDA_)?ALLOC_CONF"\s*:\s*"([^"]{0,500})"')
@@ -174,7 +179,8 @@ SLIME = Framework(
     without_effect=(*without_effect.MEGATRON_LM, *without_effect.SLIME),
     complete=complete,
     compose=compose,
-    complete_loss="logprobs",
+    fixed={"loss": "logprobs", "use_distributed_optimizer": True, "dtype": "bf16"},
+    leaves_out=leaves_out,
     writes_sizes=True,
     packs=is_packed,
     cannot_write=_NEVER

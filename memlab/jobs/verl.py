@@ -12,7 +12,22 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs import without_effect
 from memlab.jobs.framework import Framework, Reading
-from memlab.jobs.keys import ABSENT, COUNT, LONG_DTYPE, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, missing_under, under
+from memlab.jobs.keys import (
+    ABSENT,
+    ALLOCATOR,
+    COUNT,
+    LONG_DTYPE,
+    NUMBER,
+    SWITCH,
+    TEXT,
+    WHOLE,
+    Key,
+    Missing,
+    is_false,
+    is_given,
+    missing_under,
+    under,
+)
 from memlab.jobs.lines import hydra_lines
 from memlab.jobs.megatron_keys import (
     BUCKETS,
@@ -63,6 +78,10 @@ KEYS = (
     Key(f"{_MEGATRON}.param_offload", "offload_parameters", SWITCH, False),
     Key(f"{_MEGATRON}.grad_offload", "offload_gradients", SWITCH, False),
     Key(f"{_MEGATRON}.optimizer_offload", "offload_optimizer", SWITCH, False),
+    *(
+        Key(f"{_MEGATRON}.offload.{part}.target", f"{part}_target", TEXT, None)
+        for part in ("param", "grad", "optimizer")
+    ),
     Key(f"{_ACTOR}.use_dynamic_bsz", "is_dynamic", SWITCH, False),
     Key(f"{_ACTOR}.ppo_max_token_len_per_gpu", "tokens_per_rank", WHOLE, 16384),
     Key(f"{_ACTOR}.ppo_micro_batch_size_per_gpu", "micro_batch_size", WHOLE, None),
@@ -77,10 +96,11 @@ KEYS = (
     Key(f"{_ROLLOUT}.tensor_model_parallel_size", "engine_ranks", WHOLE, 2),
     Key(f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes", "bucket", WHOLE, 2048),
     Key(f"{_ROLLOUT}.update_weights_bucket_megabytes", "bucket", WHOLE),
+    *under("ray_kwargs.ray_init.runtime_env.env_vars", ALLOCATOR),
     Key("data.max_prompt_length", "prompt_length", WHOLE, 512),
     Key("data.max_response_length", "response_length", WHOLE, 512),
 )
-_NO = lambda value: value is False  # noqa: E731
+_CONFIG = "actor_rollout_ref.model.override_config"
 FRAMEWORK_MISSING = (
     Missing("actor_rollout_ref.model.lora.rank", "less", LORA),
     Missing("actor_rollout_ref.model.lora_rank", "less", LORA),
@@ -90,12 +110,19 @@ FRAMEWORK_MISSING = (
         "fp32 copies less",
     ),
     Missing(f"{_ACTOR}.use_fused_kernels", "less", "the same fused linear cross entropy"),
+    Missing(f"{_ACTOR}.entropy_coeff", "more", "the entropy's gradient keeps probabilities and a copy of the logits"),
+    Missing(f"{_ACTOR}.calculate_entropy", "more", "verl copies the logits and keeps probabilities for backward"),
+    Missing(f"{_ACTOR}.calculate_sum_pi_squared", "more", "the probabilities of all logits are squared"),
+    Missing("distillation.enabled", "more", "the loss reads more of the logits than the labels' log-probabilities"),
+    Missing("actor_rollout_ref.model.mtp.enable", "more", "multi-token prediction: one more layer and set of logits"),
+    Missing(f"{_CONFIG}.*num_*", "either", "it replaces a size of the published model", is_given),
+    Missing(f"{_CONFIG}.*_size", "either", "it replaces a size of the published model", is_given),
     Missing(f"{_MEGATRON}.entropy_from_logits_with_chunking", "less", "the entropy is computed in chunks of tokens"),
     Missing(f"{_MEGATRON}.dynamic_context_parallel", "either", "the context parallel size changes from row to row"),
     Missing(f"{_MEGATRON}.use_megatron_fsdp", "less", "Megatron-FSDP shards parameters and gradients too"),
-    Missing(f"{_MEGATRON}.use_remove_padding", "more", "rows are padded to the longest sequence", _NO),
-    Missing(f"{_MEGATRON}.sequence_parallel", "more", "norms and residuals keep whole sequences on each rank", _NO),
-    Missing(f"{_MEGATRON}.qat.enable", "either", "weights are quantized in forward"),
+    Missing(f"{_MEGATRON}.use_remove_padding", "more", "rows are padded to the longest sequence", is_false),
+    Missing(f"{_MEGATRON}.sequence_parallel", "more", "norms and residuals keep whole sequences per rank", is_false),
+    *(Missing(f"{one}.qat.enable", "either", "weights are quantized in forward") for one in (_ACTOR, _MEGATRON)),
     Missing(f"{_MEGATRON}.offload.*.target", "either", "offload to this target", lambda value: value == "disk"),
     *missing_under(_TRANSFORMER, MISSING),
     *missing_under(_DDP, MISSING_DDP),
@@ -106,17 +133,13 @@ FRAMEWORK_MISSING = (
 
 
 def complete(reading: Reading) -> None:
-    """Derives ranks, workload, gradients and the remedy that verl always applies."""
+    """Derives ranks, workload and gradients."""
     values = reading.values
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     values.setdefault("world_size", nodes * per_node)
-    values["loss"] = "logprobs"
+    _note_critic(reading)
     _complete_gradients(reading)
     _complete_offload(reading)
-    granularity, modules = values.get("recompute_granularity"), values.get("recompute_modules") or ()
-    if granularity == "full" or (granularity == "selective" and "moe" in modules):
-        # verl always patches it so: apply_patch_megatron_recomputation_backward in verl/models/mcore/patch.py.
-        values["checkpoint_input_remedy"] = "release_storage"
     longest = values.pop("prompt_length") + values.pop("response_length")
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
     is_dynamic, tokens = values.pop("is_dynamic"), values.pop("tokens_per_rank")
@@ -141,6 +164,16 @@ def complete(reading: Reading) -> None:
     if values.get("micro_batch_size") is None:
         reading.warnings.append(f"{_ACTOR}.ppo_micro_batch_size_per_gpu is not in the file, so memlab takes 1")
     take_sequences(reading, longest, sequences)
+
+
+def _note_critic(reading: Reading) -> None:
+    """Notes a critic (``need_critic`` in verl/trainer/ppo/utils.py), unless everything of it is offloaded."""
+    key = "critic.enable" if reading.entries.get("critic.enable") is not None else "algorithm.adv_estimator"
+    if reading.entries.get(key, "gae") not in ("gae", True):
+        return
+    offloads = [reading.entries.get(f"critic.megatron.{part}_offload") for part in ("param", "grad", "optimizer")]
+    if offloads != [True] * 3:
+        reading.miss(key, "more", "a critic is trained on the same GPUs: its parameters, gradients and optimizer state")
 
 
 def _keeps_reference_model(reading: Reading) -> bool:
@@ -169,18 +202,13 @@ def _complete_gradients(reading: Reading) -> None:
             f"{key} is not in the file, and its default depends on the version: fp32 since {_FP32_SINCE}, bf16 before: "
             f"give --framework-version {_FP32_SINCE} or {_BEFORE}, or --set {key}=true or false"
         )
-    elif reading.version not in (_FP32_SINCE, _BEFORE):
-        raise ValueError(
-            f"--framework-version is {reading.version!r}, must be {_FP32_SINCE} or {_BEFORE} for verl: choose one"
-        )
     reading.values["grad_reduce_in_bf16"] = reading.version == _BEFORE
 
 
 def _complete_offload(reading: Reading) -> None:
     for name, component in (("parameters", "param"), ("gradients", "grad"), ("optimizer", "optimizer")):
-        key = f"{_MEGATRON}.offload.{component}.target"
-        if reading.get(key) in ("cpu", "disk"):
-            reading.take(key, f"offload_{name}", value=True)
+        if reading.values.pop(f"{component}_target") in ("cpu", "disk"):
+            reading.take(f"{_MEGATRON}.offload.{component}.target", f"offload_{name}", value=True)
 
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
@@ -213,15 +241,16 @@ VERL = Framework(
     without_effect=without_effect.VERL,
     complete=complete,
     compose=compose,
-    complete_loss="logprobs",
+    # It patches Megatron's checkpoints on every GPU: apply_patch_megatron_recomputation_backward in
+    # verl/models/mcore/patch.py.
+    fixed={"loss": "logprobs", "checkpoint_input_remedy": "release_storage"},
     packs=is_packed,
     cannot_write={
-        "checkpoint_input_remedy": "verl always applies release_storage, and only where it recomputes whole layers",
+        "checkpoint_input_remedy": "verl always applies release_storage",
         "offload_optimizer_except_update": "verl loads the optimizer state before the step",
         "manual_gc": "verl has no such key",
         "loss": "verl's actor trains with log-probabilities",
         "logprobs_chunk_size": "verl computes log-probabilities of a whole micro-batch",
-        "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF",
     },
     render=hydra_lines,
     versions=(_FP32_SINCE, _BEFORE),

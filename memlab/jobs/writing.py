@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from memlab.config.allocator_settings import AllocatorSettings
+from memlab.config.model_restrictions import checkpoints_moe_layers
 from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.framework import Framework
 from memlab.jobs.frameworks import framework_named
 from memlab.jobs.job import Job
-from memlab.jobs.keys import ABSENT
+from memlab.jobs.keys import ABSENT, Key
 from memlab.jobs.model import HUGGING_FACE_NAMES
 
 
@@ -39,49 +40,88 @@ def written(framework_name: str, scenario: Scenario, settings: MemorySettings, *
         ValueError: If there is no such framework.
     """
     framework = framework_named(framework_name)
+    reasons = unsaid(framework, scenario, settings)
     if source is None or source.framework != framework.name or source.scenario is None or source.settings is None:
-        lines = framework.render(_keys(framework, scenario, settings))
-        return Written(tuple(lines), unsaid(framework, scenario, settings))
+        return Written(tuple(framework.render(_values(framework, framework.compose(scenario, settings)))), reasons)
     before, own = source.scenario, source.settings
-    if scenario.layout == before.layout:  # a shorter step or model was predicted in place of the job's
+    if replace(scenario.layout, rank=before.layout.rank) == before.layout:
+        # A shorter step or model was predicted in place of the job's, or one of its ranks.
         scenario = replace(scenario, num_layers=before.num_layers, num_microbatches=before.num_microbatches)
-    old = _keys(framework, before, own, all_keys=True)
-    new = _keys(framework, scenario, settings, all_keys=True)
-    values = {key: value for key, value in new.items() if value != old.get(key)}
-    was = unsaid(framework, before, own)
-    reasons = {name: reason for name, reason in unsaid(framework, scenario, settings).items() if name not in was}
-    return Written(tuple(framework.render(values)), reasons)
+    was, is_now = _fields(before, own), _fields(scenario, settings)
+    reasons = {name: reason for name, reason in reasons.items() if was[name] != is_now[name]}
+    old, new = framework.compose(before, own), framework.compose(scenario, settings)
+    changed = [field for field, value in new.items() if value != old.get(field)]
+    values = _changes(framework, source, new, changed)
+    texts = {name.partition(".")[0] for name in values if framework.style == "flags" and "." in name}
+    lost = [one.key for one in source.not_modelled if one.effect == "unknown" and one.key.partition(".")[0] in texts]
+    keep = [f"# keep {', '.join(lost)}, which memlab does not know"] if lost else []
+    return Written((*keep, *framework.render(values)), reasons)
 
 
-def _keys(
-    framework: Framework, scenario: Scenario, settings: MemorySettings, *, all_keys: bool = False
-) -> dict[str, Any]:
-    """Returns the values by key that differ from the framework's defaults, or all; each field by its first key."""
-    fields = framework.compose(scenario, settings)
-    done: set[str] = set()
+def _values(framework: Framework, composed: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values by key that differ from the framework's defaults; each field by its first key."""
     values: dict[str, Any] = {}
-    for key in framework.keys:
-        if key.field in done or key.field not in fields:
-            continue
-        done.add(key.field)
-        value = fields[key.field]
+    for field, key in _first_keys(framework).items():
         default = None if key.default is ABSENT else key.default
-        if all_keys or value != default:
-            values[key.name] = key.conversion.write(value)
-    return values
+        if field in composed and composed[field] != default:
+            values[key.name] = key.conversion.write(composed[field])
+    return {name: value for name, value in values.items() if not framework.leaves_out(value)}
+
+
+def _changes(framework: Framework, source: Job, composed: dict[str, Any], changed: list[str]) -> dict[str, Any]:
+    """Returns the values by key that change fields of a job: of the keys by which its file says them, or of the first.
+
+    A key that says what the job shall not have is `ABSENT` where the framework leaves keys out, else None.
+    """
+    first = _first_keys(framework)
+    given = {(one.field, one.key) for one in source.taken if one.place != "default"}
+    own = {key.name: key.field for key in framework.keys}
+    shared = {name for field, name in given if field in changed and own.get(name) != field}
+    values: dict[str, Any] = {}
+    for field in {*changed, *(field for field, name in given if name in shared)}:
+        named = [key for key in framework.keys if (field, key.name) in given]
+        if field in first and not any(key.field == field for key in named):
+            named.append(first[field])
+        for key in named:
+            values[key.name] = key.conversion.write(composed[key.field]) if key.field in composed else None
+    in_file = {name for _, name in given}
+    if framework.style == "flags":
+        values |= _rest_of_texts(framework, composed, values, in_file)
+    ordered = {key.name: values[key.name] for key in framework.keys if key.name in values}
+    said = {name: ABSENT if framework.leaves_out(value) else value for name, value in ordered.items()}
+    return {name: value for name, value in said.items() if value is not ABSENT or name in in_file}
+
+
+def _rest_of_texts(
+    framework: Framework, composed: dict[str, Any], values: dict[str, Any], in_file: set[str]
+) -> dict[str, Any]:
+    """Returns the other values by key of the JSON texts that change: a flag's text is replaced as a whole."""
+    flags = {name.partition(".")[0] for name in values if "." in name}
+    others = _values(framework, composed).keys() | in_file
+    return {
+        key.name: key.conversion.write(composed[key.field])
+        for key in framework.keys
+        if key.name.partition(".")[0] in flags and key.name in others - values.keys()
+    }
+
+
+def _first_keys(framework: Framework) -> dict[str, Key]:
+    """Returns the first key of each field, by which memlab writes it."""
+    first: dict[str, Key] = {}
+    for key in framework.keys:
+        first.setdefault(key.field, key)
+    return first
+
+
+def _fields(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
+    """Returns all fields of a job by their names."""
+    parts = (scenario, scenario.layout, scenario.state, settings)
+    return {field.name: getattr(part, field.name) for part in parts for field in fields(part)}
 
 
 def unsaid(framework: Framework, scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
     """Names what a framework cannot say of a job, each with the reason."""
-    changed: dict[str, Any] = settings.changed() | scenario.state.changed()
-    if scenario.allocator != AllocatorSettings():
-        changed["allocator"] = scenario.allocator
-    if scenario.dtype != "bf16":
-        changed["dtype"] = scenario.dtype
-    if framework.complete_loss is not None and scenario.state.loss != framework.complete_loss:
-        changed["loss"] = scenario.state.loss
-    elif scenario.state.loss == framework.complete_loss:
-        changed.pop("loss", None)
+    changed = _changed(framework, scenario, settings)
     reasons = {name: reason for name, reason in framework.cannot_write.items() if name in changed}
     reasons |= framework.cannot_write_of(settings)
     if scenario.packed_sequences is not None and not framework.packs(scenario):
@@ -96,3 +136,13 @@ def unsaid(framework: Framework, scenario: Scenario, settings: MemorySettings) -
     if names_model and scenario.architecture.name not in HUGGING_FACE_NAMES and not framework.writes_sizes:
         reasons["architecture"] = "no published model has this name: give the path of the model's folder"
     return reasons
+
+
+def _changed(framework: Framework, scenario: Scenario, settings: MemorySettings) -> set[str]:
+    """Names the fields that a framework has to say: those with another value than it takes by itself."""
+    changed = {*settings.changed(), *scenario.state.changed()} - framework.fixed.keys()
+    own = _fields(scenario, settings)
+    usual = {"allocator": AllocatorSettings(), "dtype": "bf16"} | framework.fixed
+    changed |= {name for name, value in usual.items() if own[name] != value}
+    is_checkpointing = checkpoints_moe_layers(settings, scenario.architecture)
+    return changed if is_checkpointing else changed - {"checkpoint_input_remedy"}

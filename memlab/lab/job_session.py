@@ -66,7 +66,9 @@ class JobSession:
         self.records: list[StepRecord] = []
         self.state_changes: list[StateChange] = []
         self.num_steps = 0
-        self.device_memory_bytes: int | None = None
+        self._as_opened = _workload_of(scenario) | {"packed_sequences": scenario.packed_sequences}
+        self._attributes: dict[str, Any] = {}
+        """What has been set on every rank's lab."""
         self._ranks = ranks
         self._given = given
         self._wanted_backend = backend
@@ -111,26 +113,24 @@ class JobSession:
             (
                 meeting | {"RANK": str(rank)} | ({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
                 self._wanted_backend,
-                self._scenario_of(rank),
+                replace(self.scenario, **self._as_opened, layout=replace(self.scenario.layout, rank=rank)),
                 self._given,
             )
             for rank, interface in enumerate(interfaces)
         ]
         opened = group.call("open", arguments)
         self.backend = JobBackend(opened[0]["name"], opened[0]["reason"])
-        self.scenario = replace(opened[0]["scenario"], layout=self.scenario.layout)
-        self._given = self._given | {"allocator": self.scenario.allocator}
-        if self.device_memory_bytes is not None:
-            group.call("set", [("device_memory_bytes", self.device_memory_bytes)] * size)
+        self._given = self._given | {"allocator": opened[0]["scenario"].allocator}
+        self.scenario = replace(self.scenario, **self._given)
+        for name, value in self._attributes.items():
+            group.call("set", [(name, value)] * size)
+        group.call("call", [("set_workload", (), _workload_of(self.scenario))] * size)
         if self.settings != MemorySettings():
             group.call("call", [("apply", (self.settings,), {})] * size)
 
     def _other_host(self, rank: int) -> str:
         own, *others = [self._ranks.engines[rank].host, *(one.host for one in self._ranks.engines)]
         return next((host for host in others if host != own), own)
-
-    def _scenario_of(self, rank: int) -> Scenario:
-        return replace(self.scenario, layout=replace(self.scenario.layout, rank=rank))
 
     def apply(self, settings: MemorySettings) -> None:
         """Implements `Lab.apply`."""
@@ -152,14 +152,15 @@ class JobSession:
 
         self.worker.run_exclusive(set_workload)
 
-    def set_state(self, state: TrainingState) -> StateChange:
+    def set_state(self, state: TrainingState, settings: MemorySettings | None = None) -> StateChange:
         """Implements `Lab.set_state`; the time is the longest of all ranks, the bytes those of the fullest."""
-        self.check(self.settings, state)
-        return self.worker.run_exclusive(lambda: self._change_state(state))
+        requested = self.settings if settings is None else settings
+        self.check(requested, state)
+        return self.worker.run_exclusive(lambda: self._change_state(state, requested))
 
-    def _change_state(self, state: TrainingState) -> StateChange:
+    def _change_state(self, state: TrainingState, settings: MemorySettings) -> StateChange:
         try:
-            changes: list[StateChange] = self._on_all("call", "set_state", (state,), {})
+            changes: list[StateChange] = self._on_all("call", "set_state", (state, settings), {})
         except ModelLost:
             self._end_group()
             self.worker.end()
@@ -169,7 +170,7 @@ class JobSession:
             seconds=max(one.seconds for one in changes),
             device_bytes=max(one.device_bytes for one in changes),
         )
-        self.scenario = replace(self.scenario, state=state)
+        self.scenario, self.settings = replace(self.scenario, state=state), settings
         self.state_changes.append(change)
         return change
 
@@ -224,7 +225,7 @@ class JobSession:
 
         def take_step() -> StepRecord:
             if state is not None and state != self.scenario.state:
-                self._change_state(state)
+                self._change_state(state, requested)
             return self._take_step({"settings": requested, "warm_up": warm_up}, on_progress)
 
         return self.worker.start(take_step, before=self._stop.clear)
@@ -288,8 +289,13 @@ class JobSession:
         return self.worker.run_exclusive(lambda: self._on_all("get", name))
 
     def set(self, name: str, value: Any) -> None:
-        """Sets an attribute of every rank's lab."""
-        self.worker.run_exclusive(lambda: self._on_all("set", name, value))
+        """Sets an attribute of every rank's lab, also of those that replace it."""
+
+        def set_on_all() -> None:
+            self._on_all("set", name, value)
+            self._attributes[name] = value
+
+        self.worker.run_exclusive(set_on_all)
 
     def transfer(self, action: Action, groups: tuple[str, ...]) -> Transfer:
         """Implements `Lab.offload`, `Lab.load` and `Lab.hand_over`: the sum over the ranks, and the longest time."""
@@ -308,14 +314,14 @@ class JobSession:
             peak_host_bytes=sum(one.peak_host_bytes for one in ranks),
         )
 
+    @property
+    def device_memory_bytes(self) -> int | None:
+        """Implements `Lab.device_memory_bytes`."""
+        return self._attributes.get("device_memory_bytes")
+
     def limit_device_memory(self, num_bytes: int | None) -> None:
         """Sets `Lab.device_memory_bytes` of every rank."""
-
-        def set_limit() -> None:
-            self._on_all("set", "device_memory_bytes", num_bytes)
-            self.device_memory_bytes = num_bytes
-
-        self.worker.run_exclusive(set_limit)
+        self.set("device_memory_bytes", num_bytes)
 
     def stop(self) -> bool:
         """Implements `Lab.stop`."""

@@ -48,7 +48,8 @@ class Lab:
     """One live Megatron model on one rank.
 
     All work on the model runs on one thread of the lab's own, so that cells, widgets and headless runs behave the same.
-    While a step runs, every method but `stop` and `close` raises ValueError; on a closed lab every method but `close`.
+    While a step runs, a method that would use the model raises ValueError; `stop` and `close` end the step. On a closed
+    lab every method but these two raises it. Settings, records and the like can always be read.
     Megatron keeps its process groups per process, so opening a lab closes the one that is open. Until then, or until
     `close`, a lab stays open, even after its last name is gone.
 
@@ -134,8 +135,7 @@ class Lab:
         try:
             self._session.build()
         except BaseException:
-            self._worker.end()  # a build that Ctrl-C interrupted runs to its end first
-            megatron_globals.forget()
+            self.close()  # a build that Ctrl-C interrupted runs to its end first
             raise
 
     @property
@@ -209,23 +209,27 @@ class Lab:
         """
         self._session.set_workload(self._with_workload(seq_length, micro_batch_size, num_microbatches))
 
-    def set_state(self, state: TrainingState) -> StateChange:
+    def set_state(self, state: TrainingState, settings: MemorySettings | None = None) -> StateChange:
         """Changes the training state: rebuilds the optimizer or the model if the state needs other tensors.
 
         The weights are those of the seed again, records stay, and the current settings hold for the new model. Every
         byte of what is replaced is freed before the new part is built. `memlab.config.rebuilds.REBUILDS` says what
         each field rebuilds.
 
+        Args:
+            state: The training state.
+            settings: Applied with it; None keeps the current settings.
+
         Returns:
             What was rebuilt, and how long it took.
 
         Raises:
-            ValueError: If the state breaks a rule, on this backend or with the current settings, or within the block of
-                a `tap` or `residency_fault`; the lab is then as it was.
+            ValueError: If the state breaks a rule, on this backend or with the settings, or within the block of a `tap`
+                or `residency_fault`; the lab is then as it was.
             torch.OutOfMemoryError: If the state does not fit. The former state has been built again.
             RuntimeError: If that did not fit either; the lab is then closed.
         """
-        return self._session.set_state(state)
+        return self._session.set_state(state, settings)
 
     def check_state(self, state: TrainingState, settings: MemorySettings | None = None) -> None:
         """Checks a training state that `set_state` or `submit` would be given; changes nothing.
@@ -235,8 +239,9 @@ class Lab:
             settings: The settings with it; None are the current ones.
 
         Raises:
-            ValueError: If the state breaks a rule, on this backend or with the settings.
+            ValueError: If the state breaks a rule, on this backend or with the settings, or the lab is closed.
         """
+        self._worker.require_open()
         self._session.check(self.settings if settings is None else settings, state)
 
     def step(
@@ -446,18 +451,19 @@ class Lab:
         Those steps are in `records` afterwards, and the settings are again what they were.
 
         Args:
-            record: Of a step of this lab that finished.
+            record: Of a step that finished, or of a forward-only pass, under the lab's current scenario.
             gpu_memory: Of the whole GPU, in bytes or as text such as ``"80GiB"``.
 
         Raises:
-            ValueError: If the size is not one, or the step did not finish.
+            ValueError: If the size is not one, or if the step did not finish, or is of another scenario.
         """
         return judge_with_steps(self, record, gpu_memory)
 
     def audit_offload(self, settings: MemorySettings) -> OffloadAudit:
         """Compares what activation offload was expected to free with what it saves, to the byte.
 
-        Takes steps with and without offload, some of them twice or more; `records` gets the two that are measured.
+        Takes steps with and without offload, some of them twice or more; `records` gets the two that are measured. The
+        settings are again what they were.
 
         Args:
             settings: With `offload_modules`.

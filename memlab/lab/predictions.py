@@ -50,7 +50,8 @@ def predict_ranks(
         ValueError: If a value breaks its rule.
     """
     if ranks is None:
-        job = Scenario.of(architecture, layout=layout, routing=routing, **workload)
+        of_scenario = {name: value for name, value in workload.items() if name != "replay" and value is not None}
+        job = Scenario.of(architecture, layout=layout, routing=routing, **of_scenario)
         ranks = job.ranks_of_every_kind
     records = {}
     for rank in ranks:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Protocol
 
 import torch
 
+from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.validation import is_whole_number
 from memlab.fitting.does_it_fit import Fit, judge_fit
 from memlab.lab.session import Session
 from memlab.lab.stepper import Stepper
@@ -18,6 +20,7 @@ from memlab.model.activation_offload.audit import SavedInRegions, audit_offload
 from memlab.model.retention.activation_tap import Tap
 from memlab.model.retention.retained_leaves import Retained, find_retained
 from memlab.model.training_step import train_step
+from memlab.record.job_record import JobRecord
 from memlab.record.offload_audit import OffloadAudit
 from memlab.record.step_record import StepRecord
 from memlab.units import parse_bytes
@@ -44,11 +47,15 @@ class Probes:
                 f"delta_offload_bytes_across_pp_ranks {settings.delta_offload_bytes_across_pp_ranks}, must have 1 and "
                 "0: the audit expects that all groups are offloaded except for the last; leave both out"
             )
-        default = MemorySettings().min_offloaded_tensor_size
-        plain = self._finished_step(replace(settings, offload_modules=None, min_offloaded_tensor_size=default))
-        saved = self._session.run_exclusive(lambda: _saved_in_regions(self._stepper))
-        offloaded = self._finished_step(settings)
-        return self._session.run_exclusive(lambda: _audit_offload(self._stepper, saved, plain, offloaded))
+        default, settings_before = MemorySettings().min_offloaded_tensor_size, self._session.settings
+        try:
+            plain = self._finished_step(replace(settings, offload_modules=None, min_offloaded_tensor_size=default))
+            saved = self._session.run_exclusive(lambda: _saved_in_regions(self._stepper))
+            offloaded = self._finished_step(settings)
+            return self._session.run_exclusive(lambda: _audit_offload(self._stepper, saved, plain, offloaded))
+        finally:
+            if self._session.settings != settings_before:
+                self._session.apply(settings_before)
 
     def _finished_step(self, settings: MemorySettings) -> StepRecord:
         record = self._session.step(settings)
@@ -60,13 +67,13 @@ class Probes:
 
     def retained(self) -> list[Retained]:
         """Implements `Lab.retained`."""
-        return self._session.run_exclusive(lambda: find_retained(self._stepper.live))
+        return self._session.run_exclusive(lambda: _retained(self._stepper))
 
     @contextmanager
     def tap(self, layer: int, *, guarded: bool, every: bool) -> Iterator[Tap]:
         """Implements `Lab.tap`."""
         last = self._stepper.scenario.num_layers_of_stage - 1
-        if not 0 <= layer <= last:
+        if not is_whole_number(layer, at_least=0, at_most=last):
             raise ValueError(f"layer is {layer!r}, must be from 0 to {last}: tap another layer")
         tap = self._session.run_exclusive(lambda: self._stepper.tap(layer, guarded=guarded, every=every))
         try:
@@ -89,11 +96,14 @@ def check_device_memory(num_bytes: int | None) -> None:
     Raises:
         ValueError: If it is neither a positive whole number nor None.
     """
-    if num_bytes is not None and (not isinstance(num_bytes, int) or isinstance(num_bytes, bool) or num_bytes < 1):
+    if num_bytes is not None and not is_whole_number(num_bytes):
         raise ValueError(
             f"device_memory_bytes is {num_bytes!r}, must be a whole number of at least 1, or None: give the "
             "device's size in bytes, or None for an unlimited one"
         )
+
+
+_WORKLOAD_OF_A_PASS = ("seq_length", "micro_batch_size", "num_microbatches")
 
 
 class _Steps(Protocol):
@@ -102,9 +112,22 @@ class _Steps(Protocol):
     device_memory_bytes: int | None
 
     @property
+    def scenario(self) -> Scenario: ...
+
+    @property
     def settings(self) -> MemorySettings: ...
 
     def step(self, settings: MemorySettings | None = None) -> StepRecord: ...
+
+    def forward_only(
+        self,
+        settings: MemorySettings | None = None,
+        *,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        num_microbatches: int | None = None,
+        warm_up: bool = False,
+    ) -> StepRecord: ...
 
     def apply(self, settings: MemorySettings) -> None: ...
 
@@ -112,15 +135,17 @@ class _Steps(Protocol):
 def judge_with_steps(lab: _Steps, record: StepRecord, gpu_memory: str | int) -> Fit:
     """Implements `Lab.fit`."""
     num_bytes = parse_bytes(gpu_memory) if isinstance(gpu_memory, str) else gpu_memory
-    if not isinstance(num_bytes, int) or isinstance(num_bytes, bool) or num_bytes < 1:
+    if not is_whole_number(num_bytes):
         raise ValueError(f"gpu_memory is {gpu_memory!r}, must be at least 1 byte: give a size such as '80GiB'")
     if record.status != "ok":
         raise ValueError(f"{record} did not finish, so memlab cannot compare it with a GPU: take a step that fits")
+    _check_same_scenario(lab.scenario, record)
+    workload: dict[str, int] = {name: getattr(record.scenario, name) for name in _WORKLOAD_OF_A_PASS}
     limit_before, settings_before = lab.device_memory_bytes, lab.settings
 
     def step(settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
         lab.device_memory_bytes = limit_bytes
-        return lab.step(settings)
+        return lab.forward_only(settings, warm_up=True, **workload) if record.forward_only else lab.step(settings)
 
     try:
         return judge_fit(record, step, num_bytes)
@@ -128,6 +153,27 @@ def judge_with_steps(lab: _Steps, record: StepRecord, gpu_memory: str | int) -> 
         lab.device_memory_bytes = limit_before
         if lab.settings != settings_before:
             lab.apply(settings_before)
+
+
+def _check_same_scenario(own: Scenario, record: StepRecord) -> None:
+    """Refuses a record that further steps of the lab cannot judge.
+
+    A forward-only pass may have a workload of its own, and a job's record is that of its worst rank.
+
+    Raises:
+        ValueError: If the record is of another scenario.
+    """
+    other = record.scenario
+    if isinstance(record, JobRecord):
+        other = replace(other, layout=replace(other.layout, rank=own.layout.rank))
+    names = [field.name for field in fields(Scenario) if getattr(own, field.name) != getattr(other, field.name)]
+    if record.forward_only:
+        names = [name for name in names if name not in (*_WORKLOAD_OF_A_PASS, "packed_sequences")]
+    if names:
+        raise ValueError(
+            f"the record's step had another {', another '.join(names)} than this lab has now, must have the same, "
+            "because memlab compares it with further steps of the lab: take a step now, and give its record"
+        )
 
 
 def _saved_in_regions(stepper: Stepper) -> SavedInRegions:
@@ -153,6 +199,17 @@ def _audit_offload(stepper: Stepper, saved: SavedInRegions, plain: StepRecord, o
             return stepper.step()
 
     return audit_offload(stepper.live, stepper.labels.modules, saved, plain, offloaded, repeat)
+
+
+def _retained(stepper: Stepper) -> list[Retained]:
+    """Takes a step without replay, if the last one has left no graphs in which to look."""
+    if stepper.has_stand_ins_for_graphs:
+        replays, stepper.replays = stepper.replays, False
+        try:
+            stepper.step()
+        finally:
+            stepper.replays = replays
+    return find_retained(stepper.live)
 
 
 def _unmetered_step_seconds(stepper: Stepper) -> float:

@@ -121,10 +121,11 @@ class Session:
         """Implements `Lab.set_workload`."""
         self.run_exclusive(lambda: self.stepper.set_workload(scenario), disturbs=scenario != self.stepper.scenario)
 
-    def set_state(self, state: TrainingState) -> StateChange:
+    def set_state(self, state: TrainingState, settings: MemorySettings | None = None) -> StateChange:
         """Implements `Lab.set_state`."""
-        self.check(self.stepper.settings, state)
-        return self.run_exclusive(lambda: self._change_state(state, self.scenario.allocator))
+        requested = self.stepper.settings if settings is None else settings
+        self.check(requested, state)
+        return self.run_exclusive(lambda: self._change_state(state, self.scenario.allocator, requested))
 
     def step(
         self,
@@ -166,7 +167,7 @@ class Session:
             now = self.stepper.scenario
             wanted = state or now.state, allocator or now.allocator
             if wanted != (now.state, now.allocator):
-                self._change_state(*wanted, on_progress)
+                self._change_state(*wanted, requested, on_progress)
             return self._take_step(requested, warm_up, on_progress)
 
         return self.worker.start(take_step, before=self._stop.clear)
@@ -239,6 +240,7 @@ class Session:
         self,
         state: TrainingState,
         allocator: AllocatorSettings,
+        settings: MemorySettings,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> StateChange:
         stepper = self.stepper
@@ -247,7 +249,7 @@ class Session:
             on_progress(Progress(phase=f"rebuilding the {rebuilt}", module="", done=0, total=0))
         self._is_steady = False
         try:
-            change = stepper.change_state(state, allocator)
+            change = stepper.change_state(state, allocator, settings)
         except ModelLost:
             self.worker.end()
             raise

@@ -108,13 +108,13 @@ class Stepper:
     def build(self) -> None:
         """Builds the model."""
         try:
-            self._adopt(build(self.scenario, self.backend.provider_for(self.scenario), self.backend.join))
+            live = build(self.scenario, self.backend.provider_for(self.scenario), self.backend.join)
+            self._adopt(live, self.settings)
         except BaseException as error:
             release_tensors(error)
-            self.meter.close()
             raise
 
-    def _adopt(self, live: LiveModel) -> None:
+    def _adopt(self, live: LiveModel, settings: MemorySettings) -> None:
         self.live = live
         self._repeatable = None
         data_parallel_overlap.connect(live)
@@ -125,21 +125,22 @@ class Stepper:
         self._make_transfers()
         with self.labels.category("workspace"):
             self.backend.fill_workspaces(self.scenario.architecture.is_moe)
-        self.apply(self.settings)
+        self.apply(settings)
         self._follows_full_recompute = False  # a new model
 
-    def change_state(self, state: TrainingState, allocator: AllocatorSettings) -> StateChange:
-        """Changes the training state, and rebuilds what reads it only when it is built.
+    def change_state(self, state: TrainingState, allocator: AllocatorSettings, settings: MemorySettings) -> StateChange:
+        """Changes the training state and the settings, and rebuilds what reads the state only when it is built.
 
         Other options of a simulated allocator rebuild the model: a process has the same options from its start.
 
         Raises:
             ValueError: If Megatron refuses the state, or a tap or a fault is on; the model is then as it was.
-            torch.OutOfMemoryError: If the model of this state does not fit; the former one has been built again.
+            torch.OutOfMemoryError: If the model of this state does not fit; the former one has been built again, with
+                its settings.
             ModelLost: If the former one could not be built again either.
         """
         former, scenario = self.scenario, replace(self.scenario, state=state, allocator=allocator)
-        check_configs(scenario, self.settings)
+        check_configs(scenario, settings)
         rebuilt = self.what_rebuilds(state, allocator)
         if rebuilt != "nothing" and (self._num_taps or self.transfers.has_fault):
             raise ValueError(
@@ -147,11 +148,7 @@ class Stepper:
                 "block first"
             )
         started = time.perf_counter()
-        if rebuilt == "nothing":
-            self._enter(scenario)
-            set_in_place(self.live, scenario)
-        else:
-            self._rebuild(rebuilt, former, scenario)
+        self._rebuild(rebuilt, scenario, settings)
         torch.cuda.synchronize()
         return StateChange(
             before=former.state,
@@ -170,26 +167,30 @@ class Stepper:
 
     def _enter(self, scenario: Scenario) -> None:
         self._repeatable = None
+        self._forget_passes()
         self.scenario = scenario
-        if self._replay is not None:
-            self._replay.forget()
         if self._update is not None:
             self._update.forget()
         change_attention_backend(scenario.state.attention_backend)
 
-    def _rebuild(self, rebuilt: Rebuilt, former: Scenario, scenario: Scenario) -> None:
-        rebuild = self._rebuild_optimizer if rebuilt == "optimizer" else self._rebuild_model
+    def _rebuild(self, rebuilt: Rebuilt, scenario: Scenario, settings: MemorySettings) -> None:
+        former, former_settings = self.scenario, self.settings
+        rebuild = {
+            "nothing": self._set_in_place,
+            "optimizer": self._rebuild_optimizer,
+            "model": self._rebuild_model,
+        }[rebuilt]
         if rebuilt == "optimizer":
             self.transfers.load()  # an out-of-memory here leaves everything as it was
         try:
-            rebuild(scenario)
+            rebuild(scenario, settings)
         except BaseException as error:
             release_tensors(error)
             try:
-                rebuild(former)
+                rebuild(former, former_settings)
             except BaseException as second:  # noqa: BLE001  # whatever it is, there is no model any more
                 release_tensors(second)
-                self._lose_model()
+                self.release()
                 raise ModelLost(
                     f"the training state '{scenario.state}' cannot be built ({_in_one_line(error)}), and the former "
                     f"one, '{former.state}', cannot be built again ({_in_one_line(second)}): this lab is closed, open "
@@ -203,7 +204,12 @@ class Stepper:
             error.add_note(f"the lab has its former training state, '{former.state}', again")
             raise
 
-    def _rebuild_optimizer(self, scenario: Scenario) -> None:
+    def _set_in_place(self, scenario: Scenario, settings: MemorySettings) -> None:
+        self._enter(scenario)
+        set_in_place(self.live, scenario)
+        self.apply(settings)
+
+    def _rebuild_optimizer(self, scenario: Scenario, settings: MemorySettings) -> None:
         self._enter(scenario)
         set_in_place(self.live, scenario)
         release_optimizer(self.live)
@@ -211,14 +217,14 @@ class Stepper:
         self.release_garbage()
         self.meter.free_cached_pinned_memory()
         build_optimizer(self.live)
-        self.apply(self.settings)
+        self.apply(settings)
 
-    def _rebuild_model(self, scenario: Scenario) -> None:
+    def _rebuild_model(self, scenario: Scenario, settings: MemorySettings) -> None:
         self._drop_model()
         if scenario.allocator != self.scenario.allocator:
             self.meter.use_allocator(scenario.allocator)
         self._enter(scenario)
-        self._adopt(build_model(scenario, self.backend.provider_for(scenario), MemorySettings()))
+        self._adopt(build_model(scenario, self.backend.provider_for(scenario), MemorySettings()), settings)
 
     def _drop_model(self) -> None:
         """Frees the model; another one can be built in the same process group."""
@@ -232,17 +238,6 @@ class Stepper:
         self.release_garbage()
         self.meter.free_cached_pinned_memory()
 
-    def _lose_model(self) -> None:
-        if hasattr(self, "live"):
-            megatron_globals.release(self.live)
-            del self.live
-            self._forget_replay()
-        else:
-            megatron_globals.forget()
-        del self.transfers
-        self.labels.release()
-        self.meter.close()
-
     def _make_transfers(self) -> None:
         """Drops earlier host copies, and keeps whether they are page-locked."""
         pinned = not hasattr(self, "transfers") or self.transfers.residency.pinned
@@ -252,18 +247,17 @@ class Stepper:
     def apply(self, settings: MemorySettings) -> None:
         """Makes these the current settings; Megatron's offload manager starts over."""
         apply_settings.apply(self.live, settings)
-        self._follows_full_recompute |= self._recomputes_all_of_moe
+        self._forget_passes(settings)
         self.settings = settings
         self._repeatable = None
-        if self._replay is not None:
-            self._replay.forget()
         self._offload_watch.misled = False
 
     def tap(self, layer: int, *, guarded: bool, every: bool) -> Tap:
         """Taps a layer's output; unguarded, ``release_storage`` empties what is tapped too, until `untap`."""
+        tap = Tap(self.live, layer, every=every)
         self._remedy.spares_shared = guarded
         self._num_taps += 1
-        return Tap(self.live, layer, every=every)
+        return tap
 
     def untap(self, tap: Tap) -> None:
         """Ends a tap."""
@@ -290,9 +284,8 @@ class Stepper:
         """Uses another sequence length, micro-batch size or number of micro-batches from the next step on."""
         self._repeatable = None
         is_rescheduled = scenario.num_microbatches != self.scenario.num_microbatches
+        self._forget_passes()
         self.scenario = self.live.scenario = scenario
-        if self._replay is not None:
-            self._replay.forget()
         if is_rescheduled:
             self.apply(self.settings)  # Megatron's offload manager has learned its groups for the passes of a step
 
@@ -348,11 +341,15 @@ class Stepper:
         return {holder: num_bytes for holder, num_bytes in left.items() if num_bytes}
 
     def release(self) -> None:
-        """Frees the model."""
+        """Frees the model, or what is left where its build has failed."""
         try:
-            megatron_globals.release(self.live)
+            if hasattr(self, "live"):
+                megatron_globals.release(self.live)
+            else:
+                megatron_globals.forget()
         finally:
-            del self.live, self.transfers
+            for name in ("live", "transfers"):
+                vars(self).pop(name, None)
             self._forget_replay()
             self.labels.release()
             self.meter.free_cached_pinned_memory()
@@ -362,6 +359,18 @@ class Stepper:
     def num_replayed(self) -> int:
         """Forward passes through layers that were replayed in the last step that did not repeat another one whole."""
         return 0 if self._replay is None or not self.replays else self._replay.num_replayed
+
+    @property
+    def has_stand_ins_for_graphs(self) -> bool:
+        """Whether a replayed pass has left in a token dispatcher what stands for a graph, and not the graph."""
+        return self._replay is not None and self._replay.has_stand_ins_for_graphs
+
+    def _forget_passes(self, next_settings: MemorySettings | None = None) -> None:
+        """Forgets what passes do: they may do something else from now on."""
+        if self._recomputes_all_of_moe and not _keeps_groups(self.settings, next_settings):
+            self._follows_full_recompute = True
+        if self._replay is not None:
+            self._replay.forget()
 
     def _forget_replay(self) -> None:
         if self._replay is not None:
@@ -469,6 +478,7 @@ class Stepper:
     def _recover(self, error: BaseException) -> None:
         self.labels.on_move = None
         recover(self.live, self.settings, error)
+        self._forget_passes()
         if self._replay is not None:
             self._replay.abandon()
         if self._update is not None:
@@ -529,11 +539,11 @@ class Stepper:
         """Returns a context for a step: its layers are replayed, where that is known to give the same events.
 
         Each pass must start its own communication if that overlaps with computation. FP8 keeps state between passes,
-        and taps and `Meter.at_event` look at real tensors. The graph that an MoE
-        layer's dispatcher retains keeps more under full recompute; after an out-of-memory, what it keeps depends on
-        where that happened. On a pipeline stage, an MoE layer that is recomputed in the backward pass of one
+        and taps and `Meter.at_event` look at real tensors. The graph that an MoE layer's dispatcher retains behind a
+        block of recomputed layers keeps their random states; after an out-of-memory, what it keeps depends on where
+        that happened. On a pipeline stage, an MoE layer that is recomputed in the backward pass of one
         micro-batch frees what its dispatcher retains of another's forward pass. The first step after full recompute
-        frees its graphs: each may cover several layers, or keep what other layers have made.
+        frees its graphs: each may cover layers that are in different units now, or keep what other layers have made.
         """
         meter = self.meter
         if self._replay is None or not isinstance(meter, SimulatedMeter):
@@ -541,14 +551,14 @@ class Stepper:
         offloads = bool(self.settings.offload_modules)
         needs_real_passes = forward_only or self._needs_real_passes()
         if self.scenario.architecture.is_moe:
-            needs_real_passes |= self._recomputes_all_of_moe or self._follows_full_recompute
+            needs_real_passes |= self.settings.recompute_method == "block" or self._follows_full_recompute
             needs_real_passes |= meter.device_memory_bytes is not None
             is_recomputed = checkpoints_moe_layers(self.settings, self.scenario.architecture)
             needs_real_passes |= is_recomputed and self.scenario.layout.pipeline_model_parallel_size > 1
         if offloads:
             needs_real_passes |= not self._offload_repeats()
         if forward_only:
-            self._replay.forget()  # it frees the graphs that layers retain, and what replaces them has no role
+            self._forget_passes()  # it frees the graphs that layers retain, and what replaces them has no role
         replays = self.replays and not needs_real_passes
         if not self.replays and not self._replay.has_orphans:
             return nullcontext()
@@ -677,6 +687,14 @@ class Stepper:
     def _host_reserved_bytes(self) -> int | None:
         by_torch = self.meter.host_reserved_bytes()
         return None if by_torch is None else by_torch + registered_bytes()
+
+
+def _keeps_groups(former: MemorySettings, settings: MemorySettings | None) -> bool:
+    """Whether each unit of replay covers whole checkpoints of a former uniform full recompute."""
+    if settings is None or former.recompute_method != "uniform":
+        return False
+    size = (settings.recompute_num_layers or 1) if settings.recompute_method == "uniform" else 1
+    return size % (former.recompute_num_layers or 1) == 0
 
 
 def _in_one_line(error: BaseException) -> str:

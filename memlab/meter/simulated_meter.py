@@ -625,5 +625,6 @@ class SimulatedMeter(StorageMeter):
 
     def _update_reserved(self) -> None:
         delta = self._allocator.reserved_bytes - self._reserved.num_bytes
-        self._reserved.num_bytes += delta
-        self._event(delta, self._reserved)
+        if delta:
+            self._reserved.num_bytes += delta
+            self._event(delta, self._reserved)

@@ -185,11 +185,14 @@ class StorageMeter:
 
     def after_operation(self, results: Any, arguments: Any = ()) -> None:
         """Counts the storages of an operation's results that are new or that changed their size."""
-        for result in results if isinstance(results, (tuple, list)) else (results,):
-            if isinstance(result, torch.Tensor):
-                self._count_storage(result.untyped_storage(), arguments)
-            elif isinstance(result, (tuple, list)):
-                self.after_operation(result, arguments)
+        if isinstance(results, torch.Tensor):
+            self._count_storage(results.untyped_storage(), arguments)
+        elif isinstance(results, (tuple, list)):
+            for result in results:
+                if isinstance(result, torch.Tensor):
+                    self._count_storage(result.untyped_storage(), arguments)
+                elif isinstance(result, (tuple, list)):
+                    self.after_operation(result, arguments)
 
     def _count_storage(self, storage: Any, arguments: Any) -> None:
         key = storage._cdata
@@ -205,10 +208,13 @@ class StorageMeter:
             return _HOST
         if self._labels.fused_depth:
             return _ON_CHIP
-        inputs = [self.allocation_of(tensor) for tensor in tensors_in(arguments)]
-        if inputs and all(allocation is not None and allocation.pool == _HOST for allocation in inputs):
-            return _HOST
-        return _DEVICE
+        pool = _DEVICE  # without inputs
+        for tensor in tensors_in(arguments):
+            allocation = self.allocation_of(tensor)
+            if allocation is None or allocation.pool != _HOST:
+                return _DEVICE
+            pool = _HOST
+        return pool
 
     def require_capacity(self, num_bytes: int) -> None:
         """Checks that the device has this many bytes left for one request.
@@ -234,11 +240,12 @@ class StorageMeter:
         raise torch.OutOfMemoryError(f"in {labels.place}: {format_bytes(num_bytes)} requested with {allocated}")
 
     def _on_alloc(self, storage: Any, key: int, pool: int) -> None:
+        num_bytes = storage.nbytes()
         if pool == _DEVICE:
-            self.require_capacity(storage.nbytes())
+            self.require_capacity(num_bytes)
         labels = self._labels
         allocation = StorageAllocation(
-            storage.nbytes(),
+            num_bytes,
             pool,
             labels.module,
             labels.phase,
@@ -246,11 +253,11 @@ class StorageMeter:
             labels.recomputing,
             self._num_starts,
             labels.known_category,
-            requested_bytes=storage.nbytes(),
+            requested_bytes=num_bytes,
             birth=self._num_births,
         )
         self._num_births += 1
-        allocation.num_bytes = self._take(allocation, allocation.num_bytes)
+        allocation.num_bytes = self._take(allocation, num_bytes)
         self._watch(storage, allocation)
         if pool == _HOST:
             storage.memlab_on_host = True  # `Tensor.is_cuda` is read of results, too

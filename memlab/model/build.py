@@ -142,6 +142,8 @@ def build_model(scenario: Scenario, provider: type, settings: MemorySettings) ->
     try:
         for number in range(scenario.layout.virtual_pipeline_model_parallel_size):
             model = gpt_model(scenario, config, provider, number)
+            if scenario.architecture.is_moe:
+                config.memlab_routing.add_layers(model.decoder.layers)
             if scenario.expert_buffers:
                 _spread_experts(model)
             if not scenario.state.use_distributed_optimizer:

@@ -14,6 +14,8 @@ What repeats is a *unit*: a layer, or under full recompute the layers of one che
   unit's earlier pass left allocated, or what the backward pass before it has copied back from the host.
 
 Otherwise it is stepped. What autograd's graph keeps (random states of checkpoints) is freed with the stand-in's node.
+What an MoE layer's token dispatcher keeps until the layer's next pass, as an attribute or in an attribute's graph, is
+kept by a stand-in of that attribute, so that a pass that is stepped later, perhaps in another unit, frees it too.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,10 +45,25 @@ from memlab.vocabulary import PHASES, POOLS
 _HOST, _BACKWARD = POOLS.index("host"), PHASES.index("backward")
 _LAYER = re.compile(r"^decoder\.layers\.\d+")
 _Spec = tuple[torch.Size, tuple[int, ...], torch.dtype]
+_KEPT = "memlab_kept"
+"""Attribute of a stand-in of a token dispatcher: stand-ins of what its graph would keep."""
 
 
 class NotReplayableError(RuntimeError):
     """A pass was replayed whose backward did not turn out like the others."""
+
+
+class _Holder(NamedTuple):
+    """A tensor of a token dispatcher that keeps what a stepped pass has left: as its storage, or in its graph."""
+
+    number: int
+    """Of the dispatcher."""
+    name: str
+    spec: _Spec
+    place: int
+    """Of the tensor's own storage in what is left, the result last; -1 if it is not there."""
+    kept: frozenset[int]
+    """Places of all that it keeps."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +71,8 @@ class _Unit:
     """A layer, or the layers of a checkpoint."""
 
     layers: list[int]
+    is_checkpoint: bool = False
+    """Whether full recompute steps its layers again in backward."""
     is_first: bool = False
     is_last: bool = False
     end_distance: int = 0
@@ -101,6 +120,8 @@ class _Pass:
     referred: list[tuple[int, int, str, _Spec]] = field(default_factory=list)
     """Of a pass that is stepped, the tensors of token dispatchers that refer to what backward left: place in `left`,
     number of the dispatcher, attribute."""
+    holders: list[_Holder] = field(default_factory=list)
+    """Of a pass that is stepped: what keeps all that backward left, without what is freed with the graph; or empty."""
     kept: torch.Tensor | None = None
     """`result`, if the layer itself would keep it."""
     groups: tuple[Any, ...] = ()
@@ -155,9 +176,10 @@ class LayerReplay:
     def __init__(self, live: LiveModel, labels: Labels, meter: SimulatedMeter) -> None:
         self._live, self._labels, self._meter = live, labels, meter
         layout = live.scenario.layout
-        self._is_moe_stage = live.scenario.architecture.is_moe and layout.pipeline_model_parallel_size > 1
+        self._is_moe = live.scenario.architecture.is_moe
+        self._is_moe_stage = self._is_moe and layout.pipeline_model_parallel_size > 1
         followed = layout.pipeline_stage < layout.pipeline_model_parallel_size - 1 or len(live.chunks) > 1
-        self._overlaps = live.scenario.architecture.is_moe and followed
+        self._overlaps = self._is_moe and followed
         """Whether an MoE layer's forward pass may come between those of another micro-batch."""
         kinds: dict[Any, int] = {}
         self._kinds = [kinds.setdefault(_kind(layer), len(kinds)) for layer in live.layers]
@@ -245,6 +267,14 @@ class LayerReplay:
         """Frees what replayed passes have allocated, after an error."""
         self._meter.abandon()
         self._in_flight.clear()
+        for unit in self._units.values():
+            self._let_go_of_stand_ins(unit)
+
+    @property
+    def has_stand_ins_for_graphs(self) -> bool:
+        """Whether a token dispatcher keeps what a replayed pass has left, and not its graph."""
+        units = self._units.values()
+        return any(_KEPT in vars(tensor) for unit in units for _, _, tensor in self._tensors_of_dispatchers(unit))
 
     def categorise_retained(self) -> None:
         """Gives what replayed passes left allocated the category of what stepped passes of equal layers left."""
@@ -296,7 +326,7 @@ class LayerReplay:
                 after = next((n for n, kind in enumerate(kinds[place:]) if kind != kinds[place]), len(kinds) - place)
                 key = tuple(first + layer for layer in layers)
                 unit = self._units[key] = self._unit(key, former, run, starts, ends, after - 1)
-                unit.ends_chunk = place == len(units) - 1
+                unit.ends_chunk, unit.is_checkpoint = place == len(units) - 1, kinds[place][0]
             first += num_layers
 
     def _unit(
@@ -682,12 +712,19 @@ class LayerReplay:
         if unit.last_pass is one:
             unit.held = [_storage_of(each) for each in one.left]
             self._retain(unit, one.retained())
-        if result < 0 or Role(FORWARD, one.output) in recording.totals or calls is None:
+        one.holders = self._holders(one)
+        if result < 0 or calls is None or not self._may_be_repeated(one, recording):
             return
-        if any(each is not None and each.phase == _BACKWARD and each.num_bytes for each in one.reloaded):
-            return  # something else keeps a copy that a replay would free
         key = self._backward_key(one, is_latest=self._is_latest(one))
         self._learn(key, one, True, recording, result, gradient, calls)
+
+    def _may_be_repeated(self, one: _Pass, recording: Recording) -> bool:
+        """Whether it is known what frees all that a backward pass has left."""
+        if Role(FORWARD, one.output) in recording.totals:
+            return False
+        if any(each is not None and each.phase == _BACKWARD and each.num_bytes for each in one.reloaded):
+            return False  # something else keeps a copy that a replay would free
+        return not (self._is_moe and one.unit.is_checkpoint and one.retained()) or bool(one.holders)
 
     def _replay_forward(self, one: _Pass, known: _Known, given: torch.Tensor) -> torch.Tensor:
         self.num_replayed += len(one.unit.layers)
@@ -714,8 +751,9 @@ class LayerReplay:
                 self._meter.pin(allocation)
         for number, name, spec in references:
             setattr(dispatchers[number], name, self._stand_in(spec))
-        if self._keeps_others(one.unit, known):
+        if one.unit.is_checkpoint or self._keeps_others(one.unit, known):
             self._detach(one.unit)
+        self._let_go_of_stand_ins(one.unit)
         return self._result(one.replay, known)
 
     def _references_to(self, previous: _Pass) -> list[tuple[int, str, _Spec]]:
@@ -758,6 +796,51 @@ class LayerReplay:
             for number, name, tensor in self._tensors_of_dispatchers(unit):
                 if tensor.grad_fn is not None:
                     setattr(dispatchers[number], name, tensor.detach())
+
+    def _let_go_of_stand_ins(self, unit: _Unit) -> None:
+        """Drops what a unit's dispatchers keep of a replayed pass, as the unit's next forward pass does."""
+        for _, _, tensor in self._tensors_of_dispatchers(unit):
+            vars(tensor).pop(_KEPT, None)
+
+    def _holders(self, one: _Pass) -> list[_Holder]:
+        """Returns `_Pass.holders`; none if something else keeps a part of what is left, as on a stage."""
+        if self._is_moe_stage or not self._learns:
+            return []
+        meter, places = self._meter, {id(each): place for place, each in enumerate(one.left)}
+        missing = set(range(len(one.left))) - one.in_graph
+        if one.result is not None:
+            places[id(one.result)] = len(one.left)
+        found = []
+        for number, name, tensor in self._tensors_of_dispatchers(one.unit):
+            own = places.get(id(meter.allocation_of(tensor)), -1)
+            kept = {places.get(id(meter.allocation_of(each)), -1) for each in _tensors_of_leaves(tensor.grad_fn)}
+            kept = (kept | {own}) - one.in_graph - {-1}
+            missing -= kept
+            if kept:
+                found.append(_Holder(number, name, _spec(tensor), own, frozenset(kept)))
+        return [] if missing else found
+
+    def _hold_in_dispatchers(self, one: _Pass, source: _Pass, result: torch.Tensor) -> None:
+        """Lets what a replayed pass leaves be freed where the dispatchers replace the tensors that keep it."""
+        meter, dispatchers = self._meter, self._dispatchers(one.unit)
+        specs = {holder.place: holder.spec for holder in source.holders}
+        tensors: dict[int, torch.Tensor] = {len(one.left): result}
+        for place, allocation in enumerate(one.left):
+            meter.hand_over(allocation)
+            if place in one.in_graph:
+                meter.keep(allocation)
+                continue
+            of_bytes = torch.Size([allocation.requested_bytes]), (1,), torch.uint8
+            tensors[place] = self._stand_in(specs.get(place, of_bytes))
+            meter.follow(tensors[place].untyped_storage(), allocation)
+        one.unit.held = []
+        for number, name, spec, own, kept in source.holders:
+            tensor: Any = tensors[own] if own in tensors and _spec(tensors[own]) == spec else self._stand_in(spec)
+            if kept != {own} or tensor is not tensors.get(own):
+                with meter.paused():
+                    tensor = tensor.detach()  # of the same storage; it must not keep itself
+                setattr(tensor, _KEPT, [tensors[place] for place in kept])
+            setattr(dispatchers[number], name, tensor)
 
     def _refer_to_what_is_left(self, one: _Pass, source: _Pass) -> None:
         """Lets what a replayed pass leaves stay in the tensors that the dispatchers refer to, or else in stand-ins.
@@ -806,6 +889,11 @@ class LayerReplay:
             assert one.input is not None
             one.left += [one.input] if one.input.num_bytes else []
         one.source, one.in_graph = known.source, known.source.in_graph
+        if known.source.holders:
+            one.kept = None  # the holders keep it, or nothing does
+            self._hold_in_dispatchers(one, known.source, result)
+            self._retain(unit, one.retained())
+            return result
         if unit.last_pass is one:
             self._refer_to_what_is_left(one, known.source)
         for place, allocation in enumerate(one.left):
@@ -921,6 +1009,22 @@ def torch_checkpoint() -> Callable[..., Any]:
 
     checkpoint: Callable[..., Any] = tensor_parallel.checkpoint
     return checkpoint
+
+
+def _tensors_of_leaves(root: Any) -> Iterator[torch.Tensor]:
+    """Yields the leaves of a graph that are no parameters, and their gradients."""
+    waiting, seen = [root], {None}
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and not isinstance(leaf, torch.nn.Parameter):
+            yield leaf
+            if leaf.grad is not None:
+                yield leaf.grad
 
 
 def _places_of(roles: list[StorageAllocation]) -> dict[int, int]:

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Self
 import ipyparallel
 import psutil
 
-from memlab.config.validation import check_whole_number
+from memlab.config.validation import check_whole_number, shortened
 from memlab.ranks import engine
 from memlab.ranks.forked_process import ADDRESS_VARIABLE
 from memlab.ranks.guard import PROFILE, end_trees
@@ -370,12 +370,20 @@ class _LocalCluster:
         while len(present()) < wanted:
             if time.monotonic() > deadline:
                 raise ValueError(
-                    f"{number} engines did not start within {_START_SECONDS} s: look at the logs in {self.folder}/log"
+                    f"{number} engines did not start within {_START_SECONDS} s, and {_end_of_logs(Path(self.folder))}: "
+                    "start fewer, or end other processes"
                 )
             time.sleep(0.1)
 
     def end(self) -> None:
         self._end_at_exit()
+
+
+def _end_of_logs(folder: Path) -> str:
+    """Says in one line how the logs of a cluster end, whose folder is removed when its start has failed."""
+    logs = [path for kind in ("ipcontroller", "ipengine") for path in sorted((folder / "log").glob(f"{kind}*.log"))]
+    lines = [line for path in logs for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    return f"the last line of their logs is {shortened(lines[-1])}" if lines else "they wrote no log"
 
 
 def _may_fork() -> bool:

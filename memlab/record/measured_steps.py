@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from memlab.config.allocator_settings import AllocatorSettings
+from memlab.config.from_json import parse_json
 from memlab.config.scenario import Scenario
 from memlab.record.step_record import StepRecord
 
@@ -35,9 +35,9 @@ def measured_steps(path: Path | str, architecture: str, **scenario: Any) -> dict
         )
     wanted = _without_seed_and_allocator(Scenario.of(architecture, **scenario))
     found: dict[str, StepRecord] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
-            values = json.loads(line)
+            values = parse_json(line, "the line", "give a file of measured steps")
             values = values.get("record", values)
             if values["scenario"]["architecture"]["name"] != wanted.architecture.name:
                 continue

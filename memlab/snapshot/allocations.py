@@ -84,7 +84,7 @@ def find_allocations(entries: Entries, rounding_bytes: int = MIN_BLOCK_BYTES) ->
     begins |= (previous == FREE_REQUESTED) & (action != FREE_COMPLETED) & (action != PENDING_FREE)
     row_of_entry = np.cumsum(begins) - 1
     first = np.flatnonzero(begins)
-    last = np.append(first[1:], len(number)) - 1
+    last = np.append(first[1:], len(number))[: len(first)] - 1
     end, never = entries.num_traced, entries.num_traced + 1
 
     # From here on, there is one row per allocation.

@@ -102,7 +102,9 @@ def quiz(question: str, choices: Mapping[str, str], right: str) -> None:
         ValueError: If there are fewer than two choices, one has no explanation, or the right one is not among them.
     """
     if len(choices) < 2 or not all(why.strip() for why in choices.values()):
-        raise ValueError(f"quiz got {len(choices)} choices, but needs at least 2, each with an explanation: add them")
+        raise ValueError(
+            f"quiz got {len(choices)} choices, must get at least 2, and each needs an explanation: add what is missing"
+        )
     if right not in choices:
         raise ValueError(
             f"right is {right!r}, which is not one of the choices: choose from {', '.join(map(repr, choices))}"

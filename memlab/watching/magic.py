@@ -28,6 +28,23 @@ def register(shell: Any) -> None:
     shell.register_magic_function(lambda line, cell: _watch_cell(shell, line, cell), "cell", "memlab")
 
 
+def _names_in(line: str) -> tuple[list[str], str]:
+    """Returns the names of the model and of its optimizers, and the name under which the run is kept, if any."""
+    words = line.split()
+    names, kept_as = (words[: words.index("as")], words[words.index("as") + 1 :]) if "as" in words else (words, [""])
+    refused = f"%%memlab got '{line.strip()}', must name"
+    if not names:
+        raise ValueError(f"{refused} a model: {_USAGE}")
+    if "as" in words and not (len(kept_as) == 1 and kept_as[0].isidentifier()):
+        raise ValueError(f"{refused} the run in one word after 'as': {_USAGE}")
+    for name in names:
+        try:
+            compile(name, "%%memlab", "eval")
+        except SyntaxError:
+            raise ValueError(f"{refused} a model and its optimizers, and {name} is no expression: {_USAGE}") from None
+    return names, kept_as[0]
+
+
 def _watch_cell(shell: Any, line: str, cell: str) -> None:
     """Runs a cell inside `memlab.watch`, and shows the timeline and the table, also if the cell raises.
 
@@ -39,10 +56,8 @@ def _watch_cell(shell: Any, line: str, cell: str) -> None:
     Raises:
         ValueError: If the line names no model, or the cell is no Python.
     """
-    words, _, kept_as = (part.strip() for part in line.partition(" as "))
-    if not words or (" as " in line and not kept_as.isidentifier()):
-        raise ValueError(f"%%memlab got '{line.strip()}', must name a model: {_USAGE}")
-    model, *optimizers = (shell.ev(word) for word in words.split())
+    names, kept_as = _names_in(line)
+    model, *optimizers = (shell.ev(name) for name in names)
     # The lines have the notebook's numbers: %%memlab is the first, and IPython drops blank ones at the beginning.
     blank = cell[: len(cell) - len(cell.lstrip())]
     source = "\n" * (1 + blank.count("\n")) + shell.transform_cell(cell)

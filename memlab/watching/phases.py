@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from memlab.meter.labels import Labels
 from memlab.upstream.patching import patched
 from memlab.vocabulary import PHASES
 
-_FORWARD, _BACKWARD = PHASES.index("forward"), PHASES.index("backward")
+_FORWARD, _BACKWARD, _OPTIMIZER = (PHASES.index(name) for name in ("forward", "backward", "optimizer"))
 
 
 class Phases:
@@ -42,7 +44,9 @@ class Phases:
         self._before_update = before_update
         self._after_update = after_update
         self._around_updates: list[str] = []
-        """The phases in which the current optimizer steps began, outermost first."""
+        """The phases in which optimizer steps began, outermost first; some of the steps may have raised an error."""
+        self._step_code: CodeType | None = None
+        """Of the function that calls an optimizer's step with its hooks."""
         self._num_recomputing = 0
         """How many modules whose forward backward has called are running, one inside the other."""
         self._recomputation = ExitStack()
@@ -72,6 +76,7 @@ class Phases:
                 self._recomputation.enter_context(self._labels.recompute())
             self._num_recomputing += 1
         elif self._labels.phase != _FORWARD:
+            self._drop_failed_updates()
             self._labels.enter_phase("forward")
 
     def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -95,6 +100,7 @@ class Phases:
                 finally:
                     self._num_recomputing = 0  # no hook follows an error that is not an `Exception`
                     self._recomputation.close()
+                    self._drop_failed_updates()
                     self._labels.enter_phase("optimizer" if self._around_updates else "idle")
                     self._after_backward()
 
@@ -102,7 +108,11 @@ class Phases:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._before_update(optimizer)
-        self._around_updates.append(PHASES[self._labels.phase])
+        self._step_code = sys._getframe(1).f_code
+        if self._labels.phase != _BACKWARD:  # autograd's own thread has another stack
+            self._drop_failed_updates(num_without_phase=1)
+        is_after_error = self._labels.phase == _OPTIMIZER and not self._around_updates
+        self._around_updates.append("idle" if is_after_error else PHASES[self._labels.phase])
         self._labels.enter_phase("optimizer")
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -110,3 +120,18 @@ class Phases:
         # Forward and backward go on where an optimizer stepped inside them, as in a hook on a gradient.
         outer = self._around_updates.pop() if self._around_updates else "idle"
         self._labels.enter_phase(outer if outer in {"backward", "optimizer"} else "idle")
+
+    def _drop_failed_updates(self, num_without_phase: int = 0) -> None:
+        """Forgets the optimizer steps that raised an error, after which no hook is called: they run no more.
+
+        Args:
+            num_without_phase: How many of the running steps have no phase yet.
+        """
+        if not self._around_updates:
+            return
+        frame: FrameType | None = sys._getframe()
+        num_running = 0
+        while frame is not None:
+            num_running += frame.f_code is self._step_code
+            frame = frame.f_back
+        del self._around_updates[num_running - num_without_phase :]

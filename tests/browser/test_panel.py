@@ -139,7 +139,7 @@ def test_a_control_that_does_not_apply_is_disabled_and_says_why(panel: PanelPage
         "recompute-num-layers": "only recompute_granularity 'full' reads it",
         "recompute-modules-moe": "only recompute_granularity 'selective' reads it",
         "offload-modules-attn-norm": "fused into linear_qkv",
-        **({"activation-offload-fraction": "0.16 does not have it, 0.19 does"} if MINOR < 19 else {}),
+        **({"activation-offload-fraction": "0.16 does not have this setting (0.19 has it)"} if MINOR < 19 else {}),
     }.items():
         control = panel.part(hook, ":is(select, input)")
         expect(control).to_be_disabled()

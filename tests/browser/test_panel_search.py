@@ -34,7 +34,7 @@ def test_a_click_on_the_front_sets_the_controls_and_run_takes_them(panel: PanelP
     expect(status).to_contain_text(re.compile(r"\d+ predicted"), timeout=RUN_SECONDS * 1000)
     peak = panel.run()
     assert peak > 0, "the live lab steps while the search goes on"
-    expect(status).to_contain_text("On the front", timeout=2 * RUN_SECONDS * 1000)
+    expect(status).to_contain_text("are on the front", timeout=2 * RUN_SECONDS * 1000)
     plot = panel.root.locator(".memlab-search-chart .js-plotly-plot")
     expect(plot).to_be_visible()
     found = f"{STATE}.found"
@@ -44,12 +44,16 @@ def test_a_click_on_the_front_sets_the_controls_and_run_takes_them(panel: PanelP
     assert name.startswith("full ")
     plot.locator(".nsewdrag").first.click(position=plot.evaluate(_PLACE, number))
     expect(panel.part("status")).to_contain_text(f"The controls show '{name}'")
-    expect(status).to_contain_text("On the front")
+    expect(status).to_contain_text("are on the front")
     expect(panel.part("recompute-granularity", "select")).to_have_value("full")
     expect(panel.part("offload-optimizer", "select")).to_have_value("host")
     panel.run()
     assert panel.notebook.ask(f"lab.records[-1].settings == {found}.points[{number}].settings")
-    panel.part("search-choice", "select").select_option(index=1)
+    rows = panel.part("search-text", "tbody tr")
+    assert [panel.notebook.ask(f"str({found}.front[{number}].settings)") for number in (0, -1)] == [
+        row.get_by_role("button").inner_text() for row in (rows.first, rows.last)
+    ]
+    rows.first.get_by_role("button").press("Enter")
     expect(panel.part("recompute-granularity", "select")).not_to_have_value("full")
 
 
@@ -65,6 +69,8 @@ def test_each_setting_alone_is_in_one_table_that_needs_no_scrolling(panel: Panel
     panel.root.evaluate("panel => panel.scrollIntoView()")
     expect(rows.first).to_be_in_viewport(ratio=1)
     expect(rows.last).to_be_in_viewport(ratio=1)
+    rows.first.locator("td").last.click()
+    expect(panel.part("status")).to_contain_text(f"The controls show '{lowest}'")
 
 
 def test_the_peak_of_the_selection_is_predicted_before_run_and_is_what_run_measures(panel: PanelPage) -> None:

@@ -229,7 +229,7 @@ def test_a_disk_that_fills_up_at_the_end_keeps_nothing_of_the_run(
     assert main(["nightly", str(suite), "--allow-missing"]) == 1
     complaint = capfd.readouterr().err
     assert "cannot be written (No space left on device): nothing of this run was kept" in complaint
-    assert "earlier runs and baselines are as they were: free some space, keep fewer runs with --keep" in complaint
+    assert "earlier runs and baselines are unchanged: free some space, keep fewer runs with --keep" in complaint
     assert complaint.count("\n") == 1
     assert files_below(tmp_path / "papermill_runs") == before
     assert not list((tmp_path / "papermill_runs" / "runs").glob(".*nightly*"))

@@ -31,10 +31,14 @@ def test_a_run_says_where_notebook_and_page_are(
 
 def test_a_failed_run_exits_with_1_and_says_what_is_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     lab = write_lab(tmp_path, "1 / 0")
+    earlier = tmp_path / "run.failed" / "notes.txt"
+    earlier.parent.mkdir()
+    earlier.write_text("kept")
     assert main(["run", str(lab), "--out", str(tmp_path / "run")]) == 1
     complaint = capfd.readouterr().err
     assert "failed in cell 3 of 4 (Part 1): ZeroDivisionError: division by zero" in complaint
-    assert f"its notebook, page and log are in {tmp_path / 'run.failed'}" in complaint
+    assert f"kept in {tmp_path / 'run.failed-2'}: environment.json, log.txt, notebook.ipynb, page.html\n" in complaint
+    assert earlier.read_text() == "kept", "a run overwrites nothing"
 
 
 def test_a_terminated_run_ends_its_processes_and_leaves_nothing(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -316,16 +317,21 @@ def test_a_folder_that_another_measure_writes_to_is_refused(
     assert sorted(path.name for path in (tmp_path / "same").iterdir()) == ["record.json", "timeline.npz"]
 
 
-def test_a_measure_that_fails_leaves_no_folder(
-    fake_lab: type[FakeLab], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+def test_a_measure_that_fails_or_is_terminated_leaves_no_folder(
+    error: type[BaseException], fake_lab: type[FakeLab], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> StepRecord:
+        if error is SystemExit:
+            signal.raise_signal(signal.SIGTERM)
         raise RuntimeError
 
     monkeypatch.setattr(fake_lab, "step", fail)
-    with pytest.raises(RuntimeError):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(error):
         main(["measure", "phi-4-tiny", "--out", str(tmp_path / "out")])
     assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_disk_that_fills_up_under_out_is_one_line(

@@ -94,6 +94,18 @@ def test_a_rare_spike_becomes_likely_in_a_long_run(plain: StepRecord) -> None:
     assert probability_of_exceeding(records, 1000, 500) == 0.0
 
 
+def test_a_step_that_ran_out_of_memory_does_not_fit(plain: StepRecord) -> None:
+    # Its peak is below the device's size: the request that was refused is not part of it.
+    records = series(plain, [100] * 4, [50] * 4)
+    records[0] = replace(records[0], status="out_of_memory")
+    assert probability_of_exceeding(records, 200, 1) == 0.25
+    assert probability_of_exceeding(records, 200, 0) == 0.0
+    with pytest.raises(ValueError, match="num_steps is -1, must be a whole number of at least 0"):
+        probability_of_exceeding(records[:1], 200, -1)
+    with pytest.raises(ValueError, match="got a step that was interrupted"):
+        probability_of_exceeding([*records, replace(plain, status="interrupted")], 200, 1)
+
+
 def test_too_little_to_tell_is_refused(plain: StepRecord) -> None:
     with pytest.raises(ValueError, match="got 2 records, must be at least 3"):
         diagnose([plain, plain])

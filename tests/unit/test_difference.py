@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ from memlab.views.text.columns import LINE_WIDTH
 from memlab.views.text.compare import compare_table
 from memlab.views.text.difference import comparison_text, difference_lines, difference_rows, difference_table
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
-from tests.unit.builders import out_of_memory, random_timeline, record_of, scenario, training_step
+from tests.unit.builders import TimelineBuilder, out_of_memory, random_timeline, record_of, scenario, training_step
 from tests.unit.test_simulated_backend import measured_on_an_h200
 
 MEASURED = Path(__file__).parent / "data" / "measured"
@@ -418,6 +419,16 @@ def test_a_prediction_is_drawn_phase_by_phase_unless_another_axis_is_chosen() ->
     assert "phases aligned" in compare_figure(predicted, measured).layout.xaxis.title.text
     assert "(ms)" in compare_figure(predicted, measured, axis="time").layout.xaxis.title.text
     assert "events since" in compare_figure(predicted, measured, axis="event").layout.xaxis.title.text
+
+
+def test_the_peak_of_a_sparse_timeline_has_its_label_on_the_time_axis() -> None:
+    dice = random.Random("sparse")
+    for _ in range(300):
+        step = TimelineBuilder(phase="forward")
+        for num_bytes in (MIB, MIB, 3 * MIB, -2 * MIB):
+            step.event(num_bytes, "activations", after=dice.uniform(0.001, 3))
+        record = record_of(step.build())
+        compare_figure(record, record, axis="time")
 
 
 @contextmanager

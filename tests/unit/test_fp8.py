@@ -198,7 +198,7 @@ def test_experts_rows_are_padded_where_they_do_not_divide() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"dtype": "fp32"}, "dtype 'fp32', must be with 'bf16'"),
+        ({"dtype": "fp32"}, "dtype is 'fp32', must be 'bf16'"),
         ({"seq_length": 24}, "holds 24 tokens of a micro-batch, must be a multiple of 16"),
         ({"state": fp8("mxfp8"), "seq_length": 48}, "holds 48 tokens of a micro-batch, must be a multiple of 32"),
         (

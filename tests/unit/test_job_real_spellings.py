@@ -1,10 +1,13 @@
 """Spellings and methods that public jobs have and that the small files of `test_jobs` do not."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from memlab.jobs.job import Job
+from memlab.jobs.writing import written
 
 _VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.megatron.expert_model_parallel_size=8 "
 _SLIME = "python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --expert-model-parallel-size 8 "
@@ -89,6 +92,8 @@ def test_slime_takes_the_allocator_from_the_environment_that_ray_gives_the_ranks
         "--hf-checkpoint /models/Qwen3-30B-A3B --seq-length 4096"
     )
     assert Job.read(tmp_path / "run.sh").required()[0].allocator.expandable_segments
+    (tmp_path / "run.sh").write_text(f'{_BASES["slime"]} --train-env-vars \'{{"{name}": "expandable_segments:True"}}\'')
+    assert Job.read(tmp_path / "run.sh").required()[0].allocator.expandable_segments
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])
@@ -98,3 +103,380 @@ def test_preference_methods_of_ms_swift_train_with_the_language_model_s_loss(met
     )
     state = Job.read(tmp_path / "run.sh").required()[0].state
     assert (state.loss, state.cross_entropy_loss_fusion) == ("cross_entropy", True)
+
+
+_ACTOR = "actor_rollout_ref.actor"
+_TRANSFORMER = {
+    "bridge": "model.",
+    "verl": f"{_ACTOR}.megatron.override_transformer_config.",
+    "nemo-rl": "policy.megatron_cfg.model_overrides.",
+    "skyrl": "trainer.policy.megatron_config.transformer_config_kwargs.",
+    "megatron-lm": "",
+    "slime": "",
+}
+"""What stands before the names of Megatron's TransformerConfig."""
+_BASES = {
+    "bridge": "model: {hf_model_id: Qwen/Qwen3-30B-A3B}\ntrain: {micro_batch_size: 1}\nddp: {grad_reduce_in_fp32: true}\n",
+    "nemo-rl": "policy:\n  model_name: Qwen/Qwen3-30B-A3B\n  megatron_cfg: {enabled: true, activation_checkpointing: false}\n",
+    "verl": f"{_VERL} actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B {_ACTOR}.ppo_micro_batch_size_per_gpu=1",
+    "skyrl": "python main_base trainer.strategy=megatron trainer.policy.model.path=Qwen/Qwen3-30B-A3B "
+    "trainer.gradient_checkpointing=false",
+    "megatron-lm": "python pretrain_gpt.py --num-layers 48 --micro-batch-size 1 --bf16",
+    "slime": f"{_SLIME} --hf-checkpoint /models/Qwen3-30B-A3B --seq-length 4096",
+    "ms-swift": "NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-30B-A3B",
+}
+
+
+def _job(framework: str, folder: Path, *overrides: str) -> Job:
+    path = folder / ("run_config.yaml" if framework in ("bridge", "nemo-rl") else "run.sh")
+    path.write_text(_BASES[framework])
+    architecture = "qwen3-30b-a3b" if framework == "megatron-lm" else None
+    version = "2026-08-20" if framework == "verl" else None
+    return Job.read(path, format_name=framework, overrides=overrides, version=version, architecture=architecture)
+
+
+@pytest.mark.parametrize("framework", _TRANSFORMER)
+def test_the_old_name_of_recomputing_moe_layers_is_read_as_megatron_reads_it(framework: str, tmp_path: Path) -> None:
+    prefix = _TRANSFORMER[framework]
+    key = f"{prefix}moe_layer_recompute=true"
+    job = _job(framework, tmp_path, key)
+    scenario, settings = job.required()
+    assert settings.recompute_modules == ("core_attn", "moe")
+    # Lines for a job without recompute take the old name away too.
+    lines = written(
+        framework, scenario, replace(settings, recompute_granularity=None, recompute_modules=None), source=job
+    ).lines
+    assert any(re.search(r"moe.layer.recompute\b", line) for line in lines)
+    if framework == "nemo-rl":  # where activation_checkpointing decides the rest
+        return
+    modules = f"{prefix}recompute_modules=[layernorm]"
+    assert _job(framework, tmp_path, key, modules).required()[1].recompute_modules == ("layernorm", "moe")
+    full = [f"{prefix}recompute_granularity=full"] + ["trainer.gradient_checkpointing=true"] * (framework == "skyrl")
+    job = _job(framework, tmp_path, key, *full)
+    assert "moe_layer_recompute" in str(job.cannot_start)
+
+
+_MEMORY = [
+    *((name, f"{prefix}bias_activation_fusion", "false", "more") for name, prefix in _TRANSFORMER.items()),
+    ("megatron-lm", "no_bias_swiglu_fusion", "true", "more"),
+    ("slime", "bias_swiglu_fusion", "false", "more"),
+    ("bridge", "model.fp32_residual_connection", "true", "more"),
+    ("bridge", "model.activation_func_fp8_input_store", "true", "less"),
+    ("bridge", "model.cp_comm_type", "a2a", "either"),
+    ("bridge", "model.deallocate_pipeline_outputs", "false", "more"),
+    ("bridge", "optimizer.store_param_remainders", "false", "more"),
+    ("bridge", "ddp.nccl_ub", "true", "either"),
+    ("bridge", "comm_overlap.delay_wgrad_compute", "true", "more"),
+    ("bridge", "dist.use_megatron_fsdp", "true", "less"),
+    ("bridge", "env_vars.NVTE_FLASH_ATTN", "0", "either"),
+    ("bridge", "distill.teacher", "llama", "more"),
+    ("verl", f"{_ACTOR}.entropy_coeff", "0.01", "more"),
+    ("verl", f"{_ACTOR}.calculate_entropy", "true", "more"),
+    ("verl", f"{_ACTOR}.qat.enable", "true", "either"),
+    ("verl", "actor_rollout_ref.model.mtp.enable", "true", "more"),
+    ("verl", "actor_rollout_ref.model.override_config.model_config.num_hidden_layers", "4", "either"),
+    ("nemo-rl", "policy.megatron_cfg.bias_activation_fusion", "false", "more"),
+    ("nemo-rl", "policy.megatron_cfg.moe_layer_recompute", "true", "less"),
+    ("nemo-rl", "policy.hf_config_overrides.num_hidden_layers", "4", "either"),
+    ("nemo-rl", "policy.draft.enabled", "true", "more"),
+    ("skyrl", "trainer.bf16", "false", "more"),
+    ("slime", "entropy_coef", "0.01", "more"),
+    ("slime", "qkv_format", "bshd", "more"),
+    ("ms-swift", "task_type", "seq_cls", "either"),
+    ("ms-swift", "freeze_parameters_ratio", "1.0", "less"),
+    ("ms-swift", "freeze_parameters", "model.embed_tokens", "less"),
+    ("ms-swift", "freeze_parameters_regex", ".*mlp.*", "less"),
+]
+
+
+@pytest.mark.parametrize(("framework", "key", "value", "effect"), _MEMORY)
+def test_a_key_that_changes_memory_is_never_said_to_have_no_effect(
+    framework: str, key: str, value: str, effect: str, tmp_path: Path
+) -> None:
+    job = _job(framework, tmp_path, f"{key}={value}")
+    assert {one.key: one.effect for one in job.not_modelled}.get(key) == effect
+    off = {"false": "true", "true": "false"}.get(value, "null")
+    if key != "env_vars.NVTE_FLASH_ATTN":
+        assert key not in {one.key for one in _job(framework, tmp_path, f"{key}={off}").not_modelled}
+
+
+@pytest.mark.parametrize("framework", [name for name in _TRANSFORMER if name != "megatron-lm"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "experimental_attention_variant=gated_delta_net",
+        "linear_attention_freq=4",
+        "heterogeneous_block_specs=true",
+        "moe_latent_size=128",
+        "attention_output_gate=true",
+        "hybrid_layer_pattern=M*M*",
+    ],
+)
+def test_layers_of_another_kind_are_another_model(framework: str, key: str, tmp_path: Path) -> None:
+    job = _job(framework, tmp_path, _TRANSFORMER[framework] + key)
+    assert f"memlab does not have this model: {_TRANSFORMER[framework]}{key.partition('=')[0]}" in str(
+        job.not_supported
+    )
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    ("framework", "prefix"),
+    [
+        ("verl", "ray_kwargs.ray_init.runtime_env.env_vars"),
+        ("nemo-rl", "policy.megatron_cfg.env_vars"),
+        ("bridge", "env_vars"),
+    ],
+)
+def test_the_allocator_is_taken_from_the_environment_of_a_configuration(
+    framework: str, prefix: str, name: str, tmp_path: Path
+) -> None:
+    job = _job(framework, tmp_path, f"{prefix}.{name}=expandable_segments:True")
+    assert job.required()[0].allocator.expandable_segments
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [
+        ("bf16_with_fp8_current_scaling_mixed", ("hybrid", "tensorwise", True)),
+        ("bf16-with-fp8-delayed-scaling-mixed", ("hybrid", "delayed", True)),
+        ("bf16_with_fp8_subchannel_scaling_mixed", ("hybrid", "blockwise", False)),
+        ("{bf16: true, fp8: hybrid}", ("hybrid", "tensorwise", False)),
+        ("{fp8: e4m3, fp8_recipe: blockwise, fp8_param: null}", ("e4m3", "blockwise", False)),
+        ("{fp8: hybrid, fp8_recipe: tensorwise, fp8_param_gather: true}", ("hybrid", "tensorwise", True)),
+        ("bf16_mixed", (None, "delayed", False)),
+        ("{}", (None, "delayed", False)),
+        ("my_recipe", (None, "delayed", False)),
+    ],
+)
+def test_bridge_s_mixed_precision_is_a_name_or_fields(
+    precision: str, expected: tuple[str | None, str, bool], tmp_path: Path
+) -> None:
+    path = tmp_path / "run_config.yaml"
+    path.write_text(_BASES["bridge"] + f"mixed_precision: {precision}\n")
+    job = Job.read(path)
+    state = job.required()[0].state
+    assert (state.fp8_format, state.fp8_recipe, state.fp8_param_gather) == expected
+    assert any("does not know the mixed_precision" in one for one in job.warnings) == (precision == "my_recipe")
+    assert ("stay in bf16" in str(job.not_modelled)) == ("current" in precision)
+
+
+@pytest.mark.parametrize("precision", ["fp16_mixed", "fp16_with_mxfp8_mixed", "{fp16: true, bf16: false}"])
+def test_bridge_s_jobs_in_fp16_are_not_predicted_in_bf16(precision: str, tmp_path: Path) -> None:
+    path = tmp_path / "run_config.yaml"
+    path.write_text(_BASES["bridge"] + f"mixed_precision: {precision}\n")
+    assert "memlab computes in bf16 or fp32" in str(Job.read(path).not_supported)
+
+
+def test_what_bridge_s_mixed_precision_says_replaces_what_the_other_sections_say(tmp_path: Path) -> None:
+    path = tmp_path / "run_config.yaml"
+    text = _BASES["bridge"].replace("A3B}", "A3B, fp8: hybrid}")
+    path.write_text(text + "mixed_precision: {fp8: null, grad_reduce_in_fp32: false}\n")
+    state = Job.read(path).required()[0].state
+    assert (state.fp8_format, state.grad_reduce_in_bf16) == (None, True)
+
+
+_PHI = [
+    "num_layers",
+    "40",
+    "hidden_size",
+    "5120",
+    "ffn_hidden_size",
+    "17920",
+    "num_attention_heads",
+    "40",
+    "kv_channels",
+    "128",
+    "padded_vocab_size",
+    "100352",
+    "normalization",
+    "RMSNorm",
+    "swiglu",
+    "True",
+    "add_bias_linear",
+    "False",
+    "position_embedding_type",
+    "rope",
+    "hidden_dropout",
+    "0.0",
+    "bf16",
+    "True",
+    "untie_embeddings_and_output_weights",
+    "True",
+    "attention_dropout",
+    "0.0",
+    "gradient_accumulation_fusion",
+    "False",
+    "world_size",
+    "8",
+    "micro_batch_size",
+    "1",
+    "global_batch_size",
+    "8",
+    "seq_length",
+    "1024",
+]
+
+
+def _log(folder: Path, **arguments: object) -> Job:
+    """Reads a log of Megatron-LM with these arguments, by the names that it prints."""
+    values = dict(zip(_PHI[::2], _PHI[1::2], strict=True)) | arguments
+    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in values.items()]
+    text = ["-" * 24 + " arguments " + "-" * 24, *lines, "-" * 20 + " end of arguments " + "-" * 21]
+    (folder / "train.log").write_text("\n".join(text))
+    return Job.read(folder / "train.log")
+
+
+def test_a_log_has_the_destinations_of_megatron_lm_s_flags(tmp_path: Path) -> None:
+    placed = {"optimizer_cpu_offload": True, "use_distributed_optimizer": True, "use_precision_aware_optimizer": True}
+    job = _log(tmp_path, fp8="hybrid", fp8_recipe="tensorwise", pin_cpu_grads=False, pin_cpu_params=False, **placed)
+    state = job.required()[0].state
+    assert (state.fp8_format, state.fp8_recipe, state.pin_cpu_grads, state.pin_cpu_params) == (
+        "hybrid",
+        "tensorwise",
+        False,
+        False,
+    )
+    assert not [one for one in job.not_modelled if one.effect == "unknown"]
+    job = _log(tmp_path, fp8=None, pin_cpu_grads=True, pin_cpu_params=True, **placed)
+    assert (job.required()[0].state.fp8_format, job.required()[0].state.pin_cpu_grads) == (None, True)
+
+
+def test_query_groups_without_a_number_are_one_as_for_megatron_lm(tmp_path: Path) -> None:
+    assert _log(tmp_path, group_query_attention=True).required()[0].architecture.num_query_groups == 1
+    assert _log(tmp_path, group_query_attention=True, num_query_groups=10).required()[0].architecture.name == "phi-4"
+    assert (
+        _log(tmp_path, group_query_attention=False, num_query_groups=1).required()[0].architecture.num_query_groups
+        == 40
+    )
+
+
+@pytest.mark.parametrize("missing", ["use_distributed_optimizer", "overlap_grad_reduce"])
+def test_an_overlap_that_megatron_lm_refuses_is_found(missing: str, tmp_path: Path) -> None:
+    needed = {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
+    assert _log(tmp_path, overlap_param_gather=True, **needed).required()[0].state.overlap_param_gather
+    job = _log(tmp_path, overlap_param_gather=True, **(needed | {missing: False}))
+    assert f"overlap_param_gather is on without {missing}" in str(job.cannot_start)
+
+
+_FP8 = "fp8_cfg: {enabled: true, fp8: hybrid, fp8_recipe: tensorwise}"
+
+
+@pytest.mark.parametrize(
+    ("base", "child", "fp8"),
+    [
+        (_FP8, "fp8_cfg: null", None),
+        (_FP8, "fp8_cfg: {fp8: e4m3}", "e4m3"),
+        (_FP8, "fp8_cfg: {}", "hybrid"),
+        ("fp8_cfg: null", _FP8, "hybrid"),
+        ("fp8_cfg: {}", _FP8, "hybrid"),
+    ],
+)
+def test_a_value_over_a_mapping_of_the_defaults_replaces_all_of_it(
+    base: str, child: str, fp8: str | None, tmp_path: Path
+) -> None:
+    text = "{defaults}policy:\n  {model}megatron_cfg:\n    enabled: true\n    {line}\n"
+    (tmp_path / "base.yaml").write_text(text.format(defaults="", model="model_name: microsoft/phi-4\n  ", line=base))
+    (tmp_path / "child.yaml").write_text(text.format(defaults="defaults: base.yaml\n", model="", line=child))
+    job = Job.read(tmp_path / "child.yaml")
+    assert job.required()[0].state.fp8_format == fp8
+    assert "policy.megatron_cfg.fp8_cfg" not in {one.key for one in job.not_modelled}
+    job = Job.read(tmp_path / "child.yaml", overrides=["policy.megatron_cfg.fp8_cfg=null"])
+    assert job.required()[0].state.fp8_format is None
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "missing"),
+    [
+        ("expandable_segments:True,garbage_collection_threshold: 8e-1", {"garbage_collection_threshold": 0.8}, {}),
+        ("expandable_segments:True, max_split_size_mb: 64", {"max_split_size_mb": 64}, {}),
+        ("backend:cudaMallocAsync,expandable_segments:True", {}, {"backend": "either"}),
+        ("backend:native,pinned_use_background_threads:True,expandable_segments:True", {}, {}),
+        ("roundup_power2_divisions:[256:1,512:2],expandable_segments:True", {}, {"roundup_power2_divisions": "more"}),
+        ("expandable_segments:True,roundup_bypass_threshold_mb:4", {}, {"roundup_bypass_threshold_mb": "unknown"}),
+        ("expandable_segments:True,expandable=1", {}, {"expandable=1": "unknown"}),
+    ],
+)
+def test_each_option_of_the_allocator_is_taken_or_named(
+    text: str, options: dict[str, float], missing: dict[str, str], tmp_path: Path
+) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"export PYTORCH_CUDA_ALLOC_CONF='{text}'\n{_BASES['slime']}")
+    job = Job.read(path)
+    assert job.required()[0].allocator.changed() == {"expandable_segments": True} | options
+    named = {one.key: one.effect for one in job.not_modelled if "ALLOC_CONF" in one.key}
+    assert named == {f"PYTORCH_CUDA_ALLOC_CONF.{name}": effect for name, effect in missing.items()}
+
+
+@pytest.mark.parametrize("option", ["garbage_collection_threshold:1", "expandable_segments:on", "max_split_size_mb:8"])
+def test_an_option_of_the_allocator_that_torch_refuses_is_refused(option: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"export PYTORCH_ALLOC_CONF={option}\n{_BASES['slime']}")
+    assert f"{option.partition(':')[0]} is " in str(Job.read(path).not_supported)
+
+
+def test_an_allocator_that_only_a_run_shows_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"export PYTORCH_ALLOC_CONF=$(cat options)\n{_BASES['slime']}")
+    assert any("PYTORCH_ALLOC_CONF is known only when the script runs" in one for one in Job.read(path).warnings)
+    job = Job.read(path, overrides=["PYTORCH_ALLOC_CONF=expandable_segments:True"])
+    assert job.required()[0].allocator.expandable_segments
+
+
+@pytest.mark.parametrize("framework", _BASES)
+def test_a_version_that_memlab_does_not_know_is_refused(framework: str, tmp_path: Path) -> None:
+    gradients = [f"{_ACTOR}.megatron.override_ddp_config.grad_reduce_in_fp32=true"] * (framework == "verl")
+    job = _job(framework, tmp_path, *gradients)
+    rule = "must be 2026-08-20 or before-2026-08-20" if framework == "verl" else "leave it out"
+    with pytest.raises(ValueError, match=f"--framework-version is 'banana'.*{rule}"):
+        Job.read(job.path, format_name=framework, overrides=gradients, version="banana")
+
+
+def test_the_mask_that_megatron_lm_makes_by_default_is_said_with_its_bytes(tmp_path: Path) -> None:
+    def masks(job: Job) -> list[int | None]:
+        return [one.bound_bytes for one in job.not_modelled if one.key == "create_attention_mask_in_dataloader"]
+
+    assert masks(_log(tmp_path)) == masks(_log(tmp_path, create_attention_mask_in_dataloader=True)) == [1024**2]
+    assert masks(_log(tmp_path, create_attention_mask_in_dataloader=False)) == []
+    assert masks(_job("slime", tmp_path)) == [], "its batches have no mask"
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ([], "algorithm.adv_estimator"),
+        (["algorithm.adv_estimator=gae"], "algorithm.adv_estimator"),
+        (["critic.enable=true", "algorithm.adv_estimator=grpo"], "critic.enable"),
+        (["algorithm.adv_estimator=grpo"], None),
+        (["critic.enable=false"], None),
+        ([f"critic.megatron.{part}_offload=true" for part in ("param", "grad", "optimizer")], None),
+    ],
+)
+def test_a_critic_of_verl_is_said_unless_it_is_offloaded(keys: list[str], named: str | None, tmp_path: Path) -> None:
+    missing = {one.key: one.effect for one in _job("verl", tmp_path, *keys).not_modelled if "critic" in one.reason}
+    assert missing == ({named: "more"} if named else {})
+
+
+@pytest.mark.parametrize(("turns", "is_named"), [("2", False), ("4", True), ("null", False)])
+def test_chunks_that_take_turns_otherwise_are_said(turns: str, is_named: bool, tmp_path: Path) -> None:
+    sizes = [f"model.{name}pipeline_model_parallel_size=2" for name in ("", "virtual_")]
+    key = "model.microbatch_group_size_per_vp_stage"
+    job = _job("bridge", tmp_path, f"{key}={turns}", *sizes, "train.global_batch_size=4")
+    assert job.scenario is not None
+    assert (key in {one.key for one in job.not_modelled}) == is_named
+
+
+@pytest.mark.parametrize(("ddp", "overlaps"), [("{}", True), ("{overlap_grad_reduce: false}", False)])
+def test_bridge_s_overlap_is_that_of_its_buckets_where_these_do_not_say_it(
+    ddp: str, overlaps: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "run_config.yaml"
+    text = _BASES["bridge"].replace("{grad_reduce_in_fp32: true}", ddp)
+    path.write_text(text + "comm_overlap: {overlap_grad_reduce: true, bucket_size: null}\n")
+    assert Job.read(path).required()[0].state.overlap_grad_reduce == overlaps
+
+
+@pytest.mark.parametrize(("packed", "seq_length"), [("16384", 16384), ("-1", 2048), ("null", 2048)])
+def test_rows_of_bridge_are_as_long_as_what_is_packed_into_them(packed: str, seq_length: int, tmp_path: Path) -> None:
+    keys = ("dataset.seq_length=2048", f"dataset.packed_sequence_specs.packed_sequence_size={packed}")
+    assert _job("bridge", tmp_path, *keys).required()[0].seq_length == seq_length

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from memlab.config.architectures import ARCHITECTURES, Architecture, find_architecture
 from memlab.config.layout import Layout
@@ -153,7 +155,7 @@ STATES = {
 def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettings) -> tuple[Scenario, MemorySettings]:
     """Returns the job with the framework's own values where the framework can say nothing else."""
     state = saying(name, scenario.state.to_dict(), TrainingState())
-    state["loss"] = FRAMEWORKS[name].complete_loss or state["loss"]
+    state["loss"] = FRAMEWORKS[name].fixed.get("loss", state["loss"])
     unread = UNREAD["cpu"] if not state["optimizer_cpu_offload"] else ()
     unread += UNREAD["fp8"] if state["fp8_format"] is None else ()
     unread += UNREAD["fusion"] if not state["cross_entropy_loss_fusion"] or state["loss"] == "logprobs" else ()
@@ -169,8 +171,7 @@ def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettin
         kept |= {"offload_gradients": moved, "offload_optimizer": moved}
         if name == "nemo-rl" and kept["recompute_granularity"] == "full":
             kept |= {"recompute_method": "uniform", "recompute_num_layers": 1}
-    if name == "verl" and (kept["recompute_granularity"] == "full" or "moe" in (kept["recompute_modules"] or ())):
-        kept["checkpoint_input_remedy"] = "release_storage"
+    kept["checkpoint_input_remedy"] = FRAMEWORKS[name].fixed.get("checkpoint_input_remedy")
     packed = scenario.packed_sequences if name in PACKING else None
     passes = scenario.num_microbatches
     if packed is not None:  # further rows need the same memory again
@@ -192,6 +193,23 @@ def saying(name: str, values: dict[str, Any], default: object) -> dict[str, Any]
     return {field: getattr(default, field) if field in never else value for field, value in values.items()}
 
 
+def read_lines(name: str, lines: list[str], ranks: int, path: Path) -> Job:
+    """Writes lines as the framework's job, and reads it."""
+    path.parent.mkdir(exist_ok=True)
+    if name in LAUNCHERS:
+        variables = [line for line in lines if line.partition("=")[0].isupper()]
+        words = [line for line in lines if line not in variables and not line.startswith("#")]
+        start = LAUNCHERS[name].format(ranks=ranks)
+        lines = [*(f"export {line}" for line in variables), start + " \\\n".join(words)]
+    path.write_text("\n".join(lines) + "\n")
+    return Job.read(
+        path,
+        format_name=name,
+        version="2026-08-20" if name == "verl" else None,
+        world_size=ranks if name == "bridge" else None,
+    )
+
+
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_reading_what_was_written_gives_the_same_job(name: str, tmp_path: Path) -> None:
     dice = random.Random(f"jobs {name}")
@@ -207,14 +225,7 @@ def test_reading_what_was_written_gives_the_same_job(name: str, tmp_path: Path) 
             model = write_model(scenario.architecture, path.parent / scenario.architecture.name)
             scenario = replace(scenario, architecture=model)
         lines = list(written(name, replace(scenario, num_microbatches=drawn.num_microbatches), settings).lines)
-        if name in LAUNCHERS:
-            variables = [line for line in lines if line.partition("=")[0].isupper()]
-            words = [line for line in lines if line not in variables and not line.startswith("#")]
-            start = LAUNCHERS[name].format(ranks=scenario.layout.world_size)
-            lines = [*(f"export {line}" for line in variables), start + " \\\n".join(words)]
-        path.write_text("\n".join(lines) + "\n")
-        ranks = scenario.layout.world_size if name == "bridge" else None
-        job = Job.read(path, format_name=name, version="2026-08-20" if name == "verl" else None, world_size=ranks)
+        job = read_lines(name, lines, scenario.layout.world_size, path)
         assert job.scenario is not None, (job.cannot_start, job.not_supported, path.read_text())
         names = [one.value for one in job.taken if one.field == "architecture" and one.place != "default"]
         if names:
@@ -231,3 +242,69 @@ def test_reading_what_was_written_gives_the_same_job(name: str, tmp_path: Path) 
         assert job.scenario == scenario, path.read_text()
         assert job.settings == settings, path.read_text()
         assert not [one for one in job.not_modelled if one.effect == "unknown"], job.not_modelled
+
+
+def edited(name: str, lines: list[str], changes: tuple[str, ...]) -> list[str]:
+    """Returns a job's lines as a user has them who did what the changes say."""
+    if name not in LAUNCHERS:
+        tree: dict[str, Any] = yaml.safe_load("\n".join(lines)) or {}
+        merge(tree, yaml.safe_load("\n".join(changes)) or {})
+        return [yaml.safe_dump(tree)]
+    removed = [flag for line in changes if line.startswith("# remove ") for flag in line.split()[2:]]
+    assert all(any(line.split()[0] == flag for line in lines) for flag in removed), "the job has what is removed"
+    return [*(line for line in lines if line.split()[0] not in removed), *changes]
+
+
+def merge(tree: dict[str, Any], other: dict[str, Any]) -> None:
+    """Puts the other's values into a tree."""
+    for key, value in other.items():
+        if isinstance(value, dict) and isinstance(tree.get(key), dict):
+            merge(tree[key], value)
+        else:
+            tree[key] = value
+
+
+def other_spellings(name: str, lines: list[str]) -> list[str]:
+    """Returns the lines of a job with what else says the same."""
+    text = "\n".join(lines)
+    if name in ("megatron-lm", "slime") and "--recompute-granularity selective" in text:
+        text = text.replace("--recompute-granularity selective", "--recompute-activations")
+        text = re.sub(r"(--recompute-modules .*) moe\n", r"\1\n--moe-layer-recompute\n", text)
+    if name == "slime":
+        text = text.replace("--colocate", "--offload-train")
+    if name == "verl":
+        text = text.replace("optim.override_optimizer_config", "optim")
+        text = re.sub(r"megatron\.(param|optimizer)_offload=true", r"megatron.offload.\1.target=cpu", text)
+    return text.split("\n")
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_what_is_to_be_changed_makes_a_job_the_other_one(name: str, tmp_path: Path) -> None:
+    dice = random.Random(f"changes {name}")
+    num_changed = 0
+    for number in range(150):
+        folder = tmp_path / str(number)
+        try:
+            (before, own), (after, settings) = random_job(dice), random_job(dice)
+            if before.architecture.name not in ARCHITECTURES or after.architecture.name not in ARCHITECTURES:
+                continue
+            layout = dice.choice((before.layout, after.layout))
+            after = replace(after, architecture=before.architecture, num_layers=before.num_layers, layout=layout)
+            check_on_model(settings, after)
+            before, own = without_what_is_unsaid(name, before, own)
+            lines = other_spellings(name, list(written(name, before, own).lines))
+            source = read_lines(name, lines, before.layout.world_size, folder / FILES.get(name, "run.sh"))
+            if layout == before.layout:
+                after = replace(after, num_microbatches=source.required()[0].num_microbatches)
+            wanted = without_what_is_unsaid(name, after, settings)
+        except ValueError:
+            continue
+        changes = written(name, *wanted, source=source).lines
+        changed = edited(name, lines, changes)
+        job = read_lines(name, changed, layout.world_size, folder / FILES.get(name, "run.sh"))
+        assert job.scenario is not None, (job.cannot_start, job.not_supported, lines, changes)
+        read = replace(job.scenario, architecture=before.architecture)
+        assert (str(read), f"{job.settings}") == tuple(map(str, wanted)), (lines, changes)
+        assert (read, job.settings) == wanted, (lines, changes)
+        num_changed += 1
+    assert num_changed > 20

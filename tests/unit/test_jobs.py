@@ -17,8 +17,10 @@ from memlab.cli import build_parser, main
 from memlab.commands.shared.job_flags import take_job
 from memlab.commands.shared.step_flags import checked_step, layout_of_the_job
 from memlab.config.layout import Layout
+from memlab.config.model_restrictions import checkpoints_moe_layers
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.fitting.candidates import candidates
 from memlab.jobs import yaml_tree
 from memlab.jobs.bounds import BOUNDS, unused_gradient_bytes
 from memlab.jobs.frameworks import FRAMEWORKS
@@ -34,11 +36,13 @@ QWEN = """--num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attent
 --swiglu --disable-bias-linear --position-embedding-type rope --qk-layernorm --untie-embeddings-and-output-weights
 --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-token-dispatcher-type alltoall
 --moe-grouped-gemm --moe-permute-fusion --moe-router-dtype fp32
---attention-dropout 0 --hidden-dropout 0 --no-gradient-accumulation-fusion --bf16""".replace("\n", " ")
+--attention-dropout 0 --hidden-dropout 0 --no-gradient-accumulation-fusion
+--no-create-attention-mask-in-dataloader --bf16""".replace("\n", " ")
 PHI = """--num-layers 40 --hidden-size 5120 --ffn-hidden-size 17920 --num-attention-heads 40 --group-query-attention
 --num-query-groups 10 --kv-channels 128 --vocab-size 100352 --normalization RMSNorm --swiglu --disable-bias-linear
 --position-embedding-type rope --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
---no-gradient-accumulation-fusion --bf16""".replace("\n", " ")
+--no-gradient-accumulation-fusion
+--no-create-attention-mask-in-dataloader --bf16""".replace("\n", " ")
 ACTOR = "actor_rollout_ref.actor"
 VERL = f"python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B {ACTOR}.megatron.override_ddp_config.grad_reduce_in_fp32=True "
 MEGATRON = "trainer.policy.megatron_config"
@@ -118,7 +122,7 @@ JOBS: list[tuple[str, str, str, dict[str, Any]]] = [
     ),
     (
         "verl", "run.sh", "offload=${OFFLOAD:-True}\nACTOR=(\n" + "\n".join(f"  {ACTOR}.megatron.{name}_offload=${{offload}}" for name in ("param", "grad", "optimizer")) + f"\n  +{ACTOR}.megatron.override_transformer_config.recompute_granularity=full\n  ++{ACTOR}.megatron.override_transformer_config.recompute_method=uniform\n  {ACTOR}.megatron.override_transformer_config.recompute_num_layers=1\n  {ACTOR}.ppo_micro_batch_size_per_gpu=2 {ACTOR}.ppo_mini_batch_size=16\n)\n" + VERL + '"${ACTOR[@]}" $@',
-        {"architecture": "qwen3-30b-a3b", "data_parallel_size": 8, "seq_length": 1024, "micro_batch_size": 2, "loss": "logprobs", "attention_backend": "flash", **MOVED, **FULL, **REMEDY},
+        {"architecture": "qwen3-30b-a3b", "data_parallel_size": 8, "seq_length": 1024, "micro_batch_size": 2, "loss": "logprobs", "attention_backend": "flash", **MOVED, **FULL},
     ),
     (
         "verl", "config.yaml", "actor_rollout_ref:\n  model:\n    path: microsoft/phi-4\n  actor:\n    ppo_mini_batch_size: 8\n    ppo_micro_batch_size_per_gpu: 1\n    use_dynamic_bsz: false\n    megatron:\n      context_parallel_size: 2\n      override_ddp_config:\n        grad_reduce_in_fp32: false\n        overlap_grad_reduce: true\n      override_transformer_config:\n        attention_backend: fused\n        recompute_granularity: selective\n        recompute_modules: [mlp]\n    optim:\n      override_optimizer_config:\n        optimizer_cpu_offload: true\n        optimizer_offload_fraction: 1\n        use_precision_aware_optimizer: true\n  rollout:\n    n: 4\ndata:\n  max_prompt_length: 2048\n  max_response_length: ${.max_prompt_length}\ntrainer:\n  nnodes: 2\n  n_gpus_per_node: 8\n",
@@ -238,6 +242,7 @@ def test_every_field_of_a_job_is_the_one_that_its_file_means(number: int, tmp_pa
     assert job.scenario is not None, (job.cannot_start, job.not_supported)
     assert job.settings is not None
     default = flat(Scenario.of(expected["architecture"], seq_length=4096), MemorySettings())
+    default |= REMEDY if framework == "verl" else {}
     found = flat(job.scenario, job.settings)
     assert {key: value for key, value in found.items() if value != (default | expected)[key]} == {}
     assert [one.key for one in job.not_modelled if one.effect == "unknown"] == []
@@ -541,7 +546,8 @@ def test_what_is_not_modelled_has_a_bound_where_one_is_known(tmp_path: Path) -> 
     assert router.bound_bytes == 40 * 2048 * 128 * 16, "of the stage with the most layers"
     known = {name.name.rpartition(".")[2].strip("*") for framework in FRAMEWORKS.values() for name in framework.missing}
     known |= {".".join(name.name.split(".")[-2:]) for framework in FRAMEWORKS.values() for name in framework.missing}
-    assert BOUNDS.keys() - {"defer_fp32_logits", "ref_model", "ref.megatron.param_offload"} <= known, (
+    mask = "create_attention_mask_in_dataloader"
+    assert BOUNDS.keys() - {"defer_fp32_logits", "ref_model", "ref.megatron.param_offload", mask} <= known, (
         "a bound of a key that no framework has"
     )
 
@@ -595,6 +601,79 @@ def test_set_never_does_nothing(tmp_path: Path) -> None:
     assert Job.read(arguments, overrides=["NPROC_PER_NODE=8"]).required()[0].layout.world_size == 8
     with pytest.raises(ValueError, match="--set has the key 'NODES', which memlab does not know"):
         Job.read(write(tmp_path, "config.yaml", NEMO), overrides=["NODES=2"])
+    script = write(tmp_path, "run.sh", f"TP=1\nexport OTHER=1\n{TRAIN} --tensor-model-parallel-size $TP\n")
+    assert Job.read(script, overrides=["TP=2"]).required()[0].layout.tensor_model_parallel_size == 2
+    with pytest.raises(ValueError, match="--set has the key 'TPX', which memlab does not know: did you mean TP"):
+        Job.read(script, overrides=["TPX=4"])
+    with pytest.raises(ValueError, match=r"--set is '~train.seed=1', and memlab cannot delete a key: give key=value"):
+        Job.read(script, overrides=["~train.seed=1"])
+    recipe = write(tmp_path, "recipe.yaml", "ENV_VARS: {PYTORCH_CUDA_ALLOC_CONF: no}\nMODEL_ARGS: {--num-layers: 1}\n")
+    for job in (script, recipe):
+        allocator = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        scenario, _ = Job.read(job, overrides=[allocator], architecture="phi-4").required()
+        assert scenario.allocator.expandable_segments
+
+
+TRAIN = (
+    f"torchrun --nproc-per-node 8 pretrain_gpt.py {PHI} --seq-length 1024 --micro-batch-size 1 --global-batch-size 8"
+)
+
+
+def test_flags_after_env_are_read(tmp_path: Path) -> None:
+    text = (
+        f"ARGS=({PHI})\nenv -i A=1 torchrun train.py ${{ARGS[@]}} --micro-batch-size 4 --tensor-model-parallel-size 2\n"
+    )
+    scenario, _ = Job.read(write(tmp_path, "run.sh", text)).required()
+    assert (scenario.micro_batch_size, scenario.layout.tensor_model_parallel_size) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "warnings"),
+    [
+        (
+            f"{TRAIN}\n{TRAIN} --tensor-model-parallel-size 2\n{TRAIN}\necho {TRAIN} --bf16 --bf16\n",
+            2,
+            [
+                "line 1, 2: the script starts megatron-lm with 2 different commands; memlab takes the one of line 2, the first with the most arguments"
+            ],
+        ),
+        (
+            f"if nvidia-smi; then {TRAIN} --tensor-model-parallel-size 2; fi\npython other.py --a --b\n",
+            2,
+            ["line 1: memlab cannot decide whether the script runs this command, and takes it all the same"],
+        ),
+        (
+            f"train() {{ {TRAIN} --tensor-model-parallel-size 2; }}\n",
+            2,
+            ["line 1: memlab cannot decide whether the script runs this command, and takes it all the same"],
+        ),
+        (f"train() {{ {TRAIN} --tensor-model-parallel-size $1; }}\nfor i in 1 2; do train 2; done\n", 2, []),
+    ],
+)
+def test_the_command_that_is_taken_is_said_where_there_is_a_choice(
+    text: str, size: int, warnings: list[str], tmp_path: Path
+) -> None:
+    job = Job.read(write(tmp_path, "run.sh", text))
+    assert job.required()[0].layout.tensor_model_parallel_size == size
+    assert list(job.warnings) == warnings
+
+
+def test_a_deleted_key_is_not_set(tmp_path: Path) -> None:
+    key = f"{ACTOR}.megatron.tensor_model_parallel_size"
+    text = f"{VERL} {key}=4 ~{key}=1 trainer.n_gpus_per_node=8 {ACTOR}.ppo_micro_batch_size_per_gpu=1"
+    job = Job.read(write(tmp_path, "run.sh", text), version="2026-08-20")
+    assert job.required()[0].layout.tensor_model_parallel_size == 1
+    assert f"line 1: ~{key} deletes a key, which memlab does not follow" in job.warnings
+
+
+@pytest.mark.parametrize("format_name", [None, "verl"])
+def test_a_configuration_of_keys_in_keys_may_be_json(format_name: str | None, tmp_path: Path) -> None:
+    actor = {"ppo_micro_batch_size_per_gpu": 1, "megatron": {"tensor_model_parallel_size": 2}}
+    values = {"actor_rollout_ref": {"model": {"path": "microsoft/phi-4"}, "actor": actor}, "seed": None}
+    path = write(tmp_path, "config.json", json.dumps(values, indent="\t"))
+    job = Job.read(path, format_name=format_name, version="2026-08-20")
+    assert (job.framework, job.required()[0].layout.tensor_model_parallel_size) == ("verl", 2)
+    assert f"{ACTOR}.megatron.tensor_model_parallel_size" in {one.key for one in job.taken if one.place == "line 9"}
 
 
 @pytest.mark.parametrize(
@@ -673,7 +752,7 @@ def test_the_lines_for_the_same_framework_are_only_what_differs(tmp_path: Path) 
     job = Job.read(write(tmp_path, "run.sh", JOBS[10][2]))
     scenario, settings = job.required()
     assert written("verl", scenario, settings, source=job).lines == ()
-    changed = MemorySettings(recompute_granularity="selective", recompute_modules=["moe_act"])
+    changed = MemorySettings(recompute_granularity="selective", recompute_modules=["moe_act"], **REMEDY)
     lines = written("verl", scenario, changed, source=job).lines
     assert [line.rpartition(".")[2] for line in lines] == [
         "recompute_granularity=selective",
@@ -681,9 +760,40 @@ def test_the_lines_for_the_same_framework_are_only_what_differs(tmp_path: Path) 
     ]
     shorter = replace(scenario, num_layers=4, num_microbatches=1)
     assert written("verl", shorter, changed, source=job).lines == lines
+    of_rank = replace(shorter, layout=replace(shorter.layout, rank=1))
+    assert written("verl", of_rank, changed, source=job).lines == lines
     again = Job.read(job.path, overrides=lines)
     assert again.settings == changed
     assert again.scenario == scenario
+    other = written(
+        "verl", scenario, replace(changed, recompute_modules=["moe"], checkpoint_input_remedy=None), source=job
+    )
+    assert "verl always applies release_storage" in other.unsaid["checkpoint_input_remedy"]
+
+
+def test_a_text_that_says_several_fields_is_written_whole(tmp_path: Path) -> None:
+    extra = {"offload_modules": ["core_attn"], "fine_grained_activation_offloading": True, "new_key": 1}
+    extra |= {"min_offloaded_tensor_size": 0, "apply_rope_fusion": True}
+    text = f"NPROC_PER_NODE=1 megatron sft --model phi-4 --megatron_extra_kwargs '{json.dumps(extra)}'"
+    job = Job.read(write(tmp_path, "run.sh", text))
+    scenario, settings = job.required()
+    keep, line = written("ms-swift", scenario, replace(settings, offload_modules=["mlp_norm"]), source=job).lines
+    assert keep == "# keep megatron_extra_kwargs.new_key, which memlab does not know"
+    del extra["new_key"]
+    assert json.loads(shlex.split(line)[1]) == extra | {"offload_modules": ["mlp_norm"]}
+
+
+def test_a_remedy_of_the_framework_is_that_of_every_candidate(tmp_path: Path) -> None:
+    path, transformer = write(tmp_path, "run.sh", JOBS[10][2]), f"{ACTOR}.megatron.override_transformer_config"
+    scenario, settings = Job.read(path).required()
+    in_file = Job.read(path, overrides=[f"{transformer}.{name}={value}" for name, value in FULL.items()]).settings
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in FULL.items())
+    arguments = build_parser(["predict"]).parse_args(shlex.split(f"predict --job {path} {flags}"))
+    take_job(arguments)
+    assert checked_step(arguments, scenario.layout)[1] == in_file
+    tried = candidates(settings, scenario, depth=1)
+    assert in_file in tried
+    assert all(one.checkpoint_input_remedy for one in tried if checkpoints_moe_layers(one, scenario.architecture))
 
 
 def test_the_command_prints_the_report_and_the_json_without_torch(tmp_path: Path) -> None:
@@ -741,7 +851,7 @@ def test_one_measured_rank_takes_the_model_and_not_the_layout(
     path = write(tmp_path, "run.sh", JOBS[0][2])
     arguments = build_parser(["measure"]).parse_args(["measure", "--job", str(path), "--num-layers", "4"])
     take_job(arguments, num_ranks=1)
-    assert "measured on one rank; the job's layout is TP2 EP8 ETP1 DP8" in capsys.readouterr().err
+    assert "only one rank is measured, although the job's layout is TP2 EP8 ETP1 DP8" in capsys.readouterr().err
     assert layout_of_the_job(arguments, 1, 0) == Layout()
     assert (arguments.num_layers, arguments.recompute_granularity) == (4, "full")
 

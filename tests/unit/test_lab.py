@@ -13,6 +13,7 @@ import pytest
 
 from memlab.config.layout import Layout
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.lab.lab import Lab
 from memlab.lab.progress import Progress
 from memlab.record.step_record import StepRecord
@@ -162,13 +163,18 @@ def test_a_record_survives_its_lab_and_the_disk(open_lab: Callable[..., Any], tm
         ({"seq_length": 1.5}, "seq_length is 1.5"),
         ({"dtype": "fp8"}, "dtype is 'fp8'.*bf16, fp32"),
         ({"backend": "tpu"}, "backend is 'tpu'.*auto, cpu"),
+        ({"architecture": 5}, "architecture is 5, must be a name, a path or an Architecture: choose from .*phi-4"),
+        ({"layout": 5}, r"layout is 5, must be Layout\(\.\.\.\): name its fields"),
+        ({"routing": 5}, r"routing is 5, must be Routing\(\.\.\.\): .* takes a name or a path"),
+        ({"state": "fp8"}, r"state is 'fp8', must be TrainingState\(\.\.\.\)"),
+        ({"allocator": 5}, r"allocator is 5, must be AllocatorSettings\(\.\.\.\)"),
     ],
 )
 def test_a_wrong_scenario_is_refused_before_anything_is_built(options: dict[str, Any], words: str) -> None:
     from memlab.lab.lab import Lab
 
     with pytest.raises(ValueError, match=words):
-        Lab("phi-4-tiny", **options)
+        Lab(**{"architecture": "phi-4-tiny"} | options)
 
 
 def test_a_step_that_needs_more_than_the_device_ends_in_a_record_and_the_model_steps_on(
@@ -531,6 +537,8 @@ def test_a_closed_lab_says_so_of_its_groups(open_lab: Callable[..., Any]) -> Non
     lab.close()
     with pytest.raises(ValueError, match=r"closed.*open another"):
         _ = lab.pinned_host_memory
+    with pytest.raises(ValueError, match=r"closed.*open another"):
+        lab.check_state(TrainingState(), MemorySettings())
 
 
 def test_progress_of_a_pipeline_stage_ends_at_its_total() -> None:
@@ -538,8 +546,9 @@ def test_progress_of_a_pipeline_stage_ends_at_its_total() -> None:
     layout = Layout(pipeline_model_parallel_size=2)
     with Lab("phi-4-tiny", num_layers=4, seq_length=64, layout=layout, backend="simulated") as lab:
         lab.step(on_progress=seen.append)
-        with pytest.raises(ValueError, match="must be from 0 to 1"), lab.tap(2):
-            pass
+        for layer in (2, 1.0):
+            with pytest.raises(ValueError, match="must be from 0 to 1"), lab.tap(layer):  # type: ignore[arg-type]
+                pass
     assert (seen[-1].done, seen[-1].total) == (2 * 2 * 2, 2 * 2 * 2)
 
 

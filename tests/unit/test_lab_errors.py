@@ -15,6 +15,7 @@ import torch
 
 from memlab.config.settings import MemorySettings
 from memlab.lab.lab import Lab
+from memlab.lab.session import Session
 from memlab.model.recover_failed_step import release_tensors
 from tests.unit.live import FULL, offload, recompute
 
@@ -163,17 +164,35 @@ def test_exceptions_that_others_refer_to_are_released_too() -> None:
     assert caught.exceptions[1].args == ("of the model", "<Tensor>")
 
 
+@pytest.mark.parametrize("place", ["memlab.model.build._fuse_adam", "memlab.lab.stepper.Transfers"])
 def test_a_failed_build_keeps_nothing_in_its_exception(
-    open_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    place: str, open_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from memlab.model import build
-
     with monkeypatch.context() as patched:
-        patched.setattr(build, "_fuse_adam", lambda optimizer: 1 / 0)
+        patched.setattr(place, lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError) as caught:
             open_lab("phi-4-tiny")
+    assert any("Stepper" in note or "build" in note for note in caught.value.__notes__)
+    assert_no_model_is_left()
+
+
+def test_a_build_that_ctrl_c_interrupts_leaves_no_model(
+    open_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build_and_interrupt(session: Session) -> None:
+        session.worker.submit(session.stepper.build)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Session, "build", build_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            open_lab("phi-4-tiny")
+    assert_no_model_is_left()
+
+
+def assert_no_model_is_left() -> None:
     gc.collect()
-    assert "_fuse_adam" in caught.value.__notes__[0]
+    assert Lab._open is None
     assert not [thing for thing in gc.get_objects() if type(thing).__name__ == "GPTModel"]
 
 

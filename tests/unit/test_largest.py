@@ -12,9 +12,10 @@ from memlab.cli import main
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import Fp8Recipe, TrainingState
 from memlab.fitting.along_front import AlongFrontInterrupted, largest_along_front
 from memlab.fitting.does_it_fit import Verdict, fits
-from memlab.fitting.largest import WHATS, Largest, LargestInterrupted, What, largest
+from memlab.fitting.largest import WHATS, Largest, LargestInterrupted, What, largest, unit_of, with_value
 from memlab.fitting.measured_margin import limit_with_margin
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.fitting.pareto_front import Point, SearchResult
@@ -84,6 +85,37 @@ def test_nothing_may_fit_or_everything() -> None:
     every = largest("micro-batch-size", MemorySettings(), [JOB], steps_of(0.01, 0, 60 * GIB, []), 60 * GIB)
     assert every.largest_that_fits == every.most == 2**14
     assert every.verdict.startswith("'none' fits with up to 16,384 sequences of 4,096 tokens in a micro-batch")
+
+
+@pytest.mark.parametrize(
+    ("what", "tensor_ranks", "recipe", "sequences", "unit"),
+    [
+        ("tokens", 1, "delayed", (1, 512), 16),
+        ("tokens", 2, "delayed", (1, 512), 16),
+        ("seq-length", 2, "mxfp8", (1, 512), 64),
+        ("seq-length", 2, "blockwise", (1, 512), 256),
+        ("micro-batch-size", 2, "blockwise", (4, 64), 4),
+        ("micro-batch-size", 1, "delayed", (1, 64), 1),
+    ],
+)
+def test_fp8_takes_the_multiples_of_the_unit_and_no_other_value(
+    what: What, tensor_ranks: int, recipe: Fp8Recipe, sequences: tuple[int, int], unit: int
+) -> None:
+    def is_taken(value: int) -> bool:
+        try:
+            return bool(with_value(job, what, value))
+        except ValueError:
+            return False
+
+    job = Scenario.of(
+        "phi-4",
+        micro_batch_size=sequences[0],
+        seq_length=sequences[1],
+        layout=Layout(tensor_model_parallel_size=tensor_ranks),
+        state=TrainingState(fp8_format="e4m3", fp8_recipe=recipe),
+    )
+    assert unit_of(what, job) == unit
+    assert [value for value in range(1, 3 * unit + 1) if is_taken(value)] == [unit, 2 * unit, 3 * unit]
 
 
 def test_where_fragmentation_decides_everywhere_few_values_are_tried() -> None:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from memlab import Lab, Layout, MemorySettings, TrainingState
+from memlab.lab.progress import StepStopped
 from memlab.model.layer_replay import LayerReplay, NotReplayableError
 from memlab.record.step_record import StepRecord
 from memlab.record.transfer import GROUPS
+from memlab.vocabulary import PHASES
 from tests.unit.replayed import Case, random_case, require_identical, take
 
 _MLP = MemorySettings(recompute_granularity="selective", recompute_modules=("mlp",))
@@ -160,6 +162,68 @@ def test_what_full_recompute_left_in_moe_layers_is_freed_before_replay_begins_ag
         require_identical(one, other)
 
 
+@pytest.mark.parametrize(
+    ("settings", "are_replayed", "num_microbatches", "warm_up"),
+    [
+        ([_FULL, _GROUPS, MemorySettings(), _FULL, _LAYERNORM], [True, True, False, True, True], 1, False),
+        ([MemorySettings(), _GROUPS, _FULL, _BLOCK, _GROUPS], [True, True, True, False, True], 1, True),
+        ([_MOE, _FULL], [True, True], 3, True),
+    ],
+)
+def test_moe_layers_under_full_recompute_are_replayed(
+    settings: list[MemorySettings], are_replayed: list[bool], num_microbatches: int, warm_up: bool
+) -> None:
+    """Not in the first step after it, if its groups are in several units then."""
+    stepped, none = _steps_of_moe(settings, num_microbatches, warm_up=warm_up, replay=False)
+    replayed, found = _steps_of_moe(settings, num_microbatches, warm_up=warm_up, replay=True)
+    assert not any(none)
+    assert found == are_replayed
+    for one, other in zip(stepped, replayed, strict=True):
+        require_identical(one, other)
+
+
+def test_a_group_of_stepped_and_replayed_layers_frees_what_their_graphs_keep_where_each_dispatcher_lets_go() -> None:
+    records = []
+    for replay in (False, True):
+        with Lab("qwen3-moe-tiny", num_layers=6, seq_length=64, backend="simulated", replay=replay) as lab:
+            lab.step(_MOE, warm_up=False)
+            stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+            assert 0 < stepper.num_replayed < 3 if replay else not stepper.num_replayed
+            records.append(lab.step(replace(_FULL, recompute_num_layers=3), warm_up=False))
+    require_identical(*records)
+
+
+def test_a_step_that_was_stopped_while_it_was_replayed_can_be_taken_again() -> None:
+    """What its passes would have freed is freed already."""
+    with Lab("qwen3-moe-tiny", num_layers=12, seq_length=64, backend="simulated") as lab:
+        lab.step(_ATTENTION)
+        lab.apply(MemorySettings())
+        stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+
+        def stop() -> None:
+            labels = stepper.labels
+            if PHASES[labels.phase] == "forward" and labels.modules[labels.module].startswith("decoder.layers.6"):
+                raise StepStopped(labels.modules[labels.module])
+
+        stopped: Any = lab._session.run_exclusive(lambda: stepper.step(stop))  # type: ignore[union-attr]
+        assert stopped.status == "interrupted"
+        assert lab.step(warm_up=False).status == lab.step(warm_up=False).status == "ok"
+
+
+@pytest.mark.parametrize("settings", [_FULL, _MOE])
+def test_what_dispatchers_retain_is_found_after_a_replayed_step_too(settings: MemorySettings) -> None:
+    found = []
+    for replay in (False, True):
+        with Lab("qwen3-moe-tiny", num_layers=8, seq_length=64, backend="simulated", replay=replay) as lab:
+            lab.step(settings)
+            stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+            assert bool(stepper.num_replayed) == replay
+            found.append(lab.retained())
+    stepped, replayed = found
+    assert len(stepped) == 8
+    assert replayed == stepped
+
+
 @pytest.mark.parametrize("leaves_copies", [False, True])
 def test_an_update_is_replayed_if_it_leaves_allocated_what_it_found(leaves_copies: bool) -> None:
     state = TrainingState(grad_reduce_in_bf16=leaves_copies)  # each update leaves fp32 copies of bf16 gradients
@@ -260,6 +324,19 @@ def test_what_a_tap_keeps_is_freed_again_in_the_steps_after_it() -> None:
                 lab.step()
             records[replay] = lab.step()
     require_identical(records[False], records[True])
+
+
+def _steps_of_moe(
+    settings: list[MemorySettings], num_microbatches: int, *, warm_up: bool, replay: bool
+) -> tuple[list[StepRecord], list[bool]]:
+    records, are_replayed = [], []
+    arguments: dict[str, Any] = {"num_layers": 14, "seq_length": 64, "num_microbatches": num_microbatches}
+    with Lab("qwen3-moe-tiny", **arguments, backend="simulated", replay=replay) as lab:
+        for each in settings:
+            records.append(lab.step(each, warm_up=warm_up))
+            stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+            are_replayed.append(stepper.num_replayed > 0)
+    return records, are_replayed
 
 
 def _between_other_steps(*, replay: bool) -> list[StepRecord]:

@@ -58,11 +58,11 @@ def test_ranks_of_a_kind_are_looked_at_once() -> None:
         ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size is 0, must be a whole number of at least 1"),
         (
             {"expert_model_parallel_size": 4, "data_parallel_size": 6},
-            "must divide the 6 ranks of a stage: for the first choose from 1, 2, 3, 6",
+            "must divide the 6 ranks of a stage: choose expert_model_parallel_size from 1, 2, 3, 6",
         ),
         (
             {"expert_tensor_parallel_size": 4, "tensor_model_parallel_size": 2, "data_parallel_size": 3},
-            "1 x expert_tensor_parallel_size 4 is 4, must divide the 6 ranks .* choose from none, and change",
+            "1 x expert_tensor_parallel_size 4 is 4, must divide the 6 ranks .* change expert_tensor_parallel_size",
         ),
     ],
 )
@@ -75,7 +75,10 @@ def test_sizes_that_make_no_job_are_refused(sizes: dict[str, int], text: str) ->
     ("sizes", "text"),
     [
         ({"tensor_model_parallel_size": 8}, r"must divide the 4 query groups of qwen3-30b-a3b: choose from 1, 2, 4"),
-        ({"context_parallel_size": 3}, r"4096 tokens of a sequence into 6 chunks, two a rank: choose from 1, 2, 4, 8,"),
+        (
+            {"context_parallel_size": 3},
+            r"4096 tokens of a sequence into 6 chunks, two per rank: choose from 1, 2, 4, 8,",
+        ),
         ({"pipeline_model_parallel_size": 5}, r"must divide the 48 layers of qwen3-30b-a3b: choose from 1, 2, 3, 4, 6"),
         ({"expert_tensor_parallel_size": 5, "data_parallel_size": 5}, r"must divide the 768 columns of an expert"),
         ({"expert_model_parallel_size": 3, "data_parallel_size": 3}, r"must divide the 128 experts"),
@@ -86,9 +89,12 @@ def test_what_does_not_divide_is_refused_with_the_choices(sizes: dict[str, int],
         Scenario.of(architecture=QWEN, layout=Layout(**sizes))
 
 
-def test_a_dense_model_has_no_experts_to_spread() -> None:
+def test_a_dense_model_has_an_mlp_to_split_and_no_experts_to_spread() -> None:
     with pytest.raises(ValueError, match="must be 1, since phi-4 is dense: choose from 1"):
         Scenario.of(architecture=PHI, layout=Layout(expert_model_parallel_size=2, data_parallel_size=2))
+    uneven = replace(PHI, ffn_hidden_size=17921)
+    with pytest.raises(ValueError, match="must divide the 17921 columns of the MLP of phi-4: choose from 1"):
+        Scenario.of(architecture=uneven, layout=Layout(tensor_model_parallel_size=2))
     with pytest.raises(ValueError, match="expert_tensor_parallel_size is 2, and phi-4 is dense: leave it out"):
         Scenario.of(architecture=PHI, layout=Layout(expert_tensor_parallel_size=2, data_parallel_size=2))
 
@@ -106,7 +112,7 @@ def test_ranks_beyond_one_copy_are_data_parallel() -> None:
 
     found = layout("--tensor-model-parallel-size", "2", "--expert-model-parallel-size", "4")
     assert (found.data_parallel_size, found.world_size, found.rank) == (4, 8, 5)
-    with pytest.raises(ValueError, match=r"the job has 8 ranks, must be a multiple of 3"):
+    with pytest.raises(ValueError, match=r"the number of ranks is 8, must be a multiple of 3"):
         layout("--tensor-model-parallel-size", "3")
 
 
@@ -124,7 +130,7 @@ def test_the_first_and_the_last_stage_may_have_other_numbers_of_layers() -> None
     with pytest.raises(ValueError, match=r"leave 1 of 7 layers to 0 stages"):
         layers(7, pipeline_model_parallel_size=2, **ends)
     both = r"stage \+ num_layers_in_last_pipeline_stage is 6, which leaves 5 of 11 layers to the other 2 stages, must "
-    with pytest.raises(ValueError, match=f"{both}leave them equally many: choose 5 or 7"):
+    with pytest.raises(ValueError, match=f"{both}leave the same number to each of them: choose 5 or 7"):
         layers(11, pipeline_model_parallel_size=4, **ends)
     for sums in (5, 7):
         layers(11, pipeline_model_parallel_size=4, **ends | {"num_layers_in_first_pipeline_stage": sums - 4})
@@ -152,7 +158,7 @@ def test_a_layout_of_more_ranks_than_were_started_is_refused() -> None:
         [sys.executable, "-m", "memlab", *command.split()], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert done.stderr.strip().splitlines()[-1].startswith("the job has 1 ranks, must be a multiple of 2")
+    assert done.stderr.strip().splitlines()[-1].startswith("the number of ranks is 1, must be a multiple of 2")
 
 
 def test_a_rank_that_fails_leaves_at_once_with_its_text() -> None:
@@ -188,6 +194,6 @@ def test_a_layout_is_read_as_it_is_written(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["TP", "2", "XP2", "TP2 TP4", "TP-2", "tp2", "TP2,DP2", "TP٢"])
 def test_words_that_are_no_sizes_are_refused_with_the_choices(text: str) -> None:
-    with pytest.raises(ValueError, match=r"must have TP, CP, PP, VP, EP, ETP, DP, each with a number") as refusal:
+    with pytest.raises(ValueError, match=r"may have only TP, CP, PP, VP, EP, ETP, DP, each with a number") as refusal:
         Layout.from_text(text)
     assert "\n" not in str(refusal.value)

@@ -203,9 +203,12 @@ def test_the_command_shows_what_single_predictions_give(capfd: pytest.CaptureFix
     ("flags", "refusal"),
     [
         ("--gpus 0", "world_size is 0, must be a whole number of at least 1"),
-        ("--gpus 4 --world-size 2", "--world-size is 2 with --gpus 4"),
+        ("--gpus 4 --world-size 2", "--world-size is 2, but --gpus 4"),
         ("--gpus 4 --largest tokens", "--largest cannot be combined with --gpus"),
-        ("--gpus 4 --pipeline-model-parallel-size 3", "--gpus is 4, which makes no layout of phi-4-tiny with pipeline"),
+        (
+            "--gpus 4 --pipeline-model-parallel-size 3",
+            "--gpus is 4, but phi-4-tiny has no layout of that many ranks with pipeline",
+        ),
     ],
 )
 def test_bad_input_exits_with_2_and_one_line(flags: str, refusal: str, capfd: pytest.CaptureFixture[str]) -> None:

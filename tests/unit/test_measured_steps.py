@@ -29,5 +29,8 @@ def test_a_file_a_line_and_a_scenario_that_are_not_there_are_refused(tmp_path: P
     (tmp_path / "one.jsonl").write_text("[]\n")
     with pytest.raises(ValueError, match="line 1: "):
         measured_steps(tmp_path / "one.jsonl", "phi-4")
+    (tmp_path / "one.jsonl").write_bytes(b"\x80\xff\x00")
+    with pytest.raises(ValueError, match=r"line 1: the line is not valid JSON .*: give a file of measured steps"):
+        measured_steps(tmp_path / "one.jsonl", "phi-4")
     with pytest.raises(ValueError, match=r"has no step of phi-4, 3 layers.*choose a scenario that was measured"):
         measured_steps(RESULTS / "h200_settings.jsonl", "phi-4", num_layers=3)

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from memlab.backends import meta_result_cache
 from memlab.backends.meta_result_cache import MetaResultCache
 from memlab.meter.observers import ObserveResults
 
@@ -81,3 +82,26 @@ def test_what_does_not_fit_is_refused_each_time() -> None:
                 fake(4, 3) + fake(4, 2)
             with pytest.raises(RuntimeError):
                 fake(3).add_(fake(4, 3))
+
+
+def test_labs_share_what_is_remembered_until_it_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = MetaResultCache.of_process()
+    with ObserveResults(Mock(), shared.answer):
+        fake(4) * 2
+    assert MetaResultCache.of_process() is shared
+    monkeypatch.setattr(meta_result_cache, "_MOST_ENTRIES", 0)
+    assert MetaResultCache.of_process() is not shared
+
+
+def test_what_another_default_dtype_made_does_not_answer() -> None:
+    def dtype_of_halves() -> torch.dtype:
+        with ObserveResults(Mock(), MetaResultCache.of_process().answer):
+            return torch.ops.aten.full.default([2], 0.5, device="meta").dtype
+
+    usual = torch.get_default_dtype()
+    assert [dtype_of_halves() for _ in range(2)] == [usual, usual]
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert dtype_of_halves() == torch.float64
+    finally:
+        torch.set_default_dtype(usual)

@@ -153,8 +153,13 @@ def test_an_audit_leaves_the_lab_as_it_was(open_lab: Callable[..., Lab]) -> None
     lab = open_lab("qwen3-moe-tiny", num_layers=LAYERS)
     before = lab.step(offload("core_attn"))
     account = lab.audit_offload(before.settings)
+    lab.audit_offload(offload("expert_fc1"))
     after = lab.step()
-    assert [record.settings for record in lab.records] == [before.settings, MemorySettings(), *[before.settings] * 2]
+    plain, other = MemorySettings(), offload("expert_fc1")
+    assert [record.settings for record in lab.records] == [
+        *(before.settings, plain, before.settings),
+        *(plain, other, before.settings),
+    ]
     for record in (account.offloaded, after):
         assert (record.peak_allocated_bytes, record.loss) == (before.peak_allocated_bytes, before.loss)
 

@@ -97,6 +97,9 @@ def test_rows_are_cut_into_about_equal_sequences_which_keep_their_length_in_othe
     assert job.with_tokens_of_a_row(200).packed_sequences == 6
     assert job.with_tokens_of_a_row(10).packed_sequences == 1
     assert Scenario.from_dict(job.to_dict()) == job
+    for seq_length in ("200", 0, -5):
+        with pytest.raises(ValueError, match=f"seq_length is {seq_length!r}, must be a whole number of at least 1"):
+            job.with_tokens_of_a_row(seq_length)  # type: ignore[arg-type]
 
 
 def test_each_sequence_that_ranks_share_is_padded_to_two_chunks_per_rank() -> None:

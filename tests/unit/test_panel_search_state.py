@@ -20,7 +20,7 @@ from memlab.views.panel.search_view import SearchView
 from memlab.views.panel.settings_form import LABELS
 from memlab.views.panel.state import LabState
 from memlab.views.text.columns import LINE_WIDTH, as_text
-from memlab.views.text.search import alone_blocks, search_table
+from memlab.views.text.search import alone_blocks, ranked, search_table
 from tests.unit.test_search import PLAIN, machine, predicting
 
 from .fake_lab import FakeLab
@@ -186,7 +186,10 @@ def test_what_cannot_be_searched_is_said(state: SearchState, room: str, changes:
 
 def test_the_room_that_is_proposed_lies_just_under_the_shown_run(state: SearchState) -> None:
     state.is_open = True
-    assert (state.limit, state.limit_source) == ("76.000 GiB", "what torch can usually hold of a GPU's 80 GB")
+    assert (state.limit, state.limit_source) == (
+        "76.000 GiB",
+        "what torch can usually hold of a GPU's 80 GB in a job of one rank",
+    )
     lab = FakeLab()
     lab.submit(PLAIN)
     beside = SearchState(LabState(lab), FakeProcess)
@@ -242,16 +245,19 @@ def test_every_point_of_the_front_comes_into_the_controls_as_it_is(state: Search
         view.chart._answer(view.chart, {"point": number, "view": "search 1"}, [])
         assert state._state.settings == point.settings
         assert str(point.settings) in state._state.notice
-    assert state.notice.startswith("On the front: "), "one line says what was found, another what was taken"
+    assert " settings are on the front (" in state.notice, "one line says what was found, another what was taken"
     view.chart._answer(view.chart, {"point": 0, "view": "search 0"}, [])
-    assert state._state.notice == "The chart changed before your click arrived: click again."
-    label, number = view.choice.options[1]
-    view.choice.value = number
-    assert state._state.settings == found.points[number].settings and str(found.points[number].settings) in label
-    assert len(view.choice.options) == len(found.front) + 1
+    assert state._state.notice == "Another search ended before your click arrived: click again."
+    rows = view.table.content["choices"]
+    assert [found.points[number] for number in rows] == list(found.front)
+    view.table._answer(view.table, {"choice": rows[0], "shown": view.table.content["shown"]}, [])
+    assert state._state.settings == found.front[0].settings
+    state._state.notice = ""
     state.start()
     state._process.on_end(replace(found, points=found.points[:1]))
-    assert len(view.choice.options) == 2
+    assert view.table.content["choices"] == [0]
+    view.table._answer(view.table, {"choice": 0, "shown": view.table.content["shown"] - 1}, [])
+    assert state._state.notice == "Another search ended before your click arrived: click again."
 
 
 def test_a_failed_search_is_a_line_and_the_panel_lives() -> None:
@@ -284,12 +290,13 @@ def test_each_setting_alone_is_listed_by_what_it_saves_and_comes_into_the_contro
     assert f"{max(saved.values()) / MIB:.2f}" in text
     in_phases = replace(alone, points=tuple(replace(point, peak_phase="optimizer") for point in alone.points))
     assert "peak in" not in text and "optimizer" in as_text(alone_blocks(in_phases)), "why it saves no more"
-    assert "each setting alone" in view.answer.value
+    assert "each setting alone" in view.answer.content["html"]
     counted = f"{len(alone.points)} settings predicted: 'none', and each change to it alone."
     assert state.notice.startswith(counted), "the count is that of the rows"
-    assert f"{len(alone.points)} of {len(alone.points)} settings predicted" in view.table.value
-    assert len(view.choice.options) == len(alone.points) + 1
-    view.choice.value = alone.points.index(others[0])
+    assert f"{len(alone.points)} of {len(alone.points)} settings predicted" in view.table.content["html"]
+    assert [alone.points[number] for number in view.answer.content["choices"]] == ranked(alone)
+    chosen = {"choice": alone.points.index(others[0]), "shown": view.answer.content["shown"]}
+    view.answer._answer(view.answer, chosen, [])
     assert state._state.settings == others[0].settings
     view.search.click()
     assert not state.alone and not state._process.alone

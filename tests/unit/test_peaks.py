@@ -119,7 +119,8 @@ def test_a_rank_of_every_kind_is_the_command_s(capfd: pytest.CaptureFixture[str]
 
 def test_alike_ranks_are_looked_at_once_and_named_ones_alone() -> None:
     layout = Layout(expert_model_parallel_size=2, data_parallel_size=2)
-    assert list(predict_ranks("qwen3-moe-tiny", layout, **SMALL)) == ["rank-0"]
+    of_a_lab: dict[str, Any] = {"replay": False, "state": None, "allocator": None}
+    assert list(predict_ranks("qwen3-moe-tiny", layout, **SMALL, **of_a_lab)) == ["rank-0"]
     assert list(predict_ranks("qwen3-moe-tiny", layout, ranks=[1], **SMALL)) == ["rank-1"]
 
 

@@ -220,7 +220,7 @@ def test_predictions_are_what_an_h200_needed(
 
 def test_options_that_change_nothing_say_so() -> None:
     alone = TrainingState(use_precision_aware_optimizer=True, main_grads_dtype="bf16")
-    assert "in fp32 without grad_reduce_in_bf16" in alone.without_effect()["main_grads_dtype"]
+    assert "which is fp32 without grad_reduce_in_bf16" in alone.without_effect()["main_grads_dtype"]
     assert not replace(alone, grad_reduce_in_bf16=True).without_effect()
     state = replace(alone, grad_reduce_in_bf16=True, main_params_dtype="fp16")
     without_effect = Scenario.of("phi-4-tiny", dtype="fp32", state=state).without_effect()

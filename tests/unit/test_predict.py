@@ -60,7 +60,7 @@ def test_every_kind_of_rank_and_the_worst(capfd: pytest.CaptureFixture[str]) -> 
     assert main(["predict", *TINY, *job]) == 0
     printed = capfd.readouterr().out
     assert "<- worst" in printed and " ms" not in printed, "a prediction tells no time"
-    assert "each other of the 4 ranks equals one of these" in printed
+    assert "each of the others of the 4 ranks needs the same memory as one of these" in printed
 
 
 def test_a_long_step_says_how_far_it_is_and_ctrl_c_keeps_the_part_that_was_taken(
@@ -94,7 +94,7 @@ def test_ctrl_c_after_the_verdict_keeps_it(capfd: pytest.CaptureFixture[str], mo
     assert main(["predict", *TINY, memory]) == 130
     printed, told = capfd.readouterr()
     assert printed.startswith("does not fit ") and f"  {FULL}: peak 1.00 MiB" in printed
-    assert "interrupted: what else would fit" in told
+    assert "interrupted: the list of settings that would fit" in told
 
 
 def test_what_cannot_fit_is_told_from_what_may_fit_under_several_settings(capfd: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +112,7 @@ def test_what_cannot_fit_is_told_from_what_may_fit_under_several_settings(capfd:
     [
         ("--rank 1", "rank is 1, must be from 0 to 0"),
         ("--world-size 2 --context-parallel-size 4", "must be a multiple of 4 (tensor 1 x context 4 x pipeline 1)"),
-        ("--world-size 3 --context-parallel-size 3", "into 6 chunks, two a rank: choose from 1, 2, 4, 8, 16, 32"),
+        ("--world-size 3 --context-parallel-size 3", "into 6 chunks, two per rank: choose from 1, 2, 4, 8, 16, 32"),
         (
             "--world-size 2 --tensor-model-parallel-size 2",
             "must divide the 5 query groups of phi-4-tiny: choose from 1, 5",
@@ -124,7 +124,7 @@ def test_what_cannot_fit_is_told_from_what_may_fit_under_several_settings(capfd:
         ),
         (
             "--world-size 2 --pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2 --num-layers 4",
-            "num_microbatches is 1, must be a multiple of the 2 stages where they are interleaved: choose from 2, 4, 6",
+            "num_microbatches is 1, must be a multiple of the number of stages, 2, if the schedule is interleaved: choose from 2, 4, 6",
         ),
         ("--world-size 2 --expert-model-parallel-size 2", "must be 1, since phi-4-tiny is dense: choose from 1"),
         ("--world-size 2 --expert-tensor-parallel-size 2", "and phi-4-tiny is dense: leave it out"),
@@ -132,7 +132,7 @@ def test_what_cannot_fit_is_told_from_what_may_fit_under_several_settings(capfd:
         ("--world-size 2 --rank 2", "rank is 2, must be from 0 to 1, of 2 ranks (DP2): choose another rank or layout"),
         ("--tensor-model-parallel-size 0", "tensor_model_parallel_size is 0, must be a whole number of at least 1"),
         ("--rank first", "'first' is not a whole number"),
-        ("--world-size 3 --pipeline-model-parallel-size 2", "the job has 3 ranks, must be a multiple of 2"),
+        ("--world-size 3 --pipeline-model-parallel-size 2", "the number of ranks is 3, must be a multiple of 2"),
         ("--gpu-memory 80Gi", "'80Gi' is not a size of memory: write a number and a unit, such as 80GiB"),
         ("--gpu-memory 80", "--gpu-memory is 80 B, must be more than the 2.449 GiB that CUDA and its libraries take"),
         ("--routing skewed:2", "phi-4-tiny has no experts: leave it out"),
@@ -156,8 +156,8 @@ def test_an_architecture_that_nobody_knows_is_refused_with_the_known(capfd: pyte
     [
         ([0.1] * 8, "a sum of 0.8, must be from 0 to 1 with a sum of 1"),
         ([0.25] * 4, "routing has 4 shares, must be 8, one per expert"),
-        ([1.0, *[0.0] * 7], "gives an expert 8 times the mean, must be at most 4"),
-        ({"first": 1}, "which does not hold a list of shares"),
+        ([1.0, *[0.0] * 7], "gives an expert 8 times the mean, must give it at most 4 times"),
+        ({"first": 1}, "which does not contain a list"),
         ([True, "all"], "shares with True, must be from 0 to 1"),
     ],
 )
@@ -257,6 +257,43 @@ def test_fitting_refuses_what_is_no_step_or_no_size_and_leaves_the_settings() ->
         assert lab.settings == MemorySettings() and lab.device_memory_bytes is None
 
 
+def test_a_record_of_another_scenario_is_not_judged_by_steps_of_this_one() -> None:
+    with Lab("phi-4-tiny", num_layers=1, seq_length=64, backend="simulated") as lab:
+        record = lab.step()
+        rank = replace(record.scenario, layout=Layout(data_parallel_size=2, rank=1))
+        lab.set_workload(seq_length=128)
+        refused = "had another {} than this lab has now, must have the same, .* take a step now, and give its record"
+        with pytest.raises(ValueError, match=refused.format("seq_length")):
+            lab.fit(record, "80GiB")
+        with pytest.raises(ValueError, match=refused.format("seq_length, another layout")):
+            lab.fit(replace(record, scenario=rank), "80GiB")
+        assert len(lab.records) == 1
+
+
+def test_a_pass_is_judged_by_passes_of_its_own_workload() -> None:
+    with Lab("phi-4-tiny", num_layers=2, seq_length=64, backend="simulated") as lab:
+        trained = lab.step()
+        record = lab.forward_only(seq_length=8192, warm_up=True)
+        reserved = record.peak_reserved_bytes
+        assert reserved is not None and trained.peak_allocated_bytes < record.peak_allocated_bytes < reserved
+        lab.records.clear()
+        # The pass allocates less and reserves more, so that only a pass with this limit shows whether it fits.
+        tight = lab.fit(record, reserved - 1 + OUTSIDE_BYTES)
+        assert lab.records and all(known.forward_only for known in lab.records)
+        assert {known.scenario for known in lab.records} == {record.scenario}
+        lab.records.clear()
+        hopeless = lab.fit(record, record.peak_allocated_bytes - 1 + OUTSIDE_BYTES)
+        assert (tight.fits, hopeless.fits, hopeless.alternatives, lab.records) == (True, False, (), [])
+        assert lab.scenario == trained.scenario
+
+
+@pytest.mark.parametrize(("backend", "place"), [("cpu", "this CPU; it says nothing about a GPU"), ("cuda", "a GPU")])
+def test_a_measured_step_is_not_said_to_be_predicted(backend: str, place: str) -> None:
+    record = record_of(None, backend=backend, peak_allocated_bytes=GIB, static_bytes=GIB // 2)
+    fit = judge_fit(record, lambda *_: pytest.fail("no other step is needed"), GIB + OUTSIDE_BYTES)
+    assert (fit.verdict, fit.basis) == ("fits", f"a step that was measured on {place}")
+
+
 def test_what_fits_in_a_warm_lab_fits_in_a_fresh_one() -> None:
     said = set()
     for name in ("phi-4-tiny", "qwen3-moe-tiny"):
@@ -306,7 +343,7 @@ def test_a_job_fits_where_each_rank_does_and_what_would_fit_does_on_all(capfd: p
 
 def test_a_rank_that_was_taken_by_default_says_that_others_differ(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", *UNEVEN]) == 0
-    assert "this is rank 0 of 2: other ranks need more or less" in capfd.readouterr().out
+    assert "this is rank 0, one of 2 ranks; other ranks may need more or less memory" in capfd.readouterr().out
     assert main(["predict", *TINY, "--world-size", "2"]) == 0
     assert "other ranks" not in capfd.readouterr().out, "data parallel ranks are alike"
 
@@ -331,8 +368,8 @@ def test_expandable_segments_are_advised_where_only_fragmentation_prevents_a_ste
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     job = ["predict", "qwen3-moe-tiny", "--num-layers", "2", "--seq-length", "2048"]
-    how = ": predict that with --expandable-segments"
-    advice = f"it fits with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True{how}"
+    how = ": add --expandable-segments to predict this"
+    advice = f"the step fits with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True{how}"
 
     def predicted(mebibytes: int, *flags: str) -> tuple[int, list[str]]:
         exit_code = main([*job, "--gpu-memory", str(mebibytes * MIB + OUTSIDE_BYTES), *flags])

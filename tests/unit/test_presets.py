@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from memlab.config.architectures import ARCHITECTURES
@@ -9,10 +11,13 @@ from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.jobs.job import Job
 from memlab.views.panel.panel import panel
 from memlab.views.panel.presets import PRESETS
 
 from .fake_lab import FakeLab
+
+MEGATRON = "actor_rollout_ref.actor.megatron"
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -24,6 +29,29 @@ def test_a_preset_names_its_source_and_every_model_takes_it(name: str) -> None:
         check_on_model(preset.settings, Scenario.of(architecture, state=preset.state))
 
 
+@pytest.mark.parametrize(
+    ("framework", "text"),
+    [
+        ("verl", " ".join([
+            "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=phi-4",
+            *(f"{MEGATRON}.{part}_offload=True" for part in ("param", "grad", "optimizer")),
+            f"{MEGATRON}.override_transformer_config.recompute_granularity=full",
+            f"{MEGATRON}.override_transformer_config.recompute_method=uniform",
+            f"{MEGATRON}.override_transformer_config.recompute_num_layers=1",
+        ])),
+        ("NeMo-RL", "policy: {model_name: phi-4, megatron_cfg: {enabled: true}}\ngrpo: {num_prompts_per_step: 8}"),
+        ("SkyRL", "uv run -m skyrl.train.entrypoints.main_base trainer.policy.model.path=phi-4"),
+    ],
+)  # fmt: skip
+def test_a_preset_is_what_a_job_with_these_keys_has(framework: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / ("config.yaml" if text.startswith("policy") else "run.sh")
+    path.write_text(text)
+    version = "2026-08-20" if framework == "verl" else None
+    scenario, settings = Job.read(path, format_name=framework.lower(), version=version).required()
+    preset = next(preset for name, preset in PRESETS.items() if name.startswith(framework))
+    assert (preset.settings, preset.state) == (settings, scenario.state)
+
+
 def test_a_preset_sets_the_controls_which_name_it_until_they_change() -> None:
     shown = panel(FakeLab())
     choice, state = shown.presets.choice, shown.state
@@ -33,7 +61,7 @@ def test_a_preset_sets_the_controls_which_name_it_until_they_change() -> None:
     assert state.settings == PRESETS[name].settings
     assert state.selection[0].state == PRESETS[name].state
     assert PRESETS[name].source in state.notice
-    state.edit(offload_optimizer=True)
+    state.edit(offload_optimizer=False)
     assert choice.value == "choose a preset"
     choice.value = "plain"
     assert (state.settings, state.selection[0].state) == (MemorySettings(), TrainingState())
@@ -45,11 +73,7 @@ def test_a_framework_s_preset_is_not_named_by_who_only_chose_the_same_settings()
     choice, state = shown.presets.choice, shown.state
     name = next(name for name in PRESETS if name.startswith("SkyRL"))
     full = PRESETS[name].settings
-    state.edit(
-        recompute_granularity="full",
-        recompute_method=full.recompute_method,
-        recompute_num_layers=full.recompute_num_layers,
-    )
+    state.edit(**full.changed())
     assert state.settings == full
     assert choice.value == "choose a preset"
     choice.value = name

@@ -196,6 +196,16 @@ def test_a_forked_process_has_the_folder_of_its_engine_whatever_the_size_of_its_
     engine.end("a notebook")
 
 
+def test_engines_that_do_not_start_are_refused_with_the_end_of_their_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memlab.ranks.ranks._START_SECONDS", -1)
+    rule = (
+        r"1 engines did not start within -1 s, and (the last line of their logs is '.+'|they wrote no log): start fewer"
+    )
+    with pytest.raises(ValueError, match=rule) as refused:
+        Ranks.start(1)
+    assert tempfile.gettempdir() not in str(refused.value), "their folder is gone"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")
 def test_a_fork_server_that_cannot_fork_says_why_and_serves_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse() -> int:
@@ -493,6 +503,13 @@ def test_a_lab_on_two_ranks_does_what_a_lab_on_one_does(ranks: Ranks) -> None:
             lab.each("close")
         with pytest.raises(ValueError, match="micro_batch_size is 0, must be"):
             lab.set_workload(micro_batch_size=0)
+        lab.set_state(TrainingState(grad_reduce_in_bf16=True), FULL)
+        assert lab.settings == FULL
+        again = lab.step(MemorySettings(), state=TrainingState())
+        assert [record.peak_by_category for record in again.ranks] == [
+            record.peak_by_category for record in plain.ranks
+        ]
+        assert len(lab.state_changes) == 2
     assert lab.closed
     processes = [process_of(ranks, rank).pid for rank in range(2)]
     with Lab(**TINY, layout=Layout(data_parallel_size=2), ranks=ranks) as lab:
@@ -587,7 +604,9 @@ def test_ctrl_c_waits_for_the_pass_of_a_job_or_ends_its_processes(
 
 def test_a_job_of_one_rank_runs_out_of_memory_and_goes_on_after_a_build_that_failed(ranks: Ranks) -> None:
     ranks.refresh()
-    with Lab(**TINY, ranks=ranks) as lab:
+    with Lab(**TINY, packed_sequences=8, ranks=ranks) as lab:
+        lab.pinned_host_memory = False
+        lab.set_workload(seq_length=19)
         lab.device_memory_bytes = 1000
         assert lab.step().status == "out_of_memory"
         lab.device_memory_bytes = None
@@ -602,7 +621,11 @@ def test_a_job_of_one_rank_runs_out_of_memory_and_goes_on_after_a_build_that_fai
                 lab.step(FULL)
             assert lab.settings == MemorySettings(), "no rank has taken the settings that came with the step"
         session._wanted_backend = "cpu"
-        assert lab.step().status == "ok"
+        (again,) = lab.step().ranks
+        assert (again.status, again.scenario.packed_sequences) == ("ok", 2)
+        assert not lab.pinned_host_memory
+        lab.set_workload(seq_length=64)
+        assert [record.scenario.packed_sequences for record in lab.step().ranks] == [8], "as long as they were"
 
 
 def test_what_a_job_cannot_be_is_refused_before_anything_starts(ranks: Ranks) -> None:

@@ -105,6 +105,9 @@ def test_the_command_writes_the_page_that_the_records_make(tmp_path: Path, capsy
     records.write_text('{"record": {}}\n')
     assert main(["results", str(records)]) == 2
     assert "line 1: fields are ['record'], must be record and seconds" in capsys.readouterr().err
+    records.write_bytes(b"\x80\xff\x00")
+    assert main(["results", str(records)]) == 2
+    assert re.search(r"gpu\.jsonl, line 1: the line is not valid JSON .*: measure it again\n$", capsys.readouterr().err)
     assert main(["results", str(tmp_path / "none.jsonl")]) == 2
 
 

@@ -62,7 +62,7 @@ def test_counts_are_those_of_each_layer_and_in_proportion_for_other_numbers_of_t
     ("counts", "words"),
     [
         ([[5, 0, 3, 8], [4, 4, 4]], "routing has 3 counts, must be 4, one per expert"),
-        ([[9, 0, 3, 4]], "gives an expert 2.25 times the mean, must be at most 2"),
+        ([[9, 0, 3, 4]], "gives an expert 2.25 times the mean, must give it at most 2 times"),
         ([[0, 0, 0, 0]], "counts with a layer without tokens"),
         ([[1, 1.5, 1, 1]], "counts with 1.5, must be whole numbers by layer"),
         ([[1, 10**400, 1, 1]], "must be whole numbers by layer"),
@@ -71,6 +71,11 @@ def test_counts_are_those_of_each_layer_and_in_proportion_for_other_numbers_of_t
 )
 def test_counts_that_no_layer_can_have_are_refused(counts: list[Any], words: str) -> None:
     assert words in refusal(lambda: find_routing(json.dumps(counts)).check(4, 2))
+
+
+@pytest.mark.parametrize("values", [{"kind": "shares", "shares": 0.5}, {"kind": "counts", "counts": (1, 2)}])
+def test_what_cannot_be_split_over_experts_is_refused(values: dict[str, Any]) -> None:
+    assert "must be a tuple of shares, and a tuple of numbers for each layer" in refusal(lambda: Routing(**values))
 
 
 def test_layers_with_other_counts_are_stepped_and_not_repeated() -> None:
@@ -90,6 +95,29 @@ def test_layers_with_other_counts_are_stepped_and_not_repeated() -> None:
         )
     assert of_experts[0] == of_experts[1]
     assert of_experts[1][3] < of_experts[1][4], "this rank has the experts that get all tokens"
+
+
+@pytest.mark.parametrize(
+    ("chunks", "layers_of_stages"), [(1, ([0, 1, 2, 3], [4, 5, 6, 7])), (2, ([0, 1, 4, 5], [2, 3, 6, 7]))]
+)
+def test_pipeline_stages_have_the_counts_of_their_own_layers(
+    chunks: int, layers_of_stages: tuple[list[int], ...]
+) -> None:
+    even, uneven = (32,) * 8, (64,) * 4 + (0,) * 4
+    hot = {1, 5, 6}
+    routing = Routing(kind="counts", counts=tuple(uneven if layer in hot else even for layer in range(8)))
+    stages = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": chunks}
+    job: dict[str, Any] = {"num_layers": 8, "seq_length": 128, "num_microbatches": 2}
+    for stage, layers in enumerate(layers_of_stages):
+        layout = Layout(**stages, expert_model_parallel_size=2, data_parallel_size=2, rank=2 * stage)
+        with Lab("qwen3-moe-tiny", **job, layout=layout, routing=routing, backend="simulated") as lab:
+            timeline = lab.step().timeline
+        assert timeline is not None
+        inputs = [
+            timeline.delta_bytes[timeline.module == timeline.modules.index(f"decoder.layers.{layer}.mlp.experts")].max()
+            for layer in range(4)
+        ]
+        assert {layer for layer, size in zip(layers, inputs, strict=True) if size > min(inputs)} == hot & {*layers}
 
 
 def test_a_damaged_file_of_shares_is_refused_in_a_line_or_read(tmp_path: Path) -> None:
@@ -126,7 +154,9 @@ def test_random_routing_differs_by_rank_layer_and_microbatch_and_not_by_step() -
 
 
 def test_a_recomputed_pass_chooses_the_experts_of_its_forward() -> None:
-    draws, first, second = RoutingDraws(Routing(kind="random")), Dispatcher(), Dispatcher()
+    draws, layers = RoutingDraws(Routing(kind="random")), [Layer(1), Layer(2)]
+    draws.add_layers(layers)
+    first, second = (layer.token_dispatcher for layer in layers)
     for _ in range(2):  # steps
         draws.begin_step()
         with torch.no_grad():
@@ -135,5 +165,9 @@ def test_a_recomputed_pass_chooses_the_experts_of_its_forward() -> None:
         assert draws.of_pass(first) == (0, 2)  # a micro-batch that is not recomputed
 
 
-class Dispatcher:
-    """Stands for a layer's."""
+class Layer:
+    """Stands for one of Megatron's, and for its MLP."""
+
+    def __init__(self, layer_number: int) -> None:
+        self.layer_number, self.mlp = layer_number, self
+        self.token_dispatcher = type("Dispatcher", (), {})()

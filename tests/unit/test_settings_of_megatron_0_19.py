@@ -40,7 +40,9 @@ def test_a_setting_that_the_installed_version_lacks_is_refused(
     scenario, settings = Scenario.of("phi-4-tiny"), MemorySettings(**values)
     monkeypatch.setattr(model_restrictions, "_megatron_version", lambda: (0, 16))
     (name,) = values
-    with pytest.raises(ValueError, match=rf"^{name} is {values[name]}, but .* 0\.16 does not have it.* 0\.19$"):
+    with pytest.raises(
+        ValueError, match=rf"^{name} is {values[name]}, but .* 0\.16 does not have this setting.* 0\.19$"
+    ):
         check_on_model(settings, scenario)
     check_on_model(OFFLOAD, Scenario.of("qwen3-moe-tiny"))
     monkeypatch.setattr(model_restrictions, "_megatron_version", lambda: (0, 19))
@@ -138,10 +140,13 @@ def test_the_panel_shows_and_refuses_what_the_installed_version_lacks(monkeypatc
     shown = panel(FakeLab(), predict=False)
     for name in LATER:
         assert shown.controls.by_name[name].disabled
-        assert "megatron-core 0.16 does not have it, 0.19 does" in shown.controls.notes[name].value
+        assert "megatron-core 0.16 does not have this setting (0.19 has it)" in shown.controls.notes[name].value
     shown.state.edit(activation_offload_fraction=0.5)  # as a record of another machine had it
     fraction = shown.controls.by_name["activation_offload_fraction"]
-    assert "megatron-core 0.16 does not have it" in shown.controls.heads["Offload, since megatron-core 0.19"].value
+    assert (
+        "megatron-core 0.16 does not have this setting"
+        in shown.controls.heads["Offload, since megatron-core 0.19"].value
+    )
     assert shown.state.settings is None and not fraction.disabled, "it can be taken back"
     fraction.value = 1.0
     assert shown.state.settings == MemorySettings() and fraction.disabled

@@ -150,9 +150,9 @@ def test_a_routing_gives_every_token_its_experts(text: str, tmp_path: Path) -> N
     ("text", "refusal"),
     [
         ("skewed:0.5", "factor 0.5, must be a number of at least 1"),
-        ("skewed:high", "must have a number behind the colon"),
+        ("skewed:high", "must have a number after the colon"),
         ("skewed", "skewed is not a file"),
-        ("skewed:17", "17 times the mean, must be at most 16"),
+        ("skewed:17", "17 times the mean, must give it at most 16 times"),
     ],
 )
 def test_a_routing_that_cannot_be_is_refused(text: str, refusal: str) -> None:

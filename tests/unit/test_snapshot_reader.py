@@ -76,6 +76,14 @@ def test_totals_of_a_history_that_begins_late_end_at_the_snapshot_s(
     assert not expandable or not missing.any()
 
 
+def test_a_snapshot_without_any_block_has_nothing_allocated(read: Read) -> None:
+    segment = {"device": 0, "address": 4 * MIB, "total_size": 2 * MIB, "allocated_size": 0, "active_size": 0}
+    segment |= {"stream": 0, "segment_type": "small", "frames": [], "is_expandable": False}
+    free = {"address": 4 * MIB, "size": 2 * MIB, "requested_size": 0, "state": "inactive", "frames": []}
+    timeline = read({"segments": [segment | {"blocks": [free]}], "device_traces": [[]]})
+    assert (int(timeline.total_bytes()[-1]), int(timeline.total_bytes("reserved")[-1])) == (0, 2 * MIB)
+
+
 def test_a_block_of_before_is_exact_where_its_neighbour_tells_its_end(read: Read) -> None:
     allocator = CachingAllocator()
     first, _ = allocator.malloc(8 * MIB), allocator.malloc(8 * MIB)

@@ -22,7 +22,7 @@ from memlab.model import build, change_state
 from memlab.record.step_record import StepRecord
 from memlab.views.text.compare import common_scenario, record_names
 from tests.unit.builders import record_of, training_step
-from tests.unit.live import FULL, offload, random_settings
+from tests.unit.live import FULL, offload, random_settings, recompute
 
 PLAIN = TrainingState()
 BF16_GRADIENTS = TrainingState(grad_reduce_in_bf16=True)
@@ -107,6 +107,28 @@ def test_a_step_may_change_the_state_first_and_reports_what_it_rebuilds(open_lab
     assert len(lab.state_changes) == 2
 
 
+def test_settings_and_a_state_need_only_hold_together() -> None:
+    """Delayed scaling refuses moe_act."""
+    with Lab("qwen3-moe-tiny", **TINY, state=FP8, backend="simulated") as lab:
+        fresh = lab.step()
+    with Lab("qwen3-moe-tiny", **TINY, backend="simulated") as lab:
+        former = lab.step(recompute("moe_act"))
+        for settings, state in ((former.settings, FP8), (MemorySettings(), "FP8")):
+            with pytest.raises(ValueError, match=r"moe_act|must be TrainingState"):
+                lab.submit(settings, state=state)  # type: ignore[arg-type]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build, "get_megatron_optimizer", fails_once(build.get_megatron_optimizer))
+            with pytest.raises(torch.OutOfMemoryError, match="former state"):
+                lab.step(MemorySettings(), state=FP8)
+        assert (lab.settings, lab.scenario.state) == (former.settings, PLAIN)
+        assert not same(lab.step(), former)
+        assert not same(lab.step(MemorySettings(), state=FP8), fresh)
+        lab.set_state(PLAIN, former.settings)
+        assert not same(lab.step(), former)
+        in_place = lab.step(FULL, state=FUSED_LOSS)
+        assert (in_place.settings, in_place.scenario.state) == (FULL, FUSED_LOSS)
+
+
 def test_groups_on_the_host_come_back_or_are_dropped(open_lab: Callable[..., Any]) -> None:
     away = MemorySettings(offload_parameters=True, offload_gradients=True, offload_optimizer=True)
     lab = open_lab("qwen3-moe-tiny", **TINY)
@@ -121,6 +143,18 @@ def test_groups_on_the_host_come_back_or_are_dropped(open_lab: Callable[..., Any
         last = lab.step()
     assert not same(last, first)
     assert kept_bytes(lab) == on_host
+
+
+def fails_once(get_optimizer: Callable[..., Any]) -> Callable[..., Any]:
+    built = []
+
+    def fail_once(config: Any, chunks: Any, **options: Any) -> Any:
+        built.append(get_optimizer(config, chunks, **options))
+        if len(built) == 1:
+            raise torch.OutOfMemoryError("2 GiB requested\nwith 1 GiB free")
+        return built.pop()
+
+    return fail_once
 
 
 def _refuse() -> None:
@@ -148,19 +182,10 @@ def test_a_state_that_does_not_fit_leaves_the_former_one(open_lab: Callable[...,
     lab = open_lab("qwen3-moe-tiny", **TINY)
     plain = lab.step()
     before = kept_bytes(lab)
-    built, get_optimizer = [], build.get_megatron_optimizer
-
-    def fail_once(config: Any, chunks: Any, **options: Any) -> Any:
-        built.append(get_optimizer(config, chunks, **options))
-        if len(built) == 1:
-            raise torch.OutOfMemoryError("2 GiB requested\nwith 1 GiB free")
-        return built.pop()
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "get_megatron_optimizer", fail_once)
+        patch.setattr(build, "get_megatron_optimizer", fails_once(build.get_megatron_optimizer))
         with pytest.raises(torch.OutOfMemoryError, match=r"^the training state .* former state.* again; [^\n]*$"):
             lab.set_state(state)
-    built.clear()
     assert lab.scenario.state == PLAIN
     assert not same(lab.step(), plain)
     assert kept_bytes(lab) == before

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,33 @@ def test_micro_batches_autocast_and_a_closure_have_their_phases(x: torch.Tensor)
     assert run.peak_by_category["gradients"] == bytes_of(model.parameters())
 
 
+def test_an_optimizer_step_that_raises_ends_its_phase(x: torch.Tensor) -> None:
+    model, _ = trained()
+    rounds = iter(range(10))
+
+    class Diverging(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            if next(rounds) in (0, 1):
+                raise FloatingPointError("the gradients are not finite")
+
+    optimizer = Diverging(model.parameters())
+    blocks = []
+    with memlab.watch(model, optimizer) as run:
+        for number in range(3):
+            loss = model(x).sum()
+            with suppress(FloatingPointError):
+                optimizer.step()
+            if number == 1:
+                with suppress(FloatingPointError):  # a second step without a forward before it
+                    optimizer.step()
+            loss.backward()
+            blocks.append(torch.empty(123, 1024 + number))
+    assert run.timeline is not None
+    for block in blocks:
+        [phase] = run.timeline.phase[run.timeline.delta_bytes == bytes_of([block])]
+        assert PHASES[phase] == "idle"
+
+
 def test_an_error_is_raised_and_leaves_a_record_and_no_hook(x: torch.Tensor) -> None:
     model, optimizer = trained()
     stops: list[Callable[[], None]] = [lambda: 1 / 0, lambda: (_ for _ in ()).throw(KeyboardInterrupt("stop"))]
@@ -315,8 +343,16 @@ def test_the_cell_magic_keeps_the_run_also_if_the_cell_raises(x: torch.Tensor, c
         shell.run_cell_magic("memlab", "model as second", "def scaled(by: int): ...\ny = model(x)\n1 / 0")
     assert shell.user_ns["scaled"].__annotations__ == {"by": int}, "the cell has no __future__ import"
     assert shell.user_ns["second"].status == "interrupted"
-    with pytest.raises(ValueError, match=r"^%%memlab got '', must name a model: write %%memlab model"):
-        shell.run_cell_magic("memlab", "", "pass")
+    for line, rule in (
+        ("", "a model"),
+        ("as run", "a model"),
+        ("model as", "the run in one word after 'as'"),
+        ("model as 1st", "the run in one word after 'as'"),
+        ("model as a b", "the run in one word after 'as'"),
+        ("model(", "a model and its optimizers, and model( is no expression"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"%%memlab got '{line}', must name {rule}: write %%memlab")):
+            shell.run_cell_magic("memlab", line, "pass")
     assert "device, the step's peak" in capsys.readouterr().out
     for cell, line, words in (
         ("y = (1 +\n", "y = (1 +", "SyntaxError"),

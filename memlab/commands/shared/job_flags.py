@@ -102,7 +102,9 @@ def take_job(arguments: argparse.Namespace, *, num_ranks: int | None = None) -> 
     if getattr(arguments, "as_framework", None) is not None:
         framework_named(arguments.as_framework)
         if arguments.json:
-            raise ValueError("--as prints lines to paste, and --json one object: leave one of the two out")
+            raise ValueError(
+                "--as cannot be combined with --json, which prints only one JSON object: leave one of the two out"
+            )
     if arguments.job is None:
         _require_a_model(arguments)
         return None
@@ -117,7 +119,9 @@ def take_job(arguments: argparse.Namespace, *, num_ranks: int | None = None) -> 
         arguments.world_size = scenario.layout.world_size
     notes = _notes(job, scenario, arguments.num_microbatches)
     if num_ranks == 1 and scenario.layout.world_size > 1:
-        notes.append(f"measured on one rank; the job's layout is {scenario.layout}: --ranks N starts more")
+        notes.append(
+            f"only one rank is measured, although the job's layout is {scenario.layout}: --ranks N starts more ranks"
+        )
     for note in notes:
         print(f"{job.path.name}: {note}", file=sys.stderr)
     return job
@@ -139,10 +143,13 @@ def _notes(job: Job, scenario: Scenario, num_microbatches: int) -> list[str]:
     missing = [f"{one.key} ({one.effect})" for one in job.not_modelled if one.effect != "unknown"]
     if missing:
         words = "; ".join(missing)
-        notes.append(f"not modelled, so a step may need more or less: {words}: memlab job {job.path} explains each")
+        notes.append(
+            f"memlab does not model these keys, so a step may need more or less memory than predicted: {words} "
+            f"(memlab job {job.path} explains each)"
+        )
     stages = scenario.layout.pipeline_model_parallel_size
     if num_microbatches > _MANY_PASSES * stages:
-        shorter = f"--num-microbatches {2 * stages} takes a shorter step"
+        shorter = f"--num-microbatches {2 * stages} makes the step shorter"
         notes.append(f"a step has {num_microbatches} micro-batches, which take a while: {shorter}")
     return notes
 

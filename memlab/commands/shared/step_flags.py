@@ -29,10 +29,12 @@ from memlab.units import format_bytes, parse_bytes
 _LARGEST_MEMORY_BYTES = 2**50
 
 _LAYOUT_HELP = {
-    "tensor-model": "number of ranks that share each layer's matrices; 2 and more add sequence parallelism (default 1)",
+    "tensor-model": "number of ranks that share each layer's matrices; 2 or more also switch on sequence "
+    "parallelism (default 1)",
     "context": "number of ranks that share each sequence (default 1)",
     "pipeline-model": "number of pipeline stages (default 1)",
-    "virtual-pipeline-model": "number of model chunks per stage; 2 and more make the schedule interleaved (default 1)",
+    "virtual-pipeline-model": "number of model chunks per stage; with 2 or more, the schedule is interleaved "
+    "(default 1)",
     "expert-model": "number of ranks that share the experts of a layer (default 1)",
     "expert-tensor": "number of ranks that share the matrices of an expert (default: the tensor parallel size)",
 }
@@ -64,9 +66,9 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
         "--packed-sequences",
         type=whole_number,
         metavar="N",
-        help="pack N sequences into a micro-batch of one row; --seq-length is then the number of tokens in the row, "
-        "which memlab divides about equally (default: each sequence has a row of its own). Under context parallelism, "
-        "--seq-length must be a multiple of twice the context parallel size, and memlab divides it into such multiples",
+        help="pack N sequences of about equal length into a micro-batch of one row; --seq-length is then the number of "
+        "tokens in the row (default: each sequence has a row of its own). Under context parallelism, --seq-length "
+        "must be a multiple of twice the context parallel size, and so is the length of each sequence",
     )
     workload.add_argument(
         "--seed", type=whole_number, metavar="N", help="seed of the weights and the data (default 1234)"
@@ -124,7 +126,8 @@ _CHOICE_HELP = {
     ),
     "attention_backend": "which attention Transformer Engine uses (default auto)",
     "fp8_format": "multiply matrices in this FP8 format (default: multiply them in --dtype)",
-    "fp8_recipe": "how FP8 tensors are scaled (default delayed); no prediction for mxfp8 was ever compared with a GPU",
+    "fp8_recipe": "how FP8 tensors are scaled (default delayed); no prediction for mxfp8 has ever been compared "
+    "with a measurement on a GPU",
 }
 
 
@@ -172,7 +175,8 @@ def _add_allocator_arguments(allocator: argparse._ArgumentGroup) -> None:
         "--garbage-collection-threshold",
         type=_number,
         metavar="F",
-        help="share of the memory that torch may reserve, above which it frees cached blocks before it reserves more "
+        help="when torch has reserved more than this share of the memory that it may reserve, it frees cached "
+        "blocks before it reserves more "
         "(default: never)",
     )
     allocator.add_argument(
@@ -343,8 +347,9 @@ def layout_of_the_job(arguments: argparse.Namespace, num_ranks: int | None, rank
     per_copy = tensor * context * pipeline
     if per_copy > 0 and num_ranks % per_copy:
         raise ValueError(
-            f"the job has {num_ranks} ranks, must be a multiple of {per_copy} (tensor {tensor} x context {context} x "
-            f"pipeline {pipeline}): take {per_copy} (measure --ranks, torchrun --nproc-per-node, or predict "
+            f"the number of ranks is {num_ranks}, must be a multiple of {per_copy} (tensor {tensor} x context "
+            f"{context} x "
+            f"pipeline {pipeline}): use {per_copy} ranks (measure --ranks, torchrun --nproc-per-node, or predict "
             "--world-size), or change a size"
         )
     return Layout(**sizes, data_parallel_size=num_ranks // max(1, per_copy), rank=rank)
@@ -361,7 +366,7 @@ def limit_for_torch(gpu_memory_bytes: int, layout: Layout) -> int:
         outside = format_bytes(outside_torch_bytes)
         raise ValueError(
             f"--gpu-memory is {format_bytes(gpu_memory_bytes)}, must be more than the {outside} that CUDA and its "
-            "libraries take (an estimate): give a larger GPU with its unit, such as 80GiB"
+            "libraries take (an estimate): give a larger size with its unit, such as 79GiB"
         )
     return gpu_memory_bytes - outside_torch_bytes
 

@@ -50,7 +50,8 @@ class LabFailedError(Exception):
     def __init__(self, message: str, folder: Path) -> None:
         super().__init__(message)
         self.folder = folder
-        """The folder that keeps its notebook, page and log; the name ends in ``.failed``."""
+        """The folder that keeps what there is of its notebook, page and log; the name ends in ``.failed``, or in
+        ``.failed-2`` and so on if there is such a folder already."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +153,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _rename(staging: Path, folder: Path) -> Path:
-    """Gives a run its folder, or the next free name if another run has taken the folder in the meantime."""
+    """Gives a run its folder, or the next free name if the folder has something in it."""
     for number in count(2):
         try:
             return staging.rename(folder if number == 2 else folder.with_name(f"{folder.name}-{number - 1}"))
@@ -207,9 +208,7 @@ def _keep_failure(staging: Path, lab: PreparedLab, message: str, details: str) -
         except Exception as error:  # noqa: BLE001 - killed before its first save or in the middle of one, or any content
             note += f"no page was made: {one_line(error)}\n"
         append_to_log(kept, note)
-        failed = lab.folder.with_name(f"{lab.folder.name}.failed")
-        shutil.rmtree(failed, ignore_errors=True)
-        return kept.rename(failed)
+        return _rename(kept, lab.folder.with_name(f"{lab.folder.name}.failed"))
     finally:
         shutil.rmtree(kept, ignore_errors=True)
 

@@ -187,12 +187,13 @@ def _label_shifts(
     shifts = [0.0] * len(drawn)
     placed: list[tuple[float, float, float]] = []  # left and right as shares of the axis, and pixels above 0 bytes
     peaks = [int(points.total_bytes[points.peak]) for points in drawn]
+    shares = [points.position / end for points in drawn]
     for number in sorted(range(len(drawn)), key=peaks.__getitem__):
-        across = float(drawn[number].position[drawn[number].peak]) / end
+        across = float(shares[number][drawn[number].peak])
         width = (len(labels[number]) + 2) * LETTER_SHARE
         left, right = (across, across + width) if across < 1 / 2 else (across - width, across)
         below = [
-            points.total_bytes[(points.position >= left * end) & (points.position <= right * end)] for points in drawn
+            points.total_bytes[(share >= left) & (share <= right)] for points, share in zip(drawn, shares, strict=True)
         ]
         height = max(int(totals.max()) for totals in below if len(totals)) / bytes_per_pixel
         for other_left, other_right, taken in sorted(placed, key=lambda other: other[2]):

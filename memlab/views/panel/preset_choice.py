@@ -33,7 +33,8 @@ class PresetChoice:
         self.choice.add_class("memlab-preset")
         self.choice.observe(self._chosen, names=["value"])
         self.plain = ipywidgets.Button(description="All plain")
-        self.plain.tooltip = "Takes back everything but the workload: recompute, offload, host, training state"
+        self.plain.tooltip = "Resets recompute, offload, what is on the host, and the training state; the "
+        "workload and the allocator's options stay"
         self.plain.add_class("memlab-plain")
         self.plain.on_click(lambda _: state.take(_PLAIN, PRESETS[_PLAIN]))
         self.box = ipywidgets.Box([self.choice, self.plain])

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+from memlab.config.layout import Layout
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
-
-_FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+from memlab.jobs.building import settings_of, state_of
+from memlab.jobs.entries import Entries
+from memlab.jobs.framework import Reading
+from memlab.jobs.frameworks import FRAMEWORKS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,38 +24,47 @@ class Preset:
     source: str = ""
     """The file of the framework that sets them, at the commit at which it was read."""
 
+    @classmethod
+    def of_job(cls, framework_name: str, source: str, **keys: Any) -> Preset:
+        """Returns what a job with these keys has, read by the tables with which jobs are read.
+
+        Args:
+            framework_name: One of `FRAMEWORKS`.
+            source: The file that gives the keys.
+            **keys: Values by the framework's keys.
+        """
+        framework, entries = FRAMEWORKS[framework_name], Entries()
+        for key, value in keys.items():
+            entries.add(key, value, None)
+        version = framework.versions[0] if framework.versions else None
+        reading = Reading(path=Path(source), entries=entries, version=version)
+        framework.read(reading)
+        return cls(settings=settings_of(reading), state=state_of(reading, Layout()), source=source)
+
+
+_FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+_VERL = "actor_rollout_ref.actor.megatron"
 
 PRESETS = {
     "plain": Preset(),
-    "verl: GRPO of Qwen3-30B-A3B": Preset(
-        settings=MemorySettings(
-            recompute_granularity="full",
-            recompute_method="uniform",
-            recompute_num_layers=1,
-            offload_parameters=True,
-            offload_gradients=True,
-            offload_optimizer=True,
-        ),
-        source="verl 1f4a45bc, examples/grpo_trainer/run_qwen3_30b_a3b_megatron.sh",
+    "verl: GRPO of Qwen3-30B-A3B": Preset.of_job(
+        "verl",
+        "verl 1f4a45bc, examples/grpo_trainer/run_qwen3_30b_a3b_megatron.sh",
+        **{f"{_VERL}.{part}_offload": True for part in ("param", "grad", "optimizer")},
+        **{f"{_VERL}.override_transformer_config.{name}": value for name, value in _FULL.items()},
     ),
-    "slime: GRPO of Qwen3-30B-A3B": Preset(
-        settings=_FULL,
-        state=TrainingState(
-            optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True, use_precision_aware_optimizer=True
-        ),
-        source="slime 128cb0e7, scripts/run-qwen3-30B-A3B.sh",
+    "slime: GRPO of Qwen3-30B-A3B": Preset.of_job(
+        "slime",
+        "slime 128cb0e7, scripts/run-qwen3-30B-A3B.sh",
+        **_FULL,
+        **dict.fromkeys(("optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d"), True),
+        use_precision_aware_optimizer=True,
+        attention_backend="flash",
+        colocate=True,
     ),
-    "NeMo-RL: GRPO, defaults": Preset(
-        state=TrainingState(
-            use_precision_aware_optimizer=True,
-            grad_reduce_in_bf16=True,
-            overlap_grad_reduce=True,
-            overlap_param_gather=True,
-        ),
-        source="NeMo-RL 00294d9b, examples/configs/grpo_math_1B.yaml",
-    ),
-    "SkyRL: Megatron, defaults": Preset(
-        settings=_FULL, source="SkyRL 898eb390, skyrl/train/config/megatron_config/policy.yaml"
+    "NeMo-RL: GRPO, defaults": Preset.of_job("nemo-rl", "NeMo-RL 00294d9b, examples/configs/grpo_math_1B.yaml"),
+    "SkyRL: Megatron, defaults": Preset.of_job(
+        "skyrl", "SkyRL 898eb390, skyrl/train/config/megatron_config/policy.yaml"
     ),
 }
-"""By the words that the panel shows. What concerns the layout, the workload or inference is left out."""
+"""By the words that the panel shows. What concerns the layout or the workload is left out."""

@@ -23,7 +23,7 @@ from memlab.views.panel.exports import (
     settings_line,
     table_csv,
 )
-from memlab.views.panel.run import Run, columns, rows
+from memlab.views.panel.run import TRIED, Run, columns, rows
 from memlab.views.panel.runs_table import RunsTable
 from memlab.views.panel.state import LabState
 from memlab.views.text.columns import as_text
@@ -56,7 +56,12 @@ class RunsView:
             state.pin,
         )
         reuse = _button("Use its settings", "reuse", "Puts this run's settings into the controls", state.reuse)
-        delete = _button("Delete", "delete", "Deletes this run and its record, until Undo delete", state.delete)
+        delete = _button(
+            "Delete",
+            "delete",
+            "Deletes this run and its record; until the next run, Undo delete brings them back",
+            state.delete,
+        )
         self.folder = ipywidgets.Text(description="Export to folder", continuous_update=False)
         self.folder.tooltip = "Folder on the kernel's machine; it is made if it is missing"
         self.folder.style.description_width = "initial"
@@ -168,7 +173,8 @@ class RunsView:
                 *(settings_line(each) for each in of_scenario if each.changed()),
             ]
             lines = html.escape("\n".join([*in_python, measure_command(shown)]), quote=False)
-            self.repeat.value = f'To repeat run {shown.number}:<pre tabindex="0">{lines}</pre>'
+            which = "this step" if shown.number == TRIED else f"run {shown.number}"
+            self.repeat.value = f'To repeat {which}:<pre tabindex="0">{lines}</pre>'
 
 
 def text_twin(shown: Run | None, pinned: Run | None, rank: int | None = None, pinned_rank: int | None = None) -> str:

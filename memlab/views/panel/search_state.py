@@ -71,7 +71,7 @@ class SearchState(traitlets.HasTraits):
             elif shown is not None and peak:
                 self.limit_source = f"{_SHARE_OF_PEAK:.0%} of the peak of run {shown.number}"
             else:
-                self.limit_source = "what torch can usually hold of a GPU's 80 GB"
+                self.limit_source = "what torch can usually hold of a GPU's 80 GB in a job of one rank"
 
     @traitlets.observe("limit")
     def _forget_source(self, _change: object) -> None:
@@ -131,7 +131,7 @@ class SearchState(traitlets.HasTraits):
                 return
             only = f" (only rank {scenario.layout.rank})" if scenario.layout.world_size > 1 else ""
             self.alone = alone
-            self.busy, self.notice = True, f"Searching: {scenario}{only}. The first prediction takes some seconds."
+            self.busy, self.notice = True, f"Searching: {scenario}{only}. The first prediction takes a few seconds."
 
     def _of_worst_rank(self, scenario: Scenario) -> Scenario:
         """Returns a job's scenario for the rank that has the highest peak in the shown run; a search steps one rank."""
@@ -155,7 +155,7 @@ class SearchState(traitlets.HasTraits):
                 self.notice = "There is no search result: press Each setting alone, or Combinations, first."
                 return
             if number is None:
-                self._state.notice = "The chart changed before your click arrived: click again."
+                self._state.notice = "Another search ended before your click arrived: click again."
                 return
             self._state.take_settings(self.found.points[number].settings)
 
@@ -177,10 +177,15 @@ class SearchState(traitlets.HasTraits):
             self.found = outcome
             if self.alone:
                 predicted = f"{len(outcome.points)} settings predicted: '{outcome.base}', and each change to it alone"
-                self.notice = f"{predicted}. Choose one in the list, or click a point of the chart, to take it."
+                self.notice = f"{predicted}. Click a row of a table, or a point of the chart, to put its settings "
+                "into the controls."
                 return
             count = len(outcome.cheapest)
             fit = "none of them fits"
             if count:
-                fit = f"the cheapest that fit: {count} (no other that fits recomputes less and transfers less)"
-            self.notice = f"On the front: {len(outcome.front)} settings; {fit}. Click a point to take its settings."
+                fit = (
+                    f"{count} of them are the cheapest that fit (no other that fits recomputes and transfers as little)"
+                )
+            click = "Click a row of a table, or a point of the chart, to take its settings"
+            self.notice = f"{len(outcome.front)} settings are on the front (no other is as good in peak, "
+            f"recompute and copies); {fit}. {click}."

@@ -1,4 +1,4 @@
-"""The section of the panel that finds settings: the memory limit, and what a search found as chart, list and text.
+"""The section of the panel that finds settings: the memory limit, and what a search found as chart and tables.
 
 Closed, it is a button.
 """
@@ -6,19 +6,16 @@ Closed, it is a button.
 from __future__ import annotations
 
 import html
-from typing import Any
 
 import ipywidgets
 
-from memlab.units import format_bytes
 from memlab.views.figures.frame import Drawing
 from memlab.views.figures.search import search_figure
 from memlab.views.panel.chart_widget import ChartWidget
+from memlab.views.panel.found_table import FoundTable
 from memlab.views.panel.search_state import SearchState
 from memlab.views.text.columns import as_html
 from memlab.views.text.search import alone_blocks, answer_blocks, ranked, searched_blocks
-
-_NO_CHOICE = -1
 
 
 class SearchView:
@@ -40,9 +37,6 @@ class SearchView:
         self.search.tooltip = "Which combinations of settings fit, and which of them need the least extra work"
         self.stop = ipywidgets.Button(description="Stop search", tooltip="Ends the search without a result")
         self.status = ipywidgets.HTML()
-        self.choice = ipywidgets.Dropdown(description="settings", options=[("", _NO_CHOICE)])
-        self.choice.style.description_width = "initial"
-        self.choice.tooltip = "Puts the chosen settings into the controls, as a click on the chart does"
         self._predicts = (
             "the bytes that a step allocates on this CPU, as in the runs. A GPU also needs memory for workspaces and "
             "for its allocator's blocks."
@@ -50,19 +44,17 @@ class SearchView:
             else "the bytes that a step needs on a GPU, with workspaces and the allocator's blocks."
         )
         self.what = ipywidgets.HTML()
-        self.answer = ipywidgets.HTML()
-        self.table = ipywidgets.HTML()
+        self.answer, self.table = FoundTable(state.take), FoundTable(state.take)
         self.chart: ChartWidget | None = None
         self._num_found = 0
         self._bar = ipywidgets.Box([self.limit, self.alone, self.search, self.stop, self.status])
-        self.box = self._section = ipywidgets.VBox([self._bar, self.choice, self.answer, self.what, self.table])
+        self.box = self._section = ipywidgets.VBox([self._bar, self.answer, self.what, self.table])
         names = {"search-toggle": self.toggle, "search-limit": self.limit, "search-start": self.search}
         names |= {
             "search-alone": self.alone,
             "search-stop": self.stop,
             "search": self.box,
             "search-status": self.status,
-            "search-choice": self.choice,
             "search-what": self.what,
             "search-answer": self.answer,
         }
@@ -73,15 +65,10 @@ class SearchView:
         self.search.on_click(lambda _: state.start())
         self.alone.on_click(lambda _: state.start(alone=True))
         self.stop.on_click(lambda _: state.stop())
-        self.choice.observe(self._take_choice, names=["value"])
         state.observe(lambda _: self._show(), names=["is_open", "limit", "limit_source", "busy", "notice"])
         state.observe_form(self._show_what)
         state.observe(lambda _: self._show_found(), names=["found"])
         self._show()
-
-    def _take_choice(self, change: Any) -> None:
-        if change["new"] != _NO_CHOICE:
-            self.state.take(change["new"])
 
     def _show(self) -> None:
         state = self.state
@@ -91,7 +78,7 @@ class SearchView:
         self._section.layout.display = None if state.is_open else "none"
         self._show_what()
         self.stop.disabled = not state.busy
-        for part in (self.answer, self.choice, self.table):
+        for part in (self.answer, self.table):
             part.layout.display = "none" if state.found is None else None
         self.status.value = f'<div role="status">{html.escape(state.notice, quote=False)}</div>'
 
@@ -106,7 +93,7 @@ class SearchView:
             "at a time, and lists the changes by how much they save. <b>Combinations</b> predicts many recompute and "
             "offload settings together, and lists those that no other beats in peak, recomputed FLOPs and bytes copied "
             f"to the host. Both predict {self._predicts} A search takes between a few seconds and a few minutes. "
-            "Meanwhile you can use this lab: the search is another process."
+            "Meanwhile you can use this lab: the search runs in another process."
         )
 
     def _show_found(self) -> None:
@@ -121,15 +108,14 @@ class SearchView:
             self.chart.add_class("memlab-chart")
             self.chart.add_class("memlab-search-chart")
             # What a further search would keep and do is below the answer of this one.
-            self._section.children = [self._bar, self.choice, self.answer, self.chart, self.what, self.table]
+            self._section.children = [self._bar, self.answer, self.chart, self.what, self.table]
         else:
             self.chart.show(drawing)
-        options = [
-            (f"{point.settings}: {format_bytes(point.peak_allocated_bytes)}", found.points.index(point))
-            for point in (ranked(found) if self.state.alone else found.front)
-        ]
-        self.choice.options = [("choose settings for the controls", _NO_CHOICE), *options]
         self._show()
-        answer = alone_blocks(found) if self.state.alone else answer_blocks(found)
-        self.answer.value = f'<div tabindex="0">{as_html(answer)}</div>'
-        self.table.value = f'<div tabindex="0">{as_html(searched_blocks(found))}</div>'
+        for widget, blocks, points in (
+            (self.answer, alone_blocks(found), ranked(found))
+            if self.state.alone
+            else (self.answer, answer_blocks(found), found.cheapest),
+            (self.table, searched_blocks(found), found.front),
+        ):
+            widget.show(as_html(blocks), [found.points.index(point) for point in points])

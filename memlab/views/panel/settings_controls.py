@@ -50,13 +50,15 @@ _MODULES = {
 """What each module is; the glossary has the terms."""
 _TOOLTIPS = {
     "recompute_granularity": "full: recomputes whole layers; selective: recomputes single modules; none: recomputes "
-    "nothing. This does not change offload; the button All plain takes back offload, too",
-    "recompute_method": "uniform: recomputes every layer, with one checkpoint for one or several layers; block: "
+    "nothing. This does not change offload; the button All plain resets both",
+    "recompute_method": "uniform: recomputes every layer, with one checkpoint for each group of one or more "
+    "layers; block: "
     "recomputes only the first layers, with one checkpoint per layer",
     "recompute_num_layers": "uniform: layers per checkpoint; block: number of layers that are recomputed",
     "checkpoint_input_remedy": "How to free the input of an MoE layer's checkpoint, which stays allocated after "
     "backward",
-    "min_offloaded_tensor_size": "The smallest saved tensor that is copied to the host, in elements; read only where a "
+    "min_offloaded_tensor_size": "The smallest saved tensor that is copied to the host, in elements; it matters "
+    "only if a "
     "module is ticked",
     "activation_offload_fraction": "Share of the groups of the ticked modules that are copied to the host, from 0 to 1",
     "delta_offload_bytes_across_pp_ranks": "How many more bytes each pipeline stage keeps on the device than "
@@ -64,8 +66,9 @@ _TOOLTIPS = {
     "fine_grained_offloading_max_inflight_offloads": "How many copies to the host, per offload module, may still be in "
     "progress while the model computes; -1: no limit",
     "offload_parameters": "Where the parameters are between two steps",
-    "offload_gradients": "Whether the gradient buffers are freed between two steps; they come back as zeros. as "
-    "optimizer: dropped if the optimizer is on the host",
+    "offload_gradients": "Whether the gradient buffers are freed (dropped) between two steps; they come back as "
+    "zeros. 'as "
+    "optimizer' drops them if the optimizer state is on the host",
     "offload_optimizer": "Where main parameters and Adam's moments are between two steps",
     "offload_optimizer_except_update": "host: main parameters and moments are on the device only while the optimizer "
     "updates the parameters",

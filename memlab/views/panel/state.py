@@ -43,7 +43,7 @@ _logger = logging.getLogger(__name__)
 _logger.addHandler(logging.NullHandler())
 
 _SECONDS_BETWEEN_PROGRESS = 0.1
-_NO_ROW = "The shown step is not in the table: press Run to keep it, or choose a run of the table."
+_NO_ROW = "The shown step is not in the table: press Run to keep it, or choose a run in the table."
 _ABOUT_THE_SAME = 2000
 """A difference of less than this part of a peak is none: a prediction leaves out counters of a few bytes."""
 POOLS_SHOWN = ("device", "host")
@@ -475,7 +475,7 @@ class LabState(traitlets.HasTraits):
         """Brings back the run that was deleted last, with its record, and shows it."""
         with self.lock:
             if self.deleted is None:
-                self.notice = "No run was deleted since the last run: there is none to bring back."
+                self.notice = "No run has been deleted since the last step: there is none to bring back."
                 return
             at, run, pinned, pinned_rank = self.deleted
             if run.record is not None:

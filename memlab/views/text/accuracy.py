@@ -13,10 +13,11 @@ from memlab.views.text.results import measured_on
 _HEAD = """
 ## How accurate predictions are
 Each step below was measured on the hardware that is named. It was predicted on a CPU by Megatron's own code, on tensors
-without values. An error is a share of the measured value; it is below zero if the prediction is too low. The error of a
-saving is given if the saving is over 64 MiB. The activation peak is the peak of forward and backward minus the start of
-the step. All figures include the remainders that torch's allocator leaves unsplit, up to 1 MiB per block. If the name
-of a step has "routing counts", its prediction uses the numbers of tokens that the measured router sent to each expert.
+without values. An error is a share of the measured value; it is below zero if the prediction is too low. The column
+*under-estimated* has the share of the steps with such an error. The error of a saving is given if the saving is over 64
+MiB. The activation peak is the peak of forward and backward minus the start of the step. All figures include the
+remainders that torch's allocator leaves unsplit, up to 1 MiB per block. If the name of a step has "routing counts", its
+prediction uses the numbers of tokens that the measured router sent to each expert.
 In all other predictions of models with experts, each token chooses its experts at random, which spreads the tokens more
 evenly than the untrained routers did.
 """
@@ -77,10 +78,10 @@ _LIMITS_HEAD = """
 ## The limit of what fits
 A limit is the smallest memory with which a step completes. Bisection finds it: each attempt limits the memory that
 torch may reserve, and takes the step in a fresh process on the GPU, or in a fresh lab for a prediction. The error is
-below zero if the predicted limit is lower than the measured one. memlab therefore adds a margin to the predicted limit,
-and says "fits" only above the sum of both. The last column says whether memlab still says "fits" for too little memory,
-that is, for less than the step needs. Where experts are spread over ranks, the predicted limit is the highest of three
-random routings.
+below zero if the predicted limit is lower than the measured one. Because this happens, memlab adds a margin to the
+predicted limit, and says "fits" only if there is more memory than the sum of both. The last column says whether memlab
+still says "fits" for too little memory, that is, for less than the step needs. Where experts are spread over ranks, the
+predicted limit is the highest of three random routings.
 """
 
 

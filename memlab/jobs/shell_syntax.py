@@ -1,0 +1,280 @@
+"""Parses the words and operators of a shell script into the tree of its commands.
+
+The parser is lenient: what the shell would refuse, such as a ``fi`` without an ``if``, is passed over, because a launch
+script that a person gives to memlab has run before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from memlab.jobs.shell_words import NAME_ONLY, Operator, Word, tokens
+
+_DEEPEST_BLOCK = 50
+_CLOSING = {"then", "elif", "else", "fi", "do", "done", "esac", "}"}
+
+
+@dataclass(slots=True)
+class Simple:
+    """A command of words, also an assignment, ``[[ ... ]]`` and ``((...))``."""
+
+    line: int
+    words: list[Word]
+
+
+@dataclass(slots=True)
+class Sequence:
+    """Commands after each other."""
+
+    parts: list[Node] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Chain:
+    """Commands that ``&&`` and ``||`` join."""
+
+    first: Node
+    rest: list[tuple[str, Node]]
+
+
+@dataclass(slots=True)
+class Not:
+    """A command after ``!``."""
+
+    part: Node
+
+
+@dataclass(slots=True)
+class Apart:
+    """Commands that each run in a shell of their own: ``( )``, the parts of a pipe, what ends in ``&``."""
+
+    parts: list[Node]
+    waits: bool = True
+
+
+@dataclass(slots=True)
+class If:
+    """``if``, with a condition and a body for each branch."""
+
+    branches: list[tuple[Node, Node]]
+    otherwise: Node | None = None
+
+
+@dataclass(slots=True)
+class Case:
+    """``case``, with the patterns, the body and the end (``;;`` or another) of each branch."""
+
+    subject: Word
+    branches: list[tuple[list[Word], Node, str]]
+
+
+@dataclass(slots=True)
+class For:
+    """``for NAME in WORDS``; without words those that the script or function was called with; also ``select``."""
+
+    line: int
+    name: str
+    words: list[Word] | None
+    body: Node
+
+
+@dataclass(slots=True)
+class While:
+    """``while`` and ``until``; of ``for ((...))`` there is no condition."""
+
+    condition: Node
+    body: Node
+
+
+@dataclass(slots=True)
+class Function:
+    """The definition of a function."""
+
+    name: str
+    body: Node
+
+
+Node = Simple | Sequence | Chain | Not | Apart | If | Case | For | While | Function
+
+
+def parse(text: str, name: str, line: int = 1) -> Node:
+    """Returns the tree of a script.
+
+    Raises:
+        ValueError: If a quote or bracket is not closed, or blocks are nested deeper than in any real script.
+    """
+    return _Parser(tokens(text, name, line)).sequence()
+
+
+class _Parser:
+    def __init__(self, parts: list[Word | Operator]) -> None:
+        self.parts = parts
+        self.position = 0
+        self.depth = 0
+
+    def _operator(self) -> str:
+        """Returns the operator that comes next; nothing at a word and at the end."""
+        part = self.parts[self.position] if self.position < len(self.parts) else None
+        return part.text if isinstance(part, Operator) else ""
+
+    def _keyword(self) -> str:
+        part = self.parts[self.position] if self.position < len(self.parts) else None
+        return part.keyword if isinstance(part, Word) else ""
+
+    def _word(self) -> Word | None:
+        """Takes the next part if it is a word."""
+        part = self.parts[self.position] if self.position < len(self.parts) else None
+        if not isinstance(part, Word):
+            return None
+        self.position += 1
+        return part
+
+    def _take(self, *texts: str) -> str:
+        """Takes the next operator or keyword if it is one of these."""
+        text = self._operator() or self._keyword()
+        if text not in texts:
+            return ""
+        self.position += 1
+        return text
+
+    def _skip_ends(self) -> None:
+        while self._take(";"):
+            pass
+
+    def _go_deeper(self) -> None:
+        self.depth += 1
+        if self.depth > _DEEPEST_BLOCK:
+            line = self.parts[min(self.position, len(self.parts) - 1)].line
+            raise ValueError(f"line {line}: more than {_DEEPEST_BLOCK} blocks are open, beyond any real script")
+
+    def sequence(self, *closing: str) -> Node:
+        """Takes commands up to one of these operators or keywords, which stays."""
+        self._go_deeper()
+        found = Sequence()
+        while self.position < len(self.parts):
+            text = self._operator() or self._keyword()
+            if text in closing:
+                break
+            if text in _CLOSING or (self._operator() and text != "("):
+                self.position += 1  # an end of a line, or something that closes nothing
+                continue
+            part = self._chain()
+            if self._take("&"):
+                part = Apart([part], waits=False)
+            found.parts.append(part)
+        self.depth -= 1
+        return found.parts[0] if len(found.parts) == 1 else found
+
+    def _chain(self) -> Node:
+        first, rest = self._pipeline(), []
+        while joiner := self._take("&&", "||"):
+            self._skip_ends()
+            rest.append((joiner, self._pipeline()))
+        return Chain(first, rest) if rest else first
+
+    def _pipeline(self) -> Node:
+        is_negated = False
+        while keyword := self._take("!", "time"):
+            is_negated ^= keyword == "!"
+        parts = [self._command()]
+        while self._take("|", "|&"):
+            self._skip_ends()
+            parts.append(self._command())
+        part = Apart(parts) if len(parts) > 1 else parts[0]
+        return Not(part) if is_negated else part
+
+    def _command(self) -> Node:
+        opening = self._take("(", "{", "if", "case", "for", "select", "while", "until", "function")
+        if not opening:
+            return self._simple()
+        match opening:
+            case "(":
+                part: Node = Apart([self._closed(")")])
+            case "{":
+                part = self._closed("}")
+            case "if":
+                part = self._if()
+            case "case":
+                part = self._case()
+            case "for" | "select":
+                part = self._for()
+            case "function":
+                name = self._word()
+                return self._function(name.raw if name else "")
+            case _:
+                condition = self._closed("do")
+                part = While(Not(condition) if opening == "until" else condition, self._closed("done"))
+        return part
+
+    def _closed(self, closing: str) -> Node:
+        part = self.sequence(closing)
+        self._take(closing)
+        return part
+
+    def _if(self) -> Node:
+        found = If([])
+        while True:
+            condition = self._closed("then")
+            found.branches.append((condition, self.sequence("elif", "else", "fi")))
+            keyword = self._take("elif", "else", "fi")
+            if keyword == "else":
+                found.otherwise = self._closed("fi")
+            if keyword != "elif":
+                return found
+
+    def _case(self) -> Node:
+        line = self.parts[self.position - 1].line
+        found = Case(self._word() or Word(line), [])
+        self._skip_ends()
+        self._take("in")
+        while True:
+            start = self.position
+            self._skip_ends()
+            if self.position >= len(self.parts) or self._take("esac"):
+                return found
+            self._take("(")
+            patterns = []
+            while word := self._word():
+                patterns.append(word)
+                self._take("|")
+            self._take(")")
+            body = self.sequence(";;", ";&", ";;&", "esac")
+            found.branches.append((patterns, body, self._take(";;", ";&", ";;&") or ";;"))
+            if self.position == start:
+                self.position += 1  # not the shell's syntax
+
+    def _for(self) -> Node:
+        name = self._word()
+        words: list[Word] | None = None
+        self._skip_ends()
+        if self._take("in"):
+            words = []
+            while (word := self._word()) is not None:
+                words.append(word)
+        self._skip_ends()
+        body = self._closed("}") if self._take("{") else self._closed("done") if self._take("do") else Sequence()
+        if name is None or not NAME_ONLY.fullmatch(name.raw):
+            return While(Simple(0, []), body)
+        return For(name.line, name.raw, words, body)
+
+    def _function(self, name: str) -> Node:
+        if self._take("("):
+            self._take(")")
+        self._skip_ends()
+        self._go_deeper()
+        body = self._command()
+        self.depth -= 1
+        return Function(name, body)
+
+    def _simple(self) -> Node:
+        words: list[Word] = []
+        while True:
+            word = self._word()
+            if word is not None:
+                words.append(word)
+            elif self._operator() == "(" and len(words) == 1:
+                return self._function(words[0].raw)
+            elif self._operator() == "(" and words:
+                self.position += 1  # not the shell's syntax
+            else:
+                return Simple(words[0].line if words else 0, words)
