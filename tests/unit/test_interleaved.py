@@ -98,7 +98,7 @@ def test_settings_reach_every_chunk(architecture: str) -> None:
         (
             {"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
             {"num_microbatches": 3},
-            "num_microbatches is 3, must be a multiple of the 2 stages .* choose from 2, 4, 6",
+            "num_microbatches is 3, must be a multiple of the number of stages, 2, .* choose from 2, 4, 6",
         ),
         (
             {

@@ -192,7 +192,7 @@ def test_ctrl_c_keeps_the_settings_of_the_front_that_were_tried() -> None:
     ("flags", "refusal"),
     [
         ("--largest batch", "--largest is 'batch', must be one of tokens, seq-length, micro-batch-size"),
-        ("--along-front", "--along-front has no --largest"),
+        ("--along-front", "--along-front needs --largest"),
         ("--largest tokens --max-steps 3", "--max-steps cannot be combined with --largest"),
         ("--largest tokens --micro-batch-size 2", "--micro-batch-size is 2, must be 1 with --largest tokens"),
     ],
