@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from memlab.record.step_record import StepRecord
-from memlab.regression.run.bounded_output import MAX_SHOWN_LETTERS, OutputBound
+from memlab.regression.run.papermill_engine import MAX_SHOWN_LETTERS, OutputBound
 from memlab.regression.run.readable_notebook import make_readable
 from memlab.regression.run.runner import LabFailedError, prepare_lab
 from tests.notebooks.small_labs import RECORD, run_lab, set_tag, write_lab
@@ -25,6 +25,12 @@ WRITE_PIDS = """\
 import os, subprocess, pathlib, time
 orphan = subprocess.Popen(["sleep", "600"], start_new_session=True)
 pathlib.Path(name).write_text(f"{os.getpid()} {orphan.pid}")
+"""
+
+
+_PRINT_TRANSPORT = """\
+from ipykernel.connect import get_connection_info
+print("transport", get_connection_info(unpack=True)["transport"])
 """
 
 
@@ -41,9 +47,8 @@ def assert_ended(pids_file: Path) -> None:
 
 
 def test_a_run_leaves_notebook_page_metrics_records_environment_and_log(tmp_path: Path) -> None:
-    lab = write_lab(
-        tmp_path, "import os\nos.system('echo from the shell')\nprint(count, rate, name, modules, interactive)", " "
-    )
+    printing = "import os\nos.system('echo from the shell')\nprint(count, rate, name, modules, interactive)"
+    lab = write_lab(tmp_path, printing, _PRINT_TRANSPORT)
     before = lab.read_bytes()
     progress: list[str] = []
     run = run_lab(
@@ -62,6 +67,8 @@ def test_a_run_leaves_notebook_page_metrics_records_environment_and_log(tmp_path
         "page.html",
         "records",
     ]
+    transport = "transport ipc" if sys.platform == "linux" else "transport tcp"
+    assert transport in (run.folder / "log.txt").read_text(), "a port could be taken before the kernel binds it"
     printed = "8 0.0001 on ['expert_fc1', 'moe_act'] False"
     assert printed in (run.folder / "log.txt").read_text()
     page = (run.folder / "page.html").read_text()
@@ -80,8 +87,8 @@ def test_a_run_leaves_notebook_page_metrics_records_environment_and_log(tmp_path
     environment = json.loads((run.folder / "environment.json").read_text())
     assert environment["packages"]["papermill"]
     headings = [line.split("s  ")[-1] for line in progress]
-    assert headings == ["A small lab", "the parameters of this run", "Part 1", "Record"]
-    assert progress[0].startswith("[ 1/4]")
+    assert headings == ["A small lab", "the parameters of this run", "Part 1", "Part 2", "Record"]
+    assert progress[0].startswith("[ 1/5]")
 
 
 QUIZ = "from IPython.display import HTML\ndisplay(HTML('<details><summary>Two?</summary>Right.</details>'))"

@@ -25,7 +25,7 @@ import papermill
 from nbclient.exceptions import DeadKernelError
 from papermill.exceptions import PapermillExecutionError
 
-from memlab.regression.run.bounded_output import BOUNDED_ENGINE, register_bounded_engine
+from memlab.regression.run.papermill_engine import ENGINE, register_engine
 from memlab.regression.run.process import end_processes
 from memlab.regression.suite.notebooks import INTERACTIVE_TAG, headings, read_notebook
 
@@ -78,7 +78,7 @@ def _adopt_orphans() -> None:
 
 
 def _execute(notebook: Path, parameters: dict[str, Any], channel: TextIO) -> None:
-    register_bounded_engine()
+    register_engine()
     names = headings(read_notebook(notebook), with_injected=bool(parameters))
     waiting = enumerate(names, start=1)
 
@@ -97,7 +97,7 @@ def _execute(notebook: Path, parameters: dict[str, Any], channel: TextIO) -> Non
         progress_bar=False,
         log_output=True,
         start_timeout=120,
-        engine_name=BOUNDED_ENGINE,
+        engine_name=ENGINE,
         # The others are nbclient's. Widget state takes megabytes per figure, and headless labs show plain figures.
         iopub_timeout=120,
         on_cell_execute=on_cell_execute,

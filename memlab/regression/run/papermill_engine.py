@@ -1,19 +1,25 @@
-"""What a notebook prints and shows is bounded, so that a run that prints without an end does not fill the disk.
+"""papermill's engine with two changes: the output of a notebook is bounded, and its kernel uses no network ports.
 
-papermill keeps every output in the notebook and copies text to the log, and the page is made from the notebook. So the
-messages of the kernel are shortened before papermill sees them.
+papermill keeps every output in the notebook and copies text to the log, and the page is made from the notebook. A run
+that prints without an end would fill the disk. So the messages of the kernel are shortened before papermill sees them.
+
+Jupyter chooses five free ports and starts the kernel, which takes them a second or more later. If another process has
+taken one of them meanwhile, the kernel dies before its first cell. So the kernel gets sockets with names instead.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+import uuid
 from typing import Any
 
 from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NBClientEngine, papermill_engines
 from papermill.utils import logger, merge_kwargs, remove_args
+from traitlets.config import Config
 
-BOUNDED_ENGINE = "memlab"
+ENGINE = "memlab"
 
 MAX_PRINTED_LETTERS = 2**20
 """Per cell: what it prints."""
@@ -72,7 +78,7 @@ def _bounded_error(content: dict[str, Any]) -> dict[str, Any]:
     return {"traceback": lines, "evalue": content["evalue"][: MAX_TRACEBACK_LETTERS // 10]}
 
 
-class _BoundedClient(PapermillNotebookClient):  # type: ignore[misc]
+class _Client(PapermillNotebookClient):  # type: ignore[misc]
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._bound = OutputBound()
@@ -82,8 +88,8 @@ class _BoundedClient(PapermillNotebookClient):  # type: ignore[misc]
         return None if bounded is None else super().process_message(bounded, cell, cell_index)
 
 
-class _BoundedEngine(NBClientEngine):  # type: ignore[misc]
-    """papermill's own engine but for the client."""
+class _Engine(NBClientEngine):  # type: ignore[misc]
+    """papermill's own engine but for the client and the kernel's sockets."""
 
     @classmethod
     def execute_managed_notebook(cls, nb_man: Any, kernel_name: str, **options: Any) -> Any:
@@ -91,9 +97,16 @@ class _BoundedEngine(NBClientEngine):  # type: ignore[misc]
         others = remove_args(["input_path", "timeout", "startup_timeout"], **options)
         own = {"timeout": timeout, "startup_timeout": start_timeout, "kernel_name": kernel_name, "log": logger}
         arguments = merge_kwargs(others, **own)
-        return _BoundedClient(nb_man, **arguments).execute()
+        return _Client(nb_man, config=_kernel_without_ports(), **arguments).execute()
 
 
-def register_bounded_engine() -> None:
-    """Makes the engine known to papermill as `BOUNDED_ENGINE`."""
-    papermill_engines.register(BOUNDED_ENGINE, _BoundedEngine)
+def _kernel_without_ports() -> Config:
+    """Returns a configuration in which the kernel's sockets have names that no other process takes."""
+    if sys.platform != "linux":  # only Linux has sockets with names that are no files (unix(7), "abstract")
+        return Config()
+    return Config({"KernelManager": {"transport": "ipc", "ip": f"@memlab-{uuid.uuid4().hex}"}})
+
+
+def register_engine() -> None:
+    """Makes the engine known to papermill as `ENGINE`."""
+    papermill_engines.register(ENGINE, _Engine)
