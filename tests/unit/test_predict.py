@@ -365,8 +365,9 @@ def test_an_alternative_of_a_small_model_may_be_to_offload() -> None:
 
 
 def test_expandable_segments_are_advised_where_only_fragmentation_prevents_a_step_that_has_room_with_them(
-    capfd: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(does_it_fit, "candidates", lambda own, *_, **__: [own])  # other settings: the tests below
     job = ["predict", "qwen3-moe-tiny", "--num-layers", "2", "--seq-length", "2048"]
     how = ": add --expandable-segments to predict this"
     advice = f"the step fits with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True{how}"
