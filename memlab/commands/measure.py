@@ -78,7 +78,8 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     if world_size() == 1 < num_ranks:
         return _prepare_ranks(workload, settings, arguments, backend_name)
     with ExitStack() as claims:
-        claims.enter_context(claimed_folder(arguments.out and rank_folder(arguments.out)))
+        folder = arguments.out and rank_folder(arguments.out)
+        claims.enter_context(claimed_folder(folder, is_of_a_rank=world_size() > 1))
         workload["allocator"] = start_with(workload["allocator"])
         imported("memlab.lab.lab")
         from memlab.backends import find_backend

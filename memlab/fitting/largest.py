@@ -150,6 +150,8 @@ def unit_of(what: What, scenario: Scenario) -> int:
     of_rank = required_multiple_of_tokens(scenario)
     if what == "micro-batch-size":
         return of_rank // math.gcd(of_rank, scenario.seq_length // (tensor * context))
+    if what == "seq-length":
+        of_rank //= math.gcd(of_rank, scenario.micro_batch_size)
     required = math.lcm(tensor * context * of_rank, 2 * context if context > 1 else 1)
     return math.lcm(required, _MULTIPLE) if scenario.seq_length >= _LONG else required
 

@@ -66,7 +66,10 @@ class JobSession:
         self.records: list[StepRecord] = []
         self.state_changes: list[StateChange] = []
         self.num_steps = 0
-        self._as_opened = _workload_of(scenario) | {"packed_sequences": scenario.packed_sequences}
+        # Packed sequences stay as long as in the first workload. Without packing, its rows say nothing, and may break a
+        # rule of another training state.
+        packed = scenario.packed_sequences
+        self._as_opened = {} if packed is None else _workload_of(scenario) | {"packed_sequences": packed}
         self._attributes: dict[str, Any] = {}
         """What has been set on every rank's lab."""
         self._ranks = ranks
@@ -191,12 +194,12 @@ class JobSession:
     def _result_of(self, running: Future[StepRecord]) -> StepRecord:
         """Waits for a step or a forward-only pass.
 
-        Ctrl-C ends a step where the ranks can end it together. A pass has no such place: it runs to its end. Whichever
-        takes too long for that ends with the processes.
+        Ctrl-C, or a request to terminate this process, ends a step where the ranks can end it together. A pass has no
+        such place: it runs to its end. Whichever takes too long for that ends with the processes.
         """
         try:
             return running.result()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):
             self.stop()
             try:
                 running.result(timeout=_STOP_SECONDS)

@@ -150,8 +150,9 @@ class Lab:
 
     @property
     def scenario_as_opened(self) -> Scenario:
-        """The scenario with the rows of its first workload: how long packed sequences are in rows of any length."""
-        return replace(self.scenario, **self._as_opened)
+        """The scenario, with the first workload's rows if it packs: packed sequences stay as long in other rows."""
+        # Without packing, rows of the first workload say nothing, and may break a rule of another training state.
+        return self.scenario if self.scenario.packed_sequences is None else replace(self.scenario, **self._as_opened)
 
     @property
     def settings(self) -> MemorySettings:
@@ -446,18 +447,23 @@ class Lab:
         self._session.limit_device_memory(num_bytes)
 
     def fit(self, record: StepRecord, gpu_memory: str | int) -> Fit:
-        """Compares a step with a GPU's memory; if it does not fit, takes a step under each setting that may fit.
+        """Compares a step or a forward-only pass with a GPU's memory.
 
-        Those steps are in `records` afterwards, and the settings are again what they were.
+        If a training step does not fit, it takes a step under each setting with which one may fit. The steps and passes
+        that it takes are in `records` afterwards, and the settings are again what they were.
 
         Args:
-            record: Of a step that finished, or of a forward-only pass, under the lab's current scenario.
+            record: Of a step that finished, under the lab's current scenario, or of a forward-only pass, whose workload
+                may be another one.
             gpu_memory: Of the whole GPU, in bytes or as text such as ``"80GiB"``.
 
         Raises:
             ValueError: If the size is not one, or if the step did not finish, or is of another scenario.
         """
-        return judge_with_steps(self, record, gpu_memory)
+        own, given = self.scenario, record.scenario
+        if record.forward_only:
+            own = self._with_workload(given.seq_length, given.micro_batch_size, given.num_microbatches)
+        return judge_with_steps(self, record, gpu_memory, own)
 
     def audit_offload(self, settings: MemorySettings) -> OffloadAudit:
         """Compares what activation offload was expected to free with what it saves, to the byte.
@@ -475,7 +481,11 @@ class Lab:
         return Probes(self._one_rank("audit_offload")).audit_offload(settings)
 
     def retained(self) -> list[Retained]:
-        """Finds what module attributes keep allocated between steps through their autograd graphs, by which path."""
+        """Finds what module attributes keep allocated between steps through their autograd graphs, by which path.
+
+        Replayed layers have no such graphs. After a step with replayed layers, it takes the step again without replay,
+        which adds no record.
+        """
         return Probes(self._one_rank("retained")).retained()
 
     def tap(self, layer: int, *, guarded: bool = True, every: bool = False) -> AbstractContextManager[Tap]:

@@ -112,9 +112,6 @@ class _Steps(Protocol):
     device_memory_bytes: int | None
 
     @property
-    def scenario(self) -> Scenario: ...
-
-    @property
     def settings(self) -> MemorySettings: ...
 
     def step(self, settings: MemorySettings | None = None) -> StepRecord: ...
@@ -132,14 +129,14 @@ class _Steps(Protocol):
     def apply(self, settings: MemorySettings) -> None: ...
 
 
-def judge_with_steps(lab: _Steps, record: StepRecord, gpu_memory: str | int) -> Fit:
-    """Implements `Lab.fit`."""
+def judge_with_steps(lab: _Steps, record: StepRecord, gpu_memory: str | int, own: Scenario) -> Fit:
+    """Implements `Lab.fit`; `own` is the scenario of the lab's further steps, or of its passes like the record's."""
     num_bytes = parse_bytes(gpu_memory) if isinstance(gpu_memory, str) else gpu_memory
     if not is_whole_number(num_bytes):
         raise ValueError(f"gpu_memory is {gpu_memory!r}, must be at least 1 byte: give a size such as '80GiB'")
     if record.status != "ok":
         raise ValueError(f"{record} did not finish, so memlab cannot compare it with a GPU: take a step that fits")
-    _check_same_scenario(lab.scenario, record)
+    _check_same_scenario(own, record)
     workload: dict[str, int] = {name: getattr(record.scenario, name) for name in _WORKLOAD_OF_A_PASS}
     limit_before, settings_before = lab.device_memory_bytes, lab.settings
 
@@ -156,9 +153,7 @@ def judge_with_steps(lab: _Steps, record: StepRecord, gpu_memory: str | int) -> 
 
 
 def _check_same_scenario(own: Scenario, record: StepRecord) -> None:
-    """Refuses a record that further steps of the lab cannot judge.
-
-    A forward-only pass may have a workload of its own, and a job's record is that of its worst rank.
+    """Refuses a record that further steps of the lab cannot judge; a job's record is that of its worst rank.
 
     Raises:
         ValueError: If the record is of another scenario.
@@ -167,8 +162,6 @@ def _check_same_scenario(own: Scenario, record: StepRecord) -> None:
     if isinstance(record, JobRecord):
         other = replace(other, layout=replace(other.layout, rank=own.layout.rank))
     names = [field.name for field in fields(Scenario) if getattr(own, field.name) != getattr(other, field.name)]
-    if record.forward_only:
-        names = [name for name in names if name not in (*_WORKLOAD_OF_A_PASS, "packed_sequences")]
     if names:
         raise ValueError(
             f"the record's step had another {', another '.join(names)} than this lab has now, must have the same, "
@@ -182,12 +175,8 @@ def _saved_in_regions(stepper: Stepper) -> SavedInRegions:
     Of a simulated step that only repeats the last one, no tensor would be seen.
     """
     saved = SavedInRegions()
-    replays, stepper.replays = stepper.replays, False
-    try:
-        with saved.watching():
-            stepper.step()
-    finally:
-        stepper.replays = replays
+    with stepper.without_replay(), saved.watching():
+        stepper.step()
     return saved
 
 
@@ -202,13 +191,19 @@ def _audit_offload(stepper: Stepper, saved: SavedInRegions, plain: StepRecord, o
 
 
 def _retained(stepper: Stepper) -> list[Retained]:
-    """Takes a step without replay, if the last one has left no graphs in which to look."""
+    """Takes a step without replay, if the last one has left no graphs in which to look; nothing else changes by it."""
     if stepper.has_stand_ins_for_graphs:
-        replays, stepper.replays = stepper.replays, False
+        meter, transfers = stepper.meter, stepper.transfers
+        on_host, num_steps = transfers.residency.on_host, stepper.num_steps
+        limit, meter.device_memory_bytes = meter.device_memory_bytes, None
         try:
-            stepper.step()
+            with stepper.without_replay():
+                record = stepper.step()
         finally:
-            stepper.replays = replays
+            meter.device_memory_bytes = limit
+        assert record.status == "ok", record.message
+        transfers.put_on_host(on_host)
+        stepper.num_steps = num_steps
     return find_retained(stepper.live)
 
 

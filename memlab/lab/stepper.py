@@ -372,6 +372,15 @@ class Stepper:
         if self._replay is not None:
             self._replay.forget()
 
+    @contextmanager
+    def without_replay(self) -> Iterator[None]:
+        """Runs every pass in the block, as something looks at real tensors or graphs."""
+        replays, self.replays = self.replays, False
+        try:
+            yield
+        finally:
+            self.replays = replays
+
     def _forget_replay(self) -> None:
         if self._replay is not None:
             self._replay.release()
@@ -415,8 +424,7 @@ class Stepper:
         except NotReplayableError as error:
             self._recover(error)
             # The step begins again, with each group where it was.
-            self.transfers.load([group for group in GROUPS if group not in on_host])
-            self.transfers.offload(on_host)
+            self.transfers.put_on_host(on_host)
             self.replays = False
             return self.step(on_move, forward_only=forward_only, suspend_offload=suspend_offload)
         except BaseException as error:

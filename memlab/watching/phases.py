@@ -43,8 +43,9 @@ class Phases:
         self._after_backward = after_backward
         self._before_update = before_update
         self._after_update = after_update
-        self._around_updates: list[str] = []
-        """The phases in which optimizer steps began, outermost first; some of the steps may have raised an error."""
+        self._around_updates: list[tuple[str, int]] = []
+        """The phase in which each optimizer step began, and the identity of the frame that calls its hooks, outermost
+        first; some of the steps may have raised an error."""
         self._step_code: CodeType | None = None
         """Of the function that calls an optimizer's step with its hooks."""
         self._num_recomputing = 0
@@ -112,13 +113,18 @@ class Phases:
         if self._labels.phase != _BACKWARD:  # autograd's own thread has another stack
             self._drop_failed_updates(num_without_phase=1)
         is_after_error = self._labels.phase == _OPTIMIZER and not self._around_updates
-        self._around_updates.append("idle" if is_after_error else PHASES[self._labels.phase])
+        outer = "idle" if is_after_error else PHASES[self._labels.phase]
+        self._around_updates.append((outer, id(sys._getframe(1))))
         self._labels.enter_phase("optimizer")
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._after_update(optimizer)
         # Forward and backward go on where an optimizer stepped inside them, as in a hook on a gradient.
-        outer = self._around_updates.pop() if self._around_updates else "idle"
+        outer, frame = "idle", id(sys._getframe(1))
+        while self._around_updates:  # a step that raised an error inside this one is still there
+            outer, began_in = self._around_updates.pop()
+            if began_in == frame:
+                break
         self._labels.enter_phase(outer if outer in {"backward", "optimizer"} else "idle")
 
     def _drop_failed_updates(self, num_without_phase: int = 0) -> None:

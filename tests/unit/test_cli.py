@@ -334,6 +334,14 @@ def test_a_measure_that_fails_or_is_terminated_leaves_no_folder(
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_prediction_reads_no_variable_of_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "abc")
+    assert (
+        main(["predict", "phi-4-tiny", "--num-layers", "1", "--seq-length", "32", "--out", str(tmp_path / "out")]) == 0
+    )
+    assert (tmp_path / "out" / "record.json").exists()
+
+
 def test_a_disk_that_fills_up_under_out_is_one_line(
     fake_lab: type[FakeLab], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

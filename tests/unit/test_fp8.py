@@ -278,6 +278,16 @@ def test_an_optimizer_of_fp8_parameters_is_rebuilt_with_its_model() -> None:
     assert last.peak_allocated_bytes == first.peak_allocated_bytes
 
 
+def test_the_rows_of_the_first_workload_need_not_suit_a_later_state() -> None:
+    with Lab("qwen3-moe-tiny", num_layers=1, seq_length=24, backend="simulated") as lab:
+        lab.set_workload(seq_length=32)
+        lab.set_state(fp8())
+        lab.set_workload(seq_length=64)
+        assert lab.step().scenario.seq_length == 64
+        with pytest.raises(ValueError, match="a rank holds 24 tokens of a micro-batch"):
+            lab.set_workload(seq_length=24)
+
+
 def test_a_prediction_that_was_never_measured_says_so() -> None:
     def table(recipe: Fp8Recipe) -> str:
         with Lab("qwen3-moe-tiny", num_layers=1, seq_length=64, backend="simulated", state=fp8(recipe)) as lab:

@@ -1,7 +1,8 @@
-"""The glossary names every word and key that records, settings and tables use."""
+"""The glossary names every word and key that records, settings and tables use, and no text for users is cut off."""
 
 from __future__ import annotations
 
+import ast
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -20,6 +21,18 @@ from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 LABS = Path(__file__).parents[2] / "labs"
 GLOSSARY = (LABS / "GLOSSARY.md").read_text()
 ENTRIES = [line for line in GLOSSARY.splitlines() if line.startswith("- **")]
+
+
+def test_no_string_stands_alone_as_the_lost_second_half_of_a_text() -> None:
+    lost = []
+    for path in (LABS.parent / "memlab").rglob("*.py"):
+        lines = path.read_text().splitlines()
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            value = node.value if isinstance(node, ast.Expr) else None
+            is_text = isinstance(value, ast.JoinedStr) or (isinstance(value, ast.Constant) and value.value is not ...)
+            if is_text and not lines[value.lineno - 1].lstrip().startswith('"""'):
+                lost.append(f"{path.name}:{value.lineno}")
+    assert lost == []
 
 
 @pytest.mark.parametrize("key", [*POOLS, *CATEGORIES, *PHASES, *GROUPS, *get_args(Action)])

@@ -94,6 +94,7 @@ def test_nothing_may_fit_or_everything() -> None:
         ("tokens", 2, "delayed", (1, 512), 16),
         ("seq-length", 2, "mxfp8", (1, 512), 64),
         ("seq-length", 2, "blockwise", (1, 512), 256),
+        ("seq-length", 1, "delayed", (4, 32), 4),
         ("micro-batch-size", 2, "blockwise", (4, 64), 4),
         ("micro-batch-size", 1, "delayed", (1, 64), 1),
     ],

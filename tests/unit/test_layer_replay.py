@@ -218,10 +218,17 @@ def test_what_dispatchers_retain_is_found_after_a_replayed_step_too(settings: Me
             lab.step(settings)
             stepper: Any = lab._session.stepper  # type: ignore[union-attr]
             assert bool(stepper.num_replayed) == replay
+            lab.offload("parameters", "optimizer state")
+            lab.device_memory_bytes = lab.records[-1].peak_allocated_bytes // 2
+            device_bytes = stepper.meter.live_bytes("device")
             found.append(lab.retained())
-    stepped, replayed = found
+            assert stepper.meter.live_bytes("device") == device_bytes, "each group stays where it was"
+            assert lab.device_memory_bytes == lab.records[-1].peak_allocated_bytes // 2
+            lab.device_memory_bytes = None
+            found.append(lab.step(warm_up=False).step_index)
+    stepped, step_index, replayed, replayed_index = found
     assert len(stepped) == 8
-    assert replayed == stepped
+    assert (replayed, replayed_index) == (stepped, step_index)
 
 
 @pytest.mark.parametrize("leaves_copies", [False, True])

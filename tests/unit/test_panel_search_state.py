@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -258,6 +259,26 @@ def test_every_point_of_the_front_comes_into_the_controls_as_it_is(state: Search
     assert view.table.content["choices"] == [0]
     view.table._answer(view.table, {"choice": 0, "shown": view.table.content["shown"] - 1}, [])
     assert state._state.notice == "Another search ended before your click arrived: click again."
+
+
+def test_a_click_that_arrives_while_a_search_ends_chooses_no_other_row(state: SearchState, found: SearchResult) -> None:
+    view = SearchView(state)
+    state.limit = "59GiB"
+    state.start()
+    state._process.on_end(found)
+    assert view.chart is not None
+    for widget, points in ((view.table, found.points[::-1]), (view.chart, found.points)):
+        before, (row, *_), shown = state._state.settings, view.table.content["choices"], view.table.content["shown"]
+        message = {"choice": row, "point": row, "shown": shown, "view": view.chart.picture["layout"]["uirevision"]}
+        state.start()
+        clicked = threading.Thread(target=widget._answer, args=(widget, message, []))
+        with state.lock:  # as the thread that receives a search's result
+            clicked.start()
+            clicked.join(0.1)
+            state._process.on_end(replace(found, points=points))
+        clicked.join()
+        assert state._state.notice == "Another search ended before your click arrived: click again."
+        assert state._state.settings == before
 
 
 def test_a_failed_search_is_a_line_and_the_panel_lives() -> None:

@@ -285,6 +285,11 @@ def test_a_pass_is_judged_by_passes_of_its_own_workload() -> None:
         hopeless = lab.fit(record, record.peak_allocated_bytes - 1 + OUTSIDE_BYTES)
         assert (tight.fits, hopeless.fits, hopeless.alternatives, lab.records) == (True, False, (), [])
         assert lab.scenario == trained.scenario
+    with (
+        Lab("phi-4-tiny", num_layers=2, seq_length=64, packed_sequences=4, backend="simulated") as packing,
+        pytest.raises(ValueError, match="had another packed_sequences than this lab has now"),
+    ):
+        packing.fit(record, "80GiB")
 
 
 @pytest.mark.parametrize(("backend", "place"), [("cpu", "this CPU; it says nothing about a GPU"), ("cuda", "a GPU")])

@@ -1,12 +1,15 @@
-"""Presets: each is what its framework's file sets, fits every model that memlab knows, and comes into the controls."""
+"""Presets: each is what its framework's file or defaults set, fits every model that memlab knows, and comes into the controls."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from memlab.config.architectures import ARCHITECTURES
+from memlab.config.layout import Layout
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -65,6 +68,21 @@ def test_a_preset_sets_the_controls_which_name_it_until_they_change() -> None:
     assert choice.value == "choose a preset"
     choice.value = "plain"
     assert (state.settings, state.selection[0].state) == (MemorySettings(), TrainingState())
+    shown.close()
+
+
+@pytest.mark.parametrize("refusing", [{"layout": Layout(context_parallel_size=2)}, {"dtype": "fp32"}], ids=str)
+def test_a_lab_that_cannot_run_a_preset_s_attention_takes_the_preset_without_it(refusing: dict[str, Any]) -> None:
+    lab = FakeLab()
+    lab.scenario = replace(lab.scenario, **refusing)
+    shown = panel(lab)
+    name = next(name for name in PRESETS if name.startswith("verl"))
+    shown.presets.choice.value = name
+    assert shown.presets.choice.value == name
+    assert shown.state.settings == PRESETS[name].settings
+    assert shown.state.selection is not None
+    assert shown.state.selection[0].state == replace(PRESETS[name].state, attention_backend="auto")
+    assert "attention_backend auto" in shown.state.notice
     shown.close()
 
 

@@ -24,6 +24,7 @@ import psutil
 import pytest
 
 from memlab import JobRecord, Lab, Layout, MemorySettings, Ranks, TrainingState
+from memlab.commands.shared.process import terminate_on_signal
 from memlab.config.scenario import Scenario
 from memlab.lab import job_session
 from memlab.lab.job_session import JobSession
@@ -573,28 +574,29 @@ def test_a_step_that_one_rank_cannot_finish_ends_on_all_and_the_job_is_built_aga
         assert processes == [process_of(ranks, rank).pid for rank in range(2)]
 
 
-def test_ctrl_c_waits_for_the_pass_of_a_job_or_ends_its_processes(
+def test_ctrl_c_or_a_request_to_terminate_waits_for_the_pass_of_a_job_or_ends_its_processes(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks.refresh()
     call, stopping = RankGroup.call, threading.Event()
+    signals = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}
 
     def interrupted_call(group: RankGroup, method: str, *args: Any) -> list[Any]:
         if method == "step":
-            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+            threading.Timer(0.5, os.kill, (os.getpid(), signals[error])).start()
             assert stopping.wait(60)
         return call(group, method, *args)
 
     with Lab(**TINY, layout=Layout(data_parallel_size=2), ranks=ranks) as lab:
         lab.forward_only()
         processes = [process_of(ranks, rank) for rank in range(2)]
-        for seconds, num_microbatches in ((60.0, 2), (0.0, 16_000)):
+        for seconds, num_microbatches, error in ((60.0, 2, KeyboardInterrupt), (0.0, 16_000, SystemExit)):
             stopping.clear()
-            with monkeypatch.context() as patched:
+            with monkeypatch.context() as patched, terminate_on_signal():
                 patched.setattr(RankGroup, "call", interrupted_call)
                 patched.setattr(RankGroup, "notify", lambda *_: stopping.set())
                 patched.setattr(job_session, "_STOP_SECONDS", seconds)
-                with pytest.raises(KeyboardInterrupt):
+                with pytest.raises(error):
                     lab.forward_only(num_microbatches=num_microbatches)
             assert not lab.busy
             assert len(lab.records) == 2, "the short pass has ended, and the long one has no record"

@@ -243,6 +243,28 @@ def test_an_optimizer_step_that_raises_ends_its_phase(x: torch.Tensor) -> None:
         assert PHASES[phase] == "idle"
 
 
+def test_an_optimizer_step_that_raises_inside_another_one_ends_its_own_phase_only(x: torch.Tensor) -> None:
+    class Diverging(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            raise FloatingPointError("the gradients are not finite")
+
+    class Outer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            with suppress(FloatingPointError):
+                inner.step()
+            blocks.append(torch.empty(123, 1024))
+
+    model, _ = trained()
+    inner, outer = Diverging(model.parameters()), Outer(model.parameters())
+    blocks: list[torch.Tensor] = []
+    with memlab.watch(model, outer) as run:
+        outer.step()
+        blocks.append(torch.empty(123, 1025))
+    assert run.timeline is not None
+    phases = [run.timeline.phase[run.timeline.delta_bytes == bytes_of([block])].item() for block in blocks]
+    assert [PHASES[phase] for phase in phases] == ["optimizer", "idle"]
+
+
 def test_an_error_is_raised_and_leaves_a_record_and_no_hook(x: torch.Tensor) -> None:
     model, optimizer = trained()
     stops: list[Callable[[], None]] = [lambda: 1 / 0, lambda: (_ for _ in ()).throw(KeyboardInterrupt("stop"))]

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from memlab.atomic_files import named_in_errors
 from memlab.commands.shared.process import terminate_on_signal
-from memlab.commands.shared.ranks import world_size
 from memlab.record.step_record import StepRecord
 
 _LOCK = ".memlab-is-writing"
@@ -86,12 +85,16 @@ def _is_there(path: Path) -> bool:
 
 
 @contextmanager
-def claimed_folder(folder: Path | None) -> Iterator[None]:
+def claimed_folder(folder: Path | None, *, is_of_a_rank: bool = False) -> Iterator[None]:
     """Makes a folder for a record and keeps other commands out of it for the block; nothing is done for None.
 
     The lock is the kernel's (flock), so none outlives its process. A folder that the block leaves empty is removed, and
-    the lock's file too, also after a request to terminate. Under torchrun such a request ends the process at once: a
-    rank that waits in a collective would not see it.
+    the lock's file too, also after a request to terminate.
+
+    Args:
+        folder: The folder.
+        is_of_a_rank: Whether torchrun has started this process as one rank of several. A request to terminate then ends
+            it at once: a rank that waits in a collective would not see it.
 
     Raises:
         ValueError: If the folder cannot be made or written to, has content, or another command writes to it.
@@ -105,7 +108,7 @@ def claimed_folder(folder: Path | None) -> Iterator[None]:
         lock = (folder / _LOCK).open("w")
     except OSError as error:
         raise _unwritable(folder, error) from error
-    with lock, terminate_on_signal() if world_size() == 1 else nullcontext():
+    with lock, nullcontext() if is_of_a_rank else terminate_on_signal():
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

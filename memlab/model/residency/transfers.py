@@ -57,6 +57,11 @@ class Transfers:
         self._requested.move("offload", groups)
         return self._timed(lambda: self.residency.offload(groups))
 
+    def put_on_host(self, groups: Collection[str]) -> None:
+        """Offloads these groups, and loads the others."""
+        self.load([group for group in GROUPS if group not in groups])
+        self.offload(groups)
+
     def end_step(self, settings: MemorySettings) -> tuple[dict[str, int], float]:
         """Offloads what the settings keep on the host between steps, and frees the host copies of all else.
 

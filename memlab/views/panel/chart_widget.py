@@ -9,6 +9,7 @@ one trait, at most some hundred kilobytes, and the page requests plotly.js from 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ class ChartWidget(anywidget.AnyWidget):
         on_point: Called when the user clicks in the plot: with the customdata, a number, of the nearest marker of the
             traces whose uid begins with ``choice``, or with the number of the nearest point of the trace ``total``.
             Called with None if the click was on points that a later picture has replaced.
+        lock: Held while a click is compared with the picture and answered, so that no other picture comes in between.
     """
 
     _esm = page_code("chart.js")
@@ -42,9 +44,11 @@ class ChartWidget(anywidget.AnyWidget):
     picture: Any = traitlets.Dict().tag(sync=True)
     """The drawing as JSON, with ``{"array": n}`` in place of its arrays of numbers, and those arrays' bytes."""
 
-    def __init__(self, drawing: Drawing, on_point: Callable[[int | None], None]) -> None:
+    def __init__(
+        self, drawing: Drawing, on_point: Callable[[int | None], None], lock: AbstractContextManager[Any]
+    ) -> None:
         super().__init__(picture=_packed(drawing))
-        self._on_point = on_point
+        self._on_point, self._lock = on_point, lock
         self.on_msg(self._answer)
 
     def show(self, drawing: Drawing) -> None:
@@ -55,8 +59,9 @@ class ChartWidget(anywidget.AnyWidget):
         if content.get("question") == "plotly":
             self.send({"answer": "plotly"}, buffers=[_PLOTLY_JS.read_bytes()])
         elif "point" in content:
-            is_current = content["view"] == self.picture["layout"].get("uirevision")
-            self._on_point(int(content["point"]) if is_current else None)
+            with self._lock:
+                is_current = content["view"] == self.picture["layout"].get("uirevision")
+                self._on_point(int(content["point"]) if is_current else None)
 
 
 def _packed(drawing: Drawing) -> dict[str, Any]:

@@ -33,8 +33,10 @@ class PresetChoice:
         self.choice.add_class("memlab-preset")
         self.choice.observe(self._chosen, names=["value"])
         self.plain = ipywidgets.Button(description="All plain")
-        self.plain.tooltip = "Resets recompute, offload, what is on the host, and the training state; the "
-        "workload and the allocator's options stay"
+        self.plain.tooltip = (
+            "Resets recompute, offload, what is on the host, and the training state; the workload and the allocator's "
+            "options stay"
+        )
         self.plain.add_class("memlab-plain")
         self.plain.on_click(lambda _: state.take(_PLAIN, PRESETS[_PLAIN]))
         self.box = ipywidgets.Box([self.choice, self.plain])
@@ -44,7 +46,7 @@ class PresetChoice:
         self._list()
 
     def _list(self) -> None:
-        self._presets = dict(PRESETS)
+        self._presets = {name: preset.on(self._state.scenario) for name, preset in PRESETS.items()}
         if self._search.found is not None:
             for point in self._search.found.front:
                 name = f"found: {point.settings}, {format_bytes(point.peak_allocated_bytes)}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from memlab.config.layout import Layout
+from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.jobs.building import settings_of, state_of
@@ -22,7 +23,8 @@ class Preset:
     settings: MemorySettings = field(default_factory=MemorySettings)
     state: TrainingState = field(default_factory=TrainingState)
     source: str = ""
-    """The file of the framework that sets them, at the commit at which it was read."""
+    """The file of the framework whose keys these are, at the commit at which it was read. Where it has no key, memlab's
+    table of the framework's defaults decides."""
 
     @classmethod
     def of_job(cls, framework_name: str, source: str, **keys: Any) -> Preset:
@@ -40,6 +42,16 @@ class Preset:
         reading = Reading(path=Path(source), entries=entries, version=version)
         framework.read(reading)
         return cls(settings=settings_of(reading), state=state_of(reading, Layout()), source=source)
+
+    def on(self, scenario: Scenario) -> Preset:
+        """Returns the preset for a lab: with the default attention backend if the scenario refuses the preset's."""
+        backend = self.state.attention_backend
+        try:
+            replace(scenario, state=TrainingState(attention_backend=backend))
+        except ValueError:
+            source = f"{self.source}, but with attention_backend auto: this lab's model cannot run {backend} attention"
+            return replace(self, state=replace(self.state, attention_backend="auto"), source=source)
+        return self
 
 
 _FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

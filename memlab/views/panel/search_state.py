@@ -22,6 +22,8 @@ _USUAL_LIMIT_BYTES = 76 * GIB
 _SHARE_OF_PEAK = 0.9
 """Of the shown run's peak: a limit that this run exceeds a little."""
 
+_CLICK = "Click a row of a table, or a point of the chart"
+
 _KEPT = (
     *("offload_parameters", "offload_gradients", "offload_optimizer", "offload_optimizer_except_update"),
     "checkpoint_input_remedy",
@@ -53,6 +55,7 @@ class SearchState(traitlets.HasTraits):
         self._state = state
         self._start_process = start_process
         self._process: Any = None
+        self.lock = state.lock
 
     @property
     def backend(self) -> str:
@@ -177,15 +180,14 @@ class SearchState(traitlets.HasTraits):
             self.found = outcome
             if self.alone:
                 predicted = f"{len(outcome.points)} settings predicted: '{outcome.base}', and each change to it alone"
-                self.notice = f"{predicted}. Click a row of a table, or a point of the chart, to put its settings "
-                "into the controls."
+                self.notice = f"{predicted}. {_CLICK}, to put its settings into the controls."
                 return
             count = len(outcome.cheapest)
-            fit = "none of them fits"
-            if count:
-                fit = (
-                    f"{count} of them are the cheapest that fit (no other that fits recomputes and transfers as little)"
-                )
-            click = "Click a row of a table, or a point of the chart, to take its settings"
-            self.notice = f"{len(outcome.front)} settings are on the front (no other is as good in peak, "
-            f"recompute and copies); {fit}. {click}."
+            cheapest = (
+                f"{count} of them are the cheapest that fit (no other that fits recomputes and transfers as little)"
+            )
+            front = (
+                f"{len(outcome.front)} settings are on the front (no other is as good in peak, recompute and copies)"
+            )
+            fit = cheapest if count else "none of them fits"
+            self.notice = f"{front}; {fit}. {_CLICK}, to put its settings into the controls."

@@ -44,7 +44,7 @@ class SearchView:
             else "the bytes that a step needs on a GPU, with workspaces and the allocator's blocks."
         )
         self.what = ipywidgets.HTML()
-        self.answer, self.table = FoundTable(state.take), FoundTable(state.take)
+        self.answer, self.table = (FoundTable(state.take, state.lock) for _ in range(2))
         self.chart: ChartWidget | None = None
         self._num_found = 0
         self._bar = ipywidgets.Box([self.limit, self.alone, self.search, self.stop, self.status])
@@ -104,7 +104,7 @@ class SearchView:
         drawing = Drawing.of(search_figure(found))
         drawing.layout["uirevision"] = f"search {self._num_found}"
         if self.chart is None:
-            self.chart = ChartWidget(drawing, self.state.take)
+            self.chart = ChartWidget(drawing, self.state.take, self.state.lock)
             self.chart.add_class("memlab-chart")
             self.chart.add_class("memlab-search-chart")
             # What a further search would keep and do is below the answer of this one.

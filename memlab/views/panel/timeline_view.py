@@ -47,7 +47,7 @@ class TimelineView:
         self.pool = self._switch("pool", POOLS_SHOWN, "Memory")
         self.axis = self._switch("axis", AXES, "x axis")
         self.floor = self._switch("floor", FLOORS, "Bytes from")
-        self.chart = ChartWidget(self._drawing(), self._look_at_point)
+        self.chart = ChartWidget(self._drawing(), self._look_at_point, state.lock)
         self.chart.add_class("memlab-chart")
         self.slider = Slider(name="moment, as the number of its event")
         self.number = ipywidgets.BoundedIntText(
