@@ -65,7 +65,7 @@ sys.path.insert(0, {str(ROOT)!r})
 from memlab import Lab, panel
 
 lab = Lab("phi-4", backend="simulated")"""
-# The page is not looked at once a frame: a browser that draws each frame leaves less of two cores to the kernel.
+# It does not look at the page in every frame: a browser that draws each frame leaves less of two cores to the kernel.
 _CONTROL_MS = """async ([pressed, parts, attribute]) => {
     const seen = () => [...document.querySelectorAll(parts)].map(part => part[attribute]).join();
     const before = seen(), started = performance.now();

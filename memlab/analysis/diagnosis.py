@@ -73,7 +73,7 @@ def probability_of_exceeding(records: Sequence[StepRecord], budget_bytes: int, n
         1 - (1 - p)^n, where p is the share of the records whose peak is over the budget: steps count as independent.
 
     Raises:
-        ValueError: If there is no record, a step was interrupted, or the length is no whole number.
+        ValueError: If there is no record, a step was interrupted, or the length is not a whole number.
     """
     if not records:
         raise ValueError("probability_of_exceeding got 0 records, must be at least 1: take some steps")

@@ -194,7 +194,8 @@ FACTORIES = (
 """Functions that make a tensor on a device of their own choice: on the host, unless an argument names the device."""
 
 _NO_HANDLERS = dict.fromkeys(FACTORIES)
-"""`CudaOnCpu` handles all factories alike. One look for each call finds them and what has a handler of its own."""
+"""`CudaOnCpu` handles all factories alike. They are in the same dictionary as the handlers, so that each call
+needs one look-up."""
 
 
 _NUM_STREAMS = 32

@@ -64,8 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=memory_size,
         metavar="SIZE",
         help="say whether the step fits a GPU with this much memory, such as 79GiB (what CUDA reports for a GPU of 80 "
-        "GB); memlab subtracts its estimate of what is used outside torch. If the step does not fit, list the settings "
-        "each of which alone would make it fit, and exit with code 1",
+        "GB); memlab subtracts its estimate of what is used outside torch. If the step does not fit, list single "
+        "settings with which it would fit, and exit with code 1",
     )
 
 
@@ -282,8 +282,8 @@ def _result(found: _Predicted, *, as_json: bool) -> str:
     lines += [record_table(records[0]) if len(records) == 1 else ranks_table(records)]
     if 1 < len(records) < layout.world_size:
         lines.append(
-            f"one rank of each kind is shown: each of the others of the {layout.world_size} ranks needs the same "
-            "memory as one of these"
+            f"one rank of each kind is shown: every other one of the {layout.world_size} ranks needs as much memory as "
+            "one of these"
         )
     elif len(records) == 1 and len(judged.scenario.ranks_of_every_kind) > 1:
         lines.append(other_ranks_line(layout))

@@ -286,7 +286,7 @@ class TrainingState:
             )
             ignored(
                 "main_grads_dtype",
-                f"{buffers} (Megatron-LM's command line sets both options, but Megatron-Core does not)",
+                f"{buffers} (Megatron-LM's command line also sets grad_reduce_in_bf16, but Megatron-Core does not)",
             )
         if not self.overlap_grad_reduce:
             ignored("ddp_bucket_size", "without overlap_grad_reduce Megatron reduces each buffer as a single bucket")

@@ -20,8 +20,8 @@ Step = Callable[[MemorySettings, int | None], StepRecord]
 
 
 Verdict = Literal["fits", "may fit", "does not fit"]
-"""Of a predicted step. "may fit": the predicted step completes within the limit, but a real one that needs as much more
-than predicted as measured steps did (`memlab.fitting.measured_margin`) does not."""
+"""On a measured or predicted step. "may fit": the predicted step completes within the limit, but a real one does not if
+it needs as much more than predicted as measured steps did (`memlab.fitting.measured_margin`)."""
 VERDICTS: tuple[Verdict, ...] = ("fits", "may fit", "does not fit")
 """From the best to the worst."""
 
@@ -73,7 +73,7 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted step completes: it fits, or may fit."""
+        """Whether the step completes: it fits, or may fit."""
         return self.verdict != "does not fit"
 
     @property

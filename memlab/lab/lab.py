@@ -49,7 +49,7 @@ class Lab:
 
     All work on the model runs on one thread of the lab's own, so that cells, widgets and headless runs behave the same.
     While a step runs, a method that would use the model raises ValueError; `stop` and `close` end the step. On a closed
-    lab every method but these two raises it. Settings, records and the like can always be read.
+    lab every method but these two raises it. Settings, scenario and records can always be read.
     Megatron keeps its process groups per process, so opening a lab closes the one that is open. Until then, or until
     `close`, a lab stays open, even after its last name is gone.
 
@@ -213,7 +213,7 @@ class Lab:
     def set_state(self, state: TrainingState, settings: MemorySettings | None = None) -> StateChange:
         """Changes the training state: rebuilds the optimizer or the model if the state needs other tensors.
 
-        The weights are those of the seed again, records stay, and the current settings hold for the new model. Every
+        The weights are those of the seed again, records stay, and the settings hold for the new model. Every
         byte of what is replaced is freed before the new part is built. `memlab.config.rebuilds.REBUILDS` says what
         each field rebuilds.
 
@@ -277,7 +277,8 @@ class Lab:
 
         Args:
             settings: Applied first; None keeps the current settings.
-            state: Changed to before that, as by `set_state`; None keeps the current training state.
+            state: The training state, to which the lab changes as by `set_state`, together with the settings; None
+                keeps the current one.
             allocator: Options of torch's allocator. A simulated lab rebuilds its model under other ones; a process on a
                 GPU has those that it was started with. None keeps the current ones.
             warm_up: After a change, take one step that is not recorded first: it allocates Adam's moments and fills

@@ -101,9 +101,11 @@ def quiz(question: str, choices: Mapping[str, str], right: str) -> None:
     Raises:
         ValueError: If there are fewer than two choices, one has no explanation, or the right one is not among them.
     """
-    if len(choices) < 2 or not all(why.strip() for why in choices.values()):
+    explained = [why for why in choices.values() if why.strip()]
+    if len(choices) < 2 or len(explained) < len(choices):
         raise ValueError(
-            f"quiz got {len(choices)} choices, must get at least 2, and each needs an explanation: add what is missing"
+            f"quiz got {len(choices)} choices, {len(choices) - len(explained)} of them without an explanation, must "
+            "get at least 2, each with one: add what is missing"
         )
     if right not in choices:
         raise ValueError(

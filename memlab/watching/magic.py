@@ -41,7 +41,9 @@ def _names_in(line: str) -> tuple[list[str], str]:
         try:
             compile(name, "%%memlab", "eval")
         except SyntaxError:
-            raise ValueError(f"{refused} a model and its optimizers, and {name} is no expression: {_USAGE}") from None
+            raise ValueError(
+                f"{refused} a model and its optimizers, and {name} is not an expression: {_USAGE}"
+            ) from None
     return names, kept_as[0]
 
 

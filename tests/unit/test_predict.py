@@ -60,7 +60,7 @@ def test_every_kind_of_rank_and_the_worst(capfd: pytest.CaptureFixture[str]) -> 
     assert main(["predict", *TINY, *job]) == 0
     printed = capfd.readouterr().out
     assert "<- worst" in printed and " ms" not in printed, "a prediction tells no time"
-    assert "each of the others of the 4 ranks needs the same memory as one of these" in printed
+    assert "every other one of the 4 ranks needs as much memory as one of these" in printed
 
 
 def test_a_long_step_says_how_far_it_is_and_ctrl_c_keeps_the_part_that_was_taken(

@@ -107,7 +107,7 @@ def test_what_cannot_be_asked_is_refused() -> None:
         guess(" ")
     with pytest.raises(ValueError, match="right is 'd', which is not one of the choices: choose from"):
         quiz("Which?", CHOICES, right="d")
-    with pytest.raises(ValueError, match="must get at least 2, and each needs an explanation"):
+    with pytest.raises(ValueError, match="must get at least 2, each with one"):
         quiz("Which?", {"a": "why", "b": ""}, right="a")
     with pytest.raises(ValueError, match="two empty dicts"):
         line_by_line({}, {})

@@ -371,7 +371,7 @@ def test_the_cell_magic_keeps_the_run_also_if_the_cell_raises(x: torch.Tensor, c
         ("model as", "the run in one word after 'as'"),
         ("model as 1st", "the run in one word after 'as'"),
         ("model as a b", "the run in one word after 'as'"),
-        ("model(", "a model and its optimizers, and model( is no expression"),
+        ("model(", "a model and its optimizers, and model( is not an expression"),
     ):
         with pytest.raises(ValueError, match=re.escape(f"%%memlab got '{line}', must name {rule}: write %%memlab")):
             shell.run_cell_magic("memlab", line, "pass")

@@ -144,7 +144,7 @@ def _notes(job: Job, scenario: Scenario, num_microbatches: int) -> list[str]:
     if missing:
         words = "; ".join(missing)
         notes.append(
-            f"memlab does not model these keys, so a step may need more or less memory than predicted: {words} "
+            f"memlab does not model these keys, so the job may need more or less memory than memlab says: {words} "
             f"(memlab job {job.path} explains each)"
         )
     stages = scenario.layout.pipeline_model_parallel_size

@@ -123,7 +123,8 @@ def prepare_lab(
     Args:
         notebook: A lab, as in ``labs/``. It is not changed by a run.
         parameters: Values for the names in its parameters cell, of their type or as text.
-        output_folder: The run makes it, and only if it succeeds. A failed run is kept next to it, as ``<name>.failed``.
+        output_folder: The run makes it, and only if it succeeds. A failed run is kept next to it, as ``<name>.failed``,
+            or as ``<name>.failed-2`` and so on if there is one.
         timeout_seconds: Wall-clock limit of the whole run. A run that reaches it is killed with all its processes.
 
     Raises:
