@@ -144,7 +144,8 @@ class LargestInterrupted(KeyboardInterrupt):
 def unit_of(what: What, scenario: Scenario) -> int:
     """Returns the number of which all tried values are multiples.
 
-    Layout and FP8 require such a number. For long sequences it is also a multiple of 64. Under context parallelism each rank has two chunks of a sequence, and under tensor parallelism it shares them.
+    Layout and FP8 require such a number. For long sequences it is also a multiple of 64. Under context parallelism each
+    rank has two chunks of a sequence, and under tensor parallelism it shares them.
     """
     tensor, context = scenario.layout.tensor_model_parallel_size, scenario.layout.context_parallel_size
     of_rank = required_multiple_of_tokens(scenario)
