@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import signal
 import sys
+import time
 from contextlib import suppress
 
 import psutil
@@ -16,6 +17,7 @@ import psutil
 PROFILE = "IPP_PROFILE_DIR"
 """Names the folder in the environment of what ipyparallel starts (9.2), and so of what that starts. A tree of processes
 would not do: if the controller is killed, its schedulers go on, and are no longer below any process of the cluster."""
+_END_SECONDS = 5
 _MOST_ROUNDS = 5
 """In how many rounds processes are ended that were starting others."""
 
@@ -49,7 +51,16 @@ def end_trees(pids: list[int]) -> None:
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(processes, timeout=5)
+    deadline = time.monotonic() + _END_SECONDS
+    while any(_runs(process) for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether a process has not ended; one that has, and whose parent does not ask how, is still listed."""
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 if __name__ == "__main__":

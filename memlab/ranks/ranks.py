@@ -341,7 +341,13 @@ class _LocalCluster:
         self.cluster = ipyparallel.Cluster(
             profile_dir=self.folder, controller_ip="127.0.0.1", log_level=40, shutdown_atexit=False
         )
-        self.cluster.controller_args = ["--nodb"]  # by default the controller keeps up to 1 GiB of answers
+        self.cluster.controller_args = [
+            "--nodb",  # by default the controller keeps up to 1 GiB of answers
+            # An engine is listed after two beats of its heart: 6 s by default. A lost one is missed after 30 s, as by
+            # default.
+            "--HeartMonitor.period=500",
+            "--HeartMonitor.max_heartmonitor_misses=60",
+        ]
         self.cluster.config.LocalEngineSetLauncher.delay = 0
         helpers = [_helper("guard", self.folder, os.environ | variables)]
         if _may_fork():
