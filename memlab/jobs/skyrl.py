@@ -65,7 +65,7 @@ KEYS = (
     Key("trainer.logprobs_chunk_size", "logprobs_chunk_size", WHOLE, 1024),
     Key("trainer.placement.colocate_all", "is_colocated", SWITCH, True),
     Key("trainer.policy.optimizer_config.offload_after_step", "offload_after_step", SWITCH, True),
-    Key("trainer.micro_train_batch_size_per_gpu", "micro_batch_size", WHOLE, 1),
+    Key("trainer.micro_train_batch_size_per_gpu", "micro_batch_size", COUNT, 1),
     Key("trainer.max_tokens_per_microbatch", "tokens_per_rank", WHOLE, -1),
     Key("trainer.micro_forward_batch_size_per_gpu", "log_prob_micro_batch_size", COUNT, 1),
     Key("generator.inference_engine.gpu_memory_utilization", "engine_share", NUMBER, 0.8),

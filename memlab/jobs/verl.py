@@ -83,9 +83,9 @@ KEYS = (
         for part in ("param", "grad", "optimizer")
     ),
     Key(f"{_ACTOR}.use_dynamic_bsz", "is_dynamic", SWITCH, False),
-    Key(f"{_ACTOR}.ppo_max_token_len_per_gpu", "tokens_per_rank", WHOLE, 16384),
-    Key(f"{_ACTOR}.ppo_micro_batch_size_per_gpu", "micro_batch_size", WHOLE, None),
-    Key(f"{_ACTOR}.ppo_mini_batch_size", "prompts", WHOLE, 256),
+    Key(f"{_ACTOR}.ppo_max_token_len_per_gpu", "tokens_per_rank", COUNT, 16384),
+    Key(f"{_ACTOR}.ppo_micro_batch_size_per_gpu", "micro_batch_size", COUNT, None),
+    Key(f"{_ACTOR}.ppo_mini_batch_size", "prompts", COUNT, 256),
     Key("actor_rollout_ref.rollout.n", "responses_per_prompt", WHOLE, 1),
     Key("actor_rollout_ref.hybrid_engine", "is_colocated", SWITCH, True),
     Key(f"{_ROLLOUT}.log_prob_use_dynamic_bsz", "log_prob_is_dynamic", SWITCH),
@@ -253,5 +253,6 @@ VERL = Framework(
         "logprobs_chunk_size": "verl computes log-probabilities of a whole micro-batch",
     },
     render=hydra_lines,
+    configurations=("ppo_megatron_trainer",),
     versions=(_FP32_SINCE, _BEFORE),
 )
