@@ -196,9 +196,9 @@ class Framework:
 
     def ignores(self, key: str) -> bool:
         """Whether a key is known to change no memory of a training step; one that holds others is not."""
-        if any(name.startswith(f"{key}.") for name in self.names()):
-            return False
-        return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.without_effect)
+        return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.without_effect) and not any(
+            name.startswith(f"{key}.") for name in self.names()
+        )
 
     def names(self) -> set[str]:
         """Returns the names of all keys that memlab reads or knows to change memory; some are patterns."""

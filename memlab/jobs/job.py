@@ -17,7 +17,7 @@ from memlab.config.validation import shortened
 from memlab.jobs.arguments import add_override
 from memlab.jobs.bounds import BOUNDS, EFFECTS
 from memlab.jobs.building import ALLOCATOR_VARIABLES, CannotStartError, scenario_of, settings_of
-from memlab.jobs.entries import Entries, parse_value
+from memlab.jobs.entries import Entries, Entry, parse_value
 from memlab.jobs.formats import read_file
 from memlab.jobs.framework import Framework, NotModelled, Reading, Taken
 from memlab.jobs.frameworks import FRAMEWORKS, framework_named
@@ -217,9 +217,8 @@ def _built(
         elif framework.ignores(key):
             without_effect.setdefault(key, "it does not concern the memory of a training step")
         else:
-            value = "known only when the job runs" if entry.is_unknown else entry.value
             reading.not_modelled.append(
-                NotModelled(key, value, "unknown", "memlab does not know this key", entry.place)
+                NotModelled(key, entry.value, "unknown", "memlab does not know this key", entry.place)
             )
     return cls(
         path=reading.path,
@@ -270,11 +269,17 @@ def _bound(reading: Reading, scenario: Scenario) -> None:
 
 
 def _hashable(missing: list[NotModelled]) -> list[NotModelled]:
-    return [replace(one, value=str(one.value)) if isinstance(one.value, (list, dict)) else one for one in missing]
+    shown = [replace(one, value=_shown(one.value)) for one in missing]
+    return [replace(one, value=str(one.value)) if isinstance(one.value, (list, dict)) else one for one in shown]
 
 
 def _last(taken: list[Taken]) -> list[Taken]:
-    return list({(one.key, one.field): one for one in taken}.values())
+    return list({(one.key, one.field): replace(one, value=_shown(one.value)) for one in taken}.values())
+
+
+def _shown(value: Any) -> Any:
+    """Returns a value as tables print it."""
+    return "known only when the job runs" if Entry("", value).is_unknown else value
 
 
 _NOT_OF_THE_MODEL_ALONE = ("num_layers", "vocab_size")

@@ -26,6 +26,7 @@ from memlab.jobs.megatron_keys import (
     SIZES,
     UNUSED_GRADIENTS,
 )
+from memlab.jobs.model import HUGGING_FACE_NAMES
 
 _RENAMED = {"fp8": "fp8_format", "fp8_param": "fp8_param_gather"}
 FLAGS_OF_COMPUTING = tuple(replace(key, name=_RENAMED.get(key.name, key.name)) for key in COMPUTE)
@@ -284,6 +285,17 @@ def common(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         "world_size": layout.world_size,
         "dtype": scenario.dtype,
         "allocator": str(scenario.allocator) if str(scenario.allocator) != "default allocator" else None,
+    }
+
+
+def named(scenario: Scenario) -> dict[str, Any]:
+    """Returns model and ranks as frameworks say them that name a published model and count nodes."""
+    world_size = scenario.layout.world_size
+    return {
+        "architecture": HUGGING_FACE_NAMES.get(scenario.architecture.name, scenario.architecture.name),
+        "num_layers": None if scenario.num_layers == scenario.architecture.num_layers else scenario.num_layers,
+        "nodes": world_size // 8 if world_size % 8 == 0 else 1,
+        "ranks_per_node": 8 if world_size % 8 == 0 else world_size,
     }
 
 

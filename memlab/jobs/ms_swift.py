@@ -40,10 +40,10 @@ from memlab.jobs.megatron_lm import (
     FLAGS_OF_COMPUTING,
     FLAGS_OF_THE_OPTIMIZER,
     common,
+    named,
     note_fusion,
     note_sequence_parallel,
 )
-from memlab.jobs.model import HUGGING_FACE_NAMES
 from memlab.jobs.reinforcement import LORA, take_rollout
 
 _OPTIMIZER = tuple(key for key in FLAGS_OF_THE_OPTIMIZER if not key.name.startswith("overlap_cpu"))
@@ -224,20 +224,20 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     values = common(scenario, settings)
     is_likelihood = scenario.state.loss == "logprobs"
-    return values | {
-        "architecture": HUGGING_FACE_NAMES.get(scenario.architecture.name, scenario.architecture.name),
-        "loaded": None,
-        "nodes": scenario.layout.world_size // 8 if scenario.layout.world_size % 8 == 0 else 1,
-        "ranks_per_node": 8 if scenario.layout.world_size % 8 == 0 else scenario.layout.world_size,
-        "world_size": None,
-        "expert_tensor_parallel_size": scenario.layout.expert_tensor_size,
-        "num_layers": None if scenario.num_layers == scenario.architecture.num_layers else scenario.num_layers,
-        "max_length": scenario.seq_length // 2 if is_likelihood else scenario.seq_length,
-        "max_completion_length": scenario.seq_length - scenario.seq_length // 2 if is_likelihood else 512,
-        "rlhf_type": "grpo" if is_likelihood else None,
-        "bf16": scenario.dtype == "bf16",
-        "recompute_modules": settings.recompute_modules or ("core_attn",),
-    }
+    return (
+        values
+        | named(scenario)
+        | {
+            "loaded": None,
+            "world_size": None,
+            "expert_tensor_parallel_size": scenario.layout.expert_tensor_size,
+            "max_length": scenario.seq_length // 2 if is_likelihood else scenario.seq_length,
+            "max_completion_length": scenario.seq_length - scenario.seq_length // 2 if is_likelihood else 512,
+            "rlhf_type": "grpo" if is_likelihood else None,
+            "bf16": scenario.dtype == "bf16",
+            "recompute_modules": settings.recompute_modules or ("core_attn",),
+        }
+    )
 
 
 def cannot_write(settings: MemorySettings) -> dict[str, str]:

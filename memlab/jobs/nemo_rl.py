@@ -41,8 +41,7 @@ from memlab.jobs.megatron_keys import (
     RECOMPUTE,
     SIZES,
 )
-from memlab.jobs.megatron_lm import common, note_sequence_parallel
-from memlab.jobs.model import HUGGING_FACE_NAMES
+from memlab.jobs.megatron_lm import common, named, note_sequence_parallel
 from memlab.jobs.reinforcement import (
     FROZEN_ROUTER,
     LORA,
@@ -218,24 +217,23 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     values = common(scenario, settings)
     del values["recompute_method"], values["recompute_num_layers"]  # `complete` sets both
-    world_size, state = scenario.layout.world_size, scenario.state
     is_row, longest = is_packed(scenario), longest_sequence(scenario)
-    return values | {
-        "architecture": HUGGING_FACE_NAMES.get(scenario.architecture.name, scenario.architecture.name),
-        "nodes": world_size // 8 if world_size % 8 == 0 else 1,
-        "ranks_per_node": 8 if world_size % 8 == 0 else world_size,
-        "num_layers": None if scenario.num_layers == scenario.architecture.num_layers else scenario.num_layers,
-        "expert_tensor_parallel_size": scenario.layout.expert_tensor_size,
-        "is_checkpointing": settings.recompute_granularity is not None,
-        "is_fp8": state.fp8_format is not None,
-        "is_packed": is_row,
-        "is_dynamic": False,
-        "packed_tokens": scenario.seq_length if is_row else None,
-        "longest": longest if is_row else scenario.seq_length,
-        "sequences": sequences_of_a_step(scenario),
-        "is_colocated": settings.offload_parameters,
-        "allocator": values["allocator"],
-    }
+    return (
+        values
+        | named(scenario)
+        | {
+            "expert_tensor_parallel_size": scenario.layout.expert_tensor_size,
+            "is_checkpointing": settings.recompute_granularity is not None,
+            "is_fp8": scenario.state.fp8_format is not None,
+            "is_packed": is_row,
+            "is_dynamic": False,
+            "packed_tokens": scenario.seq_length if is_row else None,
+            "longest": longest if is_row else scenario.seq_length,
+            "sequences": sequences_of_a_step(scenario),
+            "is_colocated": settings.offload_parameters,
+            "allocator": values["allocator"],
+        }
+    )
 
 
 def cannot_write(settings: MemorySettings) -> dict[str, str]:

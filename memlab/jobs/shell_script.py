@@ -332,7 +332,7 @@ class _Reader(Variables):
             if shell.rpartition("/")[2] in ("bash", "sh") and re.fullmatch("-[a-z]*c", option):
                 with self._temporarily(environment):
                     text = words[words.index((option, at)) + 1][0]
-                    return self._shells(syntax.Apart([self._parsed(text, f"{shell} {option}")]))
+                    return self._shells(syntax.Apart([self._parsed(text, f"{shell.rpartition('/')[2]} {option}")]))
         command = Command(self.line, words, is_certain=self.is_certain)
         self.has_job = self.has_job or self.is_job([text for text, _ in words])
         if any(text[:1] == "-" or "=" in text for text in arguments):

@@ -88,7 +88,7 @@ def operand(text: str, name: str, line: int, *, is_quoted: bool) -> Word:
 
 
 class _Scanner:
-    """Walks over the characters of a script once."""
+    """Walks over the characters of a script, or of a text inside of an expansion."""
 
     def __init__(self, text: str, name: str, line: int) -> None:
         self.text, self.name = text, name

@@ -21,13 +21,13 @@ from memlab.jobs.megatron_lm import (
     complete_model,
     complete_state,
     leaves_out,
+    named,
     note_fusion,
     note_sequence_parallel,
 )
 from memlab.jobs.megatron_lm import KEYS as MEGATRON_KEYS
 from memlab.jobs.megatron_lm import compose as compose_megatron
 from memlab.jobs.megatron_lm import render as render_flags
-from memlab.jobs.model import HUGGING_FACE_NAMES
 from memlab.jobs.reinforcement import (
     LORA,
     is_packed,
@@ -145,7 +145,7 @@ def _take_allocator(reading: Reading) -> None:
     """Takes the allocator's settings from the environment that Ray, or slime itself, gives the ranks, a JSON text."""
     for key in ("runtime_env_json", "train_env_vars"):
         entry = reading.entries.by_key.get(key)
-        # Other variables of the text may be known only when the script runs.
+        # Other variables of the text may be known only when the job runs.
         found = _ALLOCATOR.search(str(entry.value)) if entry is not None else None
         if found:
             reading.take(key, "allocator", found[1])
@@ -172,27 +172,28 @@ def _longest_sequence(reading: Reading) -> int | None:
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
-    world_size, is_row, longest = scenario.layout.world_size, is_packed(scenario), longest_sequence(scenario)
+    is_row, longest = is_packed(scenario), longest_sequence(scenario)
     chunk = scenario.state.logprobs_chunk_size
-    return compose_megatron(scenario, settings) | {
-        "architecture": HUGGING_FACE_NAMES.get(scenario.architecture.name, scenario.architecture.name),
-        "nodes": world_size // 8 if world_size % 8 == 0 else 1,
-        "ranks_per_node": 8 if world_size % 8 == 0 else world_size,
-        "is_dynamic": is_row,
-        "tokens_per_rank": scenario.seq_length // scenario.layout.context_parallel_size if is_row else None,
-        "logprobs_chunk_size": -1 if chunk is None else chunk,
-        "is_colocated": settings.offload_parameters,
-        "is_offloaded": None,
-        "is_offloaded_too": False,
-        "stays": False,
-        "steps_per_rollout": None,
-        "prompts": None,
-        "responses_per_prompt": 1,
-        "prompt_length": longest // 2,
-        "response_length": longest - longest // 2,
-        "context_length": None,
-        "sequences": sequences_of_a_step(scenario),
-    }
+    return (
+        named(scenario)
+        | compose_megatron(scenario, settings)
+        | {
+            "is_dynamic": is_row,
+            "tokens_per_rank": scenario.seq_length // scenario.layout.context_parallel_size if is_row else None,
+            "logprobs_chunk_size": -1 if chunk is None else chunk,
+            "is_colocated": settings.offload_parameters,
+            "is_offloaded": None,
+            "is_offloaded_too": False,
+            "stays": False,
+            "steps_per_rollout": None,
+            "prompts": None,
+            "responses_per_prompt": 1,
+            "prompt_length": longest // 2,
+            "response_length": longest - longest // 2,
+            "context_length": None,
+            "sequences": sequences_of_a_step(scenario),
+        }
+    )
 
 
 def cannot_write(settings: MemorySettings) -> dict[str, str]:
