@@ -13,8 +13,10 @@ _INT64 = 2**63
 _LONGEST = 300
 _ASSIGNMENT = re.compile(rf"({NAME})\s*([-+*/%]?)=(?!=)(.*)", re.DOTALL)
 _STEP = re.compile(rf"({NAME})\s*(\+\+|--)|(\+\+|--)\s*({NAME})")
-ASSIGNED = re.compile(rf"({NAME})\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)\s*({NAME})")
+ASSIGNED = re.compile(rf"(?<!\w)({NAME}+)\s*+(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)\s*({NAME})")
 """A variable that an expression sets."""
+_NOT_READ = re.compile(r"""['"\\#]|\b(?!0[xX])\d+[A-Za-z_]""")
+"""What Python reads in another way than the shell, or warns of."""
 _WHOLE = re.compile(r"\s*[+-]?(0|[1-9]\d{0,17})\s*")
 _COMPARISONS: dict[type, Callable[[int, int], bool]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
@@ -35,7 +37,7 @@ def calculated(text: str, get: Callable[[str], str], put: Callable[[str, str], N
     """
     result: int | None = None
     for part in [text] if "(" in text else text.split(","):
-        result = _one(part.strip(), get, put) if len(part) <= _LONGEST and "#" not in part else None
+        result = None if len(part) > _LONGEST or _NOT_READ.search(part) else _one(part.strip(), get, put)
         if result is None:
             return None
     return result

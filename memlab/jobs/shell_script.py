@@ -105,7 +105,7 @@ class _Reader(Variables):
         self.calls: list[tuple[str, dict[str, Value | None]]] = []
         """Functions that are running, each with the values that its local variables hide."""
         self.is_certain = True
-        self.depth = self.shells = self.sources = self.source_depth = self.steps = self.snapshots = 0
+        self.depth = self.loops = self.shells = self.sources = self.source_depth = self.steps = self.snapshots = 0
         self.undecided: dict[str, int] = {}
 
     def follow(self, text: str) -> None:
@@ -246,6 +246,7 @@ class _Reader(Variables):
     def _loop_round(self, body: syntax.Node, run: Callable[[syntax.Node], bool | None]) -> bool:
         """Runs the body of a loop once, and returns whether another round follows."""
         self._count()
+        self.loops += 1
         try:
             run(body)
         except _LeaveError as leave:
@@ -254,6 +255,8 @@ class _Reader(Variables):
             if leave.loops > 1:
                 raise _LeaveError(leave.kind, leave.status, leave.loops - 1) from None
             return leave.kind == "continue"
+        finally:
+            self.loops -= 1
         return True
 
     # Commands
@@ -430,11 +433,13 @@ class _Reader(Variables):
             return self._exit(arguments, "return")
         raise _LeaveError("return", _status_of(arguments[0]) if arguments else True)
 
-    def _break(self, arguments: list[str]) -> bool | None:
-        raise _LeaveError("break", loops=_count_of(arguments))
+    def _break(self, arguments: list[str], kind: str = "break") -> bool | None:
+        if self.loops:
+            raise _LeaveError(kind, loops=min(self.loops, _count_of(arguments)))
+        return True
 
     def _continue(self, arguments: list[str]) -> bool | None:
-        raise _LeaveError("continue", loops=_count_of(arguments))
+        return self._break(arguments, "continue")
 
     def _false(self, arguments: list[str]) -> bool | None:
         return False

@@ -22,6 +22,7 @@ _ARITHMETIC = re.compile(r"\(\(((?:[^()]|\((?:[^()]|\([^()]{0,99}\)){0,99}\)){0,
 _BEFORE_A_COMMAND = {"if", "then", "elif", "else", "while", "until", "do", "{", "!", "time"}
 _ORDINARY = re.compile(r"[^\\#()'\"$` \t\r<>\n;&|]+")
 _ORDINARY_IN_DOUBLE_QUOTES = re.compile(r'[^\\"$`]+')
+_DESCRIPTOR = re.compile(rf"\d+|\{{{NAME}\}}")
 _REDIRECTION = re.compile(r"<<<|<>|[<>]{1,2}(?:&\d?-?|\|)?")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "f": "\f", "v": "\v"}
 
@@ -236,7 +237,7 @@ class _Scanner:
             self._take(self._end_of(self.position + 1), UNKNOWN, "literal")
             return
         heredoc = HEREDOC.match(self.text, self.position)
-        if self.word is not None and self.word.keyword.isdigit():
+        if self.word is not None and _DESCRIPTOR.fullmatch(self.word.keyword):
             self.word = None
         self._end_word()
         if heredoc:
