@@ -331,11 +331,9 @@ class _Reader(Variables):
         if name in _SUCCEEDING:
             return True
         environment = environment | _set_by_wrappers(words)
-        for (shell, _), (option, at) in pairwise(words[:-1]):
+        for place, ((shell, _), (option, _)) in enumerate(pairwise(words[:-1])):
             if shell.rpartition("/")[2] in ("bash", "sh") and re.fullmatch("-[a-z]*c", option):
-                with self._temporarily(environment):
-                    text = words[words.index((option, at)) + 1][0]
-                    return self._shells(syntax.Apart([self._parsed(text, f"{shell.rpartition('/')[2]} {option}")]))
+                return self._shell([text for text, _ in words[place + 2 :]], environment)
         command = Command(self.line, words, is_certain=self.is_certain)
         self.has_job = self.has_job or self.is_job([text for text, _ in words])
         if any(text[:1] == "-" or "=" in text for text in arguments):
@@ -347,6 +345,14 @@ class _Reader(Variables):
                 raise ValueError(f"{self.path.name} has more commands and variables than any real script: {_INSTEAD}")
         self.commands.append(command)
         return None
+
+    def _shell(self, words: list[str], environment: dict[str, str]) -> bool | None:
+        """Follows the text of ``bash -c``, after which come the arguments of its shell, from ``$0`` on."""
+        outer, self.arguments = self.arguments, words[2:]
+        with self._temporarily(environment):
+            status = self._shells(syntax.Apart([self._parsed(words[0], "a shell")]))
+        self.arguments = outer
+        return status
 
     @contextmanager
     def _temporarily(self, environment: dict[str, str]) -> Iterator[None]:

@@ -201,7 +201,7 @@ class Variables:
             return found
         if is_pattern and not self.in_test and not any("=" in text or text.startswith("-") for text in found):
             return [UNKNOWN_WORDS]  # names of files
-        return [text if text.strip(UNKNOWN) else UNKNOWN_WORDS for text in found if text]
+        return [text if text.strip(UNKNOWN) else _unknown_words(text) for text in found if text]
 
     def _alternatives(self, word: Word, braces: re.Match[str]) -> list[str]:
         """Expands a word with ``{a,b}`` or ``{1..4}``."""
@@ -311,7 +311,7 @@ class Variables:
         if not index:
             return _element(value, 0) if isinstance(value, list) else value
         if value == UNKNOWN:
-            return UNKNOWN
+            return [UNKNOWN_WORDS] if is_whole else UNKNOWN
         if name in self.given and is_whole:
             return self.given[name].split()
         values = [] if value is None else [value] if isinstance(value, str) else value
@@ -415,6 +415,11 @@ def after(word: Word, start: int) -> Word:
             left.append(Piece(piece.text[start:], piece.kind) if start else piece)
         start = max(0, start - len(piece.text))
     return Word(word.line, left)
+
+
+def _unknown_words(text: str) -> str:
+    """Returns the mark for any number of words, with the line of an element."""
+    return Element(UNKNOWN_WORDS, text.line) if isinstance(text, Element) else UNKNOWN_WORDS
 
 
 def _element(values: list[str], index: int) -> str:

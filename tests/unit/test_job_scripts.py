@@ -65,6 +65,7 @@ def words_of(text: str, path: Path = Path("run.sh"), **variables: str) -> list[s
         ("A=(dir/*.json)\nrun ${#A[@]} ${A[0]} dir/*.json [a] x=*", [UNKNOWN, UNKNOWN, UNKNOWN, "[a]", "x=*"]),
         ("case a in @(a|b)) A=1;; esac\n[[ ab == @(a|b)b ]] && A=2\nrun $A ${A/[a]/b}", [UNKNOWN] * 2),
         ("A=$(date)\nrun ${A:-8} ${A%x} ${#A} ${A:+x} $'\\x41' ${!A}", [UNKNOWN] * 6),
+        ("f() { bash -c 'run $2' x 1 2; }\nf 7 8", ["2"]),
         ("bash -c 'A=2; run in $A'\nsrun --mpi=x sh -c \"$CMD\"\nbash -lc 'run --last'", ["--last"]),
         ("command -p run a\ncommand -- run b", ["b"]),
     ],
@@ -348,8 +349,8 @@ def test_variables_can_be_given_and_sourced_files_are_followed(tmp_path: Path) -
 
 
 def test_a_word_of_an_array_has_the_line_on_which_it_stands() -> None:
-    (command,) = read_script("A=(\n --x 1\n --y 2\n)\nrun ${A[@]}", Path("run.sh")).commands
-    assert command.words == [("run", 5), ("--x", 2), ("1", 2), ("--y", 3), ("2", 3)]
+    (command,) = read_script("A=(\n --x 1\n --y $Y\n)\nrun ${A[@]}", Path("run.sh")).commands
+    assert command.words == [("run", 5), ("--x", 2), ("1", 2), ("--y", 3), (UNKNOWN_WORDS, 3)]
 
 
 @pytest.mark.parametrize(

@@ -641,6 +641,7 @@ UNREAD = "the script has words that only a run shows, and memlab reads no argume
 @pytest.mark.parametrize(
     ("flags", "warnings"),
     [
+        ('--bf16 "${LIST[@]}"', [f"line 1: after --bf16 {UNREAD}"]),
         ("--bf16 $EXTRA", [f"line 1: after --bf16 {UNREAD}"]),
         ("--bf16\\\n --micro-batch-size 2 $(cat extra)", [f"line 2: after --micro-batch-size {UNREAD}"]),
         ("--bf16 --sequence-parallel $EXTRA -- $MORE", [f"line 1: after --sequence-parallel {UNREAD}"]),
@@ -658,7 +659,7 @@ UNREAD = "the script has words that only a run shows, and memlab reads no argume
 )  # fmt: skip
 def test_words_that_only_a_run_shows_change_no_other_flag(flags: str, warnings: list[str], tmp_path: Path) -> None:
     train = TRAIN.replace(" --bf16", "").replace(" --micro-batch-size 1", "")
-    text = f"{train} --tensor-model-parallel-size 2 {'--sequence-parallel' if 'seq' not in flags else ''} {flags}"
+    text = f"mapfile LIST < extra; {train} --tensor-model-parallel-size 2 {'--sequence-parallel' if 'seq' not in flags else ''} {flags}"
     job = Job.read(write(tmp_path, "run.sh", text))
     scenario, _ = job.required()
     assert (scenario.dtype, scenario.micro_batch_size) == ("bf16", 2 if "size 2" in flags else 1)
