@@ -266,8 +266,8 @@ def _take_configuration(words: list[tuple[str, int]], path: Path, framework: Fra
             continue
         if entry.is_unknown or not _is_file(base):
             entries.warnings.append(
-                f"{entry.place}: the configuration {'' if entry.is_unknown else shortened(name)} is not beside the "
-                f"script, so memlab takes the framework's own defaults: put it there, or give its keys with --set"
+                f"{entry.place}: the configuration{'' if entry.is_unknown else f' {shortened(name)}'} is not beside "
+                "the script, so memlab takes the framework's own defaults: put it there, or give its keys with --set"
             )
             continue
         content, _ = _text(base)

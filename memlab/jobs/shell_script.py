@@ -1,11 +1,11 @@
 """Reads a launch script of a shell without running it: assignments are followed, commands become lists of words.
 
-Followed are assignments, arrays, ``${NAME:-default}``, ``$((1 + 2))``, ``source`` of a file beside the script,
-functions, ``for`` over known words, ``exit``, and tests of known values in ``if``, ``case``, ``&&`` and ``||``.
-Everything else, above all ``$(command)``, is an unknown value: it is reported and never executed. What runs only if a
-condition holds that memlab cannot decide is read apart: its commands are marked, its assignments are taken back, and a
-warning names them. A variable that the script reads and nobody sets is empty in a test, as on a machine where nobody
-exported it, and unknown in a command, because the job may need it.
+Followed are assignments, arrays, ``${NAME:-default}``, ``$((1 + 2))``, the script's own folder, ``source`` of a file
+beside the script, functions, ``for`` over known words, ``exit``, and tests of known values in ``if``, ``case``, ``&&``
+and ``||``. Everything else, above all ``$(command)``, is an unknown value: it is reported and never executed. What runs
+only if a condition holds that memlab cannot decide is read apart: its commands are marked, its assignments are taken
+back, and a warning names them. A variable that the script reads and nobody sets is empty in a test, as on a machine
+where nobody exported it, and unknown in a command, because the job may need it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from memlab.jobs import shell_syntax as syntax
 from memlab.jobs.entries import UNKNOWN, UNKNOWN_WORDS
 from memlab.jobs.shell_conditions import Operand, both, decide, either, matches, negated
 from memlab.jobs.shell_variables import ASSIGNMENT, Element, Value, Variables, after, is_assignment
-from memlab.jobs.shell_words import NAME_ONLY, Word
+from memlab.jobs.shell_words import NAME_ONLY, Piece, Word
 
 _DECLARING = {"export", "declare", "local", "readonly", "typeset"}
 _SUCCEEDING = {
@@ -389,7 +389,7 @@ class _Reader(Variables):
     def _declare(self, words: list[Word]) -> bool | None:
         options = "".join(word.raw[1:] for word in words[1:] if word.raw.startswith("-"))
         is_local = bool(self.calls) and words[0].keyword not in ("export", "readonly") and "g" not in options
-        for word in words[1:]:
+        for word in [self._with_value(word) for word in words[1:]]:
             match = ASSIGNMENT.match(word.raw) or NAME_ONLY.fullmatch(word.raw)
             if match is None:
                 self._declare_texts([] if word.raw.startswith("-") else self.words(word))
@@ -406,6 +406,13 @@ class _Reader(Variables):
             elif is_local:
                 self.set(name, "")
         return True
+
+    def _with_value(self, word: Word) -> Word:
+        """Returns an assignment with its value, which a declaration expands before it assigns any."""
+        match = ASSIGNMENT.match(word.raw)
+        if match is None or match[2] or word.elements is not None:
+            return word
+        return Word(word.line, [Piece(match[0], "plain"), Piece(self.one(after(word, match.end())), "literal")])
 
     def _declare_texts(self, texts: list[str]) -> None:
         """Follows ``export "$NAME=value"``, whose names only an expansion shows."""

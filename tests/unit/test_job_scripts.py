@@ -194,6 +194,7 @@ FOLLOWED = [
     'train $(dirname /a/b/c) $(basename /a/b/c.sh .sh) "$(dirname "$(dirname "/a/b c/d")")" $(basename "x y") `dirname a/b` $(realpath -m /a/../b) $(cd /usr/bin/.. && pwd)',
     'A=" x "; train a${A}b a"${A}"b $A ""',
     "[[ ab == a* ]] && case ab in (ab) train y;; esac",
+    "A=0; export A=1 B=$A; f() { local A=5 C=$A; train $A $B $C; }; f",
     "break\ntrain yes {fd}>/dev/null\nfor i in 1 2; do for j in 1 2; do continue 9; done; train no; done; train end",
     "if (exit 1); then train no; else train yes; fi",
     'A=(); train "${A[@]}" x "${A[*]}" y ${A[@]}\ntrain "a${A[@]}b"',
