@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from memlab.jobs.entries import UNKNOWN, Entries, parse_scalar, parse_value
+from memlab.jobs.entries import UNKNOWN, UNKNOWN_WORDS, Entries, lines_of, parse_scalar, parse_value
+from memlab.jobs.yaml_tree import flat, read_yaml
 
 _FLAG = re.compile(r"--([A-Za-z][A-Za-z0-9_.-]*)(?:=(.*))?", re.DOTALL)
 _OVERRIDE = re.compile(r"[+]{0,2}([A-Za-z_][A-Za-z0-9_]*(?:[.][A-Za-z0-9_-]+)+|[a-z_]+)=(.*)", re.DOTALL)
+_TIGHT_COLON = re.compile(r"([{,]\s*[\w.]+):(?=\S)")
+"""Hydra takes ``{a:1}`` as a mapping, YAML only ``{a: 1}``."""
 _DELETION = re.compile(r"~([A-Za-z_][A-Za-z0-9_]*(?:[.][A-Za-z0-9_-]+)+)(=.*)?", re.DOTALL)
 # A match begins where the dashes do: a search from every dash of a long line would take hours.
 _BLOCK_START = re.compile(r"(?<!-)-{6,} arguments -{6,}[ \t\r]*$", re.MULTILINE)
@@ -16,14 +19,18 @@ _BLOCK_END = re.compile(r"(?<!-)-{6,} end of arguments -{6,}[ \t\r]*$")
 _BLOCK_LINE = re.compile(r"\s([A-Za-z_][A-Za-z0-9_]*) \.{2,}\s?(.*)$")
 
 
-def read_flags(words: Iterable[tuple[str, int]], entries: Entries) -> None:
+def read_flags(
+    words: Iterable[tuple[str, int]], entries: Entries, is_switch: Callable[[str], bool | None] = lambda _: None
+) -> None:
     """Adds the flags of a command, their names with underscores; a flag without a value is True.
 
     Args:
         words: Words of a command, each with its line.
         entries: Where the flags are added; the last one of a name counts, as for argparse.
+        is_switch: Whether a flag has no value; None if that is not known.
     """
-    name, line, values = "", 0, list[str]()
+    flag, name, line, values = "", "", 0, list[str]()
+    unread: list[tuple[str, int]] = []
 
     def end() -> None:
         if name:
@@ -31,28 +38,73 @@ def read_flags(words: Iterable[tuple[str, int]], entries: Entries) -> None:
             entries.add(name, True if not parsed else parsed[0] if len(parsed) == 1 else parsed, line)
 
     for word, at in words:
-        match = _FLAG.fullmatch(word)
         if word.endswith(".py") or word in ("-m", "--"):  # the program that a launcher starts
             end()
-            name = ""
-        elif match:
+            flag = name = ""
+        elif match := _FLAG.fullmatch(word):
             end()
-            name, line, values = match[1].replace("-", "_"), at, [] if match[2] is None else [match[2]]
+            flag, name, line, values = (
+                f"--{match[1]}",
+                match[1].replace("-", "_"),
+                at,
+                [] if match[2] is None else [match[2]],
+            )
+        elif word == UNKNOWN_WORDS:  # the value of this flag, or more arguments
+            if values or is_switch(name) is not False:
+                unread.append((flag, at))
+            if not values and not is_switch(name):
+                values = [word]
+            end()
+            flag = name = ""
         elif name:
             values.append(word)
     end()
+    _warn_of_unread(entries, unread)
+
+
+def _warn_of_unread(entries: Entries, unread: list[tuple[str, int]]) -> None:
+    """Warns of words that only a run shows, each with the flag before it and the line."""
+    if not unread:
+        return
+    names = ", ".join(dict.fromkeys(flag for flag, _ in unread if flag))
+    entries.warnings.append(
+        f"{lines_of(line for _, line in unread)}: {f'after {names} ' if names else ''}the script has words that only a "
+        "run shows, and memlab reads no arguments there: give those that matter with --set KEY=VALUE"
+    )
 
 
 def read_overrides(words: Iterable[tuple[str, int]], entries: Entries) -> None:
     """Adds Hydra's overrides of a command: ``key=value``, ``+key=value``, ``++key=value``; warns of ``~key``."""
+    unread: list[tuple[str, int]] = []
     for word, line in words:
         match = _OVERRIDE.fullmatch(word)
         if match:
-            value = match[2] if UNKNOWN in match[2] else parse_value(match[2])
-            entries.add(match[1], value, line)
+            add_override(entries, match[1], match[2], line)
+        elif word.endswith(".py") or word == "-m":  # words before it are of a launcher
+            unread = []
+        elif not word.strip(UNKNOWN):
+            unread.append(("", line))
         elif deletion := _DELETION.fullmatch(word):
             entries.by_key.pop(deletion[1], None)
-            entries.warnings.append(f"line {line}: ~{deletion[1]} deletes a key, which memlab does not follow")
+            entries.warnings.append(
+                f"line {line}: ~{deletion[1]} deletes a key, in whose place memlab takes the framework's default: give "
+                f"another value with --set {deletion[1]}=VALUE"
+            )
+    _warn_of_unread(entries, unread)
+
+
+def add_override(entries: Entries, key: str, text: str, line: int | None) -> None:
+    """Adds what an override says; of a mapping such as ``{rank: 32}``, each of its keys.
+
+    Raises:
+        ValueError: If the mapping is none.
+    """
+    if UNKNOWN in text or not re.fullmatch(r"\{.*\}", text.strip(), re.DOTALL):
+        entries.add(key, text if UNKNOWN in text else parse_value(text), line)
+        return
+    text = _TIGHT_COLON.sub(r"\1: ", text)
+    for name, entry in flat(read_yaml(text, f"the value of {key}"), key).by_key.items():
+        entries.add(f"{key}.{name}" if name else key, entry.value, line)
 
 
 def has_argument_block(text: str) -> bool:

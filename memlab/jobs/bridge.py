@@ -13,7 +13,7 @@ from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
 from memlab.jobs import without_effect
 from memlab.jobs.framework import Framework, Reading
-from memlab.jobs.keys import ABSENT, ALLOCATOR, SWITCH, TEXT, WHOLE, Key, Missing, is_given, missing_under, under
+from memlab.jobs.keys import ABSENT, ALLOCATOR, COUNT, SWITCH, TEXT, WHOLE, Key, Missing, is_given, missing_under, under
 from memlab.jobs.lines import yaml_lines
 from memlab.jobs.megatron_keys import (
     ARCHITECTURE,
@@ -29,7 +29,7 @@ from memlab.jobs.megatron_keys import (
     RECOMPUTE,
     SIZES,
 )
-from memlab.jobs.megatron_lm import common
+from memlab.jobs.megatron_lm import common, note_sequence_parallel
 from memlab.jobs.model import published_architecture
 from memlab.jobs.reinforcement import LORA
 
@@ -41,15 +41,15 @@ KEYS = (
     Key("world_size", "world_size", WHOLE),
     *under("model", (*SIZES, CHUNKS, *ENDS, *RECOMPUTE, *OFFLOAD, *COMPUTE)),
     *under("model", ARCHITECTURE),
-    Key("model.make_vocab_size_divisible_by", "make_vocab_size_divisible_by", WHOLE, 128),
+    Key("model.make_vocab_size_divisible_by", "make_vocab_size_divisible_by", COUNT, 128),
     Key("model.should_pad_vocab", "should_pad_vocab", SWITCH, False),
-    Key("model.seq_length", "seq_length", WHOLE),
+    Key("model.seq_length", "seq_length", COUNT),
     # The rows that are trained on; the model's own length may be what it was published with.
-    Key("dataset.seq_length", "seq_length", WHOLE),
-    Key("dataset.sequence_length", "seq_length", WHOLE),
+    Key("dataset.seq_length", "seq_length", COUNT),
+    Key("dataset.sequence_length", "seq_length", COUNT),
     Key("model.bf16", "is_bf16", SWITCH, True),
-    Key("train.micro_batch_size", "micro_batch_size", WHOLE, 1),
-    Key("train.global_batch_size", "global_batch_size", WHOLE, None),
+    Key("train.micro_batch_size", "micro_batch_size", COUNT, 1),
+    Key("train.global_batch_size", "global_batch_size", COUNT, None),
     Key("train.manual_gc", "manual_gc", SWITCH, False),
     *under("optimizer", OPTIMIZER),
     Key("optimizer.use_distributed_optimizer", "use_distributed_optimizer", SWITCH, True),
@@ -102,8 +102,7 @@ def complete(reading: Reading) -> None:
     divisor = values.pop("make_vocab_size_divisible_by") * (values.get("tensor_model_parallel_size") or 1)
     if values.pop("should_pad_vocab") and values.get("vocab_size"):
         values["vocab_size"] = -(-values["vocab_size"] // divisor) * divisor
-    if (values.get("tensor_model_parallel_size") or 1) > 1 and reading.get("model.sequence_parallel") is False:
-        reading.miss("model.sequence_parallel", "more", "norms and residuals keep whole sequences on each rank")
+    note_sequence_parallel(reading, "model.sequence_parallel", default=True)
 
 
 def _complete_gradients(reading: Reading) -> None:

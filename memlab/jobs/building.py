@@ -20,7 +20,6 @@ from memlab.jobs.keys import NUMBER, SWITCH, WHOLE, Missing, refusal
 LAYOUT_FIELDS = tuple(field.name for field in fields(Layout) if field.name not in ("rank", "data_parallel_size"))
 STATE_FIELDS = tuple(field.name for field in fields(TrainingState))
 SETTINGS_FIELDS = tuple(field.name for field in fields(MemorySettings))
-WORKLOAD_FIELDS = ("num_layers", "seq_length", "micro_batch_size", "num_microbatches", "dtype")
 
 
 class CannotStartError(ValueError):
@@ -35,6 +34,7 @@ def layout_of(reading: Reading, architecture: Architecture) -> Layout:
         ValueError: If memlab does not model how layers are split over stages.
     """
     _count_ends_as_layers(reading, reading.values.get("num_layers") or architecture.num_layers)
+    _count_chunks_in_layers(reading, reading.values.get("num_layers") or architecture.num_layers)
     values = {name: reading.values.get(name) for name in LAYOUT_FIELDS}
     values["virtual_pipeline_model_parallel_size"] = values["virtual_pipeline_model_parallel_size"] or 1
     tensor = values["tensor_model_parallel_size"] or 1
@@ -64,6 +64,22 @@ def layout_of(reading: Reading, architecture: Architecture) -> Layout:
         return Layout(**sizes, data_parallel_size=world_size // per_copy)
     except ValueError as error:
         raise CannotStartError(str(error)) from error
+
+
+def _count_chunks_in_layers(reading: Reading, num_layers: int) -> None:
+    """Takes the model chunks of a stage from the layers of a chunk, by the rule of Megatron-LM's `validate_args`."""
+    key = "num_layers_per_virtual_pipeline_stage"
+    layers, stages = reading.values.pop(key, None), reading.values.get("pipeline_model_parallel_size") or 1
+    if layers is None or stages < 2:
+        return
+    of_stage, remainder = divmod(num_layers, stages)
+    if remainder or layers < 1 or of_stage % layers:
+        raise CannotStartError(
+            f"{key} is {layers}, must divide the layers of a stage, {num_layers} / {stages}: change one of the three"
+        )
+    field = "num_virtual_stages_per_pipeline_rank"
+    reading.take(key, field, of_stage // layers)
+    reading.values["virtual_pipeline_model_parallel_size"] = reading.values.pop(field)
 
 
 _COUNTED = {
@@ -289,7 +305,7 @@ def _allocator(reading: Reading) -> AllocatorSettings:
         return AllocatorSettings()
     if UNKNOWN in text:
         reading.warnings.append(
-            f"{variable} is known only when the script runs, so memlab takes the default allocator: give it with "
+            f"{variable} is known only when the job runs, so memlab takes the default allocator: give it with "
             f"--set {variable}=VALUE"
         )
         return AllocatorSettings()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 UNKNOWN = "\0"
 """Stands for what only a run of the file would show, such as ``$(nproc)``. A text that contains it is unknown."""
+UNKNOWN_WORDS = UNKNOWN * 3
+"""Stands for any number of words, also none, as of a ``$(cat options)`` that is not quoted."""
 _WHOLE = re.compile(r"[+-]?[0-9]{1,18}")
 _NUMBER = re.compile(r"[+-]?([0-9]{1,18}[.]?[0-9]{0,18}|[.][0-9]{1,18})([eE][+-]?[0-9]{1,3})?")
 _WORDS = {"true": True, "false": False, "null": None, "none": None, "~": None, "": None}
@@ -66,6 +69,12 @@ class Entries:
         """Returns the value of a key that the file gives, or the default."""
         entry = self.by_key.get(key)
         return default if entry is None or entry.is_unknown else entry.value
+
+
+def lines_of(numbers: Iterable[int]) -> str:
+    """Names lines of a file, for messages."""
+    different = sorted(set(numbers))
+    return f"line{'s' * (len(different) > 1)} {', '.join(map(str, different))}"
 
 
 def _parents(key: str) -> list[str]:

@@ -10,7 +10,8 @@ from pathlib import Path
 from memlab.config.from_json import parse_json
 from memlab.config.validation import shortened
 from memlab.jobs.arguments import has_argument_block, read_argument_block, read_flags, read_overrides
-from memlab.jobs.entries import UNKNOWN, Entries, parse_scalar
+from memlab.jobs.entries import UNKNOWN, Entries, lines_of, parse_scalar
+from memlab.jobs.framework import Framework
 from memlab.jobs.frameworks import framework_named
 from memlab.jobs.shell_script import Command, Script, read_script
 from memlab.jobs.yaml_tree import Node, flat, read_yaml, resolve
@@ -68,7 +69,8 @@ def read_file(path: Path, variables: dict[str, str], format_name: str | None) ->
         raise ValueError(f"{path.name} is a program, which memlab never runs: {_ACTION}")
     if path.suffix == ".toml":
         raise ValueError(f"{path.name} is a TOML file, which memlab does not read: {_ACTION}")
-    return _script_format(read_script(text, path, variables), path, format_name)
+    script = read_script(text, path, variables, is_job=lambda words: _format_of_words([words]) is not None)
+    return _script_format(script, path, format_name)
 
 
 def _file_of(path: Path) -> Path:
@@ -82,9 +84,13 @@ def _file_of(path: Path) -> Path:
             what = "is not a file" if path.exists() else "does not exist"
             raise ValueError(f"{shortened(path)} {what}: give a job's file")
     except OSError as error:
-        reason = (error.strerror or type(error).__name__).lower()
-        raise ValueError(f"{shortened(path)} cannot be read ({reason}): give a job's file") from error
+        raise _unreadable(path, error) from error
     return path
+
+
+def _unreadable(path: Path, error: OSError) -> ValueError:
+    reason = (error.strerror or type(error).__name__).lower()
+    return ValueError(f"{shortened(path)} cannot be read ({reason}): give a job's file")
 
 
 def _text(path: Path) -> tuple[str, bool]:
@@ -93,8 +99,7 @@ def _text(path: Path) -> tuple[str, bool]:
         with path.open("rb") as file:
             content, rest = file.read(_MOST_BYTES), file.read(1)
     except OSError as error:
-        reason = (error.strerror or type(error).__name__).lower()
-        raise ValueError(f"{shortened(path)} cannot be read ({reason}): give a job's file") from error
+        raise _unreadable(path, error) from error
     text = content.decode("utf-8", errors="replace").removeprefix("\ufeff")
     if UNKNOWN in text:
         raise ValueError(f"{path.name} is not a text: {_ACTION}")
@@ -197,11 +202,7 @@ def _with_defaults(root: Node, path: Path, named: list[Path], chain: tuple[Path,
     for name in names:
         text = name.value if isinstance(name.value, str) else None
         base = path.parent / text if text else None
-        try:
-            is_there = base is not None and base.suffix in (".yaml", ".yml") and base.is_file()
-        except OSError:
-            is_there = False
-        if base is None or not is_there:
+        if base is None or base.suffix not in (".yaml", ".yml") or not _is_file(base):
             merged.warnings.append(
                 f"line {name.line}: the defaults {shortened(text or 'of a group')} are not beside the file, so memlab "
                 "takes the framework's own"
@@ -228,17 +229,58 @@ def _with_defaults(root: Node, path: Path, named: list[Path], chain: tuple[Path,
 def _script_format(script: Script, path: Path, format_name: str | None) -> tuple[str, Entries]:
     texts = [[word for word, _ in command.words] for command in script.commands]
     found = format_name or _format_of_words(texts)
+    # Arguments may be missing because of what could not be followed, such as a sourced file.
+    cause = f" ({'; '.join(script.warnings[:2])})" if script.warnings else ""
     if found is None:
-        raise ValueError(f"{path.name} is of no format that memlab reads. Looked for {LOOKED_FOR}: give --format")
+        raise ValueError(
+            f"{path.name} is of no format that memlab reads{cause}. Looked for {LOOKED_FOR}: give --format"
+        )
     entries = Entries(warnings=list(script.warnings))
     command = _chosen(script, found, entries.warnings)
     if command is not None:
+        framework, words = framework_named(found), command.words[1:]
+        if framework.style == "flags":
+            read_flags(words, entries, framework.is_switch)
+        else:
+            _take_configuration(words, path, framework, entries)
+            read_overrides(words, entries)
+            resolve(entries)
         entries.environment = command.variables
-        read = read_flags if framework_named(found).style == "flags" else read_overrides
-        read(command.words, entries)
     if not entries.by_key:
-        raise ValueError(f"{path.name} has no arguments of {found}: {_ACTION}")
+        raise ValueError(f"{path.name} has no arguments of {found}{cause}: {_ACTION}")
     return found, entries
+
+
+def _take_configuration(words: list[tuple[str, int]], path: Path, framework: Framework, entries: Entries) -> None:
+    """Takes the keys of the configuration that a command names, if it is beside the script."""
+    flags = Entries()
+    read_flags([(word, line) for word, line in words if "=" not in word or word.startswith("--")], flags)
+    for key in ("config", "config_path", "config_name"):
+        entry = flags.by_key.get(key)
+        if entry is None or key == "config_path":
+            continue
+        name = str(entry.value)
+        base = path.parent / str(flags.get("config_path", "") if key == "config_name" else "") / name
+        base = base if base.suffix in (".yaml", ".yml") else base.with_name(f"{base.name}.yaml")
+        if base.stem in framework.configurations:
+            continue
+        if entry.is_unknown or not _is_file(base):
+            entries.warnings.append(
+                f"{entry.place}: the configuration{'' if entry.is_unknown else f' {shortened(name)}'} is not beside "
+                "the script, so memlab takes the framework's own defaults: put it there, or give its keys with --set"
+            )
+            continue
+        content, _ = _text(base)
+        own = _with_defaults(read_yaml(content, base.name), base, [])
+        entries.merge(own)
+        entries.warnings += own.warnings
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def _chosen(script: Script, framework: str, warnings: list[str]) -> Command | None:
@@ -252,11 +294,11 @@ def _chosen(script: Script, framework: str, warnings: list[str]) -> Command | No
         return None
     found = list(reversed(by_words.values()))
     chosen = max(found, key=lambda command: (_score(command, start), command.is_certain))
-    if own and len(found) > 1:
-        lines = ", ".join(str(line) for line in sorted({command.line for command in found}))
+    if len(found) > 1:
         warnings.append(
-            f"line {lines}: the script starts {framework} with {len(found)} different commands; memlab takes the one "
-            f"of line {chosen.line}, the first with the most arguments"
+            f"{lines_of(command.line for command in found)}: the script starts {framework if own else 'programs'} with "
+            f"{len(found)} different commands; memlab takes the one of line {chosen.line}, which has the most "
+            "arguments: leave the others out of the script if another one is meant"
         )
     if not chosen.is_certain:
         warnings.append(

@@ -13,8 +13,8 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import shortened
-from memlab.jobs.entries import UNKNOWN, Entries
-from memlab.jobs.keys import ABSENT, Effect, Key, Missing, refusal
+from memlab.jobs.entries import UNKNOWN, Entries, Entry
+from memlab.jobs.keys import ABSENT, NOT, SWITCH, Effect, Key, Missing, refusal
 
 Style = Literal["flags", "overrides"]
 _MAY_BE_NONE = {one.name for cls in (MemorySettings, TrainingState) for one in fields(cls)}
@@ -81,6 +81,13 @@ class Reading:
         place = "default" if entry is None else entry.place
         self.taken.append(Taken(key, None if entry is None else entry.value, field_name, value, place))
 
+    def warn_of_unknown(self, entry: Entry, taken: str) -> None:
+        """Says what memlab takes in place of a value that the file does not show."""
+        self.warnings.append(
+            f"{entry.place}: {entry.key} is known only when the job runs, so memlab takes {taken}: give it with --set "
+            f"{entry.key}=VALUE"
+        )
+
     def miss(self, key: str, effect: Effect, reason: str) -> None:
         """Notes that something of the job is not modelled."""
         self.known.add(key)
@@ -122,6 +129,10 @@ class Framework:
     """Fields of memlab that the framework decides by itself, whatever its keys say, each with the value."""
     leaves_out: Callable[[Any], bool] = lambda _: False
     """Whether a value is said by leaving the key out, as a switch of a command line says false."""
+    switches: tuple[str, ...] = ()
+    """Flags without a value that are in no row of `keys`."""
+    configurations: tuple[str, ...] = ()
+    """Names of the framework's own configurations, whose values are the defaults of `keys`."""
     versions: tuple[str, ...] = ()
     """Among which the user has to choose where defaults differ; the newest first."""
 
@@ -141,10 +152,7 @@ class Framework:
             if entry.is_unknown and key.field in _NAMES_A_MODEL:
                 entry = replace(entry, value=_known_end(entry.value))
             if entry.is_unknown:
-                reading.warnings.append(
-                    f"{entry.place}: {key.name} is known only when the script runs, so memlab takes the default: give "
-                    f"it with --set {key.name}=VALUE"
-                )
+                reading.warn_of_unknown(entry, "the default")
                 continue
             try:
                 value = key.conversion.read(entry.value)
@@ -178,6 +186,8 @@ class Framework:
             for key in _matching(reading, missing.name):
                 entry = reading.entries.by_key[key]
                 reading.known.add(key)
+                if entry.is_unknown:
+                    reading.warn_of_unknown(entry, "it as not given")
                 if entry.is_unknown or entry.value == {} or not missing.is_on(entry.value):
                     continue
                 reading.not_modelled.append(NotModelled(key, entry.value, missing.effect, missing.reason, entry.place))
@@ -185,8 +195,30 @@ class Framework:
                     reading.blocked.append(f"{key} {entry.value} ({entry.place}): {missing.reason}")
 
     def ignores(self, key: str) -> bool:
-        """Whether a key is known to change no memory of a training step."""
-        return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.without_effect)
+        """Whether a key is known to change no memory of a training step; one that holds others is not."""
+        return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.without_effect) and not any(
+            name.startswith(f"{key}.") for name in self.names()
+        )
+
+    def names(self) -> set[str]:
+        """Returns the names of all keys that memlab reads or knows to change memory; some are patterns."""
+        return {key.name for key in self.keys} | {missing.name for missing in self.missing}
+
+    def knows(self, key: str) -> bool:
+        """Whether memlab knows a key, or keys that it holds."""
+        return self.ignores(key) or any(
+            name == key or name.startswith(f"{key}.") or ("*" in name and fnmatch.fnmatchcase(key, name))
+            for name in self.names()
+        )
+
+    def is_switch(self, flag: str) -> bool | None:
+        """Whether a flag has no value; None if memlab does not know that."""
+        for key in self.keys:
+            if key.name == flag:
+                return key.conversion in (SWITCH, NOT) and self.leaves_out(False)
+        if flag in self.switches:
+            return True
+        return False if any(flag == missing.name for missing in self.missing) else None
 
 
 _NAMES_A_MODEL = ("architecture", "loaded")

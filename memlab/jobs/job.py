@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -15,15 +14,16 @@ from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
+from memlab.jobs.arguments import add_override
 from memlab.jobs.bounds import BOUNDS, EFFECTS
 from memlab.jobs.building import ALLOCATOR_VARIABLES, CannotStartError, scenario_of, settings_of
-from memlab.jobs.entries import Entries, parse_value
+from memlab.jobs.entries import Entries, Entry, parse_value
 from memlab.jobs.formats import read_file
 from memlab.jobs.framework import Framework, NotModelled, Reading, Taken
 from memlab.jobs.frameworks import FRAMEWORKS, framework_named
 from memlab.jobs.model import architecture_named, architecture_of
 
-_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,23 @@ class Job:
         Raises:
             ValueError: If the file cannot be understood, with the line where that is known.
         """
-        path = Path(path)
+        try:
+            return cls._read(Path(path), format_name, overrides, version, architecture, world_size)
+        except (ArithmeticError, RecursionError) as error:
+            raise ValueError(
+                f"{Path(path).name}: a calculation with its values fails ({error}): correct its sizes"
+            ) from error
+
+    @classmethod
+    def _read(
+        cls,
+        path: Path,
+        format_name: str | None,
+        overrides: Iterable[str],
+        version: str | None,
+        architecture: str | Path | Architecture | None,
+        world_size: int | None,
+    ) -> Job:
         given = dict(_pair(text) for text in overrides)
         variables = {name: value for name, value in given.items() if _VARIABLE.fullmatch(name)}
         if format_name is not None:
@@ -85,7 +101,8 @@ class Job:
             name: text for name, text in variables.items() if name in {*entries.environment, *ALLOCATOR_VARIABLES}
         }
         entries.environment = entries.environment | environment
-        _override(framework, entries, {key: text for key, text in given.items() if key not in environment})
+        own = {key.name for key in framework.keys}
+        _override(framework, entries, {k: text for k, text in given.items() if k not in environment or k in own})
         reading = Reading(path=path, entries=entries, version=version, warnings=list(entries.warnings))
         if world_size is not None:
             reading.values["world_size"] = world_size
@@ -157,17 +174,17 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _override(framework: Framework, entries: Entries, given: dict[str, str]) -> None:
-    known = {key.name for key in framework.keys} | {missing.name for missing in framework.missing}
-    patterns = [name for name in known if "*" in name]
     overrides = Entries()
     for name, text in given.items():
-        key = name.replace("-", "_") if framework.style == "flags" else name
-        is_known = key in known or any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
-        if not is_known and key not in entries.by_key and not framework.ignores(key):
-            near = difflib.get_close_matches(key, sorted({*known, *entries.environment}), 1, 0.5)
+        if framework.style == "flags":
+            overrides.add(name.replace("-", "_"), parse_value(text), None)
+        else:
+            add_override(overrides, name, text, None)
+    for key in overrides.by_key:
+        if key not in entries.by_key and not framework.knows(key):
+            near = difflib.get_close_matches(key, sorted({*framework.names(), *entries.environment}), 1, 0.5)
             mean = f"did you mean {near[0]}" if near else f"memlab job lists the keys of {framework.title}"
-            raise ValueError(f"--set has the key {shortened(name)}, which memlab does not know: {mean}")
-        overrides.add(key, parse_value(text), None)
+            raise ValueError(f"--set has the key {shortened(key)}, which memlab does not know: {mean}")
     entries.merge(overrides)
 
 
@@ -194,7 +211,9 @@ def _built(
         if key in said:
             continue
         if key in reading.known or entry.value in ({}, None):
-            without_effect.setdefault(key, "it is off, or only read together with another key")
+            without_effect.setdefault(
+                key, "with this value, or without another key, it changes nothing in memlab's figures"
+            )
         elif framework.ignores(key):
             without_effect.setdefault(key, "it does not concern the memory of a training step")
         else:
@@ -250,11 +269,17 @@ def _bound(reading: Reading, scenario: Scenario) -> None:
 
 
 def _hashable(missing: list[NotModelled]) -> list[NotModelled]:
-    return [replace(one, value=str(one.value)) if isinstance(one.value, (list, dict)) else one for one in missing]
+    shown = [replace(one, value=_shown(one.value)) for one in missing]
+    return [replace(one, value=str(one.value)) if isinstance(one.value, (list, dict)) else one for one in shown]
 
 
 def _last(taken: list[Taken]) -> list[Taken]:
-    return list({(one.key, one.field): one for one in taken}.values())
+    return list({(one.key, one.field): replace(one, value=_shown(one.value)) for one in taken}.values())
+
+
+def _shown(value: Any) -> Any:
+    """Returns a value as tables print it."""
+    return "known only when the job runs" if Entry("", value).is_unknown else value
 
 
 _NOT_OF_THE_MODEL_ALONE = ("num_layers", "vocab_size")

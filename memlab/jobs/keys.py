@@ -78,7 +78,7 @@ def _read_count(value: Any) -> Any:
 
 
 _LARGEST_NUMBER = 1e18
-"""Infinity, and what becomes it in a calculation, is no size of a real job."""
+"""Larger numbers, and infinity, are in no real job, and calculations with them overflow."""
 
 
 def _read_number(value: Any) -> Any:

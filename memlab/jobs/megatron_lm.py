@@ -12,7 +12,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs import without_effect
 from memlab.jobs.framework import Framework, Reading
-from memlab.jobs.keys import ABSENT, DTYPE, NOT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, with_defaults
+from memlab.jobs.keys import ABSENT, COUNT, DTYPE, NOT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, with_defaults
 from memlab.jobs.lines import removal, shell_words
 from memlab.jobs.megatron_keys import (
     CHUNKS,
@@ -26,10 +26,11 @@ from memlab.jobs.megatron_keys import (
     SIZES,
     UNUSED_GRADIENTS,
 )
+from memlab.jobs.model import HUGGING_FACE_NAMES
 
 _RENAMED = {"fp8": "fp8_format", "fp8_param": "fp8_param_gather"}
-_COMPUTE = tuple(replace(key, name=_RENAMED.get(key.name, key.name)) for key in COMPUTE)
-_OPTIMIZER = tuple(
+FLAGS_OF_COMPUTING = tuple(replace(key, name=_RENAMED.get(key.name, key.name)) for key in COMPUTE)
+FLAGS_OF_THE_OPTIMIZER = tuple(
     replace(key, conversion=DTYPE) if key.name.endswith("_dtype") else key
     for key in with_defaults(OPTIMIZER, optimizer_offload_fraction=1.0)
     if not key.name.startswith("pin_cpu")
@@ -45,7 +46,7 @@ SIZES_OF_THE_MODEL = (
     Key("kv_channels", "kv_channels", WHOLE),
     Key("vocab_size", "vocab_size", WHOLE),
     Key("padded_vocab_size", "padded_vocab_size", WHOLE),
-    Key("make_vocab_size_divisible_by", "make_vocab_size_divisible_by", WHOLE, 128),
+    Key("make_vocab_size_divisible_by", "make_vocab_size_divisible_by", COUNT, 128),
     Key("rotary_base", "rotary_base", NUMBER, 10000),
     Key("rotary_percent", "rotary_percent", NUMBER, 1.0),
     Key("norm_epsilon", "layernorm_epsilon", NUMBER, 1e-5),
@@ -62,23 +63,23 @@ KEYS = (
     *SIZES,
     CHUNKS,
     Key("num_layers_per_virtual_pipeline_stage", "num_layers_per_virtual_pipeline_stage", WHOLE),
-    Key("num_virtual_stages_per_pipeline_rank", "num_virtual_stages_per_pipeline_rank", WHOLE),
+    Key("num_virtual_stages_per_pipeline_rank", "num_virtual_stages_per_pipeline_rank", COUNT),
     Key("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage", WHOLE, None),
     Key("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage", WHOLE, None),
-    Key("seq_length", "seq_length", WHOLE),
-    Key("micro_batch_size", "micro_batch_size", WHOLE),
-    Key("global_batch_size", "global_batch_size", WHOLE),
+    Key("seq_length", "seq_length", COUNT),
+    Key("micro_batch_size", "micro_batch_size", COUNT),
+    Key("global_batch_size", "global_batch_size", COUNT),
     Key("bf16", "bf16", SWITCH, False),
     *SIZES_OF_THE_MODEL,
     *RECOMPUTE,
     Key("recompute_activations", "recompute_activations", SWITCH, False),
     *OFFLOAD,
-    *with_defaults(_COMPUTE, apply_rope_fusion=True),
+    *with_defaults(FLAGS_OF_COMPUTING, apply_rope_fusion=True),
     # A log has the flags' destinations.
     Key("fp8", "fp8_format", TEXT),
     Key("no_rope_fusion", "no_rope_fusion", SWITCH, False),
     Key("use_distributed_optimizer", "use_distributed_optimizer", SWITCH, False),
-    *_OPTIMIZER,
+    *FLAGS_OF_THE_OPTIMIZER,
     Key("grad_reduce_in_bf16", "grad_reduce_in_bf16", SWITCH, False),
     Key("overlap_grad_reduce", "overlap_grad_reduce", SWITCH, False),
     Key("overlap_param_gather", "overlap_param_gather", SWITCH, False),
@@ -141,18 +142,13 @@ _EXPERT_DEFAULTS = {
 
 
 def complete_chunks(reading: Reading) -> None:
-    """Derives the model chunks of a stage, which Megatron-LM's flags say in layers or in chunks."""
+    """Takes the model chunks of a stage, where Megatron-LM's flags do not say them in layers."""
     values = reading.values
-    layers = values.pop("num_layers_per_virtual_pipeline_stage", None)
     chunks = values.pop("num_virtual_stages_per_pipeline_rank", None)
     if values.get("virtual_pipeline_model_parallel_size") is None:
-        stages, num_layers = values.get("pipeline_model_parallel_size") or 1, values.get("num_layers")
-        if layers and num_layers and stages > 1:
-            chunks = max(1, num_layers // stages // layers)
-            key = "num_layers_per_virtual_pipeline_stage"
-            reading.take(key, "num_virtual_stages_per_pipeline_rank", chunks)
-            del values["num_virtual_stages_per_pipeline_rank"]
         values["virtual_pipeline_model_parallel_size"] = chunks
+    else:  # of a log, where Megatron has derived it
+        values.pop("num_layers_per_virtual_pipeline_stage", None)
 
 
 def complete_state(reading: Reading) -> None:
@@ -211,12 +207,12 @@ def _note_other_layers(reading: Reading, *, is_gated: bool) -> None:
         reading.blocked.append("learned positions: memlab has rotary ones only (--position-embedding-type rope)")
 
 
-def note_sequence_parallel(reading: Reading) -> None:
+def note_sequence_parallel(reading: Reading, key: str = "sequence_parallel", *, default: bool = False) -> None:
     """Notes that a job keeps whole sequences between matrices, which memlab splits."""
     tensor = reading.values.get("tensor_model_parallel_size") or 1
-    if tensor > 1 and not reading.entries.get("sequence_parallel", False):
+    if tensor > 1 and not reading.get(key, default):
         reading.miss(
-            "sequence_parallel",
+            key,
             "more",
             f"without it, norms and residuals keep whole sequences on each of the {tensor} tensor parallel ranks; "
             "memlab always splits them",
@@ -292,6 +288,17 @@ def common(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     }
 
 
+def named(scenario: Scenario) -> dict[str, Any]:
+    """Returns model and ranks as frameworks say them that name a published model and count nodes."""
+    world_size = scenario.layout.world_size
+    return {
+        "architecture": HUGGING_FACE_NAMES.get(scenario.architecture.name, scenario.architecture.name),
+        "num_layers": None if scenario.num_layers == scenario.architecture.num_layers else scenario.num_layers,
+        "nodes": world_size // 8 if world_size % 8 == 0 else 1,
+        "ranks_per_node": 8 if world_size % 8 == 0 else world_size,
+    }
+
+
 _FIXED_FLAGS = (
     "--swiglu", "--normalization RMSNorm", "--disable-bias-linear", "--position-embedding-type rope",
     "--attention-dropout 0.0", "--hidden-dropout 0.0", "--no-gradient-accumulation-fusion",
@@ -335,6 +342,16 @@ CANNOT_WRITE = {
     "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF",
 }
 
+SWITCHES = (
+    "swiglu", "disable_bias_linear", "use_rotary_position_embeddings", "sequence_parallel", "fp16", "moe_grouped_gemm",
+    "moe_permute_fusion", "no_gradient_accumulation_fusion", "no_create_attention_mask_in_dataloader",
+    "no_bias_swiglu_fusion", "use_mcore_models", "use_flash_attn", "use_megatron_fsdp", "use_custom_fsdp",
+    "accumulate_allreduce_grads_in_fp32", "attention_softmax_in_fp32", "multi_latent_attention", "moe_enable_deepep",
+    "overlap_moe_expert_parallel_comm", "tp_comm_overlap", "finetune", "mock_data", "no_load_optim", "no_load_rng",
+    "no_save_optim", "no_save_rng", "log_throughput", "auto_detect_ckpt_format",
+)  # fmt: skip
+"""Flags without a value that memlab reads, or that end many scripts."""
+
 MEGATRON_LM = Framework(
     name="megatron-lm",
     title="Megatron-LM",
@@ -346,6 +363,7 @@ MEGATRON_LM = Framework(
     complete=complete,
     compose=compose,
     fixed={"loss": "cross_entropy"},
+    switches=SWITCHES,
     leaves_out=leaves_out,
     cannot_write=CANNOT_WRITE,
     render=render,

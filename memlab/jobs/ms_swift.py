@@ -14,10 +14,11 @@ from memlab.config.from_json import parse_json
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs import without_effect
+from memlab.jobs.entries import UNKNOWN, parse_scalar
 from memlab.jobs.framework import Framework, Reading
 from memlab.jobs.keys import (
     ABSENT,
-    DTYPE,
+    COUNT,
     NONE_WORD,
     NUMBER,
     SWITCH,
@@ -32,18 +33,20 @@ from memlab.jobs.keys import (
     with_defaults,
 )
 from memlab.jobs.lines import removal, shell_words
-from memlab.jobs.megatron_keys import CHUNKS, COMPUTE, OFFLOAD, OPTIMIZER, RECOMPUTE, SIZES
-from memlab.jobs.megatron_lm import CANNOT_WRITE, FLAGS_MISSING, common, note_fusion, note_sequence_parallel
-from memlab.jobs.model import HUGGING_FACE_NAMES
+from memlab.jobs.megatron_keys import CHUNKS, COMPUTE, OFFLOAD, RECOMPUTE, SIZES
+from memlab.jobs.megatron_lm import (
+    CANNOT_WRITE,
+    FLAGS_MISSING,
+    FLAGS_OF_COMPUTING,
+    FLAGS_OF_THE_OPTIMIZER,
+    common,
+    named,
+    note_fusion,
+    note_sequence_parallel,
+)
 from memlab.jobs.reinforcement import LORA, take_rollout
 
-_RENAMED = {"fp8": "fp8_format", "fp8_param": "fp8_param_gather"}
-_COMPUTE = tuple(replace(key, name=_RENAMED.get(key.name, key.name)) for key in COMPUTE)
-_OPTIMIZER = tuple(
-    replace(key, conversion=DTYPE) if key.name.endswith("_dtype") else key
-    for key in with_defaults(OPTIMIZER, optimizer_offload_fraction=1.0)
-    if not key.name.startswith(("pin_cpu", "overlap_cpu"))
-)
+_OPTIMIZER = tuple(key for key in FLAGS_OF_THE_OPTIMIZER if not key.name.startswith("overlap_cpu"))
 _RECOMPUTE = tuple(
     replace(key, conversion=NONE_WORD) if key.field == "recompute_granularity" else key
     for key in with_defaults(RECOMPUTE, recompute_granularity="selective", recompute_modules=("core_attn",))
@@ -53,16 +56,16 @@ KEYS = (
     Key("model", "architecture", TEXT),
     Key("load", "loaded", TEXT, None),
     Key("mcore_model", "loaded", TEXT, None),
-    Key("NNODES", "nodes", WHOLE, 1),
-    Key("NPROC_PER_NODE", "ranks_per_node", WHOLE, None),
+    Key("NNODES", "nodes", COUNT, 1),
+    Key("NPROC_PER_NODE", "ranks_per_node", COUNT, None),
     Key("world_size", "world_size", WHOLE),
     *with_defaults(SIZES, expert_tensor_parallel_size=1),
     CHUNKS,
     Key("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage", WHOLE, None),
     Key("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage", WHOLE, None),
     Key("num_layers", "num_layers", WHOLE),
-    Key("max_length", "max_length", WHOLE, None),
-    Key("seq_length", "given_seq_length", WHOLE, None),
+    Key("max_length", "max_length", COUNT, None),
+    Key("seq_length", "given_seq_length", COUNT, None),
     Key("packing_length", "packing_length", WHOLE, None),
     Key("max_completion_length", "max_completion_length", WHOLE, 512),
     Key("rlhf_type", "rlhf_type", TEXT, None),
@@ -70,10 +73,10 @@ KEYS = (
     Key("vllm_gpu_memory_utilization", "engine_share", NUMBER, 0.9),
     Key("vllm_tensor_parallel_size", "engine_ranks", WHOLE, 1),
     Key("sleep_level", "sleep_level", WHOLE, 0),
-    Key("micro_batch_size", "micro_batch_size", WHOLE, 1),
-    Key("global_batch_size", "global_batch_size", WHOLE, 16),
+    Key("micro_batch_size", "micro_batch_size", COUNT, 1),
+    Key("global_batch_size", "global_batch_size", COUNT, 16),
     *_RECOMPUTE,
-    *with_defaults(_COMPUTE, cross_entropy_loss_fusion=True, attention_backend="flash"),
+    *with_defaults(FLAGS_OF_COMPUTING, cross_entropy_loss_fusion=True, attention_backend="flash"),
     *_OPTIMIZER,
     Key("use_distributed_optimizer", "use_distributed_optimizer", SWITCH, True),
     Key("grad_reduce_in_bf16", "grad_reduce_in_bf16", SWITCH, False),
@@ -169,11 +172,25 @@ def _complete_rollout(reading: Reading, per_node: int, *, is_generating: bool, h
 def _complete_ranks(reading: Reading) -> int:
     """Takes ranks from the environment of the launch, where the script sets it, and returns those of a node."""
     values, environment = reading.values, reading.entries.environment
+    is_unknown = False
     for name, field in (("NNODES", "nodes"), ("NPROC_PER_NODE", "ranks_per_node")):
         text = environment.get(name, "")
-        if re.fullmatch(r"\d{1,6}", text) and name not in reading.entries.by_key:
-            values[field] = int(text)
+        if name in reading.entries.by_key or not text:
+            continue
+        if UNKNOWN in text:
+            is_unknown = True
+            reading.warnings.append(
+                f"{name} is known only when the job runs, so memlab takes the smallest number of ranks: give it with "
+                f"--set {name}=VALUE"
+            )
+        else:
+            try:
+                values[field] = COUNT.read(parse_scalar(text))
+            except ValueError as error:
+                raise refusal("environment", name, text, error) from error
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
+    if is_unknown:
+        return per_node or values.get("world_size") or 1
     devices = environment.get("CUDA_VISIBLE_DEVICES", "")
     if per_node is None and re.fullmatch(r"\d+(,\d+)*", devices):
         per_node = len(devices.split(","))
@@ -207,20 +224,20 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     values = common(scenario, settings)
     is_likelihood = scenario.state.loss == "logprobs"
-    return values | {
-        "architecture": HUGGING_FACE_NAMES.get(scenario.architecture.name, scenario.architecture.name),
-        "loaded": None,
-        "nodes": scenario.layout.world_size // 8 if scenario.layout.world_size % 8 == 0 else 1,
-        "ranks_per_node": 8 if scenario.layout.world_size % 8 == 0 else scenario.layout.world_size,
-        "world_size": None,
-        "expert_tensor_parallel_size": scenario.layout.expert_tensor_size,
-        "num_layers": None if scenario.num_layers == scenario.architecture.num_layers else scenario.num_layers,
-        "max_length": scenario.seq_length // 2 if is_likelihood else scenario.seq_length,
-        "max_completion_length": scenario.seq_length - scenario.seq_length // 2 if is_likelihood else 512,
-        "rlhf_type": "grpo" if is_likelihood else None,
-        "bf16": scenario.dtype == "bf16",
-        "recompute_modules": settings.recompute_modules or ("core_attn",),
-    }
+    return (
+        values
+        | named(scenario)
+        | {
+            "loaded": None,
+            "world_size": None,
+            "expert_tensor_parallel_size": scenario.layout.expert_tensor_size,
+            "max_length": scenario.seq_length // 2 if is_likelihood else scenario.seq_length,
+            "max_completion_length": scenario.seq_length - scenario.seq_length // 2 if is_likelihood else 512,
+            "rlhf_type": "grpo" if is_likelihood else None,
+            "bf16": scenario.dtype == "bf16",
+            "recompute_modules": settings.recompute_modules or ("core_attn",),
+        }
+    )
 
 
 def cannot_write(settings: MemorySettings) -> dict[str, str]:

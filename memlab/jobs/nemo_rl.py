@@ -41,8 +41,7 @@ from memlab.jobs.megatron_keys import (
     RECOMPUTE,
     SIZES,
 )
-from memlab.jobs.megatron_lm import common
-from memlab.jobs.model import HUGGING_FACE_NAMES
+from memlab.jobs.megatron_lm import common, named, note_sequence_parallel
 from memlab.jobs.reinforcement import (
     FROZEN_ROUTER,
     LORA,
@@ -59,7 +58,6 @@ _OVERRIDES = f"{_MEGATRON}.model_overrides"
 _RECOMPUTE_METHOD = tuple(key for key in RECOMPUTE if key.field in ("recompute_granularity", "recompute_modules"))
 _FP8 = {"fp8": "fp8_format", "fp8_recipe": "fp8_recipe", "fp8_param": "fp8_param_gather"}
 _PASSED = tuple(key for key in COMPUTE if key.name not in _FP8)
-_ROWS = ("min_offloaded_tensor_size", "activation_offload_fraction")
 _OPTIMIZER = tuple(key for key in OPTIMIZER if not key.name.startswith("pin"))
 
 _REFIT_SHARE = 0.3
@@ -104,9 +102,9 @@ KEYS = (
     ),
     *under(f"{_MEGATRON}.env_vars", ALLOCATOR),
     Key("policy.precision", "dtype", LONG_DTYPE, "bf16"),
-    Key("policy.max_total_sequence_length", "longest", WHOLE, 512),
-    Key("policy.train_micro_batch_size", "micro_batch_size", WHOLE, 4),
-    Key("policy.train_global_batch_size", "sequences", WHOLE, 512),
+    Key("policy.max_total_sequence_length", "longest", COUNT, 512),
+    Key("policy.train_micro_batch_size", "micro_batch_size", COUNT, 4),
+    Key("policy.train_global_batch_size", "sequences", COUNT, 512),
     Key("policy.sequence_packing.enabled", "is_packed", SWITCH, True),
     Key("policy.sequence_packing.train_mb_tokens", "packed_tokens", WHOLE),
     Key("policy.dynamic_batching.enabled", "is_dynamic", SWITCH, False),
@@ -161,7 +159,7 @@ def complete(reading: Reading) -> None:
         reading.miss(
             f"{_MEGATRON}.defer_fp32_logits", "more", "all logits are copied to fp32, which memlab's loss does not do"
         )
-    _note_sequence_parallel(reading)
+    note_sequence_parallel(reading, f"{_MEGATRON}.sequence_parallel", default=True)
     longest, sequences = values.pop("longest"), values.pop("sequences")
     if not generates and sections & _PAIRS:
         reading.take("policy.train_micro_batch_size", "micro_batch_size", 2 * values["micro_batch_size"])
@@ -204,12 +202,6 @@ def _take_rollout(
     )
 
 
-def _note_sequence_parallel(reading: Reading) -> None:
-    key = f"{_MEGATRON}.sequence_parallel"
-    if (reading.values.get("tensor_model_parallel_size") or 1) > 1 and reading.get(key) is False:
-        reading.miss(key, "more", "norms and residuals keep whole sequences on each rank")
-
-
 def _complete_ranks(reading: Reading) -> int:
     values = reading.values
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
@@ -225,24 +217,23 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     values = common(scenario, settings)
     del values["recompute_method"], values["recompute_num_layers"]  # `complete` sets both
-    world_size, state = scenario.layout.world_size, scenario.state
     is_row, longest = is_packed(scenario), longest_sequence(scenario)
-    return values | {
-        "architecture": HUGGING_FACE_NAMES.get(scenario.architecture.name, scenario.architecture.name),
-        "nodes": world_size // 8 if world_size % 8 == 0 else 1,
-        "ranks_per_node": 8 if world_size % 8 == 0 else world_size,
-        "num_layers": None if scenario.num_layers == scenario.architecture.num_layers else scenario.num_layers,
-        "expert_tensor_parallel_size": scenario.layout.expert_tensor_size,
-        "is_checkpointing": settings.recompute_granularity is not None,
-        "is_fp8": state.fp8_format is not None,
-        "is_packed": is_row,
-        "is_dynamic": False,
-        "packed_tokens": scenario.seq_length if is_row else None,
-        "longest": longest if is_row else scenario.seq_length,
-        "sequences": sequences_of_a_step(scenario),
-        "is_colocated": settings.offload_parameters,
-        "allocator": values["allocator"],
-    }
+    return (
+        values
+        | named(scenario)
+        | {
+            "expert_tensor_parallel_size": scenario.layout.expert_tensor_size,
+            "is_checkpointing": settings.recompute_granularity is not None,
+            "is_fp8": scenario.state.fp8_format is not None,
+            "is_packed": is_row,
+            "is_dynamic": False,
+            "packed_tokens": scenario.seq_length if is_row else None,
+            "longest": longest if is_row else scenario.seq_length,
+            "sequences": sequences_of_a_step(scenario),
+            "is_colocated": settings.offload_parameters,
+            "allocator": values["allocator"],
+        }
+    )
 
 
 def cannot_write(settings: MemorySettings) -> dict[str, str]:
@@ -270,6 +261,7 @@ NEMO_RL = Framework(
     complete=complete,
     compose=compose,
     fixed={"loss": "logprobs"},
+    configurations=("grpo_math_1B",),
     packs=is_packed,
     cannot_write={
         "checkpoint_input_remedy": "NeMo-RL has no remedy for the inputs that checkpoints of MoE layers keep",

@@ -69,7 +69,7 @@ def _unit_of_rows(reading: Reading) -> int:
 
 
 def _full_rows(rows: int | None, stages: int) -> int:
-    """Returns so many rows that a further one needs the same memory again, a multiple of the pipeline stages."""
+    """Returns the rows to predict: a multiple of the pipeline stages, after which another row needs no more memory."""
     most = 2 * stages
     return -(-min(most, max(1, rows or most)) // stages) * stages
 

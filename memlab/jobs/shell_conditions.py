@@ -14,6 +14,7 @@ _BINARY = _OF_NUMBERS | {"=", "==", "!=", "=~", "<", ">", "-nt", "-ot", "-ef"}
 _NEEDS_A_RUN = re.compile(r"-[a-hkprstuwxGLNOS]")
 """Questions about files, which the job's machine alone can answer."""
 _WHOLE = re.compile(r"\s*[+-]?\d{1,18}\s*")
+_LONGEST_PATTERN = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Operand:
 
 
 class _MalformedError(Exception):
-    """The shell would refuse the condition, which makes it false."""
+    """The condition is none that memlab reads: false for ``[``, as the shell's refusal is, and unknown for ``[[``."""
 
 
 def negated(status: bool | None) -> bool | None:
@@ -43,6 +44,11 @@ def both(first: bool | None, second: bool | None) -> bool | None:
     return None if first is None or second is None else True
 
 
+def either(first: bool | None, second: bool | None) -> bool | None:
+    """Returns whether one of them is true, None if that is not known."""
+    return negated(both(negated(first), negated(second)))
+
+
 def matches(text: str, pattern: str) -> bool | None:
     """Says whether a text matches a pattern of the shell; None if memlab cannot tell.
 
@@ -52,7 +58,7 @@ def matches(text: str, pattern: str) -> bool | None:
     """
     if UNKNOWN in text or UNKNOWN in pattern:
         return True if pattern == "*" else None
-    if "[:" in pattern or re.search(r"[?*+@!]\(", pattern):
+    if "[:" in pattern or len(pattern) > _LONGEST_PATTERN or re.search(r"[?*+@!]\(", pattern):
         return None
     return fnmatchcase(text, pattern.replace("[^", "[!"))
 
@@ -116,7 +122,7 @@ class _Condition:
             raise _MalformedError
         result = self._all()
         while self._take("||" if self.is_double else "-o"):
-            result = negated(both(negated(result), negated(self._all())))
+            result = either(result, self._all())
         self.depth -= 1
         return result
 

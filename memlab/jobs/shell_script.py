@@ -1,36 +1,40 @@
 """Reads a launch script of a shell without running it: assignments are followed, commands become lists of words.
 
-Followed are assignments, arrays, ``${NAME:-default}``, ``$((1 + 2))``, ``source`` of a file beside the script,
-functions, ``for`` over known words, ``exit``, and tests of known values in ``if``, ``case``, ``&&`` and ``||``.
-Everything else, above all ``$(command)``, is an unknown value: it is reported and never executed. What runs only if a
-condition holds that memlab cannot decide is read apart: its commands are marked, its assignments are taken back, and a
-warning names them. A variable that the script reads and does not set is taken as not set, as on a machine where nobody
-exported it.
+Followed are assignments, arrays, ``${NAME:-default}``, ``$((1 + 2))``, the script's own folder, ``source`` of a file
+beside the script, functions, ``for`` over known words, ``exit``, and tests of known values in ``if``, ``case``, ``&&``
+and ``||``. Everything else, above all ``$(command)``, is an unknown value: it is reported and never executed. What runs
+only if a condition holds that memlab cannot decide is read apart: its commands are marked, its assignments are taken
+back, and a warning names them. A variable that the script reads and nobody sets is empty in a test, as on a machine
+where nobody exported it, and unknown in a command, because the job may need it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from memlab.jobs import shell_syntax as syntax
-from memlab.jobs.entries import UNKNOWN
-from memlab.jobs.shell_conditions import Operand, both, decide, matches, negated
-from memlab.jobs.shell_variables import ASSIGNMENT, MOST_WORDS, Element, Value, Variables, after, is_assignment
-from memlab.jobs.shell_words import NAME_ONLY, Word, split_expansions
+from memlab.jobs.entries import UNKNOWN, UNKNOWN_WORDS
+from memlab.jobs.shell_conditions import Operand, both, decide, either, matches, negated
+from memlab.jobs.shell_variables import ASSIGNMENT, Element, Value, Variables, after, is_assignment
+from memlab.jobs.shell_words import NAME_ONLY, Piece, Word
 
 _DECLARING = {"export", "declare", "local", "readonly", "typeset"}
 _SUCCEEDING = {
     ":", "true", "cd", "pushd", "popd", "pwd", "echo", "mkdir", "touch", "sleep", "wait", "date", "shopt", "ulimit",
     "umask", "trap", "alias", "module",
 }  # fmt: skip
-"""Commands that prepare a job and start none; a job's script is taken to get past them."""
+"""Commands that prepare a job and start none, which memlab assumes to succeed."""
 _STARTING = {"env", "nohup", "exec", "command", "builtin"}
 """Commands that start the command after them."""
+_FOLLOWING = {"eval", "source", "."}
+"""Builtins that run other commands, which have what is set before the builtin."""
+_INSTEAD = "give a log of the job or its resolved configuration"
 _MOST_COMMANDS = 100_000
 _MOST_SNAPSHOTS = 2**20
 _DEEPEST_SOURCE = 5
@@ -59,18 +63,25 @@ class Script:
     warnings: list[str] = field(default_factory=list)
 
 
-def read_script(text: str, path: Path, given: dict[str, str] | None = None) -> Script:
+def read_script(
+    text: str,
+    path: Path,
+    given: dict[str, str] | None = None,
+    *,
+    is_job: Callable[[list[str]], bool] = bool,
+) -> Script:
     """Follows a script.
 
     Args:
         text: The script.
         path: Its file, beside which sourced files are looked for.
         given: Variables by name, which the script cannot change. `Command.variables` has those that it reads or sets.
+        is_job: Whether words are the command that is looked for; an ``exit`` before it does not end the reading.
 
     Raises:
-        ValueError: If a quote or bracket is not closed, or the script expands to more than any real one does.
+        ValueError: If a quote, an expansion or an array is not closed, or the script does more than any real one does.
     """
-    reader = _Reader(dict(given or {}), path)
+    reader = _Reader(dict(given or {}), path, is_job)
     reader.follow(text)
     return Script(reader.commands, list(reader.warnings))
 
@@ -86,14 +97,15 @@ class _LeaveError(Exception):
 class _Reader(Variables):
     """Follows the tree of a script. The status of a command is True, False, or None if only a run would show it."""
 
-    def __init__(self, given: dict[str, str], path: Path) -> None:
+    def __init__(self, given: dict[str, str], path: Path, is_job: Callable[[list[str]], bool]) -> None:
         super().__init__(given, path)
+        self.is_job, self.has_job = is_job, False
         self.commands: list[Command] = []
         self.functions: dict[str, syntax.Node] = {}
         self.calls: list[tuple[str, dict[str, Value | None]]] = []
         """Functions that are running, each with the values that its local variables hide."""
         self.is_certain = True
-        self.depth = self.sources = self.source_depth = self.steps = self.snapshots = 0
+        self.depth = self.loops = self.shells = self.sources = self.source_depth = self.steps = self.snapshots = 0
         self.undecided: dict[str, int] = {}
 
     def follow(self, text: str) -> None:
@@ -103,14 +115,18 @@ class _Reader(Variables):
             for function in list(self.functions.values()):  # which something else than the script may call
                 self._maybe(function)
         for name, line in self.undecided.items():
-            self.warn(f"{name} is set in a branch whose condition memlab cannot decide, and is not followed", line)
+            self.warn(
+                f"memlab cannot decide whether the script gives {name} this value, and keeps the earlier one: give it "
+                f"with --set {name}=VALUE",
+                line,
+            )
 
     # Blocks
 
     def _run(self, node: syntax.Node) -> bool | None:
         self.depth += 1
         if self.depth > _DEEPEST_RUN:
-            raise ValueError(f"{self.path.name} nests commands more than {_DEEPEST_RUN} deep, beyond any real script")
+            raise ValueError(f"{self.path.name} nests commands more than {_DEEPEST_RUN} deep: {_INSTEAD}")
         try:
             return _BLOCKS[type(node)](self, node)
         finally:
@@ -127,8 +143,10 @@ class _Reader(Variables):
 
     def _shells(self, node: syntax.Apart) -> bool | None:
         status: bool | None = True
+        self.shells += len(node.parts) == 1
         for part in node.parts:
             status, _ = self._apart(part)
+        self.shells -= len(node.parts) == 1
         return status if node.waits else True
 
     def _while(self, node: syntax.While) -> bool | None:
@@ -173,7 +191,7 @@ class _Reader(Variables):
             wanted = joiner == "&&"
             if status is None:
                 other = self._maybe(part)
-                status = both(None, other) if wanted else negated(both(None, negated(other)))
+                status = both(None, other) if wanted else either(None, other)
             elif status is wanted:
                 status = self._run(part)
         return status
@@ -195,30 +213,27 @@ class _Reader(Variables):
     def _case(self, node: syntax.Case) -> bool | None:
         with self.testing():
             subject = self.one(node.subject)
-        run = self._run
+        run, status = self._run, True if node.branches else None
+        goes_on: bool | None = False
         for patterns, body, end in node.branches:
-            result: bool | None = False
+            result = goes_on
             for pattern in patterns:
                 with self.testing():
-                    found = matches(subject, self.pattern(pattern))
-                result = negated(both(negated(result), negated(found)))
+                    result = either(result, matches(subject, self.pattern(pattern)))
             if result is None:
                 run = self._maybe
             if result is not False:
                 status = run(body)
             if result and end == ";;":
-                return status if run == self._run else None
-            if result:  # the shell goes on with the next branch or its pattern
-                run = self._maybe
-        return True if run == self._run else None
+                break
+            goes_on = result if end == ";&" else False  # into the next body, whatever its patterns are
+        return status if run == self._run else None
 
     def _for(self, node: syntax.For) -> bool | None:
         self.line = node.line
-        values = self.arguments if node.words is None else []
-        for word in node.words or []:
-            texts = [UNKNOWN] if _is_generated(word) else self.words(word)
-            values = None if values is None or any(UNKNOWN in text for text in texts) else [*values, *texts]
-        if values is None:
+        words = node.words
+        values = self.arguments if words is None else [text for word in words for text in self.words(word)]
+        if values is None or any(UNKNOWN in text for text in values):
             self.set(node.name, UNKNOWN)
             self._loop_round(node.body, self._maybe)
             return None
@@ -231,6 +246,7 @@ class _Reader(Variables):
     def _loop_round(self, body: syntax.Node, run: Callable[[syntax.Node], bool | None]) -> bool:
         """Runs the body of a loop once, and returns whether another round follows."""
         self._count()
+        self.loops += 1
         try:
             run(body)
         except _LeaveError as leave:
@@ -239,6 +255,8 @@ class _Reader(Variables):
             if leave.loops > 1:
                 raise _LeaveError(leave.kind, leave.status, leave.loops - 1) from None
             return leave.kind == "continue"
+        finally:
+            self.loops -= 1
         return True
 
     # Commands
@@ -246,7 +264,7 @@ class _Reader(Variables):
     def _count(self) -> None:
         self.steps += 1
         if self.steps > _MOST_COMMANDS:
-            raise ValueError(f"{self.path.name} runs more than {_MOST_COMMANDS:,} commands, beyond any real script")
+            raise ValueError(f"{self.path.name} runs more than {_MOST_COMMANDS:,} commands: {_INSTEAD}")
 
     def _simple(self, node: syntax.Simple) -> bool | None:
         self._count()
@@ -277,91 +295,133 @@ class _Reader(Variables):
             if word.elements is None
             for text in self.words(word)
         ]
-        if len(expanded) > MOST_WORDS:
-            raise ValueError(f"line {self.line} has more than {MOST_WORDS:,} words")
-        return self._execute(expanded, environment)
+        return self._start(expanded, environment)
+
+    def _start(self, words: list[tuple[str, int]], environment: dict[str, str]) -> bool | None:
+        """Runs the command after ``env``, ``exec`` and the like."""
+        starter, start, environment = "", 0, dict(environment)
+        starters = set[str]()
+        while start < len(words):
+            text = words[start][0]
+            if text in _STARTING and text not in self.functions:
+                starter = text
+                starters.add(text)
+            elif starter == "env" and (match := ASSIGNMENT.match(text)):
+                environment[match[1]] = self.chosen(match[1], text[match.end() :])
+            elif not starter or not text.startswith("-"):
+                break
+            elif starter == "command" and text in ("-v", "-V"):
+                return None  # asks whether there is such a command
+            start += 2 if starter and text in ("-u", "--unset", "-C", "--chdir", "-a") else 1
+        words = words[start:]
+        status = self._execute(words, environment) if words else True
+        if words and "exec" in starters:
+            raise _LeaveError("exit", status)
+        return status
 
     def _execute(self, words: list[tuple[str, int]], environment: dict[str, str]) -> bool | None:
-        if not words:
-            return True
         name = words[0][0]
         arguments: list[str] = [Element(text, at) for text, at in words[1:]]
         if name in self.functions:
             return self._call(name, arguments, environment)
-        if name in _STARTING:
-            return self._start(name, words[1:], environment)
         builtin = _BUILTINS.get(name)
         if builtin is not None:
-            return builtin(self, arguments)
+            with self._temporarily(environment if name in _FOLLOWING else {}):
+                return builtin(self, arguments)
         if name in _SUCCEEDING:
             return True
+        environment = environment | _set_by_wrappers(words)
+        for place, ((shell, _), (option, _)) in enumerate(pairwise(words[:-1])):
+            if shell.rpartition("/")[2] in ("bash", "sh") and re.fullmatch("-[a-z]*c", option):
+                return self._shell([text for text, _ in words[place + 2 :]], environment)
         command = Command(self.line, words, is_certain=self.is_certain)
+        self.has_job = self.has_job or self.is_job([text for text, _ in words])
         if any(text[:1] == "-" or "=" in text for text in arguments):
             given = {name: text for name, text in self.given.items() if name in self.used}
             own = {n: text for n, text in self.values.items() if isinstance(text, str) and n not in self.given}
             command.variables = own | given | environment
             self.snapshots += len(command.variables)
             if self.snapshots > _MOST_SNAPSHOTS:
-                raise ValueError(f"{self.path.name} has more commands and variables than any real script")
+                raise ValueError(f"{self.path.name} has more commands and variables than any real script: {_INSTEAD}")
         self.commands.append(command)
         return None
 
-    def _start(self, name: str, words: list[tuple[str, int]], environment: dict[str, str]) -> bool | None:
-        environment = dict(environment)
-        while words:
-            match = ASSIGNMENT.match(words[0][0]) if name == "env" else None
-            if match:
-                environment[match[1]] = self.chosen(match[1], words[0][0][match.end() :])
-            elif not words[0][0].startswith("-"):
-                break
-            elif name == "command":
-                return None  # asks whether there is such a command
-            elif words[0][0] in ("-u", "--unset", "-C", "--chdir", "-a"):
-                words = words[1:]
-            words = words[1:]
-        status = self._execute(words, environment)
-        if name == "exec" and words:
-            raise _LeaveError("exit", status)
+    def _shell(self, words: list[str], environment: dict[str, str]) -> bool | None:
+        """Follows the text of ``bash -c``, after which come the arguments of its shell, from ``$0`` on."""
+        outer, self.arguments = self.arguments, words[2:]
+        with self._temporarily(environment):
+            status = self._shells(syntax.Apart([self._parsed(words[0], "a shell")]))
+        self.arguments = outer
         return status
+
+    @contextmanager
+    def _temporarily(self, environment: dict[str, str]) -> Iterator[None]:
+        """Sets what stands before a command for as long as the command runs."""
+        hidden = {name: self.values.get(name) for name in environment}
+        for name, text in environment.items():
+            self.set(name, text)
+        try:
+            yield
+        finally:
+            for name, old in hidden.items():
+                self.record(name)
+                self.restore(name, old)
 
     def _call(self, name: str, arguments: list[str], environment: dict[str, str]) -> bool | None:
         if any(name == other for other, _ in self.calls):
             self.warn(f"the function {name} calls itself, which memlab does not follow")
             return None
-        outer, self.arguments = self.arguments, arguments
-        self.calls.append((name, {}))
-        for variable, text in environment.items():
-            self._hide(variable)
-            self.set(variable, text)
-        try:
-            return self._run(self.functions[name])
-        except _LeaveError as leave:
-            if leave.kind != "return":
-                raise
-            return leave.status
-        finally:
-            self.arguments = outer
-            for variable, old in self.calls.pop()[1].items():
-                self.record(variable)
-                self.restore(variable, old)
+        with self._temporarily(environment):
+            outer, self.arguments = self.arguments, arguments
+            self.calls.append((name, {}))
+            try:
+                return self._run(self.functions[name])
+            except _LeaveError as leave:
+                if leave.kind != "return":
+                    raise
+                return leave.status
+            finally:
+                self.arguments = outer
+                for variable, old in self.calls.pop()[1].items():
+                    self.record(variable)
+                    self.restore(variable, old)
 
     def _declare(self, words: list[Word]) -> bool | None:
         options = "".join(word.raw[1:] for word in words[1:] if word.raw.startswith("-"))
         is_local = bool(self.calls) and words[0].keyword not in ("export", "readonly") and "g" not in options
-        for word in words[1:]:
+        for word in [self._with_value(word) for word in words[1:]]:
             match = ASSIGNMENT.match(word.raw) or NAME_ONLY.fullmatch(word.raw)
             if match is None:
+                self._declare_texts([] if word.raw.startswith("-") else self.words(word))
                 continue
             name = match[1] if match.re is ASSIGNMENT else match[0]
             if is_local:
                 self._hide(name)
             if "A" in options or "n" in options:
                 self.set(name, UNKNOWN)
+            elif match.re is ASSIGNMENT and "i" in options and word.elements is None:
+                self.set(name, self.arithmetic(self.one(after(word, match.end()))))
             elif match.re is ASSIGNMENT:
                 self.assign(word)
             elif is_local:
                 self.set(name, "")
         return True
+
+    def _with_value(self, word: Word) -> Word:
+        """Returns an assignment with its value, which a declaration expands before it assigns any."""
+        match = ASSIGNMENT.match(word.raw)
+        if match is None or match[2] or word.elements is not None:
+            return word
+        return Word(word.line, [Piece(match[0], "plain"), Piece(self.one(after(word, match.end())), "literal")])
+
+    def _declare_texts(self, texts: list[str]) -> None:
+        """Follows ``export "$NAME=value"``, whose names only an expansion shows."""
+        for text in texts:
+            name, equals, value = text.partition("=")
+            if UNKNOWN in name:
+                self.warn("only a run shows which variables are set here, and memlab keeps their earlier values")
+            elif equals and NAME_ONLY.fullmatch(name):
+                self.set(name, value)
 
     def _hide(self, name: str) -> None:
         """Makes a variable local to the running function."""
@@ -369,24 +429,30 @@ class _Reader(Variables):
 
     # Builtins
 
-    def _exit(self, arguments: list[str]) -> bool | None:
+    def _exit(self, arguments: list[str], kind: str = "exit") -> bool | None:
+        """Ends the script, unless it has not come to its job: nobody runs a script for that."""
         code = arguments[0] if arguments else "0"
-        if not self.is_certain or not re.fullmatch(r"0*[1-9]\d*", code):
-            raise _LeaveError("exit", _status_of(code))
+        status = _status_of(code)
+        if not self.is_certain or self.has_job or self.shells:
+            raise _LeaveError(kind, status)
         self.warn(
-            f"the script comes to exit {code} with the variables that memlab knows, which reads on: give others with "
-            "--set NAME=value"
+            f"with the variables that memlab knows, the script would stop here ({kind} {code.replace(UNKNOWN, '?')}); "
+            "memlab reads on: set what the script tests with --set NAME=VALUE"
         )
-        return False
+        return status
 
     def _return(self, arguments: list[str]) -> bool | None:
+        if not self.calls and not self.source_depth:
+            return self._exit(arguments, "return")
         raise _LeaveError("return", _status_of(arguments[0]) if arguments else True)
 
-    def _break(self, arguments: list[str]) -> bool | None:
-        raise _LeaveError("break", loops=_count_of(arguments))
+    def _break(self, arguments: list[str], kind: str = "break") -> bool | None:
+        if self.loops:
+            raise _LeaveError(kind, loops=min(self.loops, _count_of(arguments)))
+        return True
 
     def _continue(self, arguments: list[str]) -> bool | None:
-        raise _LeaveError("continue", loops=_count_of(arguments))
+        return self._break(arguments, "continue")
 
     def _false(self, arguments: list[str]) -> bool | None:
         return False
@@ -412,13 +478,23 @@ class _Reader(Variables):
         return True
 
     def _shift(self, arguments: list[str]) -> bool | None:
-        if self.arguments is not None:
-            self.arguments = self.arguments[_count_of(arguments) :]
+        if self.arguments is None:
+            return True
+        count = _count_of(arguments)
+        if UNKNOWN_WORDS in self.arguments[:count]:
+            self.arguments = [UNKNOWN_WORDS]
+        elif count > len(self.arguments):
+            return False
+        else:
+            self.arguments = self.arguments[count:]
         return True
 
     def _set_options(self, arguments: list[str]) -> bool | None:
-        if "--" in arguments:
-            self.arguments = arguments[arguments.index("--") + 1 :]
+        """Takes the new arguments after the options."""
+        while arguments and arguments[0][:1] in ("-", "+") and arguments[0] != "--":
+            arguments = arguments[2 if arguments[0][-1] == "o" else 1 :]
+        if arguments:
+            self.arguments = arguments[arguments[0] == "--" :]
         return True
 
     def _let(self, arguments: list[str]) -> bool | None:
@@ -428,7 +504,15 @@ class _Reader(Variables):
         return status
 
     def _eval(self, arguments: list[str]) -> bool | None:
-        return self._run(syntax.parse(" ".join(arguments), self.path.name, self.line))
+        return self._run(self._parsed(" ".join(arguments), "eval"))
+
+    def _parsed(self, text: str, command: str) -> syntax.Node:
+        """Returns the tree of a text that a command runs."""
+        if UNKNOWN in text:
+            self.warn(
+                f"only a run shows the whole text that {command} runs here, and memlab follows what it knows of it"
+            )
+        return syntax.parse(text, self.path.name, self.line)
 
     def _source(self, arguments: list[str]) -> bool | None:
         if not arguments:
@@ -437,18 +521,27 @@ class _Reader(Variables):
         path = Path(name) if Path(name).is_absolute() else self.path.parent / name
         self.sources += 1
         if self.sources > _MOST_SOURCES:
-            raise ValueError(f"line {self.line}: more than {_MOST_SOURCES} files are sourced, beyond any real script")
+            raise ValueError(
+                f"{self.path.name}, line {self.line}: more than {_MOST_SOURCES} files are sourced: {_INSTEAD}"
+            )
         if UNKNOWN in name or self.source_depth >= _DEEPEST_SOURCE:
-            self.warn("the sourced file is not known before a run, and is not read")
+            self.warn(
+                "only a run shows which file is sourced here, so what it sets is unknown: give it with --set NAME=VALUE"
+            )
             return True
         try:
             text = path.read_text(encoding="utf-8") if path.is_file() and path.stat().st_size < 2**20 else None
         except (OSError, ValueError):
             text = None
         if text is None or UNKNOWN in text:
-            self.warn(f"the sourced file {path.name} is not there, and is not read")
+            self.warn(
+                f"the sourced file {path.name} is not there or no text of less than 1 MiB, so what it sets is unknown: "
+                "put it there, or give it with --set NAME=VALUE"
+            )
             return True
         own, self.path = self.path, path
+        outer = self.arguments
+        self.arguments = arguments[1:] or self.arguments
         self.source_depth += 1
         try:
             return self._run(syntax.parse(text, path.name))
@@ -457,7 +550,7 @@ class _Reader(Variables):
                 raise
             return leave.status
         finally:
-            self.path = own
+            self.path, self.arguments = own, outer
             self.source_depth -= 1
 
     # Tests
@@ -508,14 +601,17 @@ _BUILTINS: dict[str, Callable[[_Reader, list[str]], bool | None]] = {
 }
 
 
-def _is_generated(word: Word) -> bool:
-    """Whether the shell makes file names or several words of a word, as of ``*.json`` and ``{1..4}``."""
-    plain = [piece.text for piece in word.pieces if piece.kind == "plain"]
-    return any(
-        not is_expansion and re.search(r"[*?\[{]", part)
-        for text in plain
-        for part, is_expansion in split_expansions(text)
-    )
+def _set_by_wrappers(words: list[tuple[str, int]]) -> dict[str, str]:
+    """Returns what ``sudo A=1``, ``mpirun -x A=1``, ``docker run -e A=1`` and ``srun --export=A=1`` set."""
+    found = {}
+    for word, _ in words:
+        if word.endswith(".py") or word == "-m":
+            break
+        listed = word.startswith("--export=")
+        for text in word.partition("=")[2].split(",") if listed else [word.removeprefix("--env=")]:
+            if match := re.match("([A-Z_][A-Z0-9_]*)=", text):
+                found[match[1]] = text[match.end() :]
+    return found
 
 
 def _status_of(code: str) -> bool | None:

@@ -80,7 +80,7 @@ class For:
 
 @dataclass(slots=True)
 class While:
-    """``while`` and ``until``; of ``for ((...))`` there is no condition."""
+    """``while`` and ``until``; also ``for ((...))``, with what stands in the brackets as the condition."""
 
     condition: Node
     body: Node
@@ -101,29 +101,32 @@ def parse(text: str, name: str, line: int = 1) -> Node:
     """Returns the tree of a script.
 
     Raises:
-        ValueError: If a quote or bracket is not closed, or blocks are nested deeper than in any real script.
+        ValueError: If a quote, an expansion or an array is not closed, or more blocks are open than in real scripts.
     """
-    return _Parser(tokens(text, name, line)).sequence()
+    return _Parser(tokens(text, name, line), name).sequence()
 
 
 class _Parser:
-    def __init__(self, parts: list[Word | Operator]) -> None:
-        self.parts = parts
+    def __init__(self, parts: list[Word | Operator], name: str) -> None:
+        self.parts, self.name = parts, name
         self.position = 0
         self.depth = 0
 
+    def _next(self) -> Word | Operator | None:
+        return self.parts[self.position] if self.position < len(self.parts) else None
+
     def _operator(self) -> str:
         """Returns the operator that comes next; nothing at a word and at the end."""
-        part = self.parts[self.position] if self.position < len(self.parts) else None
+        part = self._next()
         return part.text if isinstance(part, Operator) else ""
 
-    def _keyword(self) -> str:
-        part = self.parts[self.position] if self.position < len(self.parts) else None
-        return part.keyword if isinstance(part, Word) else ""
+    def _operator_or_keyword(self) -> str:
+        part = self._next()
+        return part.text if isinstance(part, Operator) else part.keyword if part else ""
 
     def _word(self) -> Word | None:
         """Takes the next part if it is a word."""
-        part = self.parts[self.position] if self.position < len(self.parts) else None
+        part = self._next()
         if not isinstance(part, Word):
             return None
         self.position += 1
@@ -131,7 +134,7 @@ class _Parser:
 
     def _take(self, *texts: str) -> str:
         """Takes the next operator or keyword if it is one of these."""
-        text = self._operator() or self._keyword()
+        text = self._operator_or_keyword()
         if text not in texts:
             return ""
         self.position += 1
@@ -145,14 +148,17 @@ class _Parser:
         self.depth += 1
         if self.depth > _DEEPEST_BLOCK:
             line = self.parts[min(self.position, len(self.parts) - 1)].line
-            raise ValueError(f"line {line}: more than {_DEEPEST_BLOCK} blocks are open, beyond any real script")
+            raise ValueError(
+                f"{self.name}, line {line}: more than {_DEEPEST_BLOCK} blocks are open: give a log of the job or its "
+                "resolved configuration"
+            )
 
     def sequence(self, *closing: str) -> Node:
         """Takes commands up to one of these operators or keywords, which stays."""
         self._go_deeper()
         found = Sequence()
         while self.position < len(self.parts):
-            text = self._operator() or self._keyword()
+            text = self._operator_or_keyword()
             if text in closing:
                 break
             if text in _CLOSING or (self._operator() and text != "("):
@@ -253,8 +259,8 @@ class _Parser:
                 words.append(word)
         self._skip_ends()
         body = self._closed("}") if self._take("{") else self._closed("done") if self._take("do") else Sequence()
-        if name is None or not NAME_ONLY.fullmatch(name.raw):
-            return While(Simple(0, []), body)
+        if name is None or not NAME_ONLY.fullmatch(name.raw):  # for ((...)), of which memlab takes what it sets
+            return While(Simple(name.line if name else 0, [name] if name else []), body)
         return For(name.line, name.raw, words, body)
 
     def _function(self, name: str) -> Node:

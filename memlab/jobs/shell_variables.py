@@ -5,33 +5,32 @@ A value that only a run of the script would show is `UNKNOWN`.
 
 from __future__ import annotations
 
-import ast
 import glob
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from memlab.jobs.entries import UNKNOWN
-from memlab.jobs.shell_words import NAME, Piece, Word, split_expansions
+from memlab.jobs.entries import UNKNOWN, UNKNOWN_WORDS
+from memlab.jobs.shell_arithmetic import ASSIGNED, calculated
+from memlab.jobs.shell_brackets import NAME
+from memlab.jobs.shell_conditions import matches
+from memlab.jobs.shell_paths import printed_path
+from memlab.jobs.shell_words import NAME_ONLY, Piece, Word, operand
 
-ASSIGNMENT = re.compile(rf"({NAME})(\[[^\]]*\])?(\+?)=")
-MOST_WORDS = 20_000
-_LONGEST_VALUE = 2**16
-_MOST_CHARACTERS = 2**22
-_INT64 = 2**63
-_ARITHMETIC_ASSIGNMENT = re.compile(rf"({NAME})\s*([-+*/%]?)=(?!=)(.*)", re.DOTALL)
-_STEP = re.compile(rf"({NAME})\s*(\+\+|--)|(\+\+|--)\s*({NAME})")
+_INDEX = r"\[(?:[^\[\]]|\[[^\]]*\])*+\]"
+ASSIGNMENT = re.compile(rf"({NAME})({_INDEX})?(\+?)=")
+_PARAMETER = re.compile(rf"(#?)(!?)({NAME}|\d+|[@*#?$!-])({_INDEX})?(:?[-=+?]|##?|%%?|//?|,,?|\^\^?|:)?(.*)", re.DOTALL)
+_BRACES = re.compile(r"\{(?:([^{},\s]*(?:,[^{},\s]*)+)|(-?\d{1,6})\.\.(-?\d{1,6}))\}")
+_MOST_CHARACTERS = 2**21
+_CHARACTERS_OF_A_WORD = 20
+"""What a word takes beside its characters, in memory and time."""
+_DEEPEST_EXPANSION = 10
 _SET_BY_THE_SHELL = {
-    "BASH", "BASHPID", "BASH_REMATCH", "BASH_SOURCE", "BASH_VERSION", "EUID", "FUNCNAME", "HOME", "HOSTNAME", "IFS",
-    "LINENO", "LOGNAME", "OLDPWD", "OSTYPE", "PATH", "PIPESTATUS", "PPID", "PWD", "RANDOM", "SECONDS", "SHELL",
-    "UID", "USER",
+    "BASH", "BASHPID", "BASH_REMATCH", "BASH_VERSION", "EUID", "FUNCNAME", "HOME", "HOSTNAME", "IFS", "LINENO",
+    "LOGNAME", "OLDPWD", "OSTYPE", "PATH", "PIPESTATUS", "PPID", "PWD", "RANDOM", "SECONDS", "SHELL", "UID", "USER",
 }  # fmt: skip
-# The usual way in which a script finds its own folder.
-_OWN_FOLDER = re.compile(
-    r"""\$\(\s*cd\s.*dirname\b.*(BASH_SOURCE|\$0|\$\{0\}).*\bpwd\b[^)]*\)|\$\(\s*dirname\s[^)]*\)"""
-)
 
 Value = str | list[str]
 
@@ -52,7 +51,7 @@ class Variables:
     """The variables of a script at one moment of it."""
 
     def __init__(self, given: dict[str, str], path: Path) -> None:
-        self.given, self.path = given, path
+        self.given, self.path, self.script = given, path, path
         self.values: dict[str, Value] = dict(given)
         self.used: set[str] = set()
         """Given variables that the script reads or sets."""
@@ -64,7 +63,7 @@ class Variables:
         self.line = 1
         self.in_test = False
         """Whether a variable that nobody sets is empty, as in a test, and not unknown, as in a command."""
-        self.characters = 0
+        self.depth_of_expansion = self.characters = 0
 
     def warn(self, text: str, line: int | None = None) -> None:
         """Adds a warning, once, about a line; None takes the line of the running command."""
@@ -107,13 +106,19 @@ class Variables:
         self.restore(name, value)
 
     def get(self, name: str) -> Value | None:
-        """Returns a variable's value; None if nobody sets it."""
+        """Returns a variable's value.
+
+        Returns:
+            None if nobody sets it; unknown if the shell sets it.
+        """
         if name in self.given:
             self.used.add(name)
+        if name in ("0", "BASH_SOURCE"):
+            return str((self.script if name == "0" else self.path).absolute())
         if name in _SET_BY_THE_SHELL:
             return self.values.get(name, UNKNOWN)
         if name.isdigit() and self.arguments is not None:
-            return self.arguments[int(name) - 1] if 0 < int(name) <= len(self.arguments) else ""
+            return _element(self.arguments, int(name) - 1)
         return self.values.get(name)
 
     def assign(self, word: Word) -> None:
@@ -123,49 +128,40 @@ class Variables:
         name, adds = match[1], bool(match[3])
         old = self.get(name)
         if word.elements is not None:
-            if any(re.match(r"\[[^\]]*\]=", element.raw) for element in word.elements):
+            if any(re.match(rf"{_INDEX}=", element.raw) for element in word.elements):
                 self.set(name, UNKNOWN)  # elements with keys
                 return
-            values: list[str] = [
-                Element(text, element.line) for element in word.elements for text in self.words(element)
-            ]
-            if adds:
-                before = old if isinstance(old, list) else [old] if old else []
-                values = before + values
-            if len(values) > MOST_WORDS:
-                raise ValueError(f"line {word.line}: {name} has more than {MOST_WORDS:,} words")
+            before = old if adds and old else []
+            values = [before] if isinstance(before, str) else list(before)
+            self.charge([], len(values))
+            for element in word.elements:
+                values += [Element(text, element.line) for text in self.words(element)]
             self.set(name, values)
-            return
-        if match[2]:
+        elif match[2]:
             self._assign_element(word, match, old)
-            return
-        value = self.one(after(word, match.end()))
-        if isinstance(old, list):
-            self.set(name, [old[0] + value if adds and old else value, *old[1:]])
         else:
-            self._check(value, word.line)
-            self.set(name, (old if old is not None and adds else "") + value)
+            value = self.one(after(word, match.end()))
+            first = (old[0] if old else "") if isinstance(old, list) else old or ""
+            if adds:
+                self.charge([], len(first))
+                value = first + value
+            self.set(name, [value, *old[1:]] if isinstance(old, list) else value)
 
     def _assign_element(self, word: Word, match: re.Match[str], old: Value | None) -> None:
         name, values = match[1], list(old) if isinstance(old, list) else [] if old is None else [old]
-        index = self._arithmetic(match[2][1:-1])
-        if (
-            not index.isdecimal()
-            or int(index) > len(values)
-            or UNKNOWN in values
-            or match.end() > len(word.pieces[0].text)
-            or (match[3] and int(index) == len(values))
-        ):
+        self.charge([], len(values))
+        index = self.arithmetic(match[2][1:-1])
+        if not index.isdecimal() or int(index) > len(values) or any(UNKNOWN in text for text in values):
             self.warn(f"an element of {name} is set that memlab cannot follow: {name} is unknown from here on")
             self.set(name, UNKNOWN)
             return
-        value = self.one(after(word, match.end()))
-        value = Element(values[int(index)] + value if match[3] else value, word.line)
-        self.set(name, [*values[: int(index)], value, *values[int(index) + 1 :]])
+        before = values[int(index)] if match[3] and int(index) < len(values) else ""
+        values[int(index) : int(index) + 1] = [Element(before + self.one(after(word, match.end())), word.line)]
+        self.set(name, values)
 
     def number(self, text: str) -> int | None:
         """Calculates a side of ``-eq`` in double brackets."""
-        value = self._arithmetic(text or "0")
+        value = self.arithmetic(text or "0")
         return int(value) if value != UNKNOWN else None
 
     def is_set(self, name: str) -> bool:
@@ -175,183 +171,232 @@ class Variables:
     def pattern(self, word: Word) -> str:
         """Expands a word to a pattern, in which everything that was quoted stands for itself."""
         return "".join(
-            text if kind in ("plain", "split", "array") else glob.escape(text)
-            for parts, kind in self._parts(word)
-            for text in [" ".join(parts)]
+            text if kind in ("plain", "split") else glob.escape(text)
+            for texts, kind in self._parts(word)
+            for text in [" ".join(texts)]
         )
 
     def one(self, word: Word) -> str:
         """Expands a word to a single text."""
-        return "".join(" ".join(parts) for parts, _ in self._parts(word))
+        return "".join([" ".join(texts) for texts, _ in self._parts(word)])
 
     def words(self, word: Word) -> list[str]:
         """Expands a word as the shell does: to none, one or several."""
-        done: list[str] = [""]
-        is_quoted = False
-        for parts, kind in self._parts(word):
-            # An unquoted array has no empty elements left here.
-            is_quoted = is_quoted or kind in ("literal", "double") or (kind == "array" and bool(parts))
-            if kind == "array" and parts:
-                done[-1:] = [done[-1] + parts[0] if done[-1] else parts[0], *parts[1:]]
-            elif kind == "split":
-                _append_split(done, parts[0])
-            elif parts:
-                done[-1] += parts[0]
-        if not is_quoted:
-            done = [text for text in done if text]
-        self.characters += sum(len(text) for text in done)
-        if self.characters > _MOST_CHARACTERS:
-            raise ValueError(f"line {word.line}: the script expands to more than {_MOST_CHARACTERS:,} characters")
-        return done
-
-    def _parts(self, word: Word) -> list[tuple[list[str], str]]:
-        parts: list[tuple[list[str], str]] = []
-        for piece in word.pieces:
-            if piece.kind == "literal" or not piece.text:  # quotes around nothing are a word too
-                parts.append(([piece.text], "literal"))
-                continue
-            for text, is_expansion in split_expansions(piece.text):
-                if not is_expansion:
-                    parts.append(([text], "double" if piece.kind == "double" else "plain"))
-                    continue
-                value = self._expansion(text)
-                if isinstance(value, list):
-                    is_whole = piece.kind == "double" and "[*]" in text
-                    values = value if piece.kind == "double" else _split(value, word.line)
-                    parts.append(([" ".join(value)], "double") if is_whole else (values, "array"))
+        if word.keyword and (braces := _BRACES.search(word.keyword)):
+            return self._alternatives(word, braces)
+        done: list[list[str]] = [[]]
+        is_quoted = is_pattern = False
+        for texts, kind in self._parts(word):
+            is_quoted = is_quoted or kind == "literal" or (kind == "array" and bool(texts))
+            is_pattern = is_pattern or (kind == "plain" and bool(re.search(r"[*?]|\(", texts[0])))
+            for index, text in enumerate(texts):
+                if index:
+                    done.append([])
+                if kind == "split":
+                    _append_split(done, text)
                 else:
-                    self._check(value, word.line)
-                    parts.append(([value], "double" if piece.kind == "double" else "split"))
-        return parts
+                    done[-1].append(text)
+        found = [parts[0] if len(parts) == 1 else "".join(parts) for parts in done if parts]
+        if is_quoted:
+            return found
+        if is_pattern and not self.in_test and not any("=" in text or text.startswith("-") for text in found):
+            return [UNKNOWN_WORDS]  # names of files
+        return [text if text.strip(UNKNOWN) else _unknown_words(text) for text in found if text]
 
-    def _check(self, value: str, line: int) -> None:
-        if len(value) > _LONGEST_VALUE:
-            raise ValueError(f"line {line}: a value has more than {_LONGEST_VALUE:,} characters")
+    def _alternatives(self, word: Word, braces: re.Match[str]) -> list[str]:
+        """Expands a word with ``{a,b}`` or ``{1..4}``."""
+        if braces[1] is not None:
+            choices: Iterable[str] = braces[1].split(",")
+        else:
+            ends = [int(end) for end in braces.groups()[1:]]
+            step = 1 if ends[0] <= ends[1] else -1
+            width = max(map(len, braces.groups()[1:])) if re.search(r"\b0\d", braces[0]) else 0
+            choices = (f"{number:0{width}}" for number in range(ends[0], ends[1] + step, step))
+        found = []
+        for choice in choices:
+            text = word.keyword[: braces.start()] + choice + word.keyword[braces.end() :]
+            self.charge([text])
+            found += self.words(Word(word.line, [Piece(text, "plain")]))
+        return found
 
-    def _expansion(self, text: str, depth: int = 0) -> Value:
-        """Expands ``$NAME``, ``${...}`` or ``$((...))``; anything else is unknown."""
-        if depth > 10:
-            return UNKNOWN
+    def charge(self, texts: list[str], copied: int = 0) -> None:
+        """Counts what the script makes, in characters.
+
+        Args:
+            texts: New ones.
+            copied: Characters, or words of an array, that were there before.
+
+        Raises:
+            ValueError: If that is more than any real script makes.
+        """
+        self.characters += sum(map(len, texts)) + _CHARACTERS_OF_A_WORD * len(texts) + copied
+        if self.characters > _MOST_CHARACTERS:
+            raise ValueError(
+                f"{self.path.name}, line {self.line}: the script expands to more than {_MOST_CHARACTERS:,} characters: "
+                "give a log of the job or its resolved configuration"
+            )
+
+    def _parts(self, word: Word) -> Iterator[tuple[list[str], str]]:
+        """Yields what the pieces of a word become: texts that are separate words, and a kind.
+
+        That is the kind of a `Piece`, or ``array`` for the elements of one in double quotes.
+        """
+        for piece in word.pieces:
+            self.charge([piece.text])
+            if piece.kind in ("plain", "literal"):
+                yield [piece.text], piece.kind
+                continue
+            is_quoted = piece.kind == "quoted"
+            self.depth_of_expansion += 1
+            value: Value | Word = UNKNOWN
+            if self.depth_of_expansion <= _DEEPEST_EXPANSION:
+                value = self._expansion(piece.text, is_quoted=is_quoted)
+            if isinstance(value, Word):
+                for texts, kind in self._parts(value):
+                    yield texts, "split" if kind == "plain" else kind
+            elif isinstance(value, str):
+                self.charge([value])
+                yield [value], "literal" if is_quoted else "split"
+            else:
+                self.charge(value)
+                yield value, "array" if is_quoted else "split"
+            self.depth_of_expansion -= 1
+
+    def _operand(self, text: str, *, is_quoted: bool) -> Word:
+        return operand(text, self.path.name, self.line, is_quoted=is_quoted)
+
+    def _expansion(self, text: str, *, is_quoted: bool) -> Value | Word:
+        """Expands ``$NAME``, ``${...}``, ``$((...))`` or ``$(...)``; a word is to be expanded in its place."""
         if text.startswith("$((") and text.endswith("))"):
-            return self._arithmetic(text[3:-2], depth)
+            return self.arithmetic(text[3:-2])
+        if text.startswith("$["):
+            return self.arithmetic(text[2:-1])
         if text.startswith(("$(", "`")):
-            return str(self.path.parent.absolute()) if _OWN_FOLDER.fullmatch(text) else UNKNOWN
-        body = text[2:-1] if text.startswith("${") else text[1:]
-        if body in ("@", "*"):
-            return list(self.arguments or [])
-        if body == "#":
-            return UNKNOWN if self.arguments is None else str(len(self.arguments))
-        array = re.fullmatch(rf"({NAME})\[([^\]]*)\]", body)
-        if array:
-            return self._of_array(array[1], array[2])
-        length = re.fullmatch(rf"#({NAME})(\[[@*]\])?", body)
-        if length:
-            value = self._of_array(length[1], "@") if length[2] else self._of_variable(length[1], "", "", depth)
-            return UNKNOWN if UNKNOWN in value else str(len(value))
-        match = re.fullmatch(rf"({NAME}|\d)(?:(:?[-=+?])(.*))?", body, re.DOTALL)
-        return UNKNOWN if match is None else self._of_variable(match[1], match[2] or "", match[3] or "", depth)
-
-    def _of_array(self, name: str, index: str) -> Value:
-        value = self.get(name)
-        if value == UNKNOWN:
+            return printed_path(text.removeprefix("$")[1:-1], self.path.name, self.line, self.one)
+        match = _PARAMETER.fullmatch(text[2:-1] if text.startswith("${") else text[1:])
+        if match is None or (match[6] and not match[5]):
             return UNKNOWN
+        return self._parameter(match, is_quoted=is_quoted)
+
+    def _parameter(self, match: re.Match[str], *, is_quoted: bool) -> Value | Word:
+        counts, is_indirect, name, index, operator, rest = match.groups()
+        is_whole = name in ("@", "*") or index in ("[@]", "[*]")
+        value = self._value(name, (index or "")[1:-1], is_whole=is_whole)
+        if is_indirect:
+            is_name = isinstance(value, str) and NAME_ONLY.fullmatch(value) and not index
+            value = self._value(str(value), "", is_whole=False) if is_name else UNKNOWN
+        if counts:
+            value = "" if value is None and self.in_test else value
+            is_unknown = value is None or (UNKNOWN_WORDS if isinstance(value, list) else UNKNOWN) in value
+            return UNKNOWN if operator or is_unknown else str(len(value or ""))
+        if operator and operator.strip(":") in ("-", "=", "+", "?"):
+            return self._or_default(name, value, operator, rest, is_quoted=is_quoted)
+        if value is None:
+            return "" if self.in_test and not name.isdigit() else UNKNOWN
+        if operator:
+            value = self._changed(value, operator, rest, counts_from_1=name in ("@", "*"))
+        is_joined = is_quoted and (name == "*" or index == "[*]")
+        return " ".join(value) if is_joined and isinstance(value, list) else value
+
+    def _value(self, name: str, index: str, *, is_whole: bool) -> Value | None:
+        """Returns a variable, one of its elements, or all of them as a list; None if nobody sets it."""
+        if name in ("@", "*"):
+            return list(self.arguments or [])
+        if name == "#":
+            known = self.arguments is not None and UNKNOWN_WORDS not in self.arguments
+            return str(len(self.arguments or [])) if known else UNKNOWN
+        if name in ("?", "$", "!", "-"):
+            return UNKNOWN
+        value = self.get(name)
+        if not index:
+            return _element(value, 0) if isinstance(value, list) else value
+        if value == UNKNOWN:
+            return [UNKNOWN_WORDS] if is_whole else UNKNOWN
+        if name in self.given and is_whole:
+            return self.given[name].split()
         values = [] if value is None else [value] if isinstance(value, str) else value
-        if index in ("@", "*"):
+        if is_whole:
             return list(values)
-        number = self._arithmetic(index).removeprefix("-0")
+        number = self.arithmetic(index)
         if not re.fullmatch(r"-?\d{1,6}", number) or int(number) < -len(values):
             return UNKNOWN
-        return values[int(number)] if int(number) < len(values) else ""
+        return _element(values, int(number))
 
-    def _of_variable(self, name: str, operator: str, operand: str, depth: int) -> str:
-        value = self.get(name)
-        if isinstance(value, list):
-            value = value[0] if value else ""
-        if not operator:
-            if value is None:
-                return "" if self.in_test and not name.isdigit() else UNKNOWN
+    def _or_default(self, name: str, value: Value | None, operator: str, rest: str, *, is_quoted: bool) -> Value | Word:
+        is_set = bool(value) if operator[0] == ":" or isinstance(value, list) else value is not None
+        if operator[-1] == "?" or (is_set and operator[-1] != "+"):
+            return value if value is not None and is_set else UNKNOWN
+        if is_set != (operator[-1] == "+"):
+            return "" if isinstance(value, str) or value is None else []
+        if operator == ":+" and isinstance(value, str) and not value.strip(UNKNOWN):
+            return UNKNOWN
+        default = self._operand(rest, is_quoted=is_quoted)
+        if operator[-1] == "=" and NAME_ONLY.fullmatch(name):
+            value = self.one(default)
+            self.set(name, value)
             return value
-        is_set = bool(value) if operator[0] == ":" else value is not None
-        if operator[-1] == "+":
-            return self._nested(operand, depth) if is_set else ""
-        if is_set or operator[-1] == "?":
-            return UNKNOWN if value is None or not is_set else value
-        default = self._nested(operand, depth)
-        if operator[-1] == "=":
-            self.set(name, default)
         return default
 
-    def _nested(self, text: str, depth: int, *, keeps_quotes: bool = False) -> str:
-        done = ""
-        for part, is_expansion in split_expansions(text if keeps_quotes else _without_quotes(text)):
-            value = self._expansion(part, depth + 1) if is_expansion else part
-            done += " ".join(value) if isinstance(value, list) else value
-        return done
+    def _changed(self, value: Value, operator: str, rest: str, *, counts_from_1: bool) -> Value:
+        """Returns a part of a value, or the value in other letters."""
+        if UNKNOWN_WORDS in value or (isinstance(value, str) and UNKNOWN in value):
+            return UNKNOWN_WORDS if isinstance(value, list) else UNKNOWN
+        if operator == ":":
+            numbers = [self.arithmetic(text) for text in rest.split(":")]
+            if len(numbers) > 2 or not all(number.isdecimal() for number in numbers):
+                return UNKNOWN
+            start = int(numbers[0]) - counts_from_1
+            end = start + int(numbers[1]) if len(numbers) > 1 else None
+            return value[start:end] if start >= 0 else UNKNOWN
+        if isinstance(value, list):
+            return [str(self._changed(part, operator, rest, counts_from_1=False)) for part in value]
+        if operator[0] in ",^":
+            change = str.lower if operator[0] == "," else str.upper
+            return UNKNOWN if rest else change(value) if len(operator) > 1 else change(value[:1]) + value[1:]
+        if operator[0] == "/":
+            old, _, new = rest.partition("/")
+            old, new = (self.one(self._operand(text, is_quoted=True)) for text in (old, new))
+            self.charge([], (value.count(old) if old else 0) * len(new))
+            is_plain = old and not re.search(r"[*?\[#%\\]", old)
+            return value.replace(old, new, -1 if len(operator) > 1 else 1) if is_plain else UNKNOWN
+        return self._cut(value, operator, self.pattern(self._operand(rest, is_quoted=False)))
+
+    def _cut(self, value: str, operator: str, pattern: str) -> str:
+        """Cuts the shortest or longest match of a pattern off: at the start for ``#``, at the end for ``%``."""
+        self.charge([], min(len(value), 1000) * (len(pattern) + len(value)) // 10)
+        if len(value) > 1000:
+            return UNKNOWN
+        at_start = operator[0] == "#"
+        places = range(len(value) + 1)
+        for place in places if at_start == (len(operator) == 1) else reversed(places):
+            cut, kept = (value[:place], value[place:]) if at_start else (value[place:], value[:place])
+            result = matches(cut, pattern)
+            if result is None:
+                return UNKNOWN
+            if result:
+                return kept
+        return value
 
     def calculated(self, text: str) -> bool | None:
         """Calculates ``((...))``, which is true if the result is not 0."""
         with self.testing():
-            value = self._arithmetic(text)
+            value = self.arithmetic(text)
         return None if value == UNKNOWN else value != "0"
 
-    def _arithmetic(self, text: str, depth: int = 0) -> str:
-        """Calculates an expression, which may also set a variable."""
-        expression = self._nested(text, depth, keeps_quotes=True).strip()
-        if len(expression) > 300 or UNKNOWN in expression or "#" in expression:
-            value = UNKNOWN
-        elif assigns := _ARITHMETIC_ASSIGNMENT.fullmatch(expression):
-            name, operator, right = assigns.groups()
-            value = self._value_of(f"{name}{operator}({right})" if operator else right)
-            self.set(name, value)
-            return value
-        elif step := _STEP.fullmatch(expression):
-            name = step[1] or step[4]
-            before, value = self._value_of(name), self._value_of(f"{name}{(step[2] or step[3])[0]}1")
-            self.set(name, value)
-            return before if step[1] else value
-        else:
-            value = self._value_of(expression)
-        if value == UNKNOWN:
-            for match in re.finditer(rf"({NAME})\s*([-+*/%&|^]|<<|>>)?=(?!=)|{_STEP.pattern}", text):
-                self.set(match[1] or match[3] or match[6], UNKNOWN)
-        return value
+    def arithmetic(self, text: str) -> str:
+        """Calculates an expression, which may also set variables: to unknown, if memlab cannot follow it."""
+        expression = self.one(self._operand(text, is_quoted=True))
+        value = None if UNKNOWN in expression else calculated(expression, self._named, self.set)
+        if value is None:
+            for match in ASSIGNED.finditer(expression):
+                self.set(match[1] or match[2], UNKNOWN)
+        return UNKNOWN if value is None else str(value)
 
-    def _value_of(self, expression: str) -> str:
-        expression = re.sub(r"&&|\|\|", lambda found: " and " if found[0] == "&&" else " or ", expression).strip()
-        if "++" in expression or "--" in expression:
-            return UNKNOWN
-        try:
-            value = self._calculate(ast.parse(expression, mode="eval").body)
-        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
-            return UNKNOWN
-        return str(value)
-
-    def _calculate(self, node: ast.expr) -> int:
-        """Returns a whole number as the shell calculates it; an operator that memlab does not know is a ValueError."""
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            return node.value
-        if isinstance(node, ast.Name):
-            value = self.get(node.id)
-            value = "0" if self.in_test and value in (None, "") else value
-            if not isinstance(value, str) or not re.fullmatch(r"\s*[+-]?(0|[1-9]\d{0,17})\s*", value):
-                raise ValueError(node.id)
-            return int(value)
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
-            number = self._calculate(node.operand)
-            return -number if isinstance(node.op, ast.USub) else number
-        if isinstance(node, ast.BoolOp):
-            wanted = isinstance(node.op, ast.Or)
-            return int(
-                any(self._calculate(part) for part in node.values) if wanted else all(map(self._calculate, node.values))
-            )
-        if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            return _compared(node.ops[0], self._calculate(node.left), self._calculate(node.comparators[0]))
-        if not isinstance(node, ast.BinOp):
-            raise ValueError(type(node).__name__)
-        result = _combined(node.op, self._calculate(node.left), self._calculate(node.right))
-        if abs(result) >= _INT64:
-            raise ValueError("more than 64 bits")
-        return result
+    def _named(self, name: str) -> str:
+        """Returns a variable as a calculation reads it."""
+        value = self.get(name)
+        value = value[0] if isinstance(value, list) and value else value
+        return value if isinstance(value, str) and value else "0" if self.in_test else UNKNOWN
 
 
 def is_assignment(word: Word) -> bool:
@@ -362,52 +407,36 @@ def is_assignment(word: Word) -> bool:
     return ASSIGNMENT.match(word.raw) is not None
 
 
-def _compared(operator: ast.cmpop, left: int, right: int) -> int:
-    results = {ast.Eq: left == right, ast.NotEq: left != right, ast.Lt: left < right}
-    results |= {ast.LtE: left <= right, ast.Gt: left > right, ast.GtE: left >= right}
-    if type(operator) not in results:
-        raise ValueError(type(operator).__name__)
-    return int(results[type(operator)])
+def after(word: Word, start: int) -> Word:
+    """Returns what is left of a word after its first characters."""
+    left = []
+    for piece in word.pieces:
+        if start < len(piece.text) or (not start and not piece.text):
+            left.append(Piece(piece.text[start:], piece.kind) if start else piece)
+        start = max(0, start - len(piece.text))
+    return Word(word.line, left)
 
 
-def _combined(operator: ast.operator, left: int, right: int) -> int:
-    """Calculates as the shell does: division rounds towards zero, and a remainder has the dividend's sign."""
-    if isinstance(operator, (ast.Div, ast.FloorDiv)):
-        quotient = abs(left) // abs(right)
-        return quotient if (left < 0) == (right < 0) else -quotient
-    if isinstance(operator, ast.Mod):
-        remainder = abs(left) % abs(right)
-        return remainder if left >= 0 else -remainder
-    if isinstance(operator, ast.Mult):
-        return left * right
-    if isinstance(operator, (ast.Add, ast.Sub)):
-        return left + right if isinstance(operator, ast.Add) else left - right
-    raise ValueError(type(operator).__name__)
+def _unknown_words(text: str) -> str:
+    """Returns the mark for any number of words, with the line of an element."""
+    return Element(UNKNOWN_WORDS, text.line) if isinstance(text, Element) else UNKNOWN_WORDS
 
 
-def _split(elements: list[str], line: int) -> list[str]:
-    """Splits the elements of an unquoted array at blanks, as the shell does; each part keeps its element's line."""
-    return [Element(part, getattr(element, "line", line)) for element in elements for part in str(element).split()]
+def _element(values: list[str], index: int) -> str:
+    """Returns an element of a list, or nothing after its end; unknown words before it make it unknown."""
+    if UNKNOWN_WORDS in (values if index < 0 else values[: index + 1]):
+        return UNKNOWN
+    return values[index] if index < len(values) else ""
 
 
-def _append_split(done: list[str], text: str) -> None:
+def _append_split(done: list[list[str]], text: str) -> None:
     """Appends an unquoted expansion, which the shell splits at blanks."""
     pieces = text.split()
     if text[:1].isspace() and done[-1]:
-        done.append("")
+        done.append([])
     for index, piece in enumerate(pieces):
         if index:
-            done.append("")
-        done[-1] += piece
+            done.append([])
+        done[-1].append(Element(piece, text.line) if isinstance(text, Element) else piece)
     if text[-1:].isspace() and pieces:
-        done.append("")
-
-
-def after(word: Word, start: int) -> Word:
-    """Returns what is left of a word after its first characters, which are all in the first piece."""
-    first, *others = word.pieces
-    return Word(word.line, [Piece(first.text[start:], first.kind), *others])
-
-
-def _without_quotes(text: str) -> str:
-    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+        done.append([])

@@ -1,19 +1,30 @@
-"""Splits a shell script into words and operators, and a text into what stays and what the shell expands."""
+"""Splits a shell script into words and operators, and a word into what stays and what the shell expands."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from itertools import groupby
 
 from memlab.jobs.entries import UNKNOWN
+from memlab.jobs.shell_brackets import (
+    HEREDOC,
+    NAME,
+    WITH_ESCAPES,
+    after_heredocs,
+    end_of_expansion,
+    end_of_line,
+    heredoc_of,
+)
 
-NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 NAME_ONLY = re.compile(NAME)
 _OPERATORS = re.compile(r";;&|;;|;&|&&|\|\||\|&|[;&|]")
-_LONGEST_ARITHMETIC = 400
+_ARITHMETIC = re.compile(r"\(\(((?:[^()]|\((?:[^()]|\([^()]{0,99}\)){0,99}\)){0,400}+)\)\)")
 _BEFORE_A_COMMAND = {"if", "then", "elif", "else", "while", "until", "do", "{", "!", "time"}
 _ORDINARY = re.compile(r"[^\\#()'\"$` \t\r<>\n;&|]+")
+_ORDINARY_IN_DOUBLE_QUOTES = re.compile(r'[^\\"$`]+')
+_DESCRIPTOR = re.compile(rf"\d+|\{{{NAME}\}}")
+_REDIRECTION = re.compile(r"<<<|<>|[<>]{1,2}(?:&\d?-?|\|)?")
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "f": "\f", "v": "\v"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +33,8 @@ class Piece:
 
     text: str
     kind: str
-    """``plain``, ``literal`` (single quotes, a backslash), ``double`` (double quotes), ``arithmetic`` (``((...))``)."""
+    """``plain``; ``literal``, which is quoted; ``split`` and ``quoted``, an expansion outside and inside of double
+    quotes; ``arithmetic``, which is ``((...))``."""
 
 
 @dataclass(slots=True)
@@ -40,16 +52,8 @@ class Word:
 
     @property
     def keyword(self) -> str:
-        """The text of a word in which nothing is quoted, which alone can be a reserved word; else nothing."""
-        return self.raw if len(self.pieces) == 1 and self.pieces[0].kind == "plain" else ""
-
-    def join_plain_pieces(self) -> None:
-        """Makes one piece of plain ones that follow each other: an expansion may consist of several."""
-        pieces: list[Piece] = []
-        for kind, group in groupby(self.pieces, lambda piece: piece.kind):
-            equal = list(group)
-            pieces += [Piece("".join(each.text for each in equal), kind)] if kind == "plain" else equal
-        self.pieces = pieces
+        """The text of a word in which nothing is quoted or expanded, as a reserved word has it; else nothing."""
+        return self.pieces[0].text if len(self.pieces) == 1 and self.pieces[0].kind == "plain" else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,66 +64,32 @@ class Operator:
     text: str
 
 
-def split_expansions(text: str) -> list[tuple[str, bool]]:
-    """Splits a text into what stays and what the shell expands."""
-    parts: list[tuple[str, bool]] = []
-    start = position = 0
-    while position < len(text):
-        if text[position] not in "$`":
-            position += 1
-            continue
-        end = _end_of_expansion(text, position)
-        if end == position:
-            position += 1
-            continue
-        if start < position:
-            parts.append((text[start:position], False))
-        parts.append((text[position:end], True))
-        start = position = end
-    if start < len(text):
-        parts.append((text[start:], False))
-    return parts
-
-
-_PLAIN_NAME = re.compile(rf"\$({NAME}|[0-9@*#?$!])")
-
-
-def _end_of_expansion(text: str, start: int) -> int:
-    """Returns where an expansion that starts here ends; the start itself if there is none."""
-    if text[start] == "`":
-        end = text.find("`", start + 1)
-        return end + 1 if end > 0 else start
-    if text[start + 1 : start + 2] in ("(", "{") and start + 1 < len(text):
-        return _end_of_brackets(text, start + 1)
-    match = _PLAIN_NAME.match(text, start)
-    return match.end() if match else start
-
-
-def _end_of_brackets(text: str, start: int) -> int:
-    """Returns where the brackets that open here are closed; the end of the text if they are not."""
-    opening, depth = text[start], 0
-    closing = {"(": ")", "{": "}"}[opening]
-    for index in range(start, len(text)):
-        if text[index] == opening:
-            depth += 1
-        elif text[index] == closing:
-            depth -= 1
-            if not depth:
-                return index + 1
-    return len(text)
-
-
 def tokens(text: str, name: str, line: int = 1) -> list[Word | Operator]:
     """Splits a script into words and operators; redirections, comments and here-documents are dropped.
 
     Raises:
-        ValueError: If a quote or an array's bracket is not closed.
+        ValueError: If a quote, an expansion or an array's bracket is not closed.
     """
     return _Scanner(text, name, line).run()
 
 
+def operand(text: str, name: str, line: int, *, is_quoted: bool) -> Word:
+    """Returns a text inside of an expansion as one word, such as what follows ``:-`` in braces.
+
+    Args:
+        text: In which blanks and operators stand for themselves.
+        name: Of the script.
+        line: Of the command.
+        is_quoted: Whether the expansion stands in double quotes.
+
+    Raises:
+        ValueError: If a quote or an expansion is not closed.
+    """
+    return _Scanner(text, name, line).whole(is_quoted=is_quoted)
+
+
 class _Scanner:
-    """Walks over the characters of a script once."""
+    """Walks over the characters of a script, or of a text inside of an expansion."""
 
     def __init__(self, text: str, name: str, line: int) -> None:
         self.text, self.name = text, name
@@ -128,29 +98,54 @@ class _Scanner:
         self.word: Word | None = None
         self.array: list[Word] | None = None
         self.array_word: Word | None = None
-        self.heredocs: list[str] = []
+        self.heredocs: list[tuple[str, bool]] = []
         self.drop_next = False
         self.in_test = False
         """Whether the scanner is between ``[[`` and ``]]``, where brackets and ``&&`` belong to the test."""
+        self.opened = 0
+        """Brackets of a pattern such as ``@(a|b)`` that are open, between ``[[`` and ``]]``."""
+        self.of_word = {"\\": self._backslash, "'": self._single, '"': self._double}
+        self.of_word |= dict.fromkeys("$`", self._expansion)
 
     def run(self) -> list[Word | Operator]:
-        special = {"\\": self._backslash, "#": self._hash, "(": self._open, ")": self._close}
-        special |= dict.fromkeys("'\"", self._quoted) | dict.fromkeys("$`", self._expansion)
+        special = self.of_word | {"#": self._hash, "(": self._open, ")": self._close}
         special |= dict.fromkeys(" \t\r", self._blank) | dict.fromkeys("<>", self._redirection)
         special |= dict.fromkeys("\n;&|", self._operator)
         while self.position < len(self.text):
             special.get(self.text[self.position], self._plain)()
         if self.array is not None:
             assert self.array_word is not None
-            raise ValueError(f"{self.name}, line {self.array_word.line}: the array's '(' is not closed: add ')'")
+            raise self._not_closed("array's '('", "')'", self.array_word.line)
         self._end_word()
         return self.done
+
+    def whole(self, *, is_quoted: bool) -> Word:
+        self.word = Word(self.line)
+        if is_quoted:
+            self._add("", "literal")  # quotes around nothing are a word too
+            self._in_double_quotes(ends=False)
+        while self.position < len(self.text):
+            self.of_word.get(self.text[self.position], self._plain)()
+        return self.word
+
+    def _not_closed(self, what: str, closing: str, line: int) -> ValueError:
+        return ValueError(f"{self.name}, line {line}: the {what} is not closed: add {closing}")
+
+    def _add(self, text: str, kind: str) -> None:
+        if self.word is None:
+            self.word = Word(self.line)
+        self.word.pieces.append(Piece(text, kind))
+
+    def _take(self, end: int, text: str, kind: str) -> None:
+        """Adds a piece for the script's text up to a place."""
+        self._add(text, kind)
+        self.line += self.text.count("\n", self.position, end)
+        self.position = end
 
     def _plain(self) -> None:
         match = _ORDINARY.match(self.text, self.position)
         text = match[0] if match else self.text[self.position]
-        self._add(text, "plain")
-        self.position += len(text)
+        self._take(self.position + len(text), text, "plain")
 
     def _blank(self) -> None:
         self._end_word()
@@ -160,13 +155,7 @@ class _Scanner:
         if self.word is not None:
             self._plain()
             return
-        end = self.text.find("\n", self.position)
-        self.position = len(self.text) if end < 0 else end
-
-    def _add(self, text: str, kind: str) -> None:
-        if self.word is None:
-            self.word = Word(self.line)
-        self.word.pieces.append(Piece(text, kind))
+        self.position = end_of_line(self.text, self.position)
 
     def _backslash(self) -> None:
         following = self.text[self.position + 1 : self.position + 2]
@@ -175,63 +164,87 @@ class _Scanner:
             self.line += 1
             self.position += 3 if carriage else 2
             return
-        self._add(following, "literal")
-        self.position += 2
+        self._take(self.position + 2, following, "literal")
 
-    def _quoted(self) -> None:
-        quote = self.text[self.position]
-        line, start = self.line, self.position + 1
-        end = start
-        while end < len(self.text) and self.text[end] != quote:
-            if quote == '"' and self.text[end] == "\\":
-                end += 1
-            elif quote == '"' and self.text[end] == "$":
-                end = max(end, _end_of_expansion(self.text, end) - 1)
-            end += 1
-        if end >= len(self.text):
-            raise ValueError(f"{self.name}, line {line}: the quote {quote} is not closed: add {quote}")
-        content = self.text[start:end]
-        self.line += content.count("\n")
-        if quote == "'":
-            self._add(content, "literal")
-        else:
-            content = re.sub(r'\\(["\\`]|\n)', lambda found: "" if found[1] == "\n" else found[1], content)
-            for index, part in enumerate(content.split("\\$")):
-                if index:
-                    self._add("$", "literal")
-                self._add(part, "double")
+    def _single(self) -> None:
+        line, end = self.line, self.text.find("'", self.position + 1)
+        if end < 0:
+            raise self._not_closed("quote '", "'", line)
+        self._take(end + 1, self.text[self.position + 1 : end], "literal")
         assert self.word is not None
         self.word.line = max(self.word.line, line)
-        self.position = end + 1
 
-    def _expansion(self) -> None:
-        end = _end_of_expansion(self.text, self.position)
-        end = max(end, self.position + 1)
-        content = self.text[self.position : end]
-        self._add(content, "plain")
-        self.line += content.count("\n")
-        self.position = end
+    def _double(self) -> None:
+        line, before = self.line, len(self.word.pieces) if self.word else 0
+        self.position += 1
+        self._in_double_quotes()
+        if self.position >= len(self.text):
+            raise self._not_closed('quote "', '"', line)
+        self.position += 1
+        if self.word is None or len(self.word.pieces) == before:
+            self._add("", "literal")  # quotes around nothing are a word too
+        assert self.word is not None
+        self.word.line = max(self.word.line, line)
+
+    def _in_double_quotes(self, *, ends: bool = True) -> None:
+        """Takes what stands in double quotes, up to the closing one; in an expansion, more quotes change nothing."""
+        while self.position < len(self.text):
+            character = self.text[self.position]
+            if character == '"' and ends:
+                return
+            if character == '"':
+                self.position += 1
+            elif character in "$`":
+                self._expansion("quoted")
+            elif character == "\\":
+                following = self.text[self.position + 1 : self.position + 2]
+                text = following if following and following in '"\\`$' else "\\" + following
+                self._take(self.position + 2, "" if following == "\n" else text, "literal")
+            else:
+                match = _ORDINARY_IN_DOUBLE_QUOTES.match(self.text, self.position)
+                assert match is not None
+                self._take(match.end(), match[0], "literal")
+
+    def _expansion(self, kind: str = "split") -> None:
+        if kind == "split" and self.text.startswith('$"', self.position):
+            self.position += 1
+            self._double()
+            return
+        escaped = WITH_ESCAPES.match(self.text, self.position) if kind == "split" else None
+        if escaped:
+            text = re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[1]), escaped[1], flags=re.DOTALL)
+            self._take(escaped.end(), UNKNOWN if re.search(r"\\[\dxuUc]", escaped[1]) else text, "literal")
+            return
+        end = self._end_of(self.position)
+        if end == self.position:
+            self._take(end + 1, self.text[end], "plain" if kind == "split" else "literal")
+        else:
+            self._take(end, self.text[self.position : end], kind)
+
+    def _end_of(self, start: int) -> int:
+        end = end_of_expansion(self.text, start)
+        if end < 0:
+            opening = self.text[start : start + 2] if self.text[start] == "$" else self.text[start]
+            raise self._not_closed(f"expansion {opening}", {"{": "}", "`": "`"}.get(opening[-1], ")"), self.line)
+        return end
 
     def _redirection(self) -> None:
         if self._is_in_test():
             self._of_test(self.text[self.position])
             return
         if self.text[self.position + 1 : self.position + 2] == "(":  # <(command), a file with the command's output
-            end = _end_of_brackets(self.text, self.position + 1)
             self._end_word()
-            self._add(UNKNOWN, "literal")
-            self.line += self.text.count("\n", self.position, end)
-            self.position = end
+            self._take(self._end_of(self.position + 1), UNKNOWN, "literal")
             return
-        heredoc = re.compile(r"<<-?\s*\\?(['\"]?)([A-Za-z_][A-Za-z0-9_]*)\1").match(self.text, self.position)
-        if heredoc and self.text[self.position : self.position + 3] != "<<<":
-            self.heredocs.append(heredoc[2])
-            self.position = heredoc.end()
-            return
-        if self.word is not None and self.word.raw.isdigit():
+        heredoc = HEREDOC.match(self.text, self.position)
+        if self.word is not None and _DESCRIPTOR.fullmatch(self.word.keyword):
             self.word = None
         self._end_word()
-        match = re.compile(r"<<<|<>|[<>]{1,2}(?:&\d?-?|\|)?").match(self.text, self.position)
+        if heredoc:
+            self.heredocs.append(heredoc_of(heredoc))
+            self.position = heredoc.end()
+            return
+        match = _REDIRECTION.match(self.text, self.position)
         assert match is not None
         self.position = match.end()
         self.drop_next = not match[0][-1].isdigit() and match[0][-1] != "-"
@@ -244,22 +257,22 @@ class _Scanner:
         if self.array is not None:
             self.position += 1
             return
-        if word is not None and re.fullmatch(rf"{NAME}\+?=", word.raw):
-            word.join_plain_pieces()
-            self.array, self.array_word, self.word = [], word, None
-            self.position += 1
-            return
-        self._end_word()
-        text = self.text[self.position : self.position + _LONGEST_ARITHMETIC]
-        if text.startswith("((") and self._starts_command("for"):
-            text = text[: _end_of_brackets(text, 0)]
-            if text.endswith("))"):
-                self._add(text[2:-2], "arithmetic")
-                self._end_word()
-                self.line += text.count("\n")
-                self.position += len(text)
+        if word is not None and word.keyword != "!" and word.pieces[-1].kind == "plain":
+            if word.pieces[-1].text.endswith(tuple("?*+@!")):  # a pattern such as @(a|b)
+                end = self._end_of(self.position)
+                self._take(end, self.text[self.position : end], "plain")
                 return
-        self._end_with("(")
+            if re.fullmatch(rf"{NAME}\+?=", word.keyword):
+                self.array, self.array_word, self.word = [], word, None
+                self.position += 1
+                return
+        self._end_word()
+        match = _ARITHMETIC.match(self.text, self.position)
+        if match and self._starts_command("for"):
+            self._take(match.end(), match[1], "arithmetic")
+            self._end_word()
+        else:
+            self._end_with("(")
 
     def _close(self) -> None:
         if self._is_in_test():
@@ -274,15 +287,17 @@ class _Scanner:
             self._end_with(")")
 
     def _is_in_test(self) -> bool:
-        if self.word is not None and self.word.raw == "]]":
+        """Says whether the scanner is between ``[[`` and ``]]``, after a word ``]]`` that ends here."""
+        if self.word is not None and self.word.keyword == "]]":
             self._end_word()
         return self.in_test
 
     def _of_test(self, text: str) -> None:
         """Takes an operator between ``[[`` and ``]]`` as a word, or as a part of a pattern such as ``@(a|b)``."""
-        before = self.done[-1].raw if isinstance(self.done[-1], Word) else ""
-        opened = self.word is not None and self.word.raw.count("(") > self.word.raw.count(")")
-        if before == "=~" or (self.word is not None and text == "(") or opened:
+        last = self.done[-1]
+        is_regular = isinstance(last, Word) and last.keyword == "=~"
+        if is_regular or (self.word is not None and (text == "(" or self.opened)):
+            self.opened += {"(": 1, ")": -1}.get(text, 0)
             self._add(text, "plain")
         else:
             self._end_word()
@@ -300,8 +315,9 @@ class _Scanner:
             return
         if character == "\n":
             self._end_with(";")
-            self.line += 1
-            self._skip_heredocs()
+            end = after_heredocs(self.text, self.position, self.heredocs)
+            self.line += 1 + self.text.count("\n", self.position, end)
+            self.position = end
             return
         if self.text.startswith("&>", self.position):
             self._end_word()
@@ -313,8 +329,7 @@ class _Scanner:
         if in_test and character != ";":
             self._of_test(match[0])
         elif self.array is not None:
-            self._add(character, "plain")
-            self.position += 1
+            self._take(self.position + 1, character, "plain")
         else:
             self._end_with(match[0])
 
@@ -324,28 +339,16 @@ class _Scanner:
         self.done.append(Operator(self.line, operator))
         self.position += len(operator)
 
-    def _skip_heredocs(self) -> None:
-        for name in self.heredocs:
-            while self.position < len(self.text):
-                end = self.text.find("\n", self.position)
-                end = len(self.text) if end < 0 else end
-                content = self.text[self.position : end].strip()
-                self.position = end + 1
-                self.line += 1
-                if content == name:
-                    break
-        self.heredocs = []
-
     def _starts_command(self, *keywords: str) -> bool:
         """Whether the next word is the first of a command, or follows one of the keywords."""
         last = self.done[-1] if self.done else None
         return not isinstance(last, Word) or last.keyword in _BEFORE_A_COMMAND or last.keyword in keywords
 
     def _end_word(self) -> None:
+        self.opened = 0
         if self.word is None:
             return
         word, self.word = self.word, None
-        word.join_plain_pieces()
         if self.drop_next:
             self.drop_next = False
         elif self.array is not None:

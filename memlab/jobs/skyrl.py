@@ -26,8 +26,7 @@ from memlab.jobs.megatron_keys import (
     RECOMPUTE,
     SIZES,
 )
-from memlab.jobs.megatron_lm import common
-from memlab.jobs.model import HUGGING_FACE_NAMES
+from memlab.jobs.megatron_lm import common, named
 from memlab.jobs.reinforcement import (
     FROZEN_ROUTER,
     LORA,
@@ -65,7 +64,7 @@ KEYS = (
     Key("trainer.logprobs_chunk_size", "logprobs_chunk_size", WHOLE, 1024),
     Key("trainer.placement.colocate_all", "is_colocated", SWITCH, True),
     Key("trainer.policy.optimizer_config.offload_after_step", "offload_after_step", SWITCH, True),
-    Key("trainer.micro_train_batch_size_per_gpu", "micro_batch_size", WHOLE, 1),
+    Key("trainer.micro_train_batch_size_per_gpu", "micro_batch_size", COUNT, 1),
     Key("trainer.max_tokens_per_microbatch", "tokens_per_rank", WHOLE, -1),
     Key("trainer.micro_forward_batch_size_per_gpu", "log_prob_micro_batch_size", COUNT, 1),
     Key("generator.inference_engine.gpu_memory_utilization", "engine_share", NUMBER, 0.8),
@@ -127,22 +126,22 @@ def complete(reading: Reading) -> None:
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     values = common(scenario, settings)
-    world_size, is_row, longest = scenario.layout.world_size, is_packed(scenario), longest_sequence(scenario)
-    return values | {
-        "architecture": HUGGING_FACE_NAMES.get(scenario.architecture.name, scenario.architecture.name),
-        "nodes": world_size // 8 if world_size % 8 == 0 else 1,
-        "ranks_per_node": 8 if world_size % 8 == 0 else world_size,
-        "num_layers": None if scenario.num_layers == scenario.architecture.num_layers else scenario.num_layers,
-        "is_flash": scenario.state.attention_backend != "fused",
-        "is_checkpointing": settings.recompute_granularity is not None,
-        "is_colocated": settings.offload_parameters,
-        "offload_after_step": settings.offload_optimizer or not settings.offload_parameters,
-        "tokens_per_rank": scenario.seq_length // scenario.layout.context_parallel_size if is_row else -1,
-        "prompt_length": longest // 2,
-        "response_length": longest - longest // 2,
-        "prompts": sequences_of_a_step(scenario),
-        "responses_per_prompt": 1,
-    }
+    is_row, longest = is_packed(scenario), longest_sequence(scenario)
+    return (
+        values
+        | named(scenario)
+        | {
+            "is_flash": scenario.state.attention_backend != "fused",
+            "is_checkpointing": settings.recompute_granularity is not None,
+            "is_colocated": settings.offload_parameters,
+            "offload_after_step": settings.offload_optimizer or not settings.offload_parameters,
+            "tokens_per_rank": scenario.seq_length // scenario.layout.context_parallel_size if is_row else -1,
+            "prompt_length": longest // 2,
+            "response_length": longest - longest // 2,
+            "prompts": sequences_of_a_step(scenario),
+            "responses_per_prompt": 1,
+        }
+    )
 
 
 def cannot_write(settings: MemorySettings) -> dict[str, str]:

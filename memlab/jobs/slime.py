@@ -16,17 +16,18 @@ from memlab.jobs.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, w
 from memlab.jobs.megatron_lm import (
     CANNOT_WRITE,
     FLAGS_MISSING,
+    SWITCHES,
     complete_chunks,
     complete_model,
     complete_state,
     leaves_out,
+    named,
     note_fusion,
     note_sequence_parallel,
 )
 from memlab.jobs.megatron_lm import KEYS as MEGATRON_KEYS
 from memlab.jobs.megatron_lm import compose as compose_megatron
 from memlab.jobs.megatron_lm import render as render_flags
-from memlab.jobs.model import HUGGING_FACE_NAMES
 from memlab.jobs.reinforcement import (
     LORA,
     is_packed,
@@ -42,15 +43,19 @@ KEYS = (
     Key("actor_num_nodes", "nodes", WHOLE, 1),
     Key("actor_num_gpus_per_node", "ranks_per_node", WHOLE, 8),
     Key("use_dynamic_batch_size", "is_dynamic", SWITCH, False),
-    Key("max_tokens_per_gpu", "tokens_per_rank", WHOLE, None),
+    Key("max_tokens_per_gpu", "tokens_per_rank", COUNT, None),
     Key("log_probs_max_tokens_per_gpu", "log_prob_tokens", COUNT, None),
     Key("sglang_mem_fraction_static", "engine_share", NUMBER, None),
     Key("rollout_num_gpus_per_engine", "engine_ranks", WHOLE, 1),
     Key("update_weight_buffer_size", "bucket", WHOLE, 512 * 2**20),
     Key("log_probs_chunk_size", "logprobs_chunk_size", WHOLE, -1),
     Key("colocate", "is_colocated", SWITCH, False),
-    Key("offload_train", "is_offloaded", SWITCH, False),
+    Key("offload_train", "is_offloaded", SWITCH, None),
+    Key("no_offload_train", "stays", SWITCH, False),
     Key("offload", "is_offloaded_too", SWITCH, False),
+    Key("num_steps_per_rollout", "steps_per_rollout", COUNT, None),
+    Key("rollout_batch_size", "prompts", COUNT, None),
+    Key("n_samples_per_prompt", "responses_per_prompt", COUNT, 1),
     Key("rollout_max_prompt_len", "prompt_length", WHOLE, None),
     Key("rollout_max_response_len", "response_length", WHOLE, None),
     Key("rollout_max_context_len", "context_length", WHOLE, None),
@@ -59,7 +64,7 @@ KEYS = (
         for key in with_defaults(MEGATRON_KEYS, use_distributed_optimizer=True, bf16=True)
         if key.field not in ("world_size", "global_batch_size")
     ),
-    Key("global_batch_size", "sequences", WHOLE, None),
+    Key("global_batch_size", "sequences", COUNT, None),
 )
 FRAMEWORK_MISSING = (
     *FLAGS_MISSING,
@@ -84,15 +89,10 @@ def complete(reading: Reading) -> None:
     values.setdefault("world_size", nodes * per_node)
     if (values.get("logprobs_chunk_size") or -1) < 0:
         values["logprobs_chunk_size"] = None
-    is_colocated = values["is_colocated"]
-    moved = {"colocate": "is_colocated", "offload_train": "is_offloaded", "offload": "is_offloaded_too"}
-    moved_by = [key for key, name in moved.items() if values.pop(name)]
-    for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
-        values[name] = bool(moved_by)
-        for key in moved_by:
-            reading.take(key, name, value=True)
+    is_colocated = values.pop("is_colocated")
+    _complete_offload(reading, is_colocated=is_colocated)
     longest = _longest_sequence(reading)
-    sequences, is_dynamic = values.pop("sequences"), values.pop("is_dynamic")
+    sequences, is_dynamic = _sequences(reading), values.pop("is_dynamic")
     tokens = values.pop("tokens_per_rank")
     of_log_probs = values.pop("log_prob_tokens") or tokens
     context = values.get("context_parallel_size") or 1
@@ -110,11 +110,42 @@ def complete(reading: Reading) -> None:
     take_sequences(reading, longest or values.get("seq_length"), sequences)
 
 
+def _complete_offload(reading: Reading, *, is_colocated: bool) -> None:
+    """Takes what leaves the device between phases, as ``slime_validate_args`` decides it."""
+    values = reading.values
+    is_offloaded, is_offloaded_too = values.pop("is_offloaded"), values.pop("is_offloaded_too")
+    stays = values.pop("stays")
+    has_critic = reading.get("advantage_estimator") == "ppo"
+    if has_critic:
+        reading.miss("advantage_estimator", "more", "a critic is trained too: its parameters, gradients and state")
+    # Who colocates offloads, unless --no-offload-train says otherwise; the other two offload in any case.
+    moved = {
+        "colocate": is_colocated and is_offloaded is None and not stays,
+        "offload_train": bool(is_offloaded),
+        "offload": is_offloaded_too,
+        "advantage_estimator": has_critic,
+    }
+    moved_by = [key for key, moves in moved.items() if moves]
+    for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
+        values[name] = bool(moved_by)
+        for key in moved_by or ["no_offload_train"] * stays:
+            reading.take(key, name, value=bool(moved_by))
+
+
+def _sequences(reading: Reading) -> int | None:
+    """Returns the sequences of a step over all copies: given, or a part of a rollout."""
+    names = ("sequences", "steps_per_rollout", "prompts", "responses_per_prompt")
+    given, steps, prompts, responses = (reading.values.pop(name) for name in names)
+    if given is None and steps and prompts:
+        return max(1, int(prompts * responses // steps))
+    return None if given is None else int(given)
+
+
 def _take_allocator(reading: Reading) -> None:
     """Takes the allocator's settings from the environment that Ray, or slime itself, gives the ranks, a JSON text."""
     for key in ("runtime_env_json", "train_env_vars"):
         entry = reading.entries.by_key.get(key)
-        # Other variables of the text may be known only when the script runs.
+        # Other variables of the text may be known only when the job runs.
         found = _ALLOCATOR.search(str(entry.value)) if entry is not None else None
         if found:
             reading.take(key, "allocator", found[1])
@@ -141,23 +172,28 @@ def _longest_sequence(reading: Reading) -> int | None:
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
-    world_size, is_row, longest = scenario.layout.world_size, is_packed(scenario), longest_sequence(scenario)
+    is_row, longest = is_packed(scenario), longest_sequence(scenario)
     chunk = scenario.state.logprobs_chunk_size
-    return compose_megatron(scenario, settings) | {
-        "architecture": HUGGING_FACE_NAMES.get(scenario.architecture.name, scenario.architecture.name),
-        "nodes": world_size // 8 if world_size % 8 == 0 else 1,
-        "ranks_per_node": 8 if world_size % 8 == 0 else world_size,
-        "is_dynamic": is_row,
-        "tokens_per_rank": scenario.seq_length // scenario.layout.context_parallel_size if is_row else None,
-        "logprobs_chunk_size": -1 if chunk is None else chunk,
-        "is_colocated": settings.offload_parameters,
-        "is_offloaded": False,
-        "is_offloaded_too": False,
-        "prompt_length": longest // 2,
-        "response_length": longest - longest // 2,
-        "context_length": None,
-        "sequences": sequences_of_a_step(scenario),
-    }
+    return (
+        named(scenario)
+        | compose_megatron(scenario, settings)
+        | {
+            "is_dynamic": is_row,
+            "tokens_per_rank": scenario.seq_length // scenario.layout.context_parallel_size if is_row else None,
+            "logprobs_chunk_size": -1 if chunk is None else chunk,
+            "is_colocated": settings.offload_parameters,
+            "is_offloaded": None,
+            "is_offloaded_too": False,
+            "stays": False,
+            "steps_per_rollout": None,
+            "prompts": None,
+            "responses_per_prompt": 1,
+            "prompt_length": longest // 2,
+            "response_length": longest - longest // 2,
+            "context_length": None,
+            "sequences": sequences_of_a_step(scenario),
+        }
+    )
 
 
 def cannot_write(settings: MemorySettings) -> dict[str, str]:
@@ -180,6 +216,7 @@ SLIME = Framework(
     complete=complete,
     compose=compose,
     fixed={"loss": "logprobs", "use_distributed_optimizer": True, "dtype": "bf16"},
+    switches=SWITCHES,
     leaves_out=leaves_out,
     writes_sizes=True,
     packs=is_packed,

@@ -42,8 +42,7 @@ from memlab.jobs.megatron_keys import (
     RECOMPUTE,
     SIZES,
 )
-from memlab.jobs.megatron_lm import common
-from memlab.jobs.model import HUGGING_FACE_NAMES
+from memlab.jobs.megatron_lm import common, named
 from memlab.jobs.reinforcement import (
     FROZEN_ROUTER,
     LORA,
@@ -83,9 +82,9 @@ KEYS = (
         for part in ("param", "grad", "optimizer")
     ),
     Key(f"{_ACTOR}.use_dynamic_bsz", "is_dynamic", SWITCH, False),
-    Key(f"{_ACTOR}.ppo_max_token_len_per_gpu", "tokens_per_rank", WHOLE, 16384),
-    Key(f"{_ACTOR}.ppo_micro_batch_size_per_gpu", "micro_batch_size", WHOLE, None),
-    Key(f"{_ACTOR}.ppo_mini_batch_size", "prompts", WHOLE, 256),
+    Key(f"{_ACTOR}.ppo_max_token_len_per_gpu", "tokens_per_rank", COUNT, 16384),
+    Key(f"{_ACTOR}.ppo_micro_batch_size_per_gpu", "micro_batch_size", COUNT, None),
+    Key(f"{_ACTOR}.ppo_mini_batch_size", "prompts", COUNT, 256),
     Key("actor_rollout_ref.rollout.n", "responses_per_prompt", WHOLE, 1),
     Key("actor_rollout_ref.hybrid_engine", "is_colocated", SWITCH, True),
     Key(f"{_ROLLOUT}.log_prob_use_dynamic_bsz", "log_prob_is_dynamic", SWITCH),
@@ -214,21 +213,21 @@ def _complete_offload(reading: Reading) -> None:
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     values = common(scenario, settings)
-    world_size, context = scenario.layout.world_size, scenario.layout.context_parallel_size
+    context = scenario.layout.context_parallel_size
     is_row, longest = is_packed(scenario), longest_sequence(scenario)
-    return values | {
-        "architecture": HUGGING_FACE_NAMES.get(scenario.architecture.name, scenario.architecture.name),
-        "nodes": world_size // 8 if world_size % 8 == 0 else 1,
-        "ranks_per_node": 8 if world_size % 8 == 0 else world_size,
-        "num_layers": None if scenario.num_layers == scenario.architecture.num_layers else scenario.num_layers,
-        "is_dynamic": is_row,
-        "tokens_per_rank": scenario.seq_length // context if is_row else 16384,
-        "micro_batch_size": None if is_row else scenario.micro_batch_size,
-        "prompt_length": longest // 2,
-        "response_length": longest - longest // 2,
-        "prompts": sequences_of_a_step(scenario),
-        "responses_per_prompt": 1,
-    }
+    return (
+        values
+        | named(scenario)
+        | {
+            "is_dynamic": is_row,
+            "tokens_per_rank": scenario.seq_length // context if is_row else 16384,
+            "micro_batch_size": None if is_row else scenario.micro_batch_size,
+            "prompt_length": longest // 2,
+            "response_length": longest - longest // 2,
+            "prompts": sequences_of_a_step(scenario),
+            "responses_per_prompt": 1,
+        }
+    )
 
 
 VERL = Framework(
@@ -253,5 +252,6 @@ VERL = Framework(
         "logprobs_chunk_size": "verl computes log-probabilities of a whole micro-batch",
     },
     render=hydra_lines,
+    configurations=("ppo_megatron_trainer",),
     versions=(_FP32_SINCE, _BEFORE),
 )

@@ -17,6 +17,8 @@ from memlab.jobs.entries import UNKNOWN, Entries, parse_scalar
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MOST_NODES = 200_000
 _MOST_KEYS = 20_000
+_LONGEST_KEY = 500
+"""With the keys that hold it; the keys of a mapping repeat it."""
 _DEEPEST = 64
 
 
@@ -59,6 +61,10 @@ def flat(root: Node, name: str) -> Entries:
     while stack:
         prefix, node, depth = stack.pop()
         steps += 1
+        if len(prefix) > _LONGEST_KEY:
+            raise ValueError(
+                f"{name}, line {node.line}: a key has more than {_LONGEST_KEY} characters: give another file"
+            )
         if steps > 2 * _MOST_KEYS or len(entries.by_key) > _MOST_KEYS or depth > _DEEPEST:
             raise ValueError(f"{name}, line {node.line}: it has more than {_MOST_KEYS:,} keys: give another file")
         if isinstance(node.value, dict) and node.value:

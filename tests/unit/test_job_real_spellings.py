@@ -31,7 +31,7 @@ def test_a_model_is_known_by_its_name_where_its_folder_is_not(script: str, versi
     assert job.required()[0].architecture.name == "qwen3-30b-a3b"
     assert not [one for one in job.taken if "\0" in str(one.memlab_value)]
     (tmp_path / "run.sh").write_text(script.replace("Qwen3-30B-A3B", "$(ls models)"))
-    assert "known only when the script runs" in " ".join(Job.read(tmp_path / "run.sh", version=version).warnings)
+    assert "known only when the job runs" in " ".join(Job.read(tmp_path / "run.sh", version=version).warnings)
 
 
 def test_sizes_that_a_given_architecture_replaces_are_said(tmp_path: Path) -> None:
@@ -179,6 +179,7 @@ _MEMORY = [
     ("nemo-rl", "policy.megatron_cfg.moe_layer_recompute", "true", "less"),
     ("nemo-rl", "policy.hf_config_overrides.num_hidden_layers", "4", "either"),
     ("nemo-rl", "policy.draft.enabled", "true", "more"),
+    ("bridge", "peft", "lora", "unknown"),
     ("skyrl", "trainer.bf16", "false", "more"),
     ("slime", "entropy_coef", "0.01", "more"),
     ("slime", "qkv_format", "bshd", "more"),
@@ -198,6 +199,62 @@ def test_a_key_that_changes_memory_is_never_said_to_have_no_effect(
     off = {"false": "true", "true": "false"}.get(value, "null")
     if key != "env_vars.NVTE_FLASH_ATTN":
         assert key not in {one.key for one in _job(framework, tmp_path, f"{key}={off}").not_modelled}
+
+
+@pytest.mark.parametrize(
+    ("framework", "override", "key"),
+    [
+        ("nemo-rl", "policy.megatron_cfg.peft={enabled: true, dim: 8}", "policy.megatron_cfg.peft.enabled"),
+        (
+            "nemo-rl",
+            "policy.hf_config_overrides={num_hidden_layers: 4}",
+            "policy.hf_config_overrides.num_hidden_layers",
+        ),
+        ("skyrl", "trainer.policy.model.lora={rank:32,alpha:16}", "trainer.policy.model.lora.rank"),
+    ],
+)
+def test_a_mapping_on_a_command_line_is_as_many_keys(framework: str, override: str, key: str, tmp_path: Path) -> None:
+    assert key in {one.key for one in _job(framework, tmp_path, override).not_modelled}
+    text = _BASES["skyrl"] + f" '{override}'"
+    (tmp_path / "run.sh").write_text(text)
+    assert framework != "skyrl" or key in {one.key for one in Job.read(tmp_path / "run.sh").not_modelled}
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_offloaded"),
+    [
+        ("", False),
+        ("--colocate", True),
+        ("--colocate --no-offload-train", False),
+        ("--offload-train", True),
+        ("--colocate --no-offload-train --offload", True),
+        ("--no-offload-train --advantage-estimator ppo", True),
+    ],
+)
+def test_slime_offloads_what_its_flags_decide_together(flags: str, is_offloaded: bool, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(f"{_BASES['slime']} {flags}")
+    job = Job.read(tmp_path / "run.sh")
+    assert job.required()[1].offload_optimizer == is_offloaded
+    assert ("advantage_estimator" in {one.key for one in job.not_modelled}) == ("ppo" in flags)
+
+
+@pytest.mark.parametrize(("flags", "passes"), [("", 4), ("--global-batch-size 16", 2), ("--rollout-batch-size 2", 1)])
+def test_a_step_of_slime_is_a_part_of_a_rollout(flags: str, passes: int, tmp_path: Path) -> None:
+    sizes = "--num-steps-per-rollout 2 --rollout-batch-size 16 --n-samples-per-prompt 4 --micro-batch-size 1"
+    (tmp_path / "run.sh").write_text(f"{_BASES['slime']} {sizes} {flags}")
+    assert Job.read(tmp_path / "run.sh").required()[0].num_microbatches == passes
+
+
+@pytest.mark.parametrize("nodes", ["$(wc -l hosts)", "$SLURM_NNODES"])
+def test_ranks_of_ms_swift_that_only_a_run_shows_are_said(nodes: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(f"export NNODES={nodes}\n{_BASES['ms-swift']} --tensor_model_parallel_size 2")
+    job = Job.read(tmp_path / "run.sh")
+    assert job.required()[0].layout.world_size == 2
+    assert job.warnings[0].startswith(
+        "NNODES is known only when the job runs, so memlab takes the smallest number of ranks"
+    )
+    job = Job.read(tmp_path / "run.sh", overrides=["NNODES=2"])
+    assert job.required()[0].layout.world_size == 16
 
 
 @pytest.mark.parametrize("framework", [name for name in _TRANSFORMER if name != "megatron-lm"])
@@ -418,7 +475,7 @@ def test_an_option_of_the_allocator_that_torch_refuses_is_refused(option: str, t
 def test_an_allocator_that_only_a_run_shows_is_said(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text(f"export PYTORCH_ALLOC_CONF=$(cat options)\n{_BASES['slime']}")
-    assert any("PYTORCH_ALLOC_CONF is known only when the script runs" in one for one in Job.read(path).warnings)
+    assert any("PYTORCH_ALLOC_CONF is known only when the job runs" in one for one in Job.read(path).warnings)
     job = Job.read(path, overrides=["PYTORCH_ALLOC_CONF=expandable_segments:True"])
     assert job.required()[0].allocator.expandable_segments
 

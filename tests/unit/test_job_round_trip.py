@@ -264,6 +264,9 @@ def merge(tree: dict[str, Any], other: dict[str, Any]) -> None:
             tree[key] = value
 
 
+STAYS = "--colocate\n--no-offload-train"
+
+
 def other_spellings(name: str, lines: list[str]) -> list[str]:
     """Returns the lines of a job with what else says the same."""
     text = "\n".join(lines)
@@ -271,7 +274,7 @@ def other_spellings(name: str, lines: list[str]) -> list[str]:
         text = text.replace("--recompute-granularity selective", "--recompute-activations")
         text = re.sub(r"(--recompute-modules .*) moe\n", r"\1\n--moe-layer-recompute\n", text)
     if name == "slime":
-        text = text.replace("--colocate", "--offload-train")
+        text = text.replace("--colocate", "--offload-train") if "--colocate" in text else f"{text}\n{STAYS}"
     if name == "verl":
         text = text.replace("optim.override_optimizer_config", "optim")
         text = re.sub(r"megatron\.(param|optimizer)_offload=true", r"megatron.offload.\1.target=cpu", text)

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from memlab.jobs.entries import UNKNOWN
+from memlab.jobs.entries import UNKNOWN, UNKNOWN_WORDS
 from memlab.jobs.shell_script import read_script
 
 
 def words_of(text: str, path: Path = Path("run.sh"), **variables: str) -> list[str]:
-    """Returns the words of the script's last command."""
-    return [word for word, _ in read_script(text, path, variables).commands[-1].words]
+    """Returns the words of the script's last command, unknown ones as one."""
+    words = [word for word, _ in read_script(text, path, variables).commands[-1].words]
+    return [UNKNOWN if word == UNKNOWN_WORDS else word for word in words]
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ def words_of(text: str, path: Path = Path("run.sh"), **variables: str) -> list[s
         ("A=${B:-${C:-5}}\nrun $A", ["5"]),
         ("run $((2 * (3 + 4) - 7 / 2)) $((-7 / 2)) $((-7 % 2)) $((7 % -3))", ["11", "-3", "-1", "1"]),
         ("N=2\nG=8\nW=$((N * G))\nrun $W $(( $N + ${G} ))", ["16", "10"]),
-        ("run $((2 ** 70)) $((1 / 0)) $((x)) $((__import__))", [UNKNOWN] * 4),
+        ("run $((2 ** 70)) $((1 / 0)) $((x)) $((__import__)) $((1if 2else 3)) $(('\\d'))", [UNKNOWN] * 6),
         ("run $(rm -rf /) `whoami` $(echo $(nproc)) a$(x)b", [UNKNOWN, UNKNOWN, UNKNOWN, f"a{UNKNOWN}b"]),
         ("A=(1 'b c' # no\n  $((1+1))\n)\nA+=(last)\nrun \"${A[@]}\" ${A[1]} \"${A[*]}\"", ["1", "b c", "2", "last", "b", "c", "1 b c 2 last"]),
         ('A=("--fp8-format hybrid" --bf16 "")\nrun ${A[@]} ${A[*]} "${A[@]}"', ["--fp8-format", "hybrid", "--bf16"] * 2 + ["--fp8-format hybrid", "--bf16", ""]),
@@ -58,6 +59,15 @@ def words_of(text: str, path: Path = Path("run.sh"), **variables: str) -> list[s
         ("nohup run --a &", ["--a"]),
         ("command -v run\nexec run --b\nrun never", ["--b"]),
         ('main() { echo | run in 2>&1; }\nmain "$@"', ["in"]),
+        ('A=($(echo a b) x)\nrun ${A[0]} ${A[1]} ${#A[@]} "${A[@]}"\nf() { run $1 $2 $#; }\nf $(echo a b) x', [UNKNOWN] * 3),
+        ("f() { shift; run $1 ${@:1}; }\nf $(echo a b) x", [UNKNOWN] * 2),
+        ("B=1\nA=$((C = B++))\nfor ((i = 0; i < 2; i++)); do :; done\nrun $A $B $C $i", [UNKNOWN] * 4),
+        ("A=(dir/*.json)\nrun ${#A[@]} ${A[0]} dir/*.json [a] x=*", [UNKNOWN, UNKNOWN, UNKNOWN, "[a]", "x=*"]),
+        ("case a in @(a|b)) A=1;; esac\n[[ ab == @(a|b)b ]] && A=2\nrun $A ${A/[a]/b}", [UNKNOWN] * 2),
+        ("A=$(date)\nrun ${A:-8} ${A%x} ${#A} ${A:+x} $'\\x41' ${!A}", [UNKNOWN] * 6),
+        ("f() { bash -c 'run $2' x 1 2; }\nf 7 8", ["2"]),
+        ("bash -c 'A=2; run in $A'\nsrun --mpi=x sh -c \"$CMD\"\nbash -lc 'run --last'", ["--last"]),
+        ("command -p run a\ncommand -- run b", ["b"]),
     ],
 )  # fmt: skip
 def test_words_are_those_of_a_shell_or_unknown(text: str, expected: list[str]) -> None:
@@ -161,6 +171,34 @@ FOLLOWED = [
     'A=1\nunset A B\n[ -z "${A+x}" ] && TP=3\n[ -z ${A} ] && PP=4\ntrain $TP $PP ${A-gone}',
     'HOSTS=(a b c); NNODES=${#HOSTS[@]}; [[ $NNODES -gt 1 ]] && RDZV="--nnodes $NNODES" || RDZV="--standalone"\ntrain $RDZV',
     'USE_FP8=true\nif $USE_FP8; then F=(--fp8-format hybrid); fi\n$USE_FP8 && G=1\nUSE_X=false; $USE_X && H=1\ntrain "${F[@]}" $G ${H:-0}',
+    'f() { train $A $1; }\nA=1\nA=2 eval "f 3"\nset -- 9\ntrain $A $1',
+    "set -- a b c\nshift 4\ntrain $1 $#\nset 4 8\ntrain $2\nf() { set 4 8; train $1; shift 3; train $#; }\nf 1",
+    "case a in a) A=1 ;& b) B=1 ;& c) C=1 ;; d) D=1 ;; esac\ntrain $A $B $C ${D:-none}",
+    "case a in a) A=1 ;;& b) B=1 ;;& [a-c]) C=1 ;; *) D=1 ;; esac\ntrain $A ${B:-none} $C ${D:-none}",
+    'X=$(awk -F\'(\' \'{print $2}\' /dev/null)\nY=$(echo "(")Z=\nA=$(cat <<\'EOF\'\nit\'s (b\nEOF\n)\nB=$(echo \')\' # it\'s (\n)\nC=$(case x in x) echo 1;; esac)\ntrain yes',
+    'train $\'a\\tb\\\'c\' $"d e" "$\'x\'" $[1+2] "\\`x\\`" "\\\\$(( 1 + 1 ))"',
+    'A=x; train "\\\\$A" "\\$A" "a\\b"',
+    'train {core_attn,mlp} a{1..3}b {03..1} "{a,b}" {a} x{a,b}{c,d}',
+    'A=({a,b} c)\nfor i in {1..3}; do A+=($i); done\ntrain "${A[@]}" "${A[*]}" "$*" "${#A[@]}"',
+    'f() { train "$*" $* "$@"; }\nf "a b" c',
+    'train ${A:-"b c"} ${A:-a\\ b} ${A:-a b} "${A:-\'d\'}" "${A:-"e f"}" ${A:-\'g h\'} "${A:-}" ${A:-}',
+    'B=(1 "2 3")\ntrain "${X:-${B[@]}}" "${B[@]+"${B[@]}"}" ${B[@]:1} "${B[@]:0:1}" ${X[@]+"${X[@]}"} "${X+"x y"}"',
+    "cat <<'END-1' > /dev/null\ntrain no\nEND-1\ncat <<EOF > /dev/null\n  EOF\ntrain no\nEOF\ntrain yes",
+    'B=(x y)\nA=(p)\nA[${#A[@]}]=z\nA[${#B[@]}]=w\ntrain "${A[@]}"',
+    "declare -i N=3+4\ntypeset -i M=N*2\ntrain $N $M",
+    "B=1; ((A=1, B=2))\nC=$((D = 4))\n((E = 2 ** 3, F = 1 << 4))\ntrain $A $B $C $D $E $F",
+    'M=/models/phi-4/ V=Ab_cd\ntrain ${M%/} ${M##*/} ${M#/} "${M%%/*}" ${V,,} ${V^^} ${V/_/-} ${V:1} ${V:1:2} ${V%_*} ${V#*_}',
+    'set -- a "b c" d\ntrain "${@:2}" "${@:2:1}" ${#@}\nN=V; V=5\ntrain ${!N}',
+    'export "A=1"; export "B$A=2"\nN=C; export "$N=4"\ntrain $A $B1 $C',
+    'if [[ "${BASH_SOURCE[0]:-$0}" == "${0}" ]]; then train main; fi',
+    'train $(dirname /a/b/c) $(basename /a/b/c.sh .sh) "$(dirname "$(dirname "/a/b c/d")")" $(basename "x y") `dirname a/b` $(realpath -m /a/../b) $(cd /usr/bin/.. && pwd)',
+    'A=" x "; train a${A}b a"${A}"b $A ""',
+    "[[ ab == a* ]] && case ab in (ab) train y;; esac",
+    "A=0; export A=1 B=$A; f() { local A=5 C=$A; train $A $B $C; }; f",
+    "break\ntrain yes {fd}>/dev/null\nfor i in 1 2; do for j in 1 2; do continue 9; done; train no; done; train end",
+    "if (exit 1); then train no; else train yes; fi",
+    'A=(); train "${A[@]}" x "${A[*]}" y ${A[@]}\ntrain "a${A[@]}b"',
+    'P="[xy]"; case x in $P) train p;; esac; case x in "$P") train no;; *) train r;; esac',
     'if [ "${MODE:-fast}" = "fast" ] && [ ${N:-8} -ge 8 ]; then\n\tTP=1\nfi\ntrain $TP "${MODE:=slow}" $MODE',
 ]  # fmt: skip
 
@@ -190,7 +228,6 @@ def test_a_script_starts_what_bash_starts(text: str) -> None:
         "[[ 1 -eq 1 && -f $HOME/x ]] && TP=4",
         '[ "$1" = large ] && { TP=4; }',
         'case "$1" in large) TP=4;; esac',
-        "case a in a) ;;& a) TP=4;; esac",
         "[[ $MODEL =~ 30B ]] || TP=4",
         "which nvidia-smi && TP=4 || true",
         "large() { TP=4; }; nvidia-smi && large",
@@ -206,10 +243,20 @@ def test_a_script_starts_what_bash_starts(text: str) -> None:
 )
 def test_an_assignment_in_an_undecidable_branch_is_named(text: str) -> None:
     for before, value in (("TP=2", "2"), ("", UNKNOWN)):
-        script = read_script(f"{before}\n{text}\nrun $TP", Path("run.sh"))
+        script = read_script(f'{before}\n{text}\nrun "$TP"', Path("run.sh"))
         assert script.commands[-1].words == [("run", 3), (value, 3)]
-        said = "line 2: TP is set in a branch whose condition memlab cannot decide, and is not followed"
+        said = (
+            "line 2: memlab cannot decide whether the script gives TP this value, and keeps the earlier one: give it with "
+            "--set TP=VALUE"
+        )
         assert said in script.warnings
+
+
+SET_BY_A_RUN = "only a run shows which variables are set here, and memlab keeps their earlier values"
+WOULD_STOP = (
+    "with the variables that memlab knows, the script would stop here ({}); memlab reads on: set what the script tests "
+    "with --set NAME=VALUE"
+)
 
 
 @pytest.mark.parametrize(
@@ -219,14 +266,28 @@ def test_an_assignment_in_an_undecidable_branch_is_named(text: str) -> None:
         ("A=(1)\nA[$1]=1", "line 2: an element of A is set that memlab cannot follow: A is unknown from here on"),
         (
             "nvidia-smi || : ${A:=4}",
-            "line 1: A is set in a branch whose condition memlab cannot decide, and is not followed",
+            "line 1: memlab cannot decide whether the script gives A this value, and keeps the earlier one: give it with --set A=VALUE",
         ),
         ("IFS=,", "line 1: IFS is set, and memlab splits at blanks all the same"),
+        ("export $(cat .env)", f"line 1: {SET_BY_A_RUN}"),
+        ('export "$(cat name)=4"', f"line 1: {SET_BY_A_RUN}"),
+        (
+            'eval "$(cat setup)"',
+            "line 1: only a run shows the whole text that eval runs here, and memlab follows what it knows of it",
+        ),
+        (
+            "source $(cat name)",
+            "line 1: only a run shows which file is sourced here, so what it sets is unknown: give it with --set NAME=VALUE",
+        ),
         ("f() { f; }\nf", "line 1: the function f calls itself, which memlab does not follow"),
         (
             'if [ -z "$DATA" ]; then\n  exit 1\nfi',
-            "line 2: the script comes to exit 1 with the variables that memlab knows, which reads on: give others with --set NAME=value",
+            f"line 2: {WOULD_STOP.format('exit 1')}",
         ),
+        ("exit -1", f"line 1: {WOULD_STOP.format('exit -1')}"),
+        ('exit "$ERR"', f"line 1: {WOULD_STOP.format('exit ?')}"),
+        ("main() { exit 0; }\nmain | tee log", f"line 1: {WOULD_STOP.format('exit 0')}"),
+        ('if [ -z "$DATA" ]; then return 1; fi', f"line 1: {WOULD_STOP.format('return 1')}"),
     ],
 )
 def test_what_is_not_followed_is_said(text: str, warning: str) -> None:
@@ -248,6 +309,23 @@ def test_a_command_has_the_variables_of_its_moment() -> None:
     assert third.variables == {"A": "5", "B": "2"}
 
 
+@pytest.mark.parametrize(
+    "start",
+    [
+        "timeout 3600 env V=a,b python x.py --x V=c",
+        "sudo V=a,b python -m x y=1 V=c",
+        "mpirun -np 2 -x V=a,b -x W python x.py --x",
+        "docker run -e V=a,b image python x.py --x",
+        "docker run --env=V=a,b image bash -c 'python x.py --x'",
+    ],
+)
+def test_what_a_wrapper_sets_is_of_the_command(start: str) -> None:
+    (command,) = read_script(f"V=0\n{start}", Path("run.sh")).commands
+    assert command.variables == {"V": "a,b"}
+    (command,) = read_script("srun --export=ALL,V=a,W=b python x.py", Path("run.sh")).commands
+    assert command.variables == {"V": "a", "W": "b"}
+
+
 def test_a_given_variable_wins_and_is_known_only_where_the_script_has_it() -> None:
     text = "TP=2\nexport TP=3\n: ${TP:=4}\nfor TP in 5; do :; done\nf() { local TP=6; run --tp $TP $PP; }\nTP=7 f"
     (command,) = read_script(text, Path("run.sh"), {"TP": "8", "PP": "9", "TPX": "10"}).commands
@@ -260,19 +338,28 @@ def test_variables_can_be_given_and_sourced_files_are_followed(tmp_path: Path) -
     (tmp_path / "models" / "tiny.sh").write_text("MODEL_ARGS=(--num-layers 4)\n")
     text = 'D="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"\nsource "$D/models/tiny.sh"\nrun ${MODEL_ARGS[@]} ${TP:-1}'
     assert words_of(text, tmp_path / "run.sh", TP="2") == ["run", "--num-layers", "4", "2"]
+    (tmp_path / "models" / "given.sh").write_text('A=("$BASE" "$1" "$0")\nfolder=$(dirname "${BASH_SOURCE[0]}")\n')
+    text = f'source "{tmp_path}/models/given.sh" 9\nBASE=5 source models/given.sh 7\nrun "${{A[@]}}" $folder ${{BASE:-unset}}'
+    found = words_of(text, tmp_path / "run.sh")
+    assert found == ["run", "5", "7", str(tmp_path / "run.sh"), str(tmp_path / "models"), "unset"]
+    text = 'R="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." &>/dev/null && pwd)"\nrun "$R" "$(pwd)" "$(dirname $(pwd))"'
+    assert words_of(text, tmp_path / "run.sh") == ["run", str(tmp_path.parents[1]), UNKNOWN, UNKNOWN]
     script = read_script("source other.sh\nrun", tmp_path / "run.sh")
-    assert script.warnings == ["line 1: the sourced file other.sh is not there, and is not read"]
+    said = "line 1: the sourced file other.sh is not there or no text of less than 1 MiB, so what it sets is unknown: "
+    assert script.warnings == [f"{said}put it there, or give it with --set NAME=VALUE"]
 
 
 def test_a_word_of_an_array_has_the_line_on_which_it_stands() -> None:
-    (command,) = read_script("A=(\n --x 1\n --y 2\n)\nrun ${A[@]}", Path("run.sh")).commands
-    assert command.words == [("run", 5), ("--x", 2), ("1", 2), ("--y", 3), ("2", 3)]
+    (command,) = read_script("A=(\n --x 1\n --y $Y\n)\nrun ${A[@]}", Path("run.sh")).commands
+    assert command.words == [("run", 5), ("--x", 2), ("1", 2), ("--y", 3), (UNKNOWN_WORDS, 3)]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("A=1\nrun 'open\n", "run.sh, line 2: the quote ' is not closed: add '"),
+        ("run\nX=$(echo 'a'\n", "run.sh, line 2: the expansion $( is not closed: add )"),
+        ('run "a\n${B"\n', "run.sh, line 2: the expansion ${ is not closed: add }"),
         ("run\nA=(1 2\n", "run.sh, line 2: the array's '(' is not closed: add ')'"),
     ],
 )
@@ -305,6 +392,13 @@ HOSTILE = {
     "undecided": "x && A=1\n" * 10_000,
     "snapshots": "".join(f"A{n}=1\nrun --x\n" for n in range(20_000)),
     "patterns": "[[ " + "a" * 5000 + " == " + "*a" * 500 + "b ]] && A=1",
+    "arguments of env": "env " * 600 + "run",
+    "brackets of a test": "[[ a" + "(" * 20_000 + "\n",
+    "folders": "A=$(cd " + "dirname $0 pwd " * 300 + "())",
+    "expansions in expansions": "run " + "$(" * 20_000 + ")" * 20_000,
+    "case in an expansion": "X=$(" + "case a " * 20_000 + ")",
+    "names": "let " + "a" * 60_000,
+    "indexes": "run " + "$[" * 20_000,
     "choices": "case a in " + "b) ;; " * 20_000 + "esac",
 }
 
@@ -317,6 +411,31 @@ def test_a_hostile_script_ends_soon(name: str, tmp_path: Path) -> None:
         read_script(HOSTILE[name], path)
     except ValueError as error:
         assert "\n" not in str(error)  # noqa: PT017
+
+
+LIST = "A=(" + "a " * 19_000 + ")\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{LIST}for i in ${{A[@]}}; do C={'x' * 60_000}; done",
+        f"{LIST}for i in ${{A[@]}}; do [[ -n {'x' * 20_000} ]]; done",
+        f"P={'a' * 60_000}\nfor x in {{1..300}}; do [[ $x == $P$x ]]; done",
+        f"A={'a' * 60_000}\nB={'$A' * 5000}",
+        f"A={'a' * 60_000}\nB=${{A//a/$A}}",
+        'B=("" ' + '"" ' * 19_000 + ')\nA=("${B[@]}"' + ' "${B[@]}"' * 100 + ")",
+        "f() { run " + "$@ " * 380 + "; }\nf " + "a " * 9000,
+        LIST + "run ${A[@]}\n" * 215,
+        "run {1..999999}",
+        "A=x\nfor i in {1..20000}; do A+=" + "x" * 50 + "; done",
+    ],
+)
+def test_a_script_that_makes_more_text_than_any_real_one_is_refused(text: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"^run.sh, line \d+: the script expands to more than 2,097,152 characters: give"
+    ):
+        read_script(text, Path("run.sh"))
 
 
 def test_nothing_is_executed(tmp_path: Path) -> None:

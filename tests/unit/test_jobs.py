@@ -608,6 +608,14 @@ def test_set_never_does_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--set is '~train.seed=1', and memlab cannot delete a key: give key=value"):
         Job.read(script, overrides=["~train.seed=1"])
     recipe = write(tmp_path, "recipe.yaml", "ENV_VARS: {PYTORCH_CUDA_ALLOC_CONF: no}\nMODEL_ARGS: {--num-layers: 1}\n")
+    script_of_verl = write(
+        tmp_path, "verl.sh", f"train_tp=2\n{VERL} {ACTOR}.megatron.tensor_model_parallel_size=$train_tp"
+    )
+    job = Job.read(script_of_verl, overrides=["train_tp=4", f"{ACTOR}.ppo_micro_batch_size_per_gpu=1"])
+    assert job.required()[0].layout.tensor_model_parallel_size == 4
+    arrays = write(tmp_path, "arrays.sh", f'MORE=()\n{TRAIN} "${{MORE[@]}}"\n')
+    job = Job.read(arrays, overrides=["MORE=--tensor-model-parallel-size 2"])
+    assert job.required()[0].layout.tensor_model_parallel_size == 2
     for job in (script, recipe):
         allocator = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         scenario, _ = Job.read(job, overrides=[allocator], architecture="phi-4").required()
@@ -627,6 +635,50 @@ def test_flags_after_env_are_read(tmp_path: Path) -> None:
     assert (scenario.micro_batch_size, scenario.layout.tensor_model_parallel_size) == (4, 2)
 
 
+UNREAD = "the script has words that only a run shows, and memlab reads no arguments there: give those that matter with --set KEY=VALUE"
+
+
+@pytest.mark.parametrize(
+    ("flags", "warnings"),
+    [
+        ('--bf16 "${LIST[@]}"', [f"line 1: after --bf16 {UNREAD}"]),
+        ("--bf16 $EXTRA", [f"line 1: after --bf16 {UNREAD}"]),
+        ("--bf16\\\n --micro-batch-size 2 $(cat extra)", [f"line 2: after --micro-batch-size {UNREAD}"]),
+        ("--bf16 --sequence-parallel $EXTRA -- $MORE", [f"line 1: after --sequence-parallel {UNREAD}"]),
+        ("--bf16 --save $FOLDER --swiglu ${EXTRA} --lr 1", [f"line 1: after --save, --swiglu {UNREAD}"]),
+        ("--bf16 $A \\\n $B", [f"lines 1, 2: after --bf16 {UNREAD}"]),
+        (
+            "--bf16 --micro-batch-size $SIZE --hidden-dropout $DROPOUT",
+            [
+                "line 1: micro_batch_size is known only when the job runs, so memlab takes the default: give it with --set micro_batch_size=VALUE",
+                "line 1: hidden_dropout is known only when the job runs, so memlab takes it as not given: give it with --set hidden_dropout=VALUE",
+            ],
+        ),
+        ('--bf16 --transformer-impl "$IMPL"', ["line 1: transformer_impl is known only when the job runs, so memlab takes it as not given: give it with --set transformer_impl=VALUE"]),
+    ],
+)  # fmt: skip
+def test_words_that_only_a_run_shows_change_no_other_flag(flags: str, warnings: list[str], tmp_path: Path) -> None:
+    train = TRAIN.replace(" --bf16", "").replace(" --micro-batch-size 1", "")
+    text = f"mapfile LIST < extra; {train} --tensor-model-parallel-size 2 {'--sequence-parallel' if 'seq' not in flags else ''} {flags}"
+    job = Job.read(write(tmp_path, "run.sh", text))
+    scenario, _ = job.required()
+    assert (scenario.dtype, scenario.micro_batch_size) == ("bf16", 2 if "size 2" in flags else 1)
+    assert [one for one in job.warnings if one not in warnings] == []
+    assert set(job.warnings) >= set(warnings)
+    assert "sequence_parallel" not in {one.key for one in job.not_modelled}
+    assert "\0" not in job_table(job)
+    assert "\\u0000" not in json.dumps(job.to_dict())
+
+
+def test_overrides_that_only_a_run_shows_are_said(tmp_path: Path) -> None:
+    text = f"$RUN python3 -m verl.trainer.main_ppo {ACTOR}.ppo_micro_batch_size_per_gpu=1 actor_rollout_ref.model.path=phi-4 unknown.key=$X actor_rollout_ref.model.lora_rank=$RANK "
+    job = Job.read(write(tmp_path, "run.sh", f'{text} "$MORE" $(cat extra)'), version="2026-08-20")
+    rank = "line 1: actor_rollout_ref.model.lora_rank is known only when the job runs, so memlab takes it as not given"
+    assert [one.partition(": give")[0] for one in job.warnings] == [f"line 1: {UNREAD.partition(': give')[0]}", rank]
+    assert "\0" not in job_table(job)
+    assert not Job.read(write(tmp_path, "run.sh", text.replace("$RANK", "0")), version="2026-08-20").warnings
+
+
 @pytest.mark.parametrize(
     ("text", "size", "warnings"),
     [
@@ -634,7 +686,7 @@ def test_flags_after_env_are_read(tmp_path: Path) -> None:
             f"{TRAIN}\n{TRAIN} --tensor-model-parallel-size 2\n{TRAIN}\necho {TRAIN} --bf16 --bf16\n",
             2,
             [
-                "line 1, 2: the script starts megatron-lm with 2 different commands; memlab takes the one of line 2, the first with the most arguments"
+                "lines 1, 2: the script starts megatron-lm with 2 different commands; memlab takes the one of line 2, which has the most arguments: leave the others out of the script if another one is meant"
             ],
         ),
         (
@@ -658,12 +710,81 @@ def test_the_command_that_is_taken_is_said_where_there_is_a_choice(
     assert list(job.warnings) == warnings
 
 
+def test_a_choice_is_said_with_a_given_format_too(tmp_path: Path) -> None:
+    path = write(tmp_path, "run.sh", "python a.py --seq-length 1 --x 1\npython b.py --seq-length 2\n")
+    (warning,) = [
+        one for one in Job.read(path, format_name="megatron-lm", architecture="phi-4").warnings if "starts" in one
+    ]
+    assert warning.startswith(
+        "lines 1, 2: the script starts programs with 2 different commands; memlab takes the one of"
+    )
+
+
+def test_the_configuration_that_a_command_names_is_read_or_said(tmp_path: Path) -> None:
+    def job(flags: str) -> Job:
+        text = f"python3 -m verl.trainer.main_ppo {flags} actor_rollout_ref.model.path=phi-4 {ACTOR}.ppo_micro_batch_size_per_gpu=1"
+        return Job.read(write(tmp_path, "run.sh", text), version="2026-08-20")
+
+    assert not job("--config-path=config --config-name='ppo_megatron_trainer.yaml'").warnings
+    for flags in ("--config-name mine", "--config-path=$(pwd)/config --config-name=mine", "--config mine.yaml"):
+        (warning,) = job(flags).warnings
+        assert warning.startswith("line 1: the configuration 'mine") and "is not beside the script" in warning
+    (tmp_path / "config").mkdir()
+    write(
+        tmp_path / "config",
+        "mine.yaml",
+        "actor_rollout_ref: {actor: {megatron: {pipeline_model_parallel_size: 4}}}\n",
+    )
+    assert job("--config-path=config --config-name=mine").required()[0].layout.pipeline_model_parallel_size == 4
+    later = f"--config-path=config --config-name=mine {ACTOR}.megatron.pipeline_model_parallel_size=2"
+    assert job(later).required()[0].layout.pipeline_model_parallel_size == 2
+
+
+@pytest.mark.parametrize(
+    ("start", "allocator"),
+    [
+        ("timeout 9 env PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", True),
+        ("PYTORCH_CUDA_ALLOC_CONF= nohup", False),
+    ],
+)
+def test_the_allocator_of_a_wrapper_is_taken(start: str, allocator: bool, tmp_path: Path) -> None:
+    job = Job.read(write(tmp_path, "run.sh", f"{start} {TRAIN}"))
+    assert job.required()[0].allocator.expandable_segments == allocator
+
+
+def test_an_exit_before_the_job_does_not_end_the_script(tmp_path: Path) -> None:
+    text = f"nvidia-smi --list-gpus\nif [ -z $DATA ]; then echo usage; exit 0; fi\n{TRAIN}\nexit 1\n{TRAIN} --bf16 --bf16\n"
+    (warning,) = Job.read(write(tmp_path, "run.sh", text)).warnings
+    assert warning.startswith("line 2: with the variables that memlab knows, the script would stop here (exit 0)")
+
+
+@pytest.mark.parametrize(
+    ("layers", "chunks"), [("5", 2), ("10", 1), ("7", None), ("-5", None), ("0", None), ("20", None)]
+)
+def test_layers_of_a_chunk_that_megatron_refuses_are_found(layers: str, chunks: int | None, tmp_path: Path) -> None:
+    text = f"{TRAIN} --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage {layers}"
+    job = Job.read(write(tmp_path, "run.sh", text))
+    if chunks is None:
+        assert f"{layers}, must divide the layers of a stage, 40 / 4" in str(job.cannot_start)
+    else:
+        assert job.required()[0].layout.virtual_pipeline_model_parallel_size == chunks
+
+
+def test_what_fails_in_a_calculation_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("memlab.jobs.job.scenario_of", fails)
+    with pytest.raises(ValueError, match=r"^run.sh: a calculation with its values fails \(division by zero\): correct"):
+        Job.read(write(tmp_path, "run.sh", TRAIN))
+
+
 def test_a_deleted_key_is_not_set(tmp_path: Path) -> None:
     key = f"{ACTOR}.megatron.tensor_model_parallel_size"
     text = f"{VERL} {key}=4 ~{key}=1 trainer.n_gpus_per_node=8 {ACTOR}.ppo_micro_batch_size_per_gpu=1"
     job = Job.read(write(tmp_path, "run.sh", text), version="2026-08-20")
     assert job.required()[0].layout.tensor_model_parallel_size == 1
-    assert f"line 1: ~{key} deletes a key, which memlab does not follow" in job.warnings
+    assert any(f"line 1: ~{key} deletes a key, in whose place memlab takes" in one for one in job.warnings)
 
 
 @pytest.mark.parametrize("format_name", [None, "verl"])
@@ -695,6 +816,13 @@ def test_a_configuration_of_keys_in_keys_may_be_json(format_name: str | None, tm
         ("args.json", "[1]", "args.json holds no object"),
         ("run.toml", "a = 1", "run.toml is a TOML file, which memlab does not read"),
         ("args.json", '{"model": "phi-4", "megatron_extra_kwargs": "{\\"min_offloaded_tensor_size\\": \\"many\\"}"}', "line 1: megatron_extra_kwargs.min_offloaded_tensor_size is 'many', must be a whole number: correct it"),
+        *(("run.sh", f"python pretrain_gpt.py {QWEN} --{flag} 0", f"line 1: {flag.replace('-', '_')} is 0, must be a whole number of at least 1: correct it") for flag in ("make-vocab-size-divisible-by", "micro-batch-size", "seq-length", "global-batch-size")),
+        ("run.sh", f"{SLIME} --actor-num-nodes 1 --max-tokens-per-gpu 0", "line 1: max_tokens_per_gpu is 0, must be a whole number of at least 1: correct it"),
+        ("run_config.yaml", BRIDGE + "  make_vocab_size_divisible_by: 0\n  should_pad_vocab: true\ntrain: {micro_batch_size: 1}\n", "line 16: model.make_vocab_size_divisible_by is 0, must be a whole number of at least 1: correct it"),
+        ("run.sh", "NPROC_PER_NODE=0 megatron sft --model phi-4", "environment: NPROC_PER_NODE is '0', must be a whole number of at least 1: correct it"),
+        ("run.sh", "source models/x.sh\ntorchrun x.py ${ARGS[@]}", "run.sh is of no format that memlab reads (line 1: the sourced file x.sh is not there or no text of less than 1 MiB"),
+        ("config.yaml", "policy:\n  ? " + "k" * 1000 + "\n  : {a: 1}\n  megatron_cfg: {enabled: true}\n", "config.yaml, line 3: a key has more than 500 characters: give another file"),
+        ("run.sh", f"{VERL} actor_rollout_ref.model.lora='{{rank: [}}'", "the value of actor_rollout_ref.model.lora, line 1: it is not valid YAML"),
         ("empty.sh", " \n", "empty.sh is empty"),
         ("run.sh", "a\0b", "run.sh is not a text"),
         ("train.log", "--------- arguments ---------\n  a .... 1\n", "train.log, line 1: the block of arguments has no end"),

@@ -1,0 +1,55 @@
+"""Follows the commands with which a script finds its own folder: ``$(cd "$(dirname "$0")/.." && pwd)`` and the like.
+
+Nothing is executed: these commands only calculate with paths. What any other command prints is unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from os.path import normpath
+from pathlib import PurePosixPath
+
+from memlab.jobs.entries import UNKNOWN
+from memlab.jobs.shell_words import Operator, Word, tokens
+
+_OPTIONS = {"--", "-P", "-L", "-f", "-e", "-m"}
+"""Of ``cd``, ``pwd``, ``readlink`` and ``realpath``, which do not change what is printed, symbolic links aside."""
+
+
+def printed_path(text: str, name: str, line: int, expand: Callable[[Word], str]) -> str:
+    """Returns what a command substitution prints if it only calculates with paths, else unknown.
+
+    Args:
+        text: Between ``$(`` and ``)``.
+        name: Of the script.
+        line: Of the command.
+        expand: Makes a text of a word.
+
+    Raises:
+        ValueError: If a quote or an expansion is not closed.
+    """
+    parts = tokens(text, name, line)
+    words = [part for part in parts if isinstance(part, Word) and part.keyword not in _OPTIONS]
+    joined = [part.text for part in parts if isinstance(part, Operator) and part.text != ";"]
+    command = [word.keyword for word in words]
+    if len(words) == 3 and (command[0], command[2]) == ("cd", "pwd") and joined in ([], ["&&"]):
+        return _whole(expand(words[1]))
+    if joined or len(words) < 2 or len(words) > 2 + (command[0] == "basename"):
+        return UNKNOWN
+    path = expand(words[1])
+    if UNKNOWN in path and command[0] != "basename":
+        return UNKNOWN
+    match command[0]:
+        case "dirname":
+            return str(PurePosixPath(path).parent)
+        case "basename":
+            last = PurePosixPath(path).name
+            return last.removesuffix(expand(words[2])) if len(words) > 2 else last
+        case "realpath" | "readlink":
+            return _whole(path)
+    return UNKNOWN
+
+
+def _whole(path: str) -> str:
+    """Returns a path without ``..``; one that starts in the folder in which the job is started is unknown."""
+    return normpath(path) if path.startswith("/") and UNKNOWN not in path else UNKNOWN
