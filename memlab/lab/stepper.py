@@ -583,8 +583,7 @@ class Stepper:
         """Whether layers that offload activations are known to have equal passes."""
         settings = self.settings
         return (
-            not self.scenario.architecture.is_moe
-            and self.scenario.layout.pipeline_model_parallel_size == 1
+            self.scenario.layout.pipeline_model_parallel_size == 1
             and settings.recompute_granularity != "full"
             and settings.activation_offload_fraction == 1
             and self.meter.device_memory_bytes is None

@@ -252,6 +252,9 @@ class SimulatedMeter(StorageMeter):
         block = self._blocks.pop(id(allocation), None)
         if block is not None:
             self._allocator.free(block)
+        self._unpin(allocation)
+
+    def _unpin(self, allocation: StorageAllocation) -> None:
         pinned = self._pinned_blocks.pop(id(allocation), None)
         if pinned is not None:
             self._is_special = True
@@ -463,7 +466,7 @@ class SimulatedMeter(StorageMeter):
             first_birth=self._num_births,
         )
         self._num_births += len(recording.births)
-        tables: list[Any] = [done.blocks, forward.blocks if forward is not None else [], *({} for _ in range(5))]
+        tables: list[Any] = [done.blocks, forward.blocks if forward is not None else [], *({} for _ in range(6))]
         for role, other in others.items():
             if isinstance(other, tuple):
                 tables[role.owner][role.number] = other[0].blocks[other[1]]
@@ -477,7 +480,7 @@ class SimulatedMeter(StorageMeter):
                 given_up = others.get(role)
                 if isinstance(given_up, StorageAllocation):
                     if tables[role.owner][role.number] is None:
-                        self._forget(given_up)
+                        self.forget(given_up)
                     else:
                         self.keep(given_up)
                         self._abandoned.append(given_up)
@@ -493,7 +496,7 @@ class SimulatedMeter(StorageMeter):
             if isinstance(freed, tuple):
                 freed[0].blocks[freed[1]] = None
             elif freed is not None:
-                self._forget(freed)
+                self.forget(freed)
         return done
 
     def _run(self, done: Replay, tables: list[Any]) -> None:
@@ -531,9 +534,10 @@ class SimulatedMeter(StorageMeter):
         largest, reserved = self._allocator.largest_free_bytes(requested), self._allocator.reserved_bytes
         self._fail_allocation(requested, limit, reserved_bytes=reserved, largest_free_bytes=largest)
 
-    def _forget(self, allocation: StorageAllocation) -> None:
+    def forget(self, allocation: StorageAllocation) -> None:
         """Marks an allocation as freed whose block a replay has freed."""
         self._blocks.pop(id(allocation), None)
+        self._unpin(allocation)
         allocation.freed_in_span, allocation.freed_in_step = self._labels.span, self._num_starts
         allocation.num_bytes = 0
 

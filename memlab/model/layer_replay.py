@@ -34,7 +34,19 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from memlab.meter.allocations import Allocation
 from memlab.meter.labels import Labels
-from memlab.meter.recording import FORWARD, GRADIENT, INPUT, OWN, PREVIOUS, RELOADED, RETAINED, Recording, Replay, Role
+from memlab.meter.recording import (
+    FORWARD,
+    GRADIENT,
+    HOST_COPY,
+    INPUT,
+    OWN,
+    PREVIOUS,
+    RELOADED,
+    RETAINED,
+    Recording,
+    Replay,
+    Role,
+)
 from memlab.meter.simulated_meter import SimulatedMeter
 from memlab.meter.storage_meter import StorageAllocation
 from memlab.model.activation_offload.repeated_calls import Calls, RepeatedCalls, Saved
@@ -134,6 +146,8 @@ class _Pass:
     """Identities of the manager's host buffers that it has taken."""
     reloaded: list[StorageAllocation | None] = field(default_factory=list)
     """What backward found on the device of what is saved."""
+    host_copies: list[StorageAllocation | None] = field(default_factory=list)
+    """What backward found on the host of what earlier layers have saved."""
     saves_input: bool | None = None
     """Whether its input was still allocated when backward reached it."""
     has_checkpoint: bool = False
@@ -470,8 +484,9 @@ class LayerReplay:
             return one.input
         if role.owner == GRADIENT:
             return one.gradient
-        if role.owner == RELOADED:
-            return one.reloaded[role.number]
+        if role.owner in (RELOADED, HOST_COPY):
+            found = one.reloaded if role.owner == RELOADED else one.host_copies
+            return found[role.number] if role.number < len(found) else None
         if role.owner == RETAINED:
             retained = self._retained_by(unit)
             return retained[role.number] if role.number < len(retained) else None
@@ -673,6 +688,7 @@ class LayerReplay:
         one.gradient = self._meter.allocation_of(gradient)
         one.saves_input = one.input is not None and one.input.num_bytes > 0
         one.calls_from, one.reloaded = self._calls.position(), one.saved.reloaded(self._meter)
+        one.host_copies = one.saved.host_copies(self._meter)
 
     def _end_backward(self, one: _Pass, gradient: torch.Tensor) -> None:
         """Records the backward of a pass that was stepped."""
@@ -681,7 +697,8 @@ class LayerReplay:
             return
         one.is_over = True
         self._in_flight = [other for other in self._in_flight if other is not one]
-        known = {id(allocation): Role(RELOADED, number) for number, allocation in enumerate(one.reloaded)}
+        known = {id(allocation): Role(HOST_COPY, number) for number, allocation in enumerate(one.host_copies)}
+        known |= {id(allocation): Role(RELOADED, number) for number, allocation in enumerate(one.reloaded)}
         known |= {id(allocation): Role(FORWARD, role) for role, allocation in enumerate(one.roles)}
         if one.input is not None:
             known[id(one.input)] = Role(INPUT, 0)
@@ -872,7 +889,7 @@ class LayerReplay:
         one.gradient = meter.allocation_of(gradient)
         is_latest = self._is_latest(one)
         known = self._known_backward(one, is_latest=is_latest)
-        done = self._run(one, known.recording, forward)
+        done = self._run_backward(one, known.recording, forward)
         if self._calls.is_noting:
             self._copied(done, known.calls, self._calls.repeat_backward(known.calls, one.saved))
         result = self._result(done, known)
@@ -906,11 +923,25 @@ class LayerReplay:
             self._retain(unit, one.retained())
         return result
 
+    def _run_backward(self, one: _Pass, recording: Recording, forward: Replay) -> Replay:
+        """Runs a backward pass, which may free host copies of its own forward pass.
+
+        So it is in the offload manager's first step, in which a layer's own backward brings back what the layer saved.
+        """
+        freed = [forward.attached.get(role.number) for role in recording.freed if role.owner == FORWARD]
+        copies = [copy for copy in freed if isinstance(copy, StorageAllocation)]
+        for copy in copies:
+            self._meter.hand_over(copy)
+        done = self._run(one, recording, forward)
+        for copy in copies:
+            self._meter.forget(copy)
+        return done
+
     def _known_backward(self, one: _Pass, *, is_latest: bool) -> _Known:
         layer, known = one.unit.layers[0], self._known.get(self._backward_key(one, is_latest=is_latest))
         if known is None or not known.is_proven:
             raise NotReplayableError(f"the backward of layer {layer} is not known")
-        one.reloaded = one.saved.reloaded(self._meter)
+        one.reloaded, one.host_copies = one.saved.reloaded(self._meter), one.saved.host_copies(self._meter)
         if any(self._other(one, role) is None for _, role in known.recording.others):
             raise NotReplayableError(f"the backward of layer {layer} frees what is not allocated")
         return known

@@ -28,6 +28,7 @@ _BLOCK = MemorySettings(recompute_granularity="full", recompute_method="block", 
 _OFFLOAD = MemorySettings(offload_modules=("expert_fc1",), min_offloaded_tensor_size=0)
 _CORE = MemorySettings(offload_modules=("core_attn",), min_offloaded_tensor_size=0)
 _CORE_QKV = MemorySettings(offload_modules=("core_attn", "qkv_linear"), min_offloaded_tensor_size=5000)
+_EXPERTS = MemorySettings(offload_modules=("expert_fc1", "moe_act", "mlp_norm"), min_offloaded_tensor_size=0)
 _ALL_ATTENTION = replace(_MLP, offload_modules=("core_attn", "attn_proj", "qkv_linear"), min_offloaded_tensor_size=0)
 _STAGES = Layout(pipeline_model_parallel_size=2)
 _MIDDLE = Layout(pipeline_model_parallel_size=3, rank=1)
@@ -93,21 +94,23 @@ def test_replayed_layers_have_the_events_of_stepped_ones(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "settings"),
+    ("architecture", "arguments", "settings"),
     [
-        ({"num_layers": 10}, [MemorySettings(), _CORE, _CORE_QKV]),
-        ({"num_layers": 8, "num_microbatches": 4}, [_ALL_ATTENTION, _MLP]),
+        ("phi-4-tiny", {"num_layers": 10}, [MemorySettings(), _CORE, _CORE_QKV]),
+        ("phi-4-tiny", {"num_layers": 8, "num_microbatches": 4}, [_ALL_ATTENTION, _MLP]),
+        ("qwen3-moe-tiny", {"num_layers": 8}, [_EXPERTS, replace(_EXPERTS, **_LAYERNORM.changed())]),
+        ("qwen3-moe-tiny", {"num_layers": 8, "num_microbatches": 2}, [_MOE, _CORE_QKV]),
     ],
 )
 @pytest.mark.parametrize("warm_up", [False, True])
 def test_layers_that_offload_activations_are_replayed(
-    arguments: dict[str, Any], settings: list[MemorySettings], warm_up: bool
+    architecture: str, arguments: dict[str, Any], settings: list[MemorySettings], warm_up: bool
 ) -> None:
     """Megatron's offload manager learns its groups in the first step, and uses them in the second one."""
     records: dict[bool, list[StepRecord]] = {}
     for replay in (False, True):
         records[replay] = []
-        with Lab("phi-4-tiny", seq_length=64, **arguments, backend="simulated", replay=replay) as lab:
+        with Lab(architecture, seq_length=64, **arguments, backend="simulated", replay=replay) as lab:
             for each in settings:
                 records[replay].append(lab.step(each, warm_up=warm_up))
                 stepper: Any = lab._session.stepper  # type: ignore[union-attr]
@@ -131,7 +134,7 @@ def test_random_scenarios_have_the_same_steps_with_and_without_replay(seed: int)
 def test_a_stepped_pass_frees_what_a_replayed_pass_left_where_it_would_free_its_own(
     before: MemorySettings, settings: MemorySettings
 ) -> None:
-    """An MoE layer under offload is not replayed. Behind the recomputed layers of a block, the first layer's is the first."""
+    """Behind the recomputed layers of a block, the first layer's pass is the first."""
     records = []
     for replay in (False, True):
         with Lab("qwen3-moe-tiny", num_layers=8, seq_length=64, backend="simulated", replay=replay) as lab:

@@ -48,6 +48,16 @@ class Saved:
         """Returns the allocations of saved tensors that are on the device, by number."""
         return [meter.allocation_of(each) if isinstance(each, torch.Tensor) else None for each in self._tensors()]
 
+    def host_copies(self, meter: SimulatedMeter) -> list[StorageAllocation | None]:
+        """Returns the allocations of host copies that the backward of this pass may bring back, the next first.
+
+        They are those of layers before it. It frees the copies of groups that have no pool: those of experts.
+        """
+        groups = [] if self.chunk is None else self.chunk._groups_to_reload
+        at_most = 2 * len({group._name for group in groups})
+        states = [state for group in groups[: -at_most - 1 : -1] for state in group._tensors.values()]
+        return [meter.allocation_of(state[1]) for state in states if isinstance(state, tuple) and not state[2]]
+
     def _tensors(self) -> list[Any]:
         return [self.chunk.offload_groups[tag[0] - 1]._tensors.get(tag) for tag in self.tags]
 
