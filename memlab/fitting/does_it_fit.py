@@ -98,7 +98,7 @@ class Fit:
 
     def __str__(self) -> str:
         limit = (
-            f"{format_bytes(self.gpu_memory_bytes)} less about {format_bytes(self.outside_torch_bytes)} outside torch"
+            f"{format_bytes(self.gpu_memory_bytes)} minus about {format_bytes(self.outside_torch_bytes)} outside torch"
         )
         margin = verdict_margin(self.verdict, self.margin_bytes)
         most = ""
@@ -139,13 +139,13 @@ def basis_of(scenario: Scenario, backend: str = "simulated", *, is_measured: boo
     if backend == "cpu":
         routing = f" with {scenario.routing} routing" if scenario.architecture.is_moe else ""
         return f"a step that was predicted for this CPU{routing}; it says nothing about a GPU"
-    share = f"{measured_margin(scenario):.1%}"
+    needed = f"needed up to {measured_margin(scenario):.1%} more than predicted (rounded up)"
     if not scenario.architecture.is_moe:
-        return f"a predicted step; steps of dense models on H200s needed up to {share} more than predicted"
+        return f"a predicted step; on H200s, steps of dense models {needed}"
     routing = f"a predicted step with {scenario.routing} routing"
-    spread = " that are spread over ranks" if scenario.layout.expert_model_parallel_size > 1 else ""
+    spread = " spread over ranks" if scenario.layout.expert_model_parallel_size > 1 else ""
     several = ", with several micro-batches," if spread and scenario.num_microbatches > 1 else ""
-    return f"{routing}; steps of models with experts{spread}{several} on H200s needed up to {share} more than predicted"
+    return f"{routing}; on H200s, steps of models with experts{spread}{several} {needed}"
 
 
 class FitInterrupted(KeyboardInterrupt):

@@ -156,8 +156,8 @@ def _spike(estimate: StepEstimate, suggestion: Suggestion | None) -> _Found:
         longest = max(shorter, key=lambda known: known.peak_allocated_bytes)
         fitted = _micro_batch_tokens(longest)
         return "spike", (
-            f"{tokens:,} tokens in a micro-batch, and {allocated} of activations so far; {fitted:,} "
-            f"tokens fitted, with {format_bytes(longest.activation_peak_bytes)}"
+            f"{tokens:,} tokens in a micro-batch, and {allocated} of activations so far; a step with {fitted:,} "
+            f"tokens fitted, and added {format_bytes(longest.activation_peak_bytes)}"
         )
     if suggestion is None:
         return None

@@ -109,7 +109,7 @@ class SearchResult:
         margin = verdict_margin(best.verdict, self.limit_bytes - best.peak_allocated_bytes)
         limit = format_bytes(self.limit_bytes + self.outside_torch_bytes)
         if self.outside_torch_bytes:
-            limit += f" less about {format_bytes(self.outside_torch_bytes)} outside torch"
+            limit += f" minus about {format_bytes(self.outside_torch_bytes)} outside torch"
         surer = [point for point in self.points if point.verdict == "fits"] if best.verdict == "may fit" else []
         if surer:
             margin += f"; '{min(surer, key=lambda point: point.work).settings}' fits, with more extra work"

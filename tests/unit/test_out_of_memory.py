@@ -144,7 +144,7 @@ def test_a_longer_batch_than_the_one_that_fitted_is_a_spike() -> None:
     shorter = fitted(scenario=scenario(seq_length=1024), peak_allocated_bytes=60 * GIB, activation_peak_bytes=10 * GIB)
     judged = verdict_of(refused({}), [shorter])
     assert judged.verdict == "spike"
-    assert "4,096 tokens" in judged.evidence and "1,024 tokens fitted, with 10.000 GiB" in judged.evidence
+    assert "4,096 tokens" in judged.evidence and "1,024 tokens fitted, and added 10.000 GiB" in judged.evidence
     assert judged.suggestion is None and "bound the longest batch" in judged.advice
     too_large = replace(shorter, peak_allocated_bytes=79 * GIB)
     assert verdict_of(refused({}), [too_large]).verdict == "capacity"

@@ -361,7 +361,8 @@ def test_the_verdict_comes_first_and_says_by_how_much_and_on_what_basis() -> Non
     may_fit = replace(point(99, 0, 1), verdict="may fit")
     assert search_of(may_fit).verdict == (
         "'full block 1' may fit 100.00 MiB, with 1.00 MiB to spare, less than the measured margin; based on a predicted "
-        "step with balanced routing; steps of models with experts on H200s needed up to 0.3% more than predicted"
+        "step with balanced routing; on H200s, steps of models with experts needed up to 0.3% more than predicted "
+        "(rounded up)"
     )
     surer = point(90, 5, 2, layers=2)
     assert "; 'full block 2' fits, with more extra work; based on" in search_of(may_fit, surer).verdict

@@ -68,7 +68,7 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="pack N sequences of about equal length into a micro-batch of one row; --seq-length is then the number of "
         "tokens in the row (default: each sequence has a row of its own). Under context parallelism, --seq-length "
-        "must be a multiple of twice the context parallel size, and so is the length of each sequence",
+        "must be a multiple of twice the context parallel size; memlab makes each sequence's length such a multiple",
     )
     workload.add_argument(
         "--seed", type=whole_number, metavar="N", help="seed of the weights and the data (default 1234)"

@@ -93,8 +93,8 @@ def require_resident(live: LiveModel, groups: Collection[str] = GROUPS) -> None:
             if allocated < needed:
                 raise ValueError(
                     f"{name}.{attribute} has {format_bytes(allocated)} of the {format_bytes(needed)} that it needs: a "
-                    "step would write to memory that is not its own, so it did not run: leave the block of the fault "
-                    "first"
+                    "step would write to memory that is not its own, so it did not run: end the with block of "
+                    "residency_fault first"
                 )
 
 

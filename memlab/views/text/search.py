@@ -77,7 +77,7 @@ def limit_line(found: SearchResult) -> str:
         return f"limit {format_bytes(found.limit_bytes)}"
     whole = format_bytes(found.limit_bytes + found.outside_torch_bytes)
     outside = format_bytes(found.outside_torch_bytes)
-    return f"limit {format_bytes(found.limit_bytes)} ({whole} less about {outside} outside torch)"
+    return f"limit {format_bytes(found.limit_bytes)} ({whole} minus about {outside} outside torch)"
 
 
 def counts_line(found: SearchResult) -> str:
