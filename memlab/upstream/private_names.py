@@ -702,6 +702,14 @@ _MEGATRON = (
         on_instances=True,
     ),
     Internal(
+        owner=_OFFLOAD + ":ChunkOffloadHandler",
+        names=("_groups_to_reload",),
+        use="used",
+        where="model/activation_offload/repeated_calls.py",
+        why="Which host copies a backward pass brings back; a copy outside the pool is then freed.",
+        on_instances=True,
+    ),
+    Internal(
         owner=_OFFLOAD + ":PipelineOffloadManager",
         names=(*("_is_warmup", "_cur_forward_chunk", "_cached_chunks_index_forward"),),
         use="used",
