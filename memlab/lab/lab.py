@@ -484,8 +484,7 @@ class Lab:
     def retained(self) -> list[Retained]:
         """Finds what module attributes keep allocated between steps through their autograd graphs, by which path.
 
-        Replayed layers have no such graphs. After a step with replayed layers, it takes the step again without replay,
-        which adds no record.
+        Replayed layers have no such graphs: they have what an equal layer keeps.
         """
         return Probes(self._one_rank("retained")).retained()
 

@@ -18,7 +18,7 @@ from memlab.lab.session import Session
 from memlab.lab.stepper import Stepper
 from memlab.model.activation_offload.audit import SavedInRegions, audit_offload
 from memlab.model.retention.activation_tap import Tap
-from memlab.model.retention.retained_leaves import Retained, find_retained
+from memlab.model.retention.retained_leaves import Retained
 from memlab.model.training_step import train_step
 from memlab.record.job_record import JobRecord
 from memlab.record.offload_audit import OffloadAudit
@@ -67,7 +67,7 @@ class Probes:
 
     def retained(self) -> list[Retained]:
         """Implements `Lab.retained`."""
-        return self._session.run_exclusive(lambda: _retained(self._stepper))
+        return self._session.run_exclusive(self._stepper.retained)
 
     @contextmanager
     def tap(self, layer: int, *, guarded: bool, every: bool) -> Iterator[Tap]:
@@ -188,23 +188,6 @@ def _audit_offload(stepper: Stepper, saved: SavedInRegions, plain: StepRecord, o
             return stepper.step()
 
     return audit_offload(stepper.live, stepper.labels.modules, saved, plain, offloaded, repeat)
-
-
-def _retained(stepper: Stepper) -> list[Retained]:
-    """Takes a step without replay, if the last one has left no graphs in which to look; nothing else changes by it."""
-    if stepper.has_stand_ins_for_graphs:
-        meter, transfers = stepper.meter, stepper.transfers
-        on_host, num_steps = transfers.residency.on_host, stepper.num_steps
-        limit, meter.device_memory_bytes = meter.device_memory_bytes, None
-        try:
-            with stepper.without_replay():
-                record = stepper.step()
-        finally:
-            meter.device_memory_bytes = limit
-        assert record.status == "ok", record.message
-        transfers.put_on_host(on_host)
-        stepper.num_steps = num_steps
-    return find_retained(stepper.live)
 
 
 def _unmetered_step_seconds(stepper: Stepper) -> float:

@@ -48,6 +48,7 @@ from memlab.model.retention import megatron_globals
 from memlab.model.retention.activation_tap import Tap
 from memlab.model.retention.recipe_release import Held, objects_held, release_recipe
 from memlab.model.retention.remedies import CheckpointRemedy
+from memlab.model.retention.retained_leaves import Retained, find_retained
 from memlab.model.silence_warnings import silence_megatron
 from memlab.model.training_step import forward_only_step, train_step, update_parameters
 from memlab.model.update_replay import UpdateReplay
@@ -360,10 +361,9 @@ class Stepper:
         """Forward passes through layers that were replayed in the last step that did not repeat another one whole."""
         return 0 if self._replay is None or not self.replays else self._replay.num_replayed
 
-    @property
-    def has_stand_ins_for_graphs(self) -> bool:
-        """Whether a replayed pass has left in a token dispatcher what stands for a graph, and not the graph."""
-        return self._replay is not None and self._replay.has_stand_ins_for_graphs
+    def retained(self) -> list[Retained]:
+        """Implements `Lab.retained`."""
+        return find_retained(self.live, {} if self._replay is None else self._replay.kept_in_graphs())
 
     def _forget_passes(self, next_settings: MemorySettings | None = None) -> None:
         """Forgets what passes do: they may do something else from now on."""

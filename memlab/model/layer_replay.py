@@ -51,6 +51,7 @@ from memlab.meter.simulated_meter import SimulatedMeter
 from memlab.meter.storage_meter import StorageAllocation
 from memlab.model.activation_offload.repeated_calls import Calls, RepeatedCalls, Saved
 from memlab.model.build import LiveModel
+from memlab.model.retention.retained_leaves import Retained, retained_by
 from memlab.upstream.patching import patched
 from memlab.vocabulary import PHASES, POOLS
 
@@ -134,6 +135,8 @@ class _Pass:
     number of the dispatcher, attribute."""
     holders: list[_Holder] = field(default_factory=list)
     """Of a pass that is stepped: what keeps all that backward left, without what is freed with the graph; or empty."""
+    in_graphs: list[tuple[int, Retained]] = field(default_factory=list)
+    """Of a pass that is stepped: what its dispatchers keep in graphs, with the place of the layer in the unit."""
     kept: torch.Tensor | None = None
     """`result`, if the layer itself would keep it."""
     groups: tuple[Any, ...] = ()
@@ -284,11 +287,17 @@ class LayerReplay:
         for unit in self._units.values():
             self._let_go_of_stand_ins(unit)
 
-    @property
-    def has_stand_ins_for_graphs(self) -> bool:
-        """Whether a token dispatcher keeps what a replayed pass has left, and not its graph."""
-        units = self._units.values()
-        return any(_KEPT in vars(tensor) for unit in units for _, _, tensor in self._tensors_of_dispatchers(unit))
+    def kept_in_graphs(self) -> dict[int, list[Retained]]:
+        """Returns by layer what its token dispatcher would keep in a graph, where stand-ins keep it."""
+        found: dict[int, list[Retained]] = {}
+        for unit in self._units.values():
+            one = unit.last_pass
+            if one is None or one.source is None:
+                continue
+            if any(_KEPT in vars(tensor) for _, _, tensor in self._tensors_of_dispatchers(unit)):
+                for place, each in one.source.in_graphs:
+                    found.setdefault(unit.layers[place], []).append(each)
+        return found
 
     def categorise_retained(self) -> None:
         """Gives what replayed passes left allocated the category of what stepped passes of equal layers left."""
@@ -730,6 +739,10 @@ class LayerReplay:
             unit.held = [_storage_of(each) for each in one.left]
             self._retain(unit, one.retained())
         one.holders = self._holders(one)
+        if one.holders:
+            modules = [(place, self._live.layers[layer].named_modules()) for place, layer in enumerate(unit.layers)]
+            seen: set[int] = set()
+            one.in_graphs = [(place, each) for place, of_layer in modules for each in retained_by(of_layer, seen)]
         if result < 0 or calls is None or not self._may_be_repeated(one, recording):
             return
         key = self._backward_key(one, is_latest=self._is_latest(one))

@@ -14,7 +14,7 @@ def test_the_dispatcher_s_probabilities_hold_each_checkpoint_s_input_and_gradien
     lab = open_lab("qwen3-moe-tiny", num_layers=4)
     for settings, layers in ((FULL, 4), (recompute("moe"), 4), (MemorySettings(), 0), (recompute("moe_act"), 0)):
         record = lab.step(settings)
-        retained = find_retained(lab._stepper.live)
+        retained = find_retained(lab._stepper.live, {})
         assert len(retained) == layers
         assert sum(leaf.input_bytes + leaf.gradient_bytes for leaf in retained) == record.residual_bytes
         for layer, leaf in enumerate(retained):
@@ -22,4 +22,4 @@ def test_the_dispatcher_s_probabilities_hold_each_checkpoint_s_input_and_gradien
             assert leaf.shape == (128, 1, 128)
             assert "RouterGatingLinearFunction" in leaf.path
             assert leaf.path[-1] == "AccumulateGrad"
-    assert find_retained(open_lab("phi-4-tiny", num_layers=4)._stepper.live) == []
+    assert find_retained(open_lab("phi-4-tiny", num_layers=4)._stepper.live, {}) == []

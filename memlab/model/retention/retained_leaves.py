@@ -9,8 +9,8 @@ gradient until the layer's next forward (verl #5251, Megatron-LM #3267). The rem
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,19 +35,37 @@ class Retained:
         return f"{self.holder} -> {' -> '.join(self.path)} -> leaf {size}"
 
 
-def find_retained(live: LiveModel) -> list[Retained]:
+def find_retained(live: LiveModel, of_replayed: Mapping[int, Sequence[Retained]]) -> list[Retained]:
     """Finds the leaves other than parameters that module attributes keep allocated through their graphs.
 
     Args:
         live: A model between two steps.
+        of_replayed: By number of a layer whose last pass was replayed and has made no graph: what an equal layer keeps,
+            with holders named from the layer on.
 
     Returns:
         One entry per leaf with the shortest path to it, in the order of the modules.
     """
+    numbers = {id(layer): number for number, layer in enumerate(live.layers)}
     found: list[Retained] = []
     seen: set[int] = set()
-    for name, owner, attribute in _differentiable_attributes(live):
-        holder = f"{name}.{attribute}"
+    for name, module in live.named_modules():
+        replayed = of_replayed.get(numbers.get(id(module), -1), ())
+        found += [replace(one, holder=f"{name}.{one.holder}") for one in replayed]
+        found += retained_by([(name, module)], seen)
+    return found
+
+
+def retained_by(modules: Iterable[tuple[str, torch.nn.Module]], seen: set[int]) -> list[Retained]:
+    """Finds what attributes of modules, or of their token dispatchers, keep through their graphs.
+
+    Args:
+        modules: With their names.
+        seen: Identities of storages that were found before; those that are found now are added.
+    """
+    found: list[Retained] = []
+    for name, owner, attribute in _differentiable_attributes(modules):
+        holder = f"{name}.{attribute}".removeprefix(".")
         for path, leaf in _leaves(vars(owner)[attribute].grad_fn):
             key = leaf.untyped_storage()._cdata
             if isinstance(leaf, torch.nn.Parameter) or key in seen:
@@ -68,13 +86,15 @@ def find_retained(live: LiveModel) -> list[Retained]:
 
 def drop_graphs(live: LiveModel) -> None:
     """Detaches every tensor that a module keeps with its graph: after a failed step nothing uses the graph."""
-    for _, owner, attribute in list(_differentiable_attributes(live)):
+    for _, owner, attribute in list(_differentiable_attributes(live.named_modules())):
         vars(owner)[attribute] = vars(owner)[attribute].detach()
 
 
-def _differentiable_attributes(live: LiveModel) -> Iterator[tuple[str, Any, str]]:
+def _differentiable_attributes(
+    modules: Iterable[tuple[str, torch.nn.Module]],
+) -> Iterator[tuple[str, Any, str]]:
     """Yields an owner's name, the owner, and the name of its attribute that is a tensor with a graph."""
-    for name, module in live.named_modules():
+    for name, module in modules:
         owners = {name: module, f"{name}.token_dispatcher": getattr(module, "token_dispatcher", None)}
         for owner_name, owner in owners.items():
             for attribute, value in vars(owner).items() if owner is not None else ():
