@@ -50,7 +50,7 @@ def add_job_file_options(parser: argparse.ArgumentParser, *, takes_job: bool = T
         default=[],
         metavar="KEY=VALUE",
         help="set a key of the job's file to another value; write the key as the framework does. If the file is a "
-        "script, a KEY in capitals is one of its variables. May be given several times",
+        "script, KEY may also be one of its variables. May be given several times",
     )
     group.add_argument(
         "--framework-version",
