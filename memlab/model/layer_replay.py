@@ -11,7 +11,8 @@ What repeats is a *unit*: a layer, or under full recompute the layers of one che
 - a pass of a unit at the same kind of place (first, last or between others) has been recorded,
 - the recorded pass had the same events as the recorded pass before it,
 - every storage that the events are about is known: the layer's own, its input, the gradient of its output, what the
-  unit's earlier pass left allocated, or what the backward pass before it has copied back from the host.
+  unit's earlier pass left allocated, what the backward pass before it has copied back from the host, or the host copies
+  of the layers before it.
 
 Otherwise it is stepped. What autograd's graph keeps (random states of checkpoints) is freed with the stand-in's node.
 What an MoE layer's token dispatcher keeps until the layer's next pass, as an attribute or in an attribute's graph, is
