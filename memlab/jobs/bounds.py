@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memlab.config.scenario import Scenario
-from memlab.jobs.keys import Effect
+from memlab.jobs.frameworks.keys import Effect
 
 
 def _fused_accumulation_bytes(scenario: Scenario) -> int:

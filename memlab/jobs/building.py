@@ -14,8 +14,8 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.jobs.entries import UNKNOWN, parse_scalar
-from memlab.jobs.framework import NotModelled, Reading
-from memlab.jobs.keys import NUMBER, SWITCH, WHOLE, Missing, refusal
+from memlab.jobs.frameworks.framework import NotModelled, Reading
+from memlab.jobs.frameworks.keys import NUMBER, SWITCH, WHOLE, Missing, refusal
 
 LAYOUT_FIELDS = tuple(field.name for field in fields(Layout) if field.name not in ("rank", "data_parallel_size"))
 STATE_FIELDS = tuple(field.name for field in fields(TrainingState))

@@ -11,9 +11,9 @@ from memlab.config.from_json import parse_json
 from memlab.config.validation import shortened
 from memlab.jobs.arguments import has_argument_block, read_argument_block, read_flags, read_overrides
 from memlab.jobs.entries import UNKNOWN, Entries, lines_of, parse_scalar
-from memlab.jobs.framework import Framework
-from memlab.jobs.frameworks import framework_named
-from memlab.jobs.shell_script import Command, Script, read_script
+from memlab.jobs.frameworks.framework import Framework
+from memlab.jobs.frameworks.registry import framework_named
+from memlab.jobs.shell.script import Command, Script, read_script
 from memlab.jobs.yaml_tree import Node, flat, read_yaml, resolve
 
 _MOST_BYTES = 8 * 2**20

@@ -19,8 +19,8 @@ from memlab.jobs.bounds import BOUNDS, EFFECTS
 from memlab.jobs.building import ALLOCATOR_VARIABLES, CannotStartError, scenario_of, settings_of
 from memlab.jobs.entries import Entries, Entry, parse_value
 from memlab.jobs.formats import read_file
-from memlab.jobs.framework import Framework, NotModelled, Reading, Taken
-from memlab.jobs.frameworks import FRAMEWORKS, framework_named
+from memlab.jobs.frameworks.framework import Framework, NotModelled, Reading, Taken
+from memlab.jobs.frameworks.registry import FRAMEWORKS, framework_named
 from memlab.jobs.model import architecture_named, architecture_of
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

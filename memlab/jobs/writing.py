@@ -10,10 +10,10 @@ from memlab.config.model_restrictions import checkpoints_moe_layers
 from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.framework import Framework
-from memlab.jobs.frameworks import framework_named
+from memlab.jobs.frameworks.framework import Framework
+from memlab.jobs.frameworks.keys import ABSENT, Key
+from memlab.jobs.frameworks.registry import framework_named
 from memlab.jobs.job import Job
-from memlab.jobs.keys import ABSENT, Key
 from memlab.jobs.model import HUGGING_FACE_NAMES
 
 

@@ -18,7 +18,7 @@ from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, SINCE_MEGATRON_0_19, MemorySettings
 from memlab.config.training_state import TrainingState
-from memlab.jobs.frameworks import FRAMEWORKS
+from memlab.jobs.frameworks.registry import FRAMEWORKS
 from memlab.jobs.job import Job
 from memlab.jobs.model import HUGGING_FACE_NAMES
 from memlab.jobs.writing import written

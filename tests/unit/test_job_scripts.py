@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from memlab.jobs.entries import UNKNOWN, UNKNOWN_WORDS
-from memlab.jobs.shell_script import read_script
+from memlab.jobs.shell.script import read_script
 
 
 def words_of(text: str, path: Path = Path("run.sh"), **variables: str) -> list[str]:

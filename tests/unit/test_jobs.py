@@ -23,10 +23,10 @@ from memlab.config.settings import MemorySettings
 from memlab.fitting.candidates import candidates
 from memlab.jobs import yaml_tree
 from memlab.jobs.bounds import BOUNDS, unused_gradient_bytes
-from memlab.jobs.frameworks import FRAMEWORKS
+from memlab.jobs.frameworks.keys import BACKEND
+from memlab.jobs.frameworks.lines import hydra_lines, plain_lines, yaml_lines
+from memlab.jobs.frameworks.registry import FRAMEWORKS
 from memlab.jobs.job import Job
-from memlab.jobs.keys import BACKEND
-from memlab.jobs.lines import hydra_lines, plain_lines, yaml_lines
 from memlab.jobs.writing import written
 from memlab.units import format_bytes
 from memlab.views.text.job import job_table

@@ -14,7 +14,7 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
-from memlab.jobs.frameworks import FRAMEWORKS, framework_named
+from memlab.jobs.frameworks.registry import FRAMEWORKS, framework_named
 from memlab.jobs.job import Job
 
 _MANY_PASSES = 4

@@ -6,7 +6,7 @@ from typing import Any
 
 import ipywidgets
 
-from memlab.jobs.frameworks import FRAMEWORKS
+from memlab.jobs.frameworks.registry import FRAMEWORKS
 from memlab.views.panel.state import LabState
 
 

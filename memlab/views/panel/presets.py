@@ -12,8 +12,8 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.jobs.building import settings_of, state_of
 from memlab.jobs.entries import Entries
-from memlab.jobs.framework import Reading
-from memlab.jobs.frameworks import FRAMEWORKS
+from memlab.jobs.frameworks.framework import Reading
+from memlab.jobs.frameworks.registry import FRAMEWORKS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.fitting.candidates import smallest_offloaded
-from memlab.jobs.frameworks import FRAMEWORKS
+from memlab.jobs.frameworks.registry import FRAMEWORKS
 from memlab.ranks.group import RankFailed
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline

@@ -13,8 +13,8 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import shortened
-from memlab.jobs.framework import NotModelled, Taken
-from memlab.jobs.frameworks import FRAMEWORKS
+from memlab.jobs.frameworks.framework import NotModelled, Taken
+from memlab.jobs.frameworks.registry import FRAMEWORKS
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
 from memlab.units import format_bytes

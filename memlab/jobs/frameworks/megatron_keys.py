@@ -6,7 +6,7 @@ Sources: ``megatron/core/model_parallel_config.py``, ``transformer/transformer_c
 
 from __future__ import annotations
 
-from memlab.jobs.keys import (
+from memlab.jobs.frameworks.keys import (
     BACKEND,
     LONG_DTYPE,
     NOT,

@@ -7,7 +7,7 @@ import operator
 import re
 from collections.abc import Callable
 
-from memlab.jobs.shell_brackets import NAME
+from memlab.jobs.shell.brackets import NAME
 
 _INT64 = 2**63
 _LONGEST = 300

@@ -18,11 +18,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from memlab.jobs import shell_syntax as syntax
 from memlab.jobs.entries import UNKNOWN, UNKNOWN_WORDS
-from memlab.jobs.shell_conditions import Operand, both, decide, either, matches, negated
-from memlab.jobs.shell_variables import ASSIGNMENT, Element, Value, Variables, after, is_assignment
-from memlab.jobs.shell_words import NAME_ONLY, Piece, Word
+from memlab.jobs.shell import syntax
+from memlab.jobs.shell.conditions import Operand, both, decide, either, matches, negated
+from memlab.jobs.shell.variables import ASSIGNMENT, Element, Value, Variables, after, is_assignment
+from memlab.jobs.shell.words import NAME_ONLY, Piece, Word
 
 _DECLARING = {"export", "declare", "local", "readonly", "typeset"}
 _SUCCEEDING = {

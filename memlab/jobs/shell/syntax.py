@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from memlab.jobs.shell_words import NAME_ONLY, Operator, Word, tokens
+from memlab.jobs.shell.words import NAME_ONLY, Operator, Word, tokens
 
 _DEEPEST_BLOCK = 50
 _CLOSING = {"then", "elif", "else", "fi", "do", "done", "esac", "}"}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from memlab.config.validation import shortened
-from memlab.jobs.bridge import BRIDGE
-from memlab.jobs.framework import Framework
-from memlab.jobs.megatron_lm import MEGATRON_LM
-from memlab.jobs.ms_swift import MS_SWIFT
-from memlab.jobs.nemo_rl import NEMO_RL
-from memlab.jobs.skyrl import SKYRL
-from memlab.jobs.slime import SLIME
-from memlab.jobs.verl import VERL
+from memlab.jobs.frameworks.bridge import BRIDGE
+from memlab.jobs.frameworks.framework import Framework
+from memlab.jobs.frameworks.megatron_lm import MEGATRON_LM
+from memlab.jobs.frameworks.ms_swift import MS_SWIFT
+from memlab.jobs.frameworks.nemo_rl import NEMO_RL
+from memlab.jobs.frameworks.skyrl import SKYRL
+from memlab.jobs.frameworks.slime import SLIME
+from memlab.jobs.frameworks.verl import VERL
 
 FRAMEWORKS: dict[str, Framework] = {
     framework.name: framework for framework in (MEGATRON_LM, BRIDGE, VERL, NEMO_RL, SKYRL, SLIME, MS_SWIFT)

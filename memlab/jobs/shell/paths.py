@@ -10,7 +10,7 @@ from os.path import normpath
 from pathlib import PurePosixPath
 
 from memlab.jobs.entries import UNKNOWN
-from memlab.jobs.shell_words import Operator, Word, tokens
+from memlab.jobs.shell.words import Operator, Word, tokens
 
 _OPTIONS = {"--", "-P", "-L", "-f", "-e", "-m"}
 """Of ``cd``, ``pwd``, ``readlink`` and ``realpath``, which do not change what is printed, symbolic links aside."""

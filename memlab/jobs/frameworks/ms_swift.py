@@ -13,10 +13,10 @@ from typing import Any
 from memlab.config.from_json import parse_json
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs import without_effect
 from memlab.jobs.entries import UNKNOWN, parse_scalar
-from memlab.jobs.framework import Framework, Reading
-from memlab.jobs.keys import (
+from memlab.jobs.frameworks import without_effect
+from memlab.jobs.frameworks.framework import Framework, Reading
+from memlab.jobs.frameworks.keys import (
     ABSENT,
     COUNT,
     NONE_WORD,
@@ -32,9 +32,9 @@ from memlab.jobs.keys import (
     under,
     with_defaults,
 )
-from memlab.jobs.lines import removal, shell_words
-from memlab.jobs.megatron_keys import CHUNKS, COMPUTE, OFFLOAD, RECOMPUTE, SIZES
-from memlab.jobs.megatron_lm import (
+from memlab.jobs.frameworks.lines import removal, shell_words
+from memlab.jobs.frameworks.megatron_keys import CHUNKS, COMPUTE, OFFLOAD, RECOMPUTE, SIZES
+from memlab.jobs.frameworks.megatron_lm import (
     CANNOT_WRITE,
     FLAGS_MISSING,
     FLAGS_OF_COMPUTING,
@@ -44,7 +44,7 @@ from memlab.jobs.megatron_lm import (
     note_fusion,
     note_sequence_parallel,
 )
-from memlab.jobs.reinforcement import LORA, take_rollout
+from memlab.jobs.frameworks.reinforcement import LORA, take_rollout
 
 _OPTIMIZER = tuple(key for key in FLAGS_OF_THE_OPTIMIZER if not key.name.startswith("overlap_cpu"))
 _RECOMPUTE = tuple(

@@ -10,11 +10,23 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs import without_effect
-from memlab.jobs.framework import Framework, Reading
-from memlab.jobs.keys import ABSENT, COUNT, DTYPE, NOT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, with_defaults
-from memlab.jobs.lines import removal, shell_words
-from memlab.jobs.megatron_keys import (
+from memlab.jobs.frameworks import without_effect
+from memlab.jobs.frameworks.framework import Framework, Reading
+from memlab.jobs.frameworks.keys import (
+    ABSENT,
+    COUNT,
+    DTYPE,
+    NOT,
+    NUMBER,
+    SWITCH,
+    TEXT,
+    WHOLE,
+    Key,
+    Missing,
+    with_defaults,
+)
+from memlab.jobs.frameworks.lines import removal, shell_words
+from memlab.jobs.frameworks.megatron_keys import (
     CHUNKS,
     COMPUTE,
     MISSING,

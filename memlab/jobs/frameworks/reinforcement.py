@@ -7,8 +7,8 @@ import math
 from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.validation import shortened
-from memlab.jobs.framework import Reading
-from memlab.jobs.keys import Missing, refusal
+from memlab.jobs.frameworks.framework import Reading
+from memlab.jobs.frameworks.keys import Missing, refusal
 
 LORA = "low-rank adapters: gradients and optimizer state of the adapters only, so memlab's figures are an upper bound"
 FROZEN_ROUTER = Missing("*freeze_moe_router", "less", "the frozen router has no gradients and no optimizer state")

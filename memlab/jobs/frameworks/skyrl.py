@@ -9,11 +9,11 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs import without_effect
-from memlab.jobs.framework import Framework, Reading
-from memlab.jobs.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_false, missing_under, under
-from memlab.jobs.lines import plain_lines
-from memlab.jobs.megatron_keys import (
+from memlab.jobs.frameworks import without_effect
+from memlab.jobs.frameworks.framework import Framework, Reading
+from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_false, missing_under, under
+from memlab.jobs.frameworks.lines import plain_lines
+from memlab.jobs.frameworks.megatron_keys import (
     BUCKETS,
     CHUNKS,
     COMPUTE,
@@ -26,8 +26,8 @@ from memlab.jobs.megatron_keys import (
     RECOMPUTE,
     SIZES,
 )
-from memlab.jobs.megatron_lm import common, named
-from memlab.jobs.reinforcement import (
+from memlab.jobs.frameworks.megatron_lm import common, named
+from memlab.jobs.frameworks.reinforcement import (
     FROZEN_ROUTER,
     LORA,
     is_packed,

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from memlab.jobs.entries import UNKNOWN
-from memlab.jobs.shell_brackets import (
+from memlab.jobs.shell.brackets import (
     HEREDOC,
     NAME,
     WITH_ESCAPES,

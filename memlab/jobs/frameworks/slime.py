@@ -10,10 +10,10 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs import without_effect
-from memlab.jobs.framework import Framework, Reading
-from memlab.jobs.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, with_defaults
-from memlab.jobs.megatron_lm import (
+from memlab.jobs.frameworks import without_effect
+from memlab.jobs.frameworks.framework import Framework, Reading
+from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, with_defaults
+from memlab.jobs.frameworks.megatron_lm import (
     CANNOT_WRITE,
     FLAGS_MISSING,
     SWITCHES,
@@ -25,10 +25,10 @@ from memlab.jobs.megatron_lm import (
     note_fusion,
     note_sequence_parallel,
 )
-from memlab.jobs.megatron_lm import KEYS as MEGATRON_KEYS
-from memlab.jobs.megatron_lm import compose as compose_megatron
-from memlab.jobs.megatron_lm import render as render_flags
-from memlab.jobs.reinforcement import (
+from memlab.jobs.frameworks.megatron_lm import KEYS as MEGATRON_KEYS
+from memlab.jobs.frameworks.megatron_lm import compose as compose_megatron
+from memlab.jobs.frameworks.megatron_lm import render as render_flags
+from memlab.jobs.frameworks.reinforcement import (
     LORA,
     is_packed,
     longest_sequence,

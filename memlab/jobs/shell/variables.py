@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Self
 
 from memlab.jobs.entries import UNKNOWN, UNKNOWN_WORDS
-from memlab.jobs.shell_arithmetic import ASSIGNED, calculated
-from memlab.jobs.shell_brackets import NAME
-from memlab.jobs.shell_conditions import matches
-from memlab.jobs.shell_paths import printed_path
-from memlab.jobs.shell_words import NAME_ONLY, Piece, Word, operand
+from memlab.jobs.shell.arithmetic import ASSIGNED, calculated
+from memlab.jobs.shell.brackets import NAME
+from memlab.jobs.shell.conditions import matches
+from memlab.jobs.shell.paths import printed_path
+from memlab.jobs.shell.words import NAME_ONLY, Piece, Word, operand
 
 _INDEX = r"\[(?:[^\[\]]|\[[^\]]*\])*+\]"
 ASSIGNMENT = re.compile(rf"({NAME})({_INDEX})?(\+?)=")

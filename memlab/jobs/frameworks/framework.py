@@ -14,7 +14,7 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import shortened
 from memlab.jobs.entries import UNKNOWN, Entries, Entry
-from memlab.jobs.keys import ABSENT, NOT, SWITCH, Effect, Key, Missing, refusal
+from memlab.jobs.frameworks.keys import ABSENT, NOT, SWITCH, Effect, Key, Missing, refusal
 
 Style = Literal["flags", "overrides"]
 _MAY_BE_NONE = {one.name for cls in (MemorySettings, TrainingState) for one in fields(cls)}

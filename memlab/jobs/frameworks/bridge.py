@@ -11,11 +11,23 @@ from typing import Any
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
-from memlab.jobs import without_effect
-from memlab.jobs.framework import Framework, Reading
-from memlab.jobs.keys import ABSENT, ALLOCATOR, COUNT, SWITCH, TEXT, WHOLE, Key, Missing, is_given, missing_under, under
-from memlab.jobs.lines import yaml_lines
-from memlab.jobs.megatron_keys import (
+from memlab.jobs.frameworks import without_effect
+from memlab.jobs.frameworks.framework import Framework, Reading
+from memlab.jobs.frameworks.keys import (
+    ABSENT,
+    ALLOCATOR,
+    COUNT,
+    SWITCH,
+    TEXT,
+    WHOLE,
+    Key,
+    Missing,
+    is_given,
+    missing_under,
+    under,
+)
+from memlab.jobs.frameworks.lines import yaml_lines
+from memlab.jobs.frameworks.megatron_keys import (
     ARCHITECTURE,
     BUCKETS,
     CHUNKS,
@@ -29,9 +41,9 @@ from memlab.jobs.megatron_keys import (
     RECOMPUTE,
     SIZES,
 )
-from memlab.jobs.megatron_lm import common, note_sequence_parallel
+from memlab.jobs.frameworks.megatron_lm import common, note_sequence_parallel
+from memlab.jobs.frameworks.reinforcement import LORA
 from memlab.jobs.model import published_architecture
-from memlab.jobs.reinforcement import LORA
 
 _BUCKETS = tuple(replace(key, default=ABSENT) if key.field == "grad_reduce_in_bf16" else key for key in BUCKETS)
 _FP8 = tuple(key for key in COMPUTE if key.name.startswith("fp8"))

@@ -9,9 +9,9 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs import without_effect
-from memlab.jobs.framework import Framework, Reading
-from memlab.jobs.keys import (
+from memlab.jobs.frameworks import without_effect
+from memlab.jobs.frameworks.framework import Framework, Reading
+from memlab.jobs.frameworks.keys import (
     ABSENT,
     ALLOCATOR,
     COUNT,
@@ -27,8 +27,8 @@ from memlab.jobs.keys import (
     missing_under,
     under,
 )
-from memlab.jobs.lines import yaml_lines
-from memlab.jobs.megatron_keys import (
+from memlab.jobs.frameworks.lines import yaml_lines
+from memlab.jobs.frameworks.megatron_keys import (
     BUCKETS,
     CHUNKS,
     COMPUTE,
@@ -41,8 +41,8 @@ from memlab.jobs.megatron_keys import (
     RECOMPUTE,
     SIZES,
 )
-from memlab.jobs.megatron_lm import common, named, note_sequence_parallel
-from memlab.jobs.reinforcement import (
+from memlab.jobs.frameworks.megatron_lm import common, named, note_sequence_parallel
+from memlab.jobs.frameworks.reinforcement import (
     FROZEN_ROUTER,
     LORA,
     is_packed,
