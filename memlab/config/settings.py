@@ -161,10 +161,10 @@ class MemorySettings:
         recomputed = self.recompute_modules or ()
         inside_moe = [name for name in offload if name in MOE_OFFLOAD_MODULES]
         if inside_moe and "moe" in recomputed:
+            names = " and ".join(f"'{name}'" for name in inside_moe)
             raise ValueError(
                 f"offload_modules has {inside_moe} under selective recompute of 'moe': the whole MoE part is "
-                "recomputed, so nothing inside it is saved that could be offloaded: leave them out, or recompute "
-                "'moe_act' "
+                f"recomputed, so no tensor inside it is saved for backward: leave {names} out, or recompute 'moe_act' "
                 "instead of 'moe'"
             )
 
