@@ -1,4 +1,4 @@
-"""memlab: training steps of a live Megatron model, under memory settings changed in place, every byte accounted for.
+"""memlab runs training steps of a live Megatron model, changes memory settings in place, and accounts for every byte.
 
 Names are loaded when they are first used, so that `import memlab` is quick and imports no torch.
 """

@@ -83,8 +83,8 @@ class Check(_Goals):
         if world_size == num_ranks:
             return self._goal(True, f"the job runs on {num_ranks} ranks")
         hint = (
-            "each rank has a GPU of its own; the product of the parallel sizes is the number of ranks, and those of "
-            "experts use the same ranks"
+            "each rank has a GPU of its own; the product of the tensor, context, pipeline and data parallel sizes is "
+            "the number of ranks, and the parallel sizes of the experts use the same ranks"
         )
         return self._goal(False, f"the layout has {world_size} ranks, must have {num_ranks}", hint)
 
@@ -163,7 +163,8 @@ class Check(_Goals):
         if not empties:
             return self._goal(True, "no storage is emptied")
         hint = "choose a remedy that drops a reference instead"
-        return self._goal(False, "release_storage empties storages, must leave them to their references", hint)
+        what = "checkpoint_input_remedy is 'release_storage', which empties storages, must only drop references"
+        return self._goal(False, what, hint)
 
     def moves(self, *modules: str) -> Self:
         """Requires that each of some offload modules transferred bytes to the host."""
@@ -322,7 +323,7 @@ def check(measured: StepRecord | ResidencyAudit | float | Sequence[float]) -> Ch
 
 
 def failure(call: Callable[[], object]) -> str:
-    """Returns the text with which a call fails by Megatron's own assertions; an empty one where it succeeds."""
+    """Returns the text of the assertion of Megatron with which a call fails; an empty text if the call succeeds."""
     try:
         call()
     except AssertionError as error:

@@ -31,23 +31,23 @@ class Pair:
 
     @property
     def peak_error(self) -> float:
-        """Of the allocated peak."""
+        """The error of the allocated peak."""
         return _share(self.predicted.peak_allocated_bytes, self.measured.peak_allocated_bytes)
 
     @property
     def reserved_error(self) -> float | None:
-        """Of the reserved peak; None if a record does not have it."""
+        """The error of the reserved peak; None if a record does not have it."""
         predicted, measured = self.predicted.peak_reserved_bytes, self.measured.peak_reserved_bytes
         return _share(predicted, measured) if predicted is not None and measured is not None else None
 
     @property
     def activation_peak_error(self) -> float:
-        """Of the peak above the step's start."""
+        """The error of the peak above the step's start."""
         return _share(self.predicted.activation_peak_bytes, self.measured.activation_peak_bytes)
 
     @property
     def saving_error(self) -> float | None:
-        """Of what the settings save of the activation peak; None if that is little, or there is no plain step."""
+        """The error of what the settings save of the activation peak; None if that is little or not known."""
         if self.plain is None:
             return None
         saved = self.plain.measured.activation_peak_bytes - self.measured.activation_peak_bytes
@@ -56,18 +56,18 @@ class Pair:
 
     @property
     def start_error(self) -> float:
-        """Of the bytes allocated when the step begins."""
+        """The error of the bytes allocated when the step begins."""
         return _share(self.predicted.static_bytes, self.measured.static_bytes)
 
     @property
     def host_error(self) -> float | None:
-        """Of the most bytes on the host; None if they are few."""
+        """The error of the most bytes on the host; None if they are few."""
         host = self.measured.host_bytes
         return _share(self.predicted.host_bytes, host) if host > WORTH_A_LOOK_BYTES else None
 
     @property
     def option_error(self) -> float | None:
-        """Of what the training state changes of the allocated peak; None if that is little, or in the default state."""
+        """The error of what the training state changes of the allocated peak; None if that is little or not known."""
         if self.default_state is None:
             return None
         changed = self.default_state.measured.peak_allocated_bytes - self.measured.peak_allocated_bytes
@@ -75,7 +75,7 @@ class Pair:
         return _share(predicted, changed) if abs(changed) > WORTH_A_LOOK_BYTES else None
 
     def state_error(self, category: str) -> float | None:
-        """Of one of `GROUPS`; None where the peak holds none of it."""
+        """The error of one of `GROUPS`; None where the peak holds none of it."""
         measured = self.measured.peak_by_category.get(category, 0)
         return _share(self.predicted.peak_by_category.get(category, 0), measured) if measured else None
 

@@ -67,10 +67,11 @@ def probability_of_exceeding(records: Sequence[StepRecord], budget_bytes: int, n
     Args:
         records: Steps drawn from the same workload. One that ran out of memory counts as one that does not fit.
         budget_bytes: The device's memory.
-        num_steps: Length of the run.
+        num_steps: Number of steps of the run.
 
     Returns:
-        1 - (1 - p)^n, where p is the share of the records whose peak is over the budget: steps count as independent.
+        1 - (1 - p)^n, where p is the share of the records whose peak is above `budget_bytes`. This assumes that steps
+        are independent.
 
     Raises:
         ValueError: If there is no record, a step was interrupted, or the length is not a whole number.

@@ -1,8 +1,8 @@
 """The difference of a predicted and a measured allocated peak, in terms that add up to it to the byte.
 
 A peak is the sum of what was requested, by category and by the module that requested it, and of what the allocator
-added to that. A term is one of these parts, on both sides. If the two steps peak at different moments, each side of a
-term is of that side's moment.
+added to that. A term compares one of these parts in both steps. If the two steps peak at different moments, it compares
+the part at the peak of the one with the part at the peak of the other.
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ def kept_by_module(record: StepRecord, layer: int = 0) -> dict[str, int]:
     is left out.
 
     Args:
-        record: Of a training step, with its timeline.
+        record: The record of a training step, with its timeline.
         layer: Number of the layer on its rank, from 0.
 
     Returns:
-        Names within the layer, such as ``mlp.linear_fc1``, to bytes, the largest first. What the layer itself
+        Bytes by the name within the layer, such as ``mlp.linear_fc1``, the largest first. What the layer itself
         allocates, outside its modules, has the name ``layer``: its two additions, the second of which is its output.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The version of Transformer Engine that the layers, the optimizer and the bytes without a GPU are those of."""
+"""The version of Transformer Engine whose layers, optimizer and bytes memlab reproduces without a GPU."""
 
 from __future__ import annotations
 

@@ -135,5 +135,5 @@ def _run(suite: Suite, cases: tuple[Case, ...], options: Options, engines: int |
 
 def _kept(num_cases: int, num_not_run: int) -> str:
     if num_not_run:
-        return f"the {num_cases - num_not_run} cases that had ended are kept, and {num_not_run} did not run"
+        return f"{num_cases - num_not_run} of {num_cases} cases had ended, and are kept; {num_not_run} did not run"
     return "all of its cases had ended, and all are kept"

@@ -16,19 +16,19 @@ _LARGEST_MAX_SPLIT_SIZE_MB = 2**20
 class AllocatorSettings:
     """How torch's allocator reserves and splits memory.
 
-    Reserved bytes depend on it. Allocated bytes differ only by remainders that are not split off, which count as
-    allocated.
+    These options change how many bytes are reserved. They change allocated bytes only through unsplit remainders, which
+    count as allocated.
 
     Raises:
-        ValueError: In one line, with the value, the rule and what to do, if a rule is broken.
+        ValueError: If a rule is broken. The message is one line with the value, the rule and what to do.
     """
 
     expandable_segments: bool = False
-    """Grow one segment per stream as needed, in place of many of fixed size."""
+    """Grow one segment per stream as needed, in place of many segments of fixed size."""
     garbage_collection_threshold: float | None = None
-    """Above this share of what torch may reserve, free cached blocks before reserving more; None never does."""
+    """When torch has reserved more than this share of its limit, it frees cached blocks first; None turns this off."""
     max_split_size_mb: int | None = None
-    """Blocks larger than this, in MiB, are never split; None splits any."""
+    """Blocks larger than this, in MiB, are never split; with None, every block may be split."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.expandable_segments, bool):

@@ -32,7 +32,7 @@ class Layout:
     """
 
     tensor_model_parallel_size: int = 1
-    """Ranks that share each layer's matrices; above 1 always with sequence parallel, which MoE models need."""
+    """Ranks that share each layer's matrices. With 2 or more, sequence parallelism is on, which MoE models need."""
     context_parallel_size: int = 1
     """Ranks that share each sequence: each has two chunks of it, one from the front and one from the back."""
     pipeline_model_parallel_size: int = 1
@@ -50,7 +50,7 @@ class Layout:
     num_layers_in_last_pipeline_stage: int | None = None
     """Layers of the last stage; None splits the layers evenly."""
     rank: int = 0
-    """The rank that memlab steps, of `world_size`, in Megatron's order: tensor, context, data, pipeline."""
+    """The rank that memlab runs, of `world_size` ranks in Megatron's order: tensor, context, data, pipeline."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -160,7 +160,7 @@ class Layout:
         """Checks the layout against what it splits.
 
         Raises:
-            ValueError: If something does not divide.
+            ValueError: If a size does not divide what it splits.
         """
         tensor, context = self.tensor_model_parallel_size, self.context_parallel_size
         experts = architecture.num_moe_experts or 1
@@ -244,10 +244,10 @@ class Layout:
 
     @classmethod
     def from_text(cls, text: str) -> Layout:
-        """Returns the layout that `str` names so, such as ``"TP2 DP4"``; ``"one rank"`` is a single one.
+        """Returns the layout of a text as `str` writes it, such as ``"TP2 DP4"``, or ``"one rank"`` for a single rank.
 
         Raises:
-            ValueError: If a word is not a size of a layout, or the sizes make no job.
+            ValueError: If a word is not a size of a layout, or the sizes break a rule.
         """
         sizes: dict[str, int] = {}
         for word in text.split() if text != _ONE_RANK else ():

@@ -39,7 +39,9 @@ _MOST_ELEMENTS_OF_AN_ACTIVATION = 2**50
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
-    """Architecture, number of layers, workload and layout. Memory settings are not part: they change on a live model.
+    """What a step runs: architecture, layers, workload, layout, training state and options of torch's allocator.
+
+    Memory settings are not part of a scenario, because they change on a live model.
 
     Raises:
         ValueError: If a value is not of its type or range.
@@ -55,8 +57,8 @@ class Scenario:
     num_microbatches: int = 1
     """Passes whose gradients are accumulated before one optimizer step."""
     packed_sequences: int | None = None
-    """Sequences that share the row of a micro-batch (Megatron's ``PackedSeqParams``, format ``thd``), `seq_length`
-    tokens together and about equally long; None gives each sequence a row of its own."""
+    """How many sequences share the row of a micro-batch (Megatron's ``PackedSeqParams``, format ``thd``). Together they
+    have `seq_length` tokens, and they are about equally long. None gives each sequence a row of its own."""
     seed: int = 1234
     """Seed of the weights and of the batch; every step uses the same batch."""
     dtype: Dtype = "bf16"
@@ -64,7 +66,7 @@ class Scenario:
     layout: Layout = field(default_factory=Layout)
     """How the job is spread over ranks."""
     routing: Routing = field(default_factory=Routing)
-    """Which experts tokens go to on the simulated backend, elsewhere the router decides."""
+    """Which experts the tokens go to on the simulated backend; on other backends the router decides."""
     expert_buffers: bool = False
     """Whether experts get DDP buffers of their own, as Megatron gives them where they are spread over ranks."""
 
@@ -203,7 +205,7 @@ class Scenario:
     def sequence_lengths(self) -> tuple[int, ...] | None:
         """Lengths of the sequences that are packed into a row; None if rows are not packed.
 
-        Where ranks share sequences, each is padded to what `_chunks_of_a_sequence` divides, and so is each length.
+        Where ranks share sequences, each length is a multiple of the number of chunks that a sequence is cut into.
         """
         if self.packed_sequences is None:
             return None
@@ -222,7 +224,7 @@ class Scenario:
         return replace(self, seq_length=seq_length, packed_sequences=self.packed_sequences_in(seq_length))
 
     def packed_sequences_in(self, seq_length: int) -> int | None:
-        """Returns how many sequences as long as the packed ones a row of another length has; None without packing."""
+        """Returns how many packed sequences of unchanged length a row of another length has; None without packing."""
         if self.packed_sequences is None:
             return None
         check_whole_number("seq_length", seq_length, at_most=MOST_TOKENS_OF_A_SEQUENCE)
@@ -262,7 +264,7 @@ class Scenario:
 
     @property
     def tokens_of_rank(self) -> int:
-        """Tokens of one micro-batch that the rank holds between matrices, where sequences are shared."""
+        """Tokens of one micro-batch that the rank holds outside its matrix products, where ranks share sequences."""
         layout = self.layout
         ranks_of_a_sequence = layout.context_parallel_size * layout.tensor_model_parallel_size
         return self.seq_length * self.micro_batch_size // ranks_of_a_sequence
@@ -309,7 +311,7 @@ class Scenario:
         return {name: reason for name, reason in reasons.items() if name in self.state.changed()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the scenario as JSON-ready values; what is a class of its own is a nested object."""
+        """Returns the scenario as JSON-ready values; a field that is a dataclass becomes a nested object."""
         values = asdict(self)
         counts = [list(layer) for layer in self.routing.counts]
         return values | {"routing": values["routing"] | {"shares": list(self.routing.shares), "counts": counts}}

@@ -44,33 +44,33 @@ class MemorySettings:
     a fixed order, so that equivalent settings compare equal.
 
     Raises:
-        ValueError: In one line, with the value, the rule and what to do, if a rule is broken.
+        ValueError: If a rule is broken. The message is one line with the value, the rule and what to do.
     """
 
     recompute_granularity: RecomputeGranularity | None = None
-    """``full`` recomputes whole layers, ``selective`` the `recompute_modules`, None nothing."""
+    """``full`` recomputes whole layers, ``selective`` recomputes `recompute_modules`, None recomputes nothing."""
     recompute_method: RecomputeMethod | None = None
-    """Under ``full``: ``uniform`` checkpoints every group of layers, ``block`` only the first layers one by one."""
+    """Under ``full``: ``uniform`` checkpoints all layers in groups, ``block`` checkpoints each of the first layers."""
     recompute_num_layers: int | None = None
     """Under ``full``: layers per checkpoint (uniform), or the number of layers that are recomputed (block)."""
     recompute_modules: tuple[str, ...] | None = None
     """Under ``selective``: some of `RECOMPUTE_MODULES`; Megatron's default is only ``core_attn``."""
     checkpoint_input_remedy: CheckpointInputRemedy | None = None
-    """Remedy for the input and gradient that a checkpoint of an MoE layer keeps alive after its backward: ``detach``
-    what refers to them, ``clear_gradient``, or ``release_storage`` (`memlab.model.retention.remedies`)."""
+    """Remedy for the input and gradient that a checkpoint of an MoE layer keeps alive after its backward: ``detach``,
+    ``clear_gradient`` or ``release_storage``, which `memlab.model.retention.remedies` explains."""
     offload_modules: tuple[str, ...] | None = None
     """Modules whose saved tensors go to the host between forward and backward: some of `OFFLOAD_MODULES`."""
     min_offloaded_tensor_size: int = 1024 * 1024
     """Smallest saved tensor, in elements, that `offload_modules` transfers to the host."""
     activation_offload_fraction: float = 1.0
-    """Share of the groups of `offload_modules` that are transferred, from 0 to 1: in each pass the later ones stay on
-    the device. Needs megatron-core 0.19."""
+    """Share of the groups of `offload_modules` that are transferred, from 0 to 1. (A group is what a module saves in
+    one layer.) In each pass, the later groups stay on the device. Needs megatron-core 0.19."""
     delta_offload_bytes_across_pp_ranks: int = 0
-    """Bytes of `offload_modules` that each pipeline stage leaves on the device more than the stage before it, since
-    later stages have fewer passes in flight. Needs megatron-core 0.19."""
+    """How many more bytes of `offload_modules` each pipeline stage leaves on the device than the stage before it,
+    because later stages have fewer passes in flight. Needs megatron-core 0.19."""
     fine_grained_offloading_max_inflight_offloads: int | None = None
-    """Transfers to the host per offload module that computation does not wait for; 0 waits for each, None for none.
-    Needs megatron-core 0.19."""
+    """How many transfers to the host, per offload module, may still be in progress while the model computes. With 0, it
+    waits for each transfer, and with None for none. Needs megatron-core 0.19."""
     offload_parameters: bool = False
     """Keep the parameters on the host between steps (copied to the host and back)."""
     offload_gradients: bool | None = None
@@ -80,7 +80,8 @@ class MemorySettings:
     """Keep main parameters and Adam's moments on the host between steps (copied to the host and back)."""
     offload_optimizer_except_update: bool = False
     """Keep main parameters and Adam's moments on the host between steps, and also during forward and backward: they
-    are on the device only while the optimizer updates the parameters. Gradients stay unless `offload_gradients`."""
+    are on the device only while the optimizer updates the parameters. Gradients stay on the device unless
+    `offload_gradients` is set."""
 
     def __post_init__(self) -> None:
         self._set("recompute_modules", _modules("recompute_modules", self.recompute_modules, RECOMPUTE_MODULES))
@@ -169,7 +170,7 @@ class MemorySettings:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the settings as JSON-ready values, every field named."""
+        """Returns all fields as JSON-ready values."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
@@ -188,7 +189,7 @@ class MemorySettings:
         return cls(**values)
 
     def changed(self) -> dict[str, Any]:
-        """Returns the fields that have to be given to make equal settings, in the order of the class."""
+        """Returns the fields that a caller must give to build equal settings, in the order of the class."""
         default = _default(self.offload_optimizer)
         return {
             name: value

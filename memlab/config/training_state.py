@@ -52,7 +52,7 @@ class TrainingState:
     moments, an unfused loss, cuDNN's attention, no FP8.
 
     Raises:
-        ValueError: In one line, with the value, the rule and what to do, if a rule is broken.
+        ValueError: If a rule is broken. The message is one line with the value, the rule and what to do.
     """
 
     use_distributed_optimizer: bool = True
@@ -62,7 +62,7 @@ class TrainingState:
 
     Without the precision-aware optimizer Megatron copies them to fp32 for the update, and sets the copies to None only
     when the next step zeroes its gradients. So `StepRecord.static_bytes`, the bytes when a step begins, include 4 bytes
-    of copies per parameter; between the zeroing and the next update they are free.
+    of copies per parameter; between the zeroing and the next update the copies are not allocated.
     """
     overlap_grad_reduce: bool = False
     """Reduce the gradients of a bucket while backward computes the next one."""
@@ -76,10 +76,10 @@ class TrainingState:
     main_grads_dtype: MainGradsDtype = "fp32"
     """Type of the gradients that the optimizer reads: that of the buffers, which `grad_reduce_in_bf16` sets."""
     main_params_dtype: MainParamsDtype = "fp32"
-    """Type of the main parameters; as ``fp32`` only the 16 bits that bf16 parameters lack are stored. Under another
-    `fp8_recipe` than ``delayed``, Megatron itself keeps fp32 main parameters, all 32 bits of them."""
+    """Type of the main parameters; with ``fp32``, only the 16 bits that the bf16 parameters lack are stored. With an
+    `fp8_recipe` other than ``delayed``, Megatron itself keeps the fp32 main parameters, with all 32 bits."""
     exp_avg_dtype: MomentDtype = "fp32"
-    """Type of Adam's first moment; one that is not fp32 is copied to fp32 during the update, all of it at once.
+    """Type of Adam's first moment. A moment of another type than fp32 is copied to fp32 during the update, as a whole.
 
     ``fp8`` takes 2 bytes per parameter, as ``bf16`` does: Transformer Engine stores FP8 twice, once transposed.
     """
@@ -92,7 +92,7 @@ class TrainingState:
     overlap_cpu_optimizer_d2h_h2d: bool = False
     """Under `optimizer_cpu_offload`, transfer gradients and parameters while the CPU updates others."""
     pin_cpu_grads: bool = True
-    """Under `optimizer_cpu_offload`, page-lock the gradients on the host, which copies faster."""
+    """Under `optimizer_cpu_offload`, page-lock the gradients on the host, so that copies are faster."""
     pin_cpu_params: bool = True
     """Under `optimizer_cpu_offload`, page-lock the parameters on the host."""
     manual_gc: bool = False
@@ -106,7 +106,7 @@ class TrainingState:
     """Compute the cross entropy with fewer kernels."""
     cross_entropy_fusion_impl: CrossEntropyFusionImpl = "native"
     """Whose fused cross entropy: Megatron's compiled one, or Transformer Engine's kernel, which overwrites the logits.
-    Of the latter megatron-core 0.19 warns, and its ``megatron/training/arguments.py`` refuses it."""
+    megatron-core 0.19 warns of the latter, and its ``megatron/training/arguments.py`` refuses it."""
     logprobs_chunk_size: int | None = None
     """Tokens of each sequence whose log-probabilities are computed at once; None computes all at once."""
 
@@ -118,7 +118,7 @@ class TrainingState:
     fp8_format: Fp8Format | None = None
     """Multiply in FP8: ``e4m3`` everywhere, or ``hybrid`` with e5m2 for gradients; None multiplies in `dtype`."""
     fp8_recipe: Fp8Recipe = "delayed"
-    """How FP8 tensors are scaled; ``mxfp8`` needs Blackwell, and no prediction for it was ever compared with a GPU."""
+    """How FP8 tensors are scaled; ``mxfp8`` needs Blackwell, and memlab has never compared it with a measurement."""
     fp8_param_gather: bool = False
     """Store the matrices' parameters in FP8 themselves (Megatron's ``--fp8-param-gather``)."""
 
@@ -228,11 +228,11 @@ class TrainingState:
         """Builds a state from texts, as a notebook's parameter and a suite give them.
 
         Args:
-            options: Each ``name`` for what is switched on, or ``name=value``, for example ``["grad_reduce_in_bf16",
-                "attention_backend=unfused"]``.
+            options: Each is the ``name`` of an option to switch on, or ``name=value``, for example
+                ``["grad_reduce_in_bf16", "attention_backend=unfused"]``.
 
         Raises:
-            ValueError: If a name is unknown or twice there, or a value breaks its rule.
+            ValueError: If a name is unknown or given twice, or a value breaks its rule.
         """
         names = [field.name for field in fields(cls)]
         values: dict[str, Any] = {}
@@ -312,7 +312,7 @@ class TrainingState:
             "Megatron's CPU optimizer ignores this option, and always pins the parameters when it copies them",
         )
         for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
-            ignored(name, "Megatron's CPU optimizer ignores it: main parameters and moments are fp32")
+            ignored(name, "Megatron's CPU optimizer ignores this option: main parameters and moments are fp32")
         if self.optimizer_offload_fraction == 0:
             reason = "optimizer_offload_fraction is 0, so the whole state stays on the device"
             copies = "" if self.manual_gc else ", beside fp32 copies that Megatron discards: manual_gc frees them"
@@ -334,7 +334,7 @@ class TrainingState:
         return {name: value for name, value in values.items() if value != getattr(default, name)}
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the state as JSON-ready values, every field named."""
+        """Returns all fields as JSON-ready values."""
         return asdict(self)
 
     def __str__(self) -> str:

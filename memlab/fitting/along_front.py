@@ -44,7 +44,7 @@ class AlongFront:
         """The answer in one line."""
         cut = "" if self.is_complete else "; CUT SHORT: not all settings were tried to the end"
         if self.best is None:
-            return f"no setting on the front fits with any number of {self.what} that was tried{cut}"
+            return f"no setting on the front fits with any value of {self.what} that was tried{cut}"
         return f"of the {len(self.points)} settings on the front, {self.best.verdict}{cut}"
 
     def to_dict(self) -> dict[str, Any]:

@@ -203,5 +203,6 @@ def _advice(verdict: Verdict, suggestion: Suggestion | None, *, has_expandable_s
         return f"{cause}, or '{suggestion.settings}' {fits}" if cause else f"Cheapest: '{suggestion.settings}' {fits}"
     if cause:
         return f"{cause}: no other known setting fits"
-    smaller = "bound the longest batch" if verdict == "spike" else "shorten the batch, cut layers, or take more devices"
+    shorter, less = "limit the length of the longest batch", "take a shorter batch, fewer layers or more devices"
+    smaller = shorter if verdict == "spike" else less
     return f"None of the known settings fits: {smaller}"

@@ -7,7 +7,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 
 _PASSES = 3
-"""Of a step's operations, in those of a forward pass: backward has two products for each product of forward."""
+"""Operations of a step divided by those of its forward: backward has two products for each product of forward."""
 
 
 def recomputed_operations(settings: MemorySettings, scenario: Scenario) -> float:

@@ -45,13 +45,13 @@ OF_ONE_PROCESS = ("audit_offload", "audit_residency", "groups_used", "retained",
 
 
 class Lab:
-    """One live Megatron model on one rank.
+    """One live Megatron model: on one rank, or with `ranks` on all ranks of a job.
 
     All work on the model runs on one thread of the lab's own, so that cells, widgets and headless runs behave the same.
     While a step runs, a method that would use the model raises ValueError; `stop` and `close` end the step. On a closed
-    lab every method but these two raises it. Settings, scenario and records can always be read.
+    lab, every method except these two raises ValueError. Settings, scenario and records can always be read.
     Megatron keeps its process groups per process, so opening a lab closes the one that is open. Until then, or until
-    `close`, a lab stays open, even after its last name is gone.
+    `close`, a lab stays open, even if no variable refers to it any more.
 
     Args:
         architecture: A known name (`memlab.ARCHITECTURES`), or the path of a Hugging Face ``config.json``.
@@ -60,23 +60,24 @@ class Lab:
         micro_batch_size: Sequences in one forward pass.
         num_microbatches: Forward and backward passes before one optimizer step.
         packed_sequences: How many sequences share the one row of a micro-batch; None gives each a row of its own.
-        seed: Of weights and data.
-        dtype: Of parameters and activations, ``bf16`` or ``fp32``.
+        seed: Seed of the weights and the data.
+        dtype: Type of the parameters and the activations, ``bf16`` or ``fp32``.
         layout: How the job is spread over ranks, each of which opens the same lab under ``torchrun``; None is one rank.
-        routing: Which experts tokens go to on the simulated backend, a `memlab.config.routing.Routing` or its text.
+        routing: Which experts the tokens go to on the simulated backend: a `memlab.config.routing.Routing`, or a text
+            such as ``"skewed:2"``.
         replay: Lets a simulated step repeat the events of layers, of micro-batches, of the optimizer or of a whole step
             that was taken, where they are known to be the same. The record is the same, up to the order of frees
-            between two allocations, and takes less time; False steps everything.
+            between two allocations, and takes less time. False runs everything.
         expert_buffers: Gives experts DDP buffers of their own, as they have when they are spread over ranks.
         state: Precision and place of gradients and optimizer state, and how loss, attention and matrices are computed;
             None is plain Megatron in bf16.
-        allocator: Options of torch's allocator, for predicted reserved bytes; None are torch's defaults, and on a GPU
-            those that the process was started with.
+        allocator: Options of torch's allocator, on which predicted reserved bytes depend. None means torch's defaults,
+            or on a GPU the options that the process was started with.
         backend: ``auto``, a name of `memlab.backends.BACKENDS`, or a backend.
         ranks: Engines that run the ranks of the layout (`memlab.Ranks`). Every method then acts on all ranks, and a
             step's record is a `JobRecord`. If a rank fails, the step ends on all of them, and the next call builds the
-            job again, with the weights of the seed. None is a model in this process: one rank, or this rank of the
-            job under ``torchrun``.
+            job again, with the weights of the seed. None builds the model in this process: one rank, or this rank of
+            the job under ``torchrun``.
 
     Raises:
         ValueError: If a value breaks its rule.
@@ -150,7 +151,10 @@ class Lab:
 
     @property
     def scenario_as_opened(self) -> Scenario:
-        """The scenario, with the first workload's rows if it packs: packed sequences stay as long in other rows."""
+        """The current scenario, but with packed sequences its rows are those with which the lab was opened.
+
+        Other rows are derived from these, so that packed sequences keep their length.
+        """
         # Without packing, rows of the first workload say nothing, and may break a rule of another training state.
         return self.scenario if self.scenario.packed_sequences is None else replace(self.scenario, **self._as_opened)
 
@@ -161,7 +165,7 @@ class Lab:
 
     @property
     def records(self) -> list[StepRecord]:
-        """The records of all steps so far, which may be removed."""
+        """The records of all steps so far. Records may be removed from this list."""
         return self._session.records
 
     @property
@@ -200,10 +204,10 @@ class Lab:
         """Changes what the next step trains on; the model stays as it is.
 
         Args:
-            seq_length: Tokens in a sequence, or in a row of packed ones, which stay as long as they are; None leaves
-                it.
-            micro_batch_size: Sequences in a pass; None leaves it.
-            num_microbatches: Passes before an optimizer step; None leaves it.
+            seq_length: Tokens in a sequence, or in a row of packed sequences, which keep their length; None keeps
+                the current number.
+            micro_batch_size: Sequences in a pass; None keeps the current number.
+            num_microbatches: Passes before an optimizer step; None keeps the current number.
 
         Raises:
             ValueError: If a value is not a positive number.
@@ -213,8 +217,8 @@ class Lab:
     def set_state(self, state: TrainingState, settings: MemorySettings | None = None) -> StateChange:
         """Changes the training state: rebuilds the optimizer or the model if the state needs other tensors.
 
-        The weights are those of the seed again, records stay, and the settings hold for the new model. Every
-        byte of what is replaced is freed before the new part is built. `memlab.config.rebuilds.REBUILDS` says what
+        The new weights are again those of the seed, the records stay, and the settings apply to the new model. Every
+        byte of the replaced part is freed before the new part is built. `memlab.config.rebuilds.REBUILDS` says what
         each field rebuilds.
 
         Args:
@@ -324,17 +328,17 @@ class Lab:
 
         Args:
             settings: Applied first; None keeps the current settings.
-            seq_length: Tokens in a sequence of this pass; None takes the training step's.
-            micro_batch_size: Sequences in each forward of this pass; None takes the training step's.
-            num_microbatches: Forwards in this pass; None takes the training step's.
-            suspend_offload: Keep Megatron's activation offload out of the pass, as NeMo-RL #2279 does. Without it the
-                pass replaces the offload manager's warm-up, or uses up the groups of the next training step: `apply`
-                makes the manager start over.
+            seq_length: Tokens in a sequence of this pass; None takes the value of the training step.
+            micro_batch_size: Sequences in each forward of this pass; None takes the value of the training step.
+            num_microbatches: Number of forwards in this pass; None takes the value of the training step.
+            suspend_offload: Keep Megatron's activation offload out of the pass, as NeMo-RL #2279 does. If it is False,
+                the pass replaces the offload manager's warm-up, or uses up the groups of the next training step;
+                `apply` then makes the manager start over.
             warm_up: Take the same pass once before, without a record. A model's first pass compiles kernels, and
                 allocates what later passes find, such as the rotary angles and cuBLAS's workspaces.
 
         Returns:
-            The record, also appended to `records`; with the same workload, the same loss as a training step's.
+            The record, also appended to `records`; with the same workload it has the same loss as a training step.
 
         Raises:
             ValueError: If the settings or the workload break a rule.
@@ -356,7 +360,7 @@ class Lab:
 
     @property
     def pinned_host_memory(self) -> bool:
-        """Whether host copies of parameters, gradients and optimizer state are page-locked, which copies faster.
+        """Whether host copies of parameters, gradients and optimizer state are page-locked, so that copies are faster.
 
         It applies to buffers that are allocated from now on: set it before the groups are first offloaded.
         """
@@ -412,7 +416,7 @@ class Lab:
         return ResidencyControl(self._one_rank("audit_residency")).audit()
 
     def residency_fault(self, name: str) -> AbstractContextManager[None]:
-        """Within the block, transfers have an error that a real project once had; outside it, all is on the device.
+        """Within the block, transfers have an error that a real project once had. After it, all is on the device again.
 
         Args:
             name: One of `memlab.model.residency.injected_faults.FAULTS`, each of which names its source.
@@ -435,7 +439,7 @@ class Lab:
 
     @property
     def device_memory_bytes(self) -> int | None:
-        """The size that a pretended device has: a step that needs more runs out of memory. None is unlimited.
+        """The memory of a pretended device: a step that needs more runs out of memory. None sets no limit.
 
         Raises:
             ValueError: When it is set to something other than a positive number of bytes or None.
@@ -454,12 +458,12 @@ class Lab:
         that it takes are in `records` afterwards, and the settings are again what they were.
 
         Args:
-            record: Of a step that finished, under the lab's current scenario, or of a forward-only pass, whose workload
-                may be another one.
-            gpu_memory: Of the whole GPU, in bytes or as text such as ``"80GiB"``.
+            record: The record of a finished step under the lab's current scenario, or of a forward-only pass, which may
+                have another workload.
+            gpu_memory: The memory of the whole GPU, in bytes or as text such as ``"80GiB"``.
 
         Raises:
-            ValueError: If the size is not one, or if the step did not finish, or is of another scenario.
+            ValueError: If `gpu_memory` is not a size of memory, or if the step did not finish or has another scenario.
         """
         own, given = self.scenario, record.scenario
         if record.forward_only:
@@ -473,7 +477,7 @@ class Lab:
         settings are again what they were.
 
         Args:
-            settings: With `offload_modules`.
+            settings: Settings that have `offload_modules`.
 
         Raises:
             ValueError: If nothing is offloaded, under full recompute (what is offloaded then is saved in backward), if
@@ -522,10 +526,10 @@ class Lab:
             **kwargs: Its named arguments.
 
         Returns:
-            The answers, in the order of the ranks; of a lab without `ranks`, one answer.
+            The answers, in the order of the ranks; for a lab without `ranks`, a list with one answer.
 
         Raises:
-            ValueError: If it is another method, or a rank refuses the arguments.
+            ValueError: If `method` is another method, or a rank refuses the arguments.
         """
         if method not in OF_ONE_PROCESS:
             raise ValueError(f"method is {method!r}, must be one of {', '.join(OF_ONE_PROCESS)}: call others directly")
@@ -543,8 +547,9 @@ class Lab:
             instead = "it on a lab without ranks"
             if method in OF_ONE_PROCESS:
                 instead = f"lab.each({method!r}, ...), which answers for every rank"
+            num_ranks = self.scenario.layout.world_size
             raise ValueError(
-                f"{method} looks into one process, and this lab has {self.scenario.layout.world_size}: call {instead}"
+                f"{method} looks into one process, and this lab has {num_ranks} ranks, each in its own: call {instead}"
             )
         return self._session
 
@@ -553,7 +558,7 @@ class Lab:
         return self._one_rank("_stepper").stepper
 
     def close(self) -> None:
-        """Frees everything: model, optimizer, process group, thread. Records stay readable. Twice is harmless."""
+        """Frees model, optimizer, process group and thread. Records stay readable. A second call does nothing."""
         self._worker.refuse_on_own_thread()
         self.stop()
         try:
@@ -574,12 +579,12 @@ class Lab:
         return left
 
     def release_recipe(self, held: Held = "nothing", *, clears: bool = True) -> dict[str, DeviceBytes]:
-        """Closes the lab as NeMo Automodel #2634 releases a trainer between two phases, and looks after each line.
+        """Closes the lab as NeMo Automodel #2634 releases a trainer between two phases, and measures after each line.
 
         Args:
             held: What a reference that the trainer does not know keeps until the end: ``"model"``, as a variable of
                 the caller may, ``"optimizer"``, as a learning rate scheduler does, or ``"nothing"``.
-            clears: Whether the optimizers are cleared; without, only references are dropped, as ``del trainer`` does.
+            clears: Whether the optimizers are cleared; if False, only references are dropped, as ``del trainer`` does.
 
         Returns:
             The device's bytes before, and after each line of upstream's function. All of it is free afterwards.

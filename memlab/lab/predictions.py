@@ -35,12 +35,12 @@ def predict_ranks(
     """Predicts a step on ranks of a job, one after the other, as ``memlab predict --rank all`` does.
 
     Args:
-        architecture: As a `Lab` takes it.
+        architecture: An architecture, as for a `Lab`.
         layout: How the job is spread; its own `rank` is ignored.
-        settings: Of all ranks; None is plain Megatron.
-        ranks: Which to predict; None takes one of every kind (`Scenario.ranks_of_every_kind`).
-        routing: Which experts tokens go to. Unless it is balanced, ranks with different experts are of different kinds;
-            with random routing every rank is.
+        settings: The memory settings of all ranks; None is plain Megatron.
+        ranks: The ranks to predict; None takes one rank of every kind (`Scenario.ranks_of_every_kind`).
+        routing: Which experts the tokens go to. Unless routing is balanced, ranks with different experts are of
+            different kinds; with random routing, every rank is a kind of its own.
         **workload: Further arguments of a `Lab`.
 
     Returns:

@@ -113,7 +113,7 @@ class SearchProcess:
                 return SearchResult.from_dict(json.loads(Path(answer).read_text()))
         if self._stopped:
             return "Stopped: search again, or choose settings by hand."
-        return f"The search ended with code {code} ({last}): change budget or workload, and search again."
+        return f"The search ended with code {code} ({last}): change the memory limit or the workload, and search again."
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """The processes that predict the steps of a search: on the cores of this machine, or on the engines of a cluster.
 
 The search itself runs here, and asks for one step after the other as in one process. While it waits for a step, free
-processes also take the steps for which it will probably ask next. A step that it does not ask for changes nothing.
+processes also take the steps for which it will probably ask next. A step that it does not ask for changes
+no result, apart from what the allocator leaves unsplit.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ def front_of(
     Args:
         base: What each setting does at least.
         scenarios: The ranks that are judged.
-        workers: They predict. The result is the same on any number of them.
+        workers: They predict. How many there are changes only what the allocator leaves unsplit.
         limit_bytes: What torch may hold.
         **options: As `memlab.fitting.search.search` takes them.
     """
@@ -237,7 +238,7 @@ def largest_of(
         what: What is varied.
         settings: Of all steps.
         scenarios: The ranks that are judged.
-        workers: They predict. The result is the same on any number of them.
+        workers: They predict. How many there are changes only what the allocator leaves unsplit.
         limit_bytes: What torch may hold.
         **rest: As `memlab.fitting.largest.largest` takes it.
     """
@@ -266,7 +267,7 @@ def layouts_that_fit(
         given: Sizes that are not varied.
         base: What each setting does at least.
         gpu_memory_bytes: Of each GPU.
-        workers: They predict. The result is the same on any number of them.
+        workers: They predict. How many there are changes only what the allocator leaves unsplit.
     """
     started, numbers = time.monotonic(), count(1)
     following: list[Callable[[Known], Iterator[Step]]] = [lambda known: iter(())]

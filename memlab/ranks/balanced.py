@@ -28,7 +28,7 @@ MOST_TRIES = 3
 """How often a call is begun at most, if it is lost each time."""
 _POLL_SECONDS = 1.0
 """How long an engine waits for a message before it answers that there is none."""
-_GIVEN_BACK = "the engines were given back"
+_ENGINES_CLOSED = "the engines were closed"
 
 
 class CallLostError(RuntimeError):
@@ -70,7 +70,7 @@ class _Call:
     """How often it was lost after it had begun."""
 
     def fail(self, error: BaseException) -> None:
-        with suppress(InvalidStateError):  # it was failed because the engines were given back
+        with suppress(InvalidStateError):  # it was failed because the engines were closed
             self.future.set_exception(error)
 
 
@@ -125,7 +125,7 @@ class Balanced:
             self._waiting.append(call)
             self._changed.notify_all()
             if self._closed:
-                self._fail_waiting(_GIVEN_BACK)
+                self._fail_waiting(_ENGINES_CLOSED)
             self._fail_if_none_is_left("all engines are lost")
         return call.future
 
@@ -134,7 +134,7 @@ class Balanced:
         with self._changed:
             self._closed = True
             self._waiting.extend(self._running.values())
-            self._fail_waiting(_GIVEN_BACK)
+            self._fail_waiting(_ENGINES_CLOSED)
             serving = [one for one in self._ranks.engines if one.number in self._serving]
             self._changed.notify_all()
         self._ranks.end_processes(serving)  # type: ignore[arg-type]  # of the one class or of the other
@@ -172,7 +172,7 @@ class Balanced:
             return
         with self._changed:
             if self._closed:
-                raise _EngineLostError("was given back")
+                raise _EngineLostError("was closed")
             place.start(self._served, self._variables)
 
     def _next(self, number: int) -> _Call | None:
@@ -225,7 +225,7 @@ class Balanced:
         try:
             with self._changed:  # so that nothing is sent after `close` has ended the processes
                 if self._closed:
-                    raise _EngineLostError("was given back")
+                    raise _EngineLostError("was closed")
                 answer = self._ranks.call(one.number, function, self._ranks.owner, *args)
             return answer.get(ANSWER_SECONDS)
         except ipyparallel.error.RemoteError as error:

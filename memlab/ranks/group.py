@@ -256,7 +256,7 @@ class RankGroup:
             # The one that holds the others up does not wait for them, and a rank that waits for its GPU looks busy.
             first = min(running, key=lambda member: (member.waits, member.computes))
             places = "; ".join(map(str, running))
-            first.text = f"has not moved for {now - first.moved:.0f} s ({places})"
+            first.text = f"has made no progress for {now - first.moved:.0f} s ({places})"
 
     def _failure(self, rank: int, words: str, members: Sequence[_Member] = ()) -> RankFailed:
         self.end()

@@ -64,9 +64,9 @@ class Engine:
 class Ranks:
     """Engines for the ranks of a `Lab`; `start` and `connect` make one.
 
-    An engine keeps the process of its rank between labs, so that the next lab starts at once. `close` ends what `start`
-    started; so does the end of this process, however it ends, and so does dropping the last name of these ranks and of
-    their labs: a notebook's cell may run again.
+    An engine keeps the process of its rank between labs, so that the next lab starts at once. `close` ends the engines
+    that `start` started. They also end when this process ends, in whatever way, and when no variable refers to these
+    ranks or to their labs any more, so that a notebook's cell may run again.
     """
 
     _connected: ClassVar[weakref.WeakSet[Ranks]] = weakref.WeakSet()
@@ -91,16 +91,16 @@ class Ranks:
 
     @classmethod
     def start(cls, number: int) -> Ranks:
-        """Starts engines on this machine. They listen on 127.0.0.1 only, and take a second or two each.
+        """Starts engines on this machine. They listen on 127.0.0.1 only. Each takes a second or two to start.
 
         On GPUs rank n takes device n, and runs on the processors of the device's NUMA node. Without a GPU, its process
         is forked from one that has imported torch and Megatron (`memlab.ranks.fork_server`).
 
         Args:
-            number: How many; a lab may use fewer.
+            number: How many engines; a lab may use fewer.
 
         Raises:
-            ValueError: If the number is not a positive whole one, or the engines do not start.
+            ValueError: If the number is not a positive whole number, or the engines do not start.
         """
         check_whole_number("ranks", number, at_most=1024)
         local = _LocalCluster()
@@ -115,7 +115,7 @@ class Ranks:
         """Connects to engines that run already, which were started with ``ipcluster start --profile=PROFILE``.
 
         A second connection of this process to the same cluster closes the first one, whose ranks would occupy the
-        engines: a notebook's cell may run again.
+        engines. So a notebook's cell may run again.
 
         Args:
             profile: The profile of ipyparallel that describes the cluster.
@@ -153,7 +153,7 @@ class Ranks:
                 different versions, or their memlab is not that of this process.
         """
         if self.closed:
-            raise ValueError("these engines were given back: start others, with Ranks.start, and open a lab on them")
+            raise ValueError("these ranks are closed: start others with Ranks.start, and open a lab on them")
         for _ in range(_MOST_REFRESHES):
             if self._local is not None:
                 self._local.replace_lost(self._present, {known.number for known in self.engines})
@@ -217,7 +217,7 @@ class Ranks:
         """
         with self._sending:
             if self.closed:
-                raise ConnectionError("these engines were given back")
+                raise ConnectionError("these ranks are closed")
             # The client keeps the name of every message that it ever sent, which only its `%px` magics look up.
             self.client.history.clear()
             answer = self.client[number].apply_async(function, *args)

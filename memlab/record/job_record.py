@@ -16,12 +16,13 @@ class JobRecord(StepRecord):
     """A step of a job. Its own figures are those of its worst rank, which runs out of memory first.
 
     Exceptions are `loss`, the mean over the ranks that compute one, `step_seconds`, the longest of all ranks, and
-    `tokens_per_second`, which counts the tokens of all copies of the model. Where a rank ended the step early, the
-    worst rank is that one.
+    `tokens_per_second`, which counts the tokens of all copies of the model. If a rank ended the step early, that
+    rank is the worst rank.
     """
 
     ranks: tuple[StepRecord, ...]
-    """Of every rank, in order. If one rank ended the step early, those of ranks that could still answer."""
+    """The records of all ranks, in order. If a rank ended the step early, only the ranks that could still answer have
+    a record."""
 
     @classmethod
     def of(cls, ranks: Sequence[StepRecord]) -> Self:
@@ -59,7 +60,7 @@ class JobRecord(StepRecord):
         """Returns the record of one rank.
 
         Raises:
-            ValueError: If there is none.
+            ValueError: If the job has no record of this rank.
         """
         found = {record.scenario.layout.rank: record for record in self.ranks}
         if number not in found:

@@ -16,10 +16,11 @@ def measured_steps(path: Path | str, architecture: str, **scenario: Any) -> dict
     """Reads the steps of one scenario from a file of measured steps.
 
     Args:
-        path: Of the file, one record per line. A line may also have the record under ``record``, beside further keys.
+        path: The file, with one record per line. A line may also have the record under the key ``record``, next
+            to others.
         architecture: A known name (`memlab.ARCHITECTURES`).
         **scenario: Further arguments of a `Scenario`, such as ``num_layers``, ``seq_length``, ``layout`` and ``state``.
-            What is left out has its default. The seed and the options of the allocator may be any.
+            What is left out has its default. The seed and the options of the allocator are not compared.
 
     Returns:
         The first finished step under each memory setting, by the text of the setting (``"none"`` is plain Megatron).

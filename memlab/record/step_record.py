@@ -30,7 +30,7 @@ class StepRecord:
     settings: MemorySettings
     backend: str
     versions: dict[str, str]
-    """Of memlab, Python, torch and what else decides the figures, by package."""
+    """The versions of memlab, Python, torch and everything else that decides the figures, by package."""
     step_index: int
     """Number of steps that the lab had taken before this one, including warm-up steps."""
     static_bytes: int
@@ -38,7 +38,7 @@ class StepRecord:
     peak_allocated_bytes: int
     """The most bytes allocated at any moment of the step."""
     activation_peak_bytes: int
-    """The peak over forward and backward, above `static_bytes`."""
+    """The peak of forward and backward, minus `static_bytes`."""
     peak_by_category: dict[str, int]
     """`peak_allocated_bytes` by category, the largest first."""
     peak_by_module: dict[str, int]
@@ -46,11 +46,11 @@ class StepRecord:
     residual_bytes: int
     """Bytes allocated at the step's end, except parameters, gradients, optimizer state and workspaces."""
     peak_phase: str = ""
-    """Phase in which `peak_allocated_bytes` was reached, of `memlab.vocabulary.PHASES`; empty in older records."""
+    """Phase in which `peak_allocated_bytes` was reached: one of `memlab.vocabulary.PHASES`; empty in older records."""
     host_bytes: int
     """The most bytes on the host at any moment of the step: what was offloaded, a CPU optimizer's state, the batch."""
     offloaded_bytes_by_module: dict[str, int] = field(default_factory=dict)
-    """Saved inputs that `offload_modules` transferred to the host in this step, by offload module."""
+    """Bytes of saved tensors that `offload_modules` transferred to the host in this step, by offload module."""
     offloaded_bytes_by_group: dict[str, int] = field(default_factory=dict)
     """Bytes that left the device at the step's end: parameters, gradients (dropped), optimizer state."""
     peak_active_bytes: int | None = None
@@ -61,8 +61,9 @@ class StepRecord:
     unused_reserved_bytes: int | None = None
     """Reserved bytes that nothing used when the allocated bytes peaked: cached, or fragmented."""
     host_reserved_bytes: int | None = None
-    """Pinned host memory that is reserved when the step ends: torch rounds each request to a power of two, and keeps
-    what is freed. Predicted too. `host_bytes` counts what tensors requested, pinned or pageable, without rounding."""
+    """Pinned host memory that is reserved when the step ends: torch rounds each request up to a power of two, and
+    keeps what is freed. Predictions have it too. `host_bytes` counts what tensors requested, pinned or pageable,
+    without rounding."""
     recomputed_bytes: int = 0
     """Bytes that backward recomputed."""
     without_effect: dict[str, str] = field(default_factory=dict)
@@ -76,10 +77,10 @@ class StepRecord:
     simulation, not a prediction."""
     tokens_per_second: float = 0.0
     loss: float | None = None
-    """Mean over all tokens of the step, those of the other copies of the model included: every rank that computes it
-    has the same. None on pipeline stages before the last, in a prediction, and if the step ended early."""
+    """Mean loss over all tokens of the step, also those of the other copies of the model, so every rank that computes a
+    loss has the same one. None on pipeline stages before the last, in a prediction, and if the step ended early."""
     forward_only: bool = False
-    """Whether it was a pass without gradients, backward and optimizer (`Lab.forward_only`)."""
+    """Whether the step was a pass without gradients, backward and optimizer (`Lab.forward_only`)."""
     status: Status = "ok"
     hardware: dict[str, str] = field(default_factory=dict)
     """What the step ran on, such as the GPU's model and memory, driver and processor; empty in records of 0.1.0."""
@@ -94,7 +95,7 @@ class StepRecord:
         """Builds a record and takes every figure that a timeline contains from it.
 
         Args:
-            timeline: The step's.
+            timeline: The timeline of the step.
             **others: The other fields.
         """
         peak = timeline.peak_index()
@@ -179,7 +180,7 @@ class StepRecord:
         return folder
 
     def export_snapshot(self, path: Path | str) -> Path:
-        """Writes the step as a memory snapshot that https://pytorch.org/memory_viz opens, and `Timeline.from_snapshot`.
+        """Writes a memory snapshot that https://pytorch.org/memory_viz opens and `Timeline.from_snapshot` reads.
 
         Every storage is labelled with its module, category and phase. Addresses are made up.
 

@@ -57,7 +57,7 @@ class Timeline:
     num_opening_events: int
     """Number of events at the head that describe what was allocated when the step began."""
     rounding_bytes: IntArray | None = None
-    """A column too: the part of `delta_bytes` that the allocator gave beyond the request, by rounding and by unsplit
+    """One more column: the part of `delta_bytes` that the allocator gave beyond the request, by rounding and by unsplit
     remainders. None if unknown: in a snapshot, and in files from before this column existed."""
 
     def __post_init__(self) -> None:
@@ -108,8 +108,8 @@ class Timeline:
     def peak_phase(self) -> str:
         """Returns the phase in which the device's allocated bytes peak, one of `PHASES`; empty without events.
 
-        A step may begin at its peak and reach it again: bf16 gradients leave fp32 copies of the gradients to the next
-        step. The phase is then the later one, also if the two differ by remainders that the allocator did not split.
+        A step may begin at its peak and reach it again: with bf16 gradients, fp32 copies of the gradients stay until
+        the next step. The phase is then that of the later moment, even if the two peaks differ by unsplit remainders.
         """
         if not len(self):
             return ""
@@ -150,15 +150,15 @@ class Timeline:
         """Splits the bytes in use after event `index`.
 
         Args:
-            index: Of an event.
-            by: What names the parts.
+            index: Index of the event.
+            by: Whether the parts are categories or modules.
             pool: One of `POOLS`.
             categories: Some of `CATEGORIES`; others are left out.
             with_rounding: False leaves out what the allocator gave beyond the requests, as far as it is known. A
                 prediction then has the bytes of the tensors themselves, as a step on the CPU does.
 
         Returns:
-            Name to bytes, the largest first, without empty ones. With all categories the values add up to `bytes_at`.
+            Bytes by name, the largest first, without empty parts. With all categories the values add up to `bytes_at`.
         """
         head = slice(0, index + 1)
         mask = self.pool[head] == POOLS.index(pool)

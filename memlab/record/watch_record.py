@@ -57,7 +57,7 @@ class WatchRecord:
 
     @property
     def peak_phase(self) -> str:
-        """The phase in which `peak_allocated_bytes` was reached, of `memlab.vocabulary.PHASES`."""
+        """The phase in which `peak_allocated_bytes` was reached: one of `memlab.vocabulary.PHASES`."""
         return self.ended_timeline.peak_phase()
 
     @property
@@ -72,7 +72,7 @@ class WatchRecord:
 
     @property
     def activation_peak_bytes(self) -> int:
-        """The peak over forward and backward, above `static_bytes`."""
+        """The peak of forward and backward, minus `static_bytes`."""
         return self.ended_timeline.peak_bytes(phases=("forward", "backward")) - self.static_bytes
 
     @property
@@ -92,7 +92,7 @@ class WatchRecord:
         return self.ended_timeline.peak_bytes("host")
 
     def save_snapshot(self, path: Path | str) -> Path:
-        """Writes a memory snapshot that https://pytorch.org/memory_viz opens, and `Timeline.from_snapshot`.
+        """Writes a memory snapshot that https://pytorch.org/memory_viz opens and `Timeline.from_snapshot` reads.
 
         Every storage is labelled with its module, category and phase. Addresses are made up.
 

@@ -120,9 +120,9 @@ def _changes(path: Path, measured: Measured, backend: str) -> Iterator[str]:
         values = f"{value_text(change.baseline)} -> {value_text(change.now)}"
         yield f"{change.record} {change.metric}: {values} ({change.difference})"
     if not changes and not has_same_rounding(old.measured, measured):
-        yield "no metric beyond its tolerance; new loss, measured with other packages or on another processor"
+        yield "no metric is beyond its tolerance; the loss is new: other packages or another processor computed it"
     elif not changes and _modules(old.measured) != _modules(measured):
-        yield "no metric beyond its tolerance; new figures by module"
+        yield "no metric is beyond its tolerance; the figures by module are new"
 
 
 def _modules(measured: Measured) -> list[tuple[Mapping[str, int], ...]]:

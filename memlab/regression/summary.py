@@ -103,7 +103,7 @@ class Summary:
         num_failed = len(self.red) - len(self.not_run)
         if not self.not_run:
             return f"{num_failed} of {num_cases} failed" if self.red else f"{num_cases} passed"
-        return f"ended early: of {num_cases} {len(self.not_run)} not run, {num_failed} failed"
+        return f"ended early: {len(self.not_run)} of {num_cases} did not run, {num_failed} failed"
 
     @property
     def not_run(self) -> tuple[CaseResult, ...]:

@@ -118,12 +118,12 @@ def show(*things: Any, pool: str = "device", axis: Axis = "time", above_start: b
 
     Args:
         *things: One of: a `StepRecord`, a `Timeline` or what `memlab.watch` yields; a `JobRecord`, of which the figure
-            shows a small timeline per rank, and the table a row; one audit or several, of activation offload or of
-            residency; a dict of moments to audits of residency, of which the figure shows a bar per moment; an
-            `OutOfMemory`; what `Lab.groups_used`, `Lab.retained`, `Lab.release_recipe`, `Lab.fit` or `diagnose`
-            returned; a dict of names to bytes (int) or words.
-        pool: Of a step's figure: one of ``"device"``, ``"host"``, ``"on_chip"``. The table contains all.
-        axis: Of a step's figure: ``"time"`` in milliseconds, or ``"event"``.
+            shows a small timeline per rank, and the table has a row per rank; one audit or several, of activation
+            offload or of residency; a dict of moments to audits of residency, of which the figure shows a bar per
+            moment; an `OutOfMemory`; what `Lab.groups_used`, `Lab.retained`, `Lab.release_recipe`, `Lab.fit` or
+            `diagnose` returned; a dict of names to bytes (int) or words.
+        pool: The pool that a step's figure shows: ``"device"``, ``"host"`` or ``"on_chip"``. The table has all pools.
+        axis: The axis of a step's figure: ``"time"`` in milliseconds, or ``"event"``.
         above_start: Starts the figure's bytes axis at what the pool held throughout the step, as in
             `memlab.views.figures.timeline.timeline_figure`: a closer look at the activations. False starts it at 0.
 
@@ -213,11 +213,11 @@ def compare(*records: StepRecord | WatchRecord, axis: CompareAxis | None = None)
     difference of the allocated peaks is split into terms that add up to it (`memlab.analysis.difference`).
 
     Args:
-        *records: Two steps or more, each with its timeline. Of a `JobRecord` the worst rank is drawn; several of one
-            job also get a table of all ranks. ``job.rank(n)`` is the step of one rank.
-        axis: Of the figure. ``"phase"`` lays the phases of all steps over each other, ``"time"`` is in milliseconds,
-            ``"event"`` gives every event the same width. None is ``"phase"``; for ranks of different pipeline stages,
-            whose phases alternate differently, it is ``"time"``, or ``"event"`` in a prediction.
+        *records: Two steps or more, each with its timeline. For a `JobRecord`, the figure shows the worst rank; several
+            records of one job also get a table of all ranks. ``job.rank(n)`` is the step of one rank.
+        axis: The axis of the figure. ``"phase"`` lays the phases of all steps over each other, ``"time"`` is in
+            milliseconds, ``"event"`` gives every event the same width. None chooses ``"phase"``; for ranks of different
+            pipeline stages, whose phases alternate differently, it chooses ``"time"``, or ``"event"`` in a prediction.
 
     Raises:
         ValueError: If there are fewer than two records, one has no timeline, or axis is none of the choices; if steps
@@ -245,12 +245,12 @@ def peaks(records: Mapping[str, StepRecord], gpu_memory: Sequence[str] = ("79GiB
     """Shows what makes up the peaks of several steps, one bar each: the ranks of a job, layouts, or settings.
 
     Args:
-        records: By the name that each gets, as `memlab.predict_ranks` returns them; their scenarios may differ.
+        records: The records by name, as `memlab.predict_ranks` returns them; their scenarios may differ.
         gpu_memory: Sizes of GPUs to compare them with, less what the largest of the jobs uses outside torch
             (`memlab.fitting.outside_torch`).
 
     Raises:
-        ValueError: If there is no record, or a size is not one.
+        ValueError: If there is no record, or a text is not a size of memory.
     """
     from memlab.views.figures.peaks import peak_figure
 
@@ -265,11 +265,11 @@ def peaks(records: Mapping[str, StepRecord], gpu_memory: Sequence[str] = ("79GiB
 def savings(records: Mapping[str, StepRecord]) -> View:
     """Shows what each of several steps frees compared with the first: when it starts, and at its peak.
 
-    The two differ where another phase decides the peak, so the table also names the phase in which each step peaks, and
-    what it holds on the host.
+    The two differ if the peak moves to another phase, so the table also names the phase in which each step peaks. It
+    also says what each step holds on the host.
 
     Args:
-        records: By the name that each gets, the step to compare with first; their scenarios may differ.
+        records: The records by name; the first one is compared with all others. Their scenarios may differ.
 
     Raises:
         ValueError: If there is no record.
@@ -295,8 +295,8 @@ def line_by_line(
     Args:
         formula: Bytes by name, as derived by hand.
         metered: Bytes by name, for example what `memlab.kept_by_module` returned.
-        tokens: By which the first column of numbers divides the metered bytes; with 1 there is no such column.
-        titles: Of the two columns that are compared.
+        tokens: A number by which the first column of numbers divides the metered bytes; with 1 there is no such column.
+        titles: The titles of the two columns that are compared.
         with_sum: Whether the last line is the sum.
 
     Raises:
@@ -307,7 +307,7 @@ def line_by_line(
 
 
 def over_steps(runs: Mapping[str, Sequence[StepRecord]]) -> View:
-    """Shows how start and peak go on from step to step, in a small chart for each of several runs.
+    """Shows how start and peak change from step to step, in a small chart for each of several runs.
 
     Args:
         runs: The steps of each run in their order, by the name of the run.

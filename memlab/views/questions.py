@@ -75,7 +75,7 @@ def guess(question: str, unit: str = "") -> Guess:
 
     Args:
         question: One sentence that ends with a question mark.
-        unit: Of the number that is asked for, such as ``"bytes per token"``; empty where the answer is a text.
+        unit: Unit of the number that is asked for, such as ``"bytes per token"``; empty if the answer is a text.
 
     Returns:
         The guess. Call its method ``reveal(result)`` once the result is known.

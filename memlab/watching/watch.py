@@ -49,14 +49,14 @@ def watch(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, name: str 
     Args:
         model: Its parameters and buffers are on one device, the CPU or the current CUDA device.
         *optimizers: Those whose state exists when the block begins. Others are seen when they step.
-        name: What the block is called in tables and figures; empty is the model's class.
+        name: What the block is called in tables and figures; if empty, the name of the model's class.
 
     Yields:
         The run, complete when the block has ended. An error in the block ends it and is raised; the run then
         contains what was seen until the error, and its status says how it ended.
 
     Raises:
-        ValueError: If the model is on several devices or on another one, if an argument is not a model or an
+        ValueError: If the model is on several devices or on any other device, if an argument is not a model or an
             optimizer, or if another block is watched or a lab takes a step in this process.
     """
     device = _device_of(model)

@@ -200,7 +200,7 @@ def test_a_nightly_that_is_ended_keeps_the_cases_that_had_ended(tmp_path: Path) 
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM, output
-    assert "ended early: of 3 cases 2 not run, 0 failed" in output
+    assert "ended early: 2 of 3 cases did not run, 0 failed" in output
     assert "Traceback" not in output
     (run,) = runs_of(tmp_path)
     summary = read_summary(run)

@@ -98,7 +98,7 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
         (
             with_settings(replace(FULL, checkpoint_input_remedy="release_storage")),
             ("empties_no_storage",),
-            "release_storage empties storages, must leave them to their references. Hint: choose a remedy that",
+            "which empties storages, must only drop references. Hint: choose a remedy that",
         ),
         (replace(PLAIN, loss=1.0), ("same_loss_as", PLAIN), "a memory setting changes no number"),
         (PLAIN, ("same_loss_as", replace(PLAIN, status="out_of_memory", message="too large")), "ended early (too larg"),

@@ -931,7 +931,7 @@ def test_the_command_prints_the_report_and_the_json_without_torch(tmp_path: Path
     assert done.returncode == 0, done.stderr
     assert "model      qwen3-30b-a3b, 48 layers, bf16" in done.stdout
     assert "++actor_rollout_ref.actor.megatron.expert_model_parallel_size=8" in done.stdout
-    assert "# verl cannot say loss" in done.stdout
+    assert "# verl cannot express loss" in done.stdout
 
 
 def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,7 +145,7 @@ def test_a_longer_batch_than_the_one_that_fitted_is_a_spike() -> None:
     judged = verdict_of(refused({}), [shorter])
     assert judged.verdict == "spike"
     assert "4,096 tokens" in judged.evidence and "1,024 tokens fitted, and added 10.000 GiB" in judged.evidence
-    assert judged.suggestion is None and "bound the longest batch" in judged.advice
+    assert judged.suggestion is None and "limit the length of the longest batch" in judged.advice
     too_large = replace(shorter, peak_allocated_bytes=79 * GIB)
     assert verdict_of(refused({}), [too_large]).verdict == "capacity"
 
@@ -348,7 +348,7 @@ def test_the_record_s_table_shows_what_was_seen() -> None:
         "requested 10.000 GiB, allocated 70.000 GiB, limit 80.000 GiB, reserved 71.000 GiB, of it unused 1.000 GiB",
         "free on the device 7.000 GiB, held outside torch 2.000 GiB",
         "allocated, by category: optimizer state 32.000 GiB",
-        f"most of the step's own: {LAYER} 20.000 GiB",
+        f"allocated in this step, the largest modules: {LAYER} 20.000 GiB",
     ):
         assert words in " ".join(table.split()), words
     on_cpu = refused(reserved_bytes=None, device_free_bytes=None, device_total_bytes=None, largest_free_bytes=None)

@@ -89,7 +89,7 @@ def test_the_front_is_told_by_more_than_colour(found: SearchResult) -> None:
             point = found.points[number]
             assert (trace.marker.opacity == 1) == (point in found.front)
             assert trace.marker.symbol.endswith("-open") == (not point.fits)
-    ringed = [trace for trace in figure.data if trace.name == "fits with the least work"]
+    ringed = [trace for trace in figure.data if trace.name == "fits with the least extra work"]
     assert {x for trace in ringed for x in trace.x} == {p.peak_allocated_bytes / GIB for p in found.cheapest}
 
 
@@ -132,7 +132,7 @@ def test_the_table_says_what_was_left_out(found: SearchResult) -> None:
     assert max(len(line) for line in text.splitlines()) <= LINE_WIDTH
     assert f"{len(found.points)} of {found.num_candidates} settings predicted" in text
     assert "CUT SHORT: 7 that may be on the front" in text
-    assert "peaks count in steps of 256.00 MiB from the limit" in text
+    assert "in the same interval of 256.00 MiB, counted from the limit" in text
     assert text.count("fits\n") + text.count("may fit\n") >= len(found.cheapest)
 
 
@@ -289,7 +289,8 @@ def test_a_failed_search_is_a_line_and_the_panel_lives() -> None:
     assert view.toggle.value and view.table.layout.display == "none"
     assert "on this CPU, as in the runs" in view.what.value
     state.start()
-    state._process.on_end("The search ended with code 1 (ValueError: so): change budget or workload, and search again.")
+    last = "The search ended with code 1 (ValueError: so): change the memory limit or the workload, and search again."
+    state._process.on_end(last)
     assert "code 1" in view.status.value and view.stop.disabled
     assert not shown.state.busy and shown.state.settings == PLAIN
     shown.close()

@@ -136,7 +136,7 @@ def test_a_rank_that_does_not_end_is_named(pair: RankGroup, monkeypatch: pytest.
     monkeypatch.setattr(group, "STALL_SECONDS", 2.0)
     monkeypatch.setattr(group, "_MOST_CPU_SECONDS", 1.0)
     forever = {"sleep": 60, "compute": True}[method]
-    with pytest.raises(RankFailed, match=rf"rank 1 has not moved for \d+ s \(rank 1 is in {method} \("):
+    with pytest.raises(RankFailed, match=rf"rank 1 has made no progress for \d+ s \(rank 1 is in {method} \("):
         pair.call(method, [(0,), (forever,)])
 
 
@@ -415,9 +415,9 @@ def test_ranks_that_were_closed_say_so_and_close_twice() -> None:
     closed.close()
     with pytest.raises(RankFailed, match="rank 0 is lost"):
         group.call("answer", [(1,)])
-    with pytest.raises(ValueError, match=r"^these engines were given back: start others"):
+    with pytest.raises(ValueError, match=r"^these ranks are closed: start others"):
         closed.refresh()
-    with pytest.raises(ValueError, match=r"^these engines were given back: start others"):
+    with pytest.raises(ValueError, match=r"^these ranks are closed: start others"):
         session.apply(MemorySettings())
     session.close()
 
@@ -497,7 +497,10 @@ def test_a_lab_on_two_ranks_does_what_a_lab_on_one_does(ranks: Ranks) -> None:
             record.peak_by_category["optimizer state"] for record in plain.ranks
         )
         assert len(lab.each("audit_residency")) == 2
-        with pytest.raises(ValueError, match=r"audit_residency looks into one process, and this lab has 2: call lab"):
+        with pytest.raises(
+            ValueError,
+            match=r"audit_residency looks into one process, and this lab has 2 ranks, each in its own: call lab",
+        ):
             lab.audit_residency()
         with pytest.raises(ValueError, match=r"method is 'close', must be one of audit_offload, audit_residency, "):
             lab.each("close")

@@ -551,7 +551,7 @@ def test_a_search_process_that_ends_before_it_reads_its_request_is_reported_and_
     ended: list[SearchResult | str] = []
     scenario = Scenario.of("phi-4-tiny", num_layers=1, seq_length=32)
     SearchProcess(scenario, PLAIN, GIB, resolution_bytes=MIB, on_line=str, on_end=ended.append).wait()
-    assert ended == ["The search ended with code 1 (): change budget or workload, and search again."]
+    assert ended == ["The search ended with code 1 (): change the memory limit or the workload, and search again."]
     assert not list(tmp_path.iterdir())
 
 

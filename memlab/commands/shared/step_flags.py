@@ -232,7 +232,8 @@ def _add_settings_arguments(settings: argparse._ArgumentGroup) -> None:
         "--activation-offload-fraction",
         type=_number,
         metavar="F",
-        help="share of the groups of --offload-modules to offload, 0 to 1 (default 1; needs megatron-core 0.19)",
+        help="share of the groups of --offload-modules to offload, 0 to 1; a group is what a module saves in one layer "
+        "(default 1; needs megatron-core 0.19)",
     )
     settings.add_argument(
         "--delta-offload-bytes-across-pp-ranks",

@@ -78,7 +78,7 @@ class OffloadWatch:
         fraction, delta = settings.activation_offload_fraction, settings.delta_offload_bytes_across_pp_ranks
         if settings.offload_modules and delta and scenario.layout.pipeline_stage == 0:
             reasons["delta_offload_bytes_across_pp_ranks"] = (
-                "the stages after the first leave more on the device, and this rank is of the first"
+                "only the stages after the first leave more bytes on the device, and this rank is in the first stage"
             )
         for name in settings.offload_modules or ():
             key = f"offload_modules:{name}"
@@ -92,13 +92,14 @@ class OffloadWatch:
                 )
             elif largest is None and (fraction < 1 or delta):
                 reasons[key] = (
-                    "Megatron keeps the last group of each name on the device, and activation_offload_fraction "
-                    f"{fraction:g} or delta_offload_bytes_across_pp_ranks {delta} all of its others"
+                    "Megatron keeps the last group of each name on the device, and with activation_offload_fraction "
+                    f"{fraction:g} and delta_offload_bytes_across_pp_ranks {delta} it also keeps all other groups there"
                 )
             elif largest is None:
                 reasons[key] = (
                     "Megatron keeps the last group of each name on the device, and "
-                    f"{scenario.num_layers_of_chunk} layer x {scenario.num_microbatches} micro-batch make no other"
+                    f"{scenario.num_layers_of_chunk} layer x {scenario.num_microbatches} micro-batch make no other "
+                    "group"
                 )
             else:
                 reasons[key] = (

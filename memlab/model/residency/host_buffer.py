@@ -54,7 +54,8 @@ def _allocate(num_bytes: int, *, locked: bool) -> torch.Tensor:
     error = torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), num_bytes, 0)
     if error != torch.cuda.cudart().cudaError.success:
         raise RuntimeError(
-            f"{num_bytes} bytes of host memory could not be page-locked ({error}): free host memory, or use pageable"
+            f"{num_bytes} bytes of host memory could not be page-locked ({error}): free host memory, or use pageable "
+            "memory (lab.pinned_host_memory = False)"
         )
     return whole
 

@@ -107,7 +107,7 @@ def ranks_drawing(job: JobRecord, pool: str, axis: Axis, *, above_start: bool, p
     if floor:
         lines.append(
             f"the axes start at {in_unit(floor, unit_bytes)} {unit}, the least that a rank holds throughout the step; "
-            "gray is what a rank holds throughout above that"
+            "grey is what a rank holds throughout the step in addition to that"
         )
     lines.append("bar above each rank: light in forward, darker in backward, darkest in the optimizer")
     x_title = "time since each rank's start (ms)" if axis == "time" else AXIS_TITLES[axis]

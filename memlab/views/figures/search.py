@@ -23,7 +23,7 @@ CHOICE = "choice"
 """The uids of traces whose points are settings begin with this; their customdata is the place in the result."""
 
 _LEGEND = (
-    "star: no work; circle: recomputes; square: copies; diamond: both; open: does not fit; "
+    "star: no extra work; circle: recomputes; square: copies; diamond: both; open: does not fit; "
     "number: settings in one place"
 )
 """Above the plots: the legend is below them, where a low page does not show it."""
@@ -58,7 +58,7 @@ def search_figure(found: SearchResult) -> go.Figure:
     unit_bytes, unit = binary_unit(max(point.peak_allocated_bytes for point in found.points))
     transfer_unit_bytes, transfer_unit = binary_unit(max(1, *(point.transferred_bytes for point in found.points)))
     verdict = (
-        f"ringed: fits with the least work ({len(found.cheapest)}); faint: not on the front"
+        f"ringed: fits with the least extra work ({len(found.cheapest)}); faint: not on the front"
         if found.cheapest
         else nothing_fits_line(found)
     )
@@ -110,7 +110,7 @@ def _draw_points(figure: go.Figure, found: SearchResult, heights: list[float], a
         mode="lines",
         line={"color": INK, "width": 1.5, "shape": "vh"},
         yaxis=axis,
-        name="front of this work alone",
+        name="front, counting this extra work alone",
         hoverinfo="skip",
         legendgroup="line",
         showlegend=axis == "y",
@@ -161,7 +161,7 @@ def _draw_points(figure: go.Figure, found: SearchResult, heights: list[float], a
         mode="markers",
         marker={"symbol": "circle-open", "size": 18, "color": INK, "line": {"width": 2}},
         yaxis=axis,
-        name="fits with the least work",
+        name="fits with the least extra work",
         legendgroup="cheapest",
         showlegend=axis == "y" and bool(cheapest),
         hoverinfo="skip",

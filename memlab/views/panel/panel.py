@@ -124,8 +124,8 @@ def panel(lab: LabLike, *, predict: bool = True) -> Panel:
 
     Args:
         lab: An open lab. Steps that cells took are in the table too.
-        predict: Whether each change of a control is predicted, as long as the panel's switch is not turned. Next to a
-            live lab, a process of its own predicts; a simulated lab takes the step at once.
+        predict: Whether the panel predicts each change of a control at first; its switch changes this later. Next to a
+            live lab, another process predicts; a simulated lab takes the step at once.
 
     Returns:
         The same panel for the same lab, so that a cell that runs again shows the panel that it showed.

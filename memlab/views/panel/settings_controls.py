@@ -60,7 +60,8 @@ _TOOLTIPS = {
     "min_offloaded_tensor_size": "The smallest saved tensor that is copied to the host, in elements; it matters "
     "only if a "
     "module is ticked",
-    "activation_offload_fraction": "Share of the groups of the ticked modules that are copied to the host, from 0 to 1",
+    "activation_offload_fraction": "Share of the groups of the ticked modules that are copied to the host, from 0 to "
+    "1; a group is what a module saves in one layer",
     "delta_offload_bytes_across_pp_ranks": "How many more bytes each pipeline stage keeps on the device than "
     "the stage before it",
     "fine_grained_offloading_max_inflight_offloads": "How many copies to the host, per offload module, may still be in "

@@ -43,11 +43,11 @@ def job_table(job: Job) -> str:
 
 
 def lines_for(framework_name: str, scenario: Scenario, settings: MemorySettings, source: Job | None = None) -> str:
-    """Returns the lines to paste into a framework's job, after what the framework cannot say."""
+    """Returns the lines to paste into a framework's job, after what the framework cannot express."""
     done = written(framework_name, scenario, settings, source=source)
     is_change = source is not None and source.framework == framework_name
     title = "lines to change in the job" if is_change else "lines of the job"
-    unsaid = [f"# {framework_name} cannot say {name}: {reason}" for name, reason in done.unsaid.items()]
+    unsaid = [f"# {framework_name} cannot express {name}: {reason}" for name, reason in done.unsaid.items()]
     lines = done.lines or ("# nothing: the job has these settings already",)
     return "\n".join([f"# {title}, for {framework_name}:", *unsaid, *lines])
 

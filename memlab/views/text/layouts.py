@@ -33,11 +33,12 @@ def layouts_table(found: LayoutSearch) -> str:
     lines += wrapped(
         f"{job.architecture.name}, {job.num_layers} layers, micro-batches of {job.micro_batch_size} x {job.seq_length} "
         f"tokens, {sequences} sequences per step in every layout. {found.num_layouts} layouts follow Megatron's rules: "
-        f"{len(found.fitting)} fit; {found.num_not_fitting} do not, whatever is recomputed; {found.num_too_large} have "
-        f"parameters, gradients, optimizer state and logits that are too large; {found.num_no_better} have sizes "
-        f"that are no smaller than those of a layout that fits without recompute{left}. What the worst rank sends to "
-        "other ranks in a step is counted where the simulated step calls a collective, as a ring passes data on; of "
-        "layouts that recompute the same, those with less tensor, context and pipeline parallelism come first. For all "
-        "settings of a layout, give its sizes as flags."
+        f"{len(found.fitting)} fit; {found.num_not_fitting} do not fit, whatever is recomputed; {found.num_too_large} "
+        f"have parameters, gradients, optimizer state and logits that are too large; {found.num_no_better} have sizes "
+        f"that are no smaller than those of a layout that fits without recompute{left}. The column 'sent to ranks' has "
+        "the bytes that the worst rank sends to other ranks in a step: memlab counts them at each collective that the "
+        "simulated step calls, and assumes that the ranks pass data on in a ring. If two layouts recompute equally "
+        "much, the one with less tensor, context and pipeline parallelism comes first. To search all settings of a "
+        "layout, give its sizes as flags."
     )
     return "\n".join(lines)

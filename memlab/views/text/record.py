@@ -172,7 +172,7 @@ def _allocator_entries(record: StepRecord) -> list[tuple[str, int | None]]:
     entries = (
         ("device, the most that torch reserved", record.peak_reserved_bytes),
         ("device, reserved and unused at the peak", record.unused_reserved_bytes),
-        ("host, pinned memory really held", record.host_reserved_bytes),
+        ("host, pinned memory that torch reserved", record.host_reserved_bytes),
     )
     return [entry for entry in entries if entry[1] is not None]
 
@@ -221,7 +221,7 @@ def _evidence_blocks(failed: OutOfMemory) -> list[Block]:
             "when the allocation failed:",
             f"  {_figures(sizes)}",
             f"  allocated, by category: {_figures(failed.alive_by_category)}",
-            *([f"  most of the step's own: {_figures(modules)}"] if modules else []),
+            *([f"  allocated in this step, the largest modules: {_figures(modules)}"] if modules else []),
         ]
     ]
 

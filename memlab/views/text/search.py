@@ -97,8 +97,8 @@ def front_line(found: SearchResult) -> str:
     """Says what makes a setting part of the front."""
     text = "no other is at least as good on all three: allocated peak, recomputed FLOPs per token, bytes transferred"
     if found.resolution_bytes > 1:
-        step = format_bytes(found.resolution_bytes)
-        text += f"; peaks count in steps of {step} from the limit, and two within one step are equal"
+        size = format_bytes(found.resolution_bytes)
+        text += f"; two peaks are equal if they are in the same interval of {size}, counted from the limit"
     return text
 
 
