@@ -165,7 +165,7 @@ def _spike(estimate: StepEstimate, suggestion: Suggestion | None) -> _Found:
 
 
 def _micro_batch_tokens(record: StepRecord) -> int:
-    return record.scenario.tokens_per_step // record.scenario.num_microbatches
+    return record.scenario.seq_length * record.scenario.micro_batch_size
 
 
 def _capacity(estimate: StepEstimate, least: Suggestion | None) -> tuple[Verdict, str]:

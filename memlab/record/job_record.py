@@ -35,11 +35,10 @@ class JobRecord(StepRecord):
         losses = [record.loss for record in ranks if record.loss is not None]
         seconds = max(record.step_seconds for record in ranks)
         scenario, is_timed = worst.scenario, any(record.tokens_per_second for record in ranks) and not early
-        tokens = scenario.tokens_per_step * scenario.layout.data_parallel_size
         values |= {
             "loss": sum(losses) / len(losses) if losses and not early else None,
             "step_seconds": seconds,
-            "tokens_per_second": tokens / seconds if is_timed else 0.0,
+            "tokens_per_second": scenario.tokens_per_step / seconds if is_timed else 0.0,
         }
         if worst.status != "ok":
             values["message"] = f"rank {scenario.layout.rank}: {worst.message}"

@@ -146,6 +146,10 @@ def test_a_longer_batch_than_the_one_that_fitted_is_a_spike() -> None:
     assert judged.verdict == "spike"
     assert "4,096 tokens" in judged.evidence and "1,024 tokens fitted, and added 10.000 GiB" in judged.evidence
     assert judged.suggestion is None and "limit the length of the longest batch" in judged.advice
+    copies = {"layout": Layout(data_parallel_size=2), "num_microbatches": 3}
+    of_copies = replace(shorter, scenario=scenario(seq_length=1024, **copies))
+    refused_copy = replace(refused({}), scenario=scenario(**copies))
+    assert verdict_of(refused_copy, [of_copies]).evidence == judged.evidence, "a micro-batch is one copy's"
     too_large = replace(shorter, peak_allocated_bytes=79 * GIB)
     assert verdict_of(refused({}), [too_large]).verdict == "capacity"
 

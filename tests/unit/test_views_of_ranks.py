@@ -106,6 +106,13 @@ def test_a_job_that_ran_out_of_memory_names_the_rank_and_those_without_a_record(
     assert list(totals(view.figure)) == [1, 2]
 
 
+def test_a_job_trains_on_the_tokens_of_all_copies_in_the_time_of_its_slowest_rank() -> None:
+    ranks = job_of(MIXED).ranks
+    job = JobRecord.of([replace(record, step_seconds=0.1 + record.scenario.layout.rank) for record in ranks])
+    assert job.step_seconds == pytest.approx(7.1)
+    assert job.tokens_per_second == pytest.approx(2 * 2 * 4096 / 7.1), "two copies, two micro-batches of 4096 tokens"
+
+
 def test_two_settings_of_a_job_are_compared_rank_by_rank() -> None:
     plain, full = job_of(STAGES), job_of(STAGES, FULL)
     full = JobRecord.of([replace(record, peak_allocated_bytes=10 * GIB) for record in full.ranks])
