@@ -139,13 +139,10 @@ def basis_of(scenario: Scenario, backend: str = "simulated", *, is_measured: boo
     if backend == "cpu":
         routing = f" with {scenario.routing} routing" if scenario.architecture.is_moe else ""
         return f"a step that was predicted for this CPU{routing}; it says nothing about a GPU"
-    needed = f"needed up to {measured_margin(scenario):.1%} more than predicted (rounded up)"
-    if not scenario.architecture.is_moe:
-        return f"a predicted step; on H200s, steps of dense models {needed}"
-    routing = f"a predicted step with {scenario.routing} routing"
-    spread = " spread over ranks" if scenario.layout.expert_model_parallel_size > 1 else ""
-    several = ", with several micro-batches," if spread and scenario.num_microbatches > 1 else ""
-    return f"{routing}; on H200s, steps of models with experts{spread}{several} {needed}"
+    margin = measured_margin(scenario)
+    routing = f" with {scenario.routing} routing" if scenario.architecture.is_moe else ""
+    needed = f"{margin.steps} needed up to {margin.share:.1%} more than predicted (rounded up)"
+    return f"a predicted step{routing}; {needed}"
 
 
 class FitInterrupted(KeyboardInterrupt):

@@ -2,34 +2,56 @@
 
 This is the only place that has these shares. They are measurements and not guarantees: of one kind of GPU, and of the
 two families of models that memlab knows. Each is the largest of the limits in ``labs/results/h200_limits.jsonl``
-(`benchmarks/fit_boundary.py`), rounded up.
+(`benchmarks/fit_boundary.py`), rounded up, but for the one of FP8, whose steps are in
+``labs/results/h100x2_fp8_steps.jsonl``.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from memlab.config.scenario import Scenario
 
-MARGIN_WITHOUT_EXPERTS = 0.001
+
+class Margin(NamedTuple):
+    """What real steps needed more than predicted."""
+
+    share: float
+    """Of the predicted need."""
+    steps: str
+    """Which steps these were, and on which GPUs, in words."""
+
+
+MARGIN_WITHOUT_EXPERTS = Margin(0.001, "on H200s, steps of dense models")
 """The smallest limit of torch's allocator with which steps of phi-4 completed on H200s was up to 0.1 % higher than
 predicted, on one rank, with two pipeline stages, and with tensor parallelism."""
-MARGIN_WITH_EXPERTS = 0.003
+MARGIN_WITH_EXPERTS = Margin(0.003, "on H200s, steps of models with experts")
 """The same of Qwen3-30B-A3B with all experts on one rank."""
-MARGIN_WITH_SPREAD_EXPERTS = 0.007
+MARGIN_WITH_SPREAD_EXPERTS = Margin(0.007, "on H200s, steps of models with experts spread over ranks")
 """The same with experts spread over two ranks, and one micro-batch in a step. The experts of each layer get another
 number of rows, so that a block that one layer has freed may be a little too small for the next."""
-MARGIN_WITH_SPREAD_EXPERTS_AND_MICROBATCHES = 0.085
+MARGIN_WITH_SPREAD_EXPERTS_AND_MICROBATCHES = Margin(
+    0.085, "on H200s, steps of models with experts spread over ranks, with several micro-batches,"
+)
 """The same with three micro-batches. Whether the freed blocks are large enough for later micro-batches depends on the
 router: of five random routings, three were predicted to need 8 % more than the other two, as the real one did."""
+MARGIN_WITH_GATHERED_FP8 = Margin(0.012, "on H100s, steps of a dense model in FP8 with tensor parallelism")
+"""Steps of phi-4 in FP8 blockwise on two H100s reserved up to 1.13 % more at their peaks than predicted. torch keeps
+tensors of the FP8 gathers until a later collective (`labs/LOG.md`, 2026-11-24). How many are still there at the peak
+depends on time, so memlab does not predict them. Steps with recompute were not measured."""
 
 
-def measured_margin(scenario: Scenario) -> float:
-    """Returns the share of a predicted need that a real step may need in addition."""
+def measured_margin(scenario: Scenario) -> Margin:
+    """Returns what a real step may need more than predicted."""
     if not scenario.architecture.is_moe:
-        return MARGIN_WITHOUT_EXPERTS
-    if scenario.layout.expert_model_parallel_size == 1:
-        return MARGIN_WITH_EXPERTS
-    several = scenario.num_microbatches > 1
-    return MARGIN_WITH_SPREAD_EXPERTS_AND_MICROBATCHES if several else MARGIN_WITH_SPREAD_EXPERTS
+        margin = MARGIN_WITHOUT_EXPERTS
+    elif scenario.layout.expert_model_parallel_size == 1:
+        margin = MARGIN_WITH_EXPERTS
+    elif scenario.num_microbatches == 1:
+        margin = MARGIN_WITH_SPREAD_EXPERTS
+    else:
+        margin = MARGIN_WITH_SPREAD_EXPERTS_AND_MICROBATCHES
+    return max(margin, MARGIN_WITH_GATHERED_FP8) if _gathers_fp8(scenario) else margin
 
 
 def limit_with_margin(limit_bytes: int, scenario: Scenario) -> int:
@@ -37,4 +59,15 @@ def limit_with_margin(limit_bytes: int, scenario: Scenario) -> int:
 
     Example: of 80 GiB for torch a predicted step with experts on one rank may need 80 / 1.003 = 79.8 GiB.
     """
-    return int(limit_bytes / (1 + measured_margin(scenario)))
+    return int(limit_bytes / (1 + measured_margin(scenario).share))
+
+
+def _gathers_fp8(scenario: Scenario) -> bool:
+    """Whether Transformer Engine gathers FP8 tensors and their scales in one collective.
+
+    See ``_start_all_gather_fp8_blockwise`` and ``_all_gather_mxfp8`` in ``transformer_engine/pytorch/distributed.py``
+    (version 2.12).
+    """
+    state = scenario.state
+    has_scales = state.fp8_format is not None and state.fp8_recipe in ("blockwise", "mxfp8")
+    return has_scales and scenario.layout.tensor_model_parallel_size > 1

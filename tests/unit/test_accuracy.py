@@ -14,6 +14,7 @@ from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.fitting.measured_margin import measured_margin
 from memlab.lab.predictions import predict_measured
 from memlab.record import transfer
 from memlab.record.step_record import StepRecord
@@ -39,6 +40,15 @@ for step in MEASURED:
 def sample(records: list[StepRecord]) -> list[StepRecord]:
     """Plain, and another one. All cases: `benchmarks/accuracy.py`."""
     return [records[0], records[len(records) // 2]]
+
+
+def test_fp8_steps_of_two_ranks_need_no_more_than_the_margin_of_their_verdict() -> None:
+    lines = (STEPS.parent / "h100x2_fp8_steps.jsonl").read_text().splitlines()
+    measured = [StepRecord.from_dict(json.loads(line)) for line in lines]
+    for real, predicted in zip(measured, predict_measured(measured), strict=True):
+        most = 1 + measured_margin(real.scenario).share
+        assert real.peak_allocated_bytes <= most * predicted.peak_allocated_bytes
+        assert real.peak_reserved_bytes <= most * predicted.peak_reserved_bytes
 
 
 @pytest.mark.parametrize("name", [name for name in GROUPS if not name.endswith("rank 0") or "one rank" in name])

@@ -26,6 +26,7 @@ from memlab.config.layout import Layout
 from memlab.config.model_restrictions import check_on_model, checkpoints_moe_layers, without_effect
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.fitting.candidates import added_offload, candidates
 from memlab.fitting.does_it_fit import Fit, Step, judge, judge_fit, transferred_bytes
 from memlab.fitting.measured_margin import MARGIN_WITH_EXPERTS, MARGIN_WITHOUT_EXPERTS, measured_margin
@@ -383,7 +384,7 @@ def test_settings_that_were_not_predicted_are_counted_with_the_reason() -> None:
 def test_a_step_may_fit_where_its_peak_is_within_the_limit_but_not_within_the_limit_less_the_measured_margin() -> None:
     for family, margin in (("qwen3-moe-tiny", MARGIN_WITH_EXPERTS), ("phi-4-tiny", MARGIN_WITHOUT_EXPERTS)):
         record = record_of(None, scenario=Scenario.of(family), peak_allocated_bytes=GIB)
-        limits = (GIB - 1, GIB, int(GIB * (1 + margin)) - 2, int(GIB * (1 + margin)) + 2)
+        limits = (GIB - 1, GIB, int(GIB * (1 + margin.share)) - 2, int(GIB * (1 + margin.share)) + 2)
         found = [judge(record, lambda *_: pytest.fail("no other step is needed"), limit) for limit in limits]
         assert found == ["does not fit", "may fit", "may fit", "fits"]
         on_cpu = [judge(record, lambda *_: pytest.fail("none is needed"), limit, with_margin=False) for limit in limits]
@@ -397,6 +398,15 @@ def test_the_margin_is_wider_where_experts_are_spread_and_micro_batches_follow_e
         for layout, number in ((Layout(), 3), (spread, 1), (spread, 3))
     ]
     assert margins == sorted(set(margins))
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_the_margin_is_wider_where_fp8_tensors_are_gathered_over_ranks(recipe: str) -> None:
+    state = TrainingState(fp8_format="e4m3", fp8_recipe=recipe)
+    over_ranks = Layout(tensor_model_parallel_size=2)
+    wide = measured_margin(Scenario.of("phi-4", layout=over_ranks, state=state))
+    for narrow in ({"state": state}, {"layout": over_ranks}):
+        assert measured_margin(Scenario.of("phi-4", **narrow)) == MARGIN_WITHOUT_EXPERTS < wide
 
 
 def test_a_verdict_that_more_memory_outside_torch_would_change_says_so() -> None:

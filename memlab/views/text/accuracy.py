@@ -97,7 +97,7 @@ def limits_page(limits: Sequence[tuple[Limit, Limit]]) -> str:
     ]
     num_too_low = 0
     for measured, predicted in limits:
-        said_from = predicted.fits_bytes * (1 + measured_margin(measured.scenario))
+        said_from = predicted.fits_bytes * (1 + measured_margin(measured.scenario).share)
         is_too_low = said_from <= measured.fails_bytes
         num_too_low += is_too_low
         cells = (
