@@ -7,12 +7,11 @@ Read in Transformer Engine 2.12.0 (``assert_dim_for_fp8_exec`` and ``assert_dim_
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
+from memlab.config.architectures import Architecture
+from memlab.config.layout import Layout
 from memlab.config.settings import MemorySettings
-
-if TYPE_CHECKING:
-    from memlab.config.scenario import Scenario
+from memlab.config.training_state import TrainingState
 
 _ROWS, _WIDTH = 8, 16
 """What rows and columns of a matrix in FP8 must divide by; cuBLAS reads the transposed matrix in rows of 16 bytes."""
@@ -21,51 +20,51 @@ _GATHERED_BLOCK = {"blockwise": 128, "mxfp8": _MX_BLOCK}
 """What a rank's part of a matrix must divide by to be gathered in FP8, by recipe."""
 
 
-def check_fp8(scenario: Scenario) -> None:
-    """Checks dtype and sizes of a scenario with FP8.
+def check_fp8(
+    state: TrainingState, architecture: Architecture, layout: Layout, *, dtype: str, tokens_of_rank: int
+) -> None:
+    """Checks dtype and sizes of a scenario with FP8; its arguments are the scenario's.
 
     Raises:
         ValueError: If Transformer Engine cannot multiply one of the matrices in FP8.
     """
-    state = scenario.state
     if state.fp8_format is None:
         return
-    if scenario.dtype != "bf16":
+    if dtype != "bf16":
         raise ValueError(
-            f"dtype is {scenario.dtype!r}, must be 'bf16' with fp8_format {state.fp8_format!r}, because the products "
+            f"dtype is {dtype!r}, must be 'bf16' with fp8_format {state.fp8_format!r}, because the products "
             "of FP8 matrices are stored in bf16: choose dtype 'bf16', or leave fp8_format out"
         )
-    multiple = _multiple_of_sizes(scenario)
-    for name, size in _sizes(scenario).items():
+    multiple = _multiple_of_sizes(state)
+    for name, size in _sizes(architecture, layout).items():
         if size % multiple:
             raise ValueError(
                 f"{name} is {size}, must be a multiple of {multiple} under fp8_recipe {state.fp8_recipe!r}: choose "
                 "another model or layout, or leave fp8_format out"
             )
-    own, required = scenario.tokens_of_rank, required_multiple_of_tokens(scenario)
-    if own % required:
+    required = required_multiple_of_tokens(state, layout)
+    if tokens_of_rank % required:
         raise ValueError(
-            f"a rank holds {own} tokens of a micro-batch, must be a multiple of {required} under fp8_recipe "
+            f"a rank holds {tokens_of_rank} tokens of a micro-batch, must be a multiple of {required} under fp8_recipe "
             f"{state.fp8_recipe!r}: change seq_length or micro_batch_size, or leave fp8_format out"
         )
 
 
-def required_multiple_of_tokens(scenario: Scenario) -> int:
+def required_multiple_of_tokens(state: TrainingState, layout: Layout) -> int:
     """Returns what the tokens that a rank holds of a micro-batch must be a multiple of; 1 without FP8."""
-    if scenario.state.fp8_format is None:
+    if state.fp8_format is None:
         return 1
-    ranks, multiple = scenario.layout.tensor_model_parallel_size, _multiple_of_sizes(scenario)
-    part = _GATHERED_BLOCK.get(scenario.state.fp8_recipe, _ROWS) if ranks > 1 else multiple
+    ranks, multiple = layout.tensor_model_parallel_size, _multiple_of_sizes(state)
+    part = _GATHERED_BLOCK.get(state.fp8_recipe, _ROWS) if ranks > 1 else multiple
     return math.lcm(part, multiple // math.gcd(multiple, ranks))
 
 
-def _multiple_of_sizes(scenario: Scenario) -> int:
-    return _MX_BLOCK if scenario.state.fp8_recipe == "mxfp8" else _WIDTH
+def _multiple_of_sizes(state: TrainingState) -> int:
+    return _MX_BLOCK if state.fp8_recipe == "mxfp8" else _WIDTH
 
 
-def _sizes(scenario: Scenario) -> dict[str, int]:
+def _sizes(model: Architecture, layout: Layout) -> dict[str, int]:
     """Returns the sizes of one rank's weight matrices by their names."""
-    model, layout = scenario.architecture, scenario.layout
     ranks = layout.tensor_model_parallel_size
     heads = model.num_attention_heads + 2 * model.num_query_groups
     sizes = {
@@ -83,7 +82,7 @@ _OFFLOADS_A_WEIGHT = ("qkv_linear", "attn_proj", "expert_fc1")
 """Offload modules with a linear inside, which saves its weight in FP8 for backward."""
 
 
-def check_fp8_settings(settings: MemorySettings, scenario: Scenario) -> None:
+def check_fp8_settings(settings: MemorySettings, state: TrainingState) -> None:
     """Checks memory settings against FP8.
 
     Raises:
@@ -91,7 +90,6 @@ def check_fp8_settings(settings: MemorySettings, scenario: Scenario) -> None:
             remedy acts on Megatron's checkpoints, which FP8 replaces by TE's; or if Megatron would offload a weight in
             FP8: it comes back in bf16, and TE's matrix product fails (seen on an H200).
     """
-    state = scenario.state
     if state.fp8_format is None:
         return
     if state.fp8_recipe == "delayed":

@@ -44,7 +44,7 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
             than the model has, if the FP8 recipe refuses a module, if full recompute is combined with offload modules
             on pipeline stages, or if the installed megatron-core does not have a setting.
     """
-    check_fp8_settings(settings, scenario)
+    check_fp8_settings(settings, scenario.state)
     _check_megatron(settings)
     architecture, layers = scenario.architecture, scenario.layers_of_chunks
     num_layers = max(layers)

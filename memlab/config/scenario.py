@@ -116,7 +116,7 @@ class Scenario:
         self._check_experts()
         self._check_attention()
         self._check_packing()
-        check_fp8(self)
+        check_fp8(self.state, self.architecture, self.layout, dtype=self.dtype, tokens_of_rank=self.tokens_of_rank)
 
     def _check_attention(self) -> None:
         backend, ranks = self.state.attention_backend, self.layout.context_parallel_size

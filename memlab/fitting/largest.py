@@ -148,7 +148,7 @@ def unit_of(what: What, scenario: Scenario) -> int:
     rank has two chunks of a sequence, and under tensor parallelism it shares them.
     """
     tensor, context = scenario.layout.tensor_model_parallel_size, scenario.layout.context_parallel_size
-    of_rank = required_multiple_of_tokens(scenario)
+    of_rank = required_multiple_of_tokens(scenario.state, scenario.layout)
     if what == "micro-batch-size":
         return of_rank // math.gcd(of_rank, scenario.seq_length // (tensor * context))
     if what == "seq-length":
