@@ -178,6 +178,7 @@ FOLLOWED = [
     'X=$(awk -F\'(\' \'{print $2}\' /dev/null)\nY=$(echo "(")Z=\nA=$(cat <<\'EOF\'\nit\'s (b\nEOF\n)\nB=$(echo \')\' # it\'s (\n)\nC=$(case x in x) echo 1;; esac)\ntrain yes',
     'train $\'a\\tb\\\'c\' $"d e" "$\'x\'" $[1+2] "\\`x\\`" "\\\\$(( 1 + 1 ))"',
     'A=x; train "\\\\$A" "\\$A" "a\\b"',
+    'A=$(grep "x$" "${C+$"y)"}")\nB=${C:-"y$"} D="${C:-"z$"}"\ntrain "$B" $D',
     'train {core_attn,mlp} a{1..3}b {03..1} "{a,b}" {a} x{a,b}{c,d}',
     'A=({a,b} c)\nfor i in {1..3}; do A+=($i); done\ntrain "${A[@]}" "${A[*]}" "$*" "${#A[@]}"',
     'f() { train "$*" $* "$@"; }\nf "a b" c',
