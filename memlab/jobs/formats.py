@@ -14,6 +14,7 @@ from memlab.jobs.entries import UNKNOWN, Entries, lines_of, parse_scalar
 from memlab.jobs.frameworks.framework import Framework
 from memlab.jobs.frameworks.registry import framework_named
 from memlab.jobs.shell.script import Command, Script, read_script
+from memlab.jobs.shell.variables import OwnArguments
 from memlab.jobs.yaml_tree import Node, flat, read_yaml, resolve
 
 _MOST_BYTES = 8 * 2**20
@@ -238,7 +239,7 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
     entries = Entries(warnings=list(script.warnings))
     command = _chosen(script, found, entries.warnings)
     if command is not None:
-        framework, words = framework_named(found), command.words[1:]
+        framework, words = framework_named(found), _without_own_arguments(command, entries.warnings)
         if framework.style == "flags":
             read_flags(words, entries, framework.is_switch)
         else:
@@ -249,6 +250,17 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
     if not entries.by_key:
         raise ValueError(f"{path.name} has no arguments of {found}{cause}: {_ACTION}")
     return found, entries
+
+
+def _without_own_arguments(command: Command, warnings: list[str]) -> list[tuple[str, int]]:
+    """Returns the words after the program, and warns where those of the script's own start would stand."""
+    own = [line for word, line in command.words if isinstance(word, OwnArguments)]
+    if own:
+        warnings.append(
+            f"{lines_of(own)}: $@ stands for what the script is started with, which memlab does not see: give what "
+            "matters with --set KEY=VALUE"
+        )
+    return [(word, line) for word, line in command.words[1:] if not isinstance(word, OwnArguments)]
 
 
 def _take_configuration(words: list[tuple[str, int]], path: Path, framework: Framework, entries: Entries) -> None:

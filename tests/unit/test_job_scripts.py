@@ -180,7 +180,7 @@ FOLLOWED = [
     'A=x; train "\\\\$A" "\\$A" "a\\b"',
     'A=$(grep "x$" "${C+$"y)"}")\nB=${C:-"y$"} D="${C:-"z$"}"\ntrain "$B" $D',
     'train {core_attn,mlp} a{1..3}b {03..1} "{a,b}" {a} x{a,b}{c,d}',
-    'A=({a,b} c)\nfor i in {1..3}; do A+=($i); done\ntrain "${A[@]}" "${A[*]}" "$*" "${#A[@]}"',
+    'set --\nA=({a,b} c)\nfor i in {1..3}; do A+=($i); done\ntrain "${A[@]}" "${A[*]}" "$*" "${#A[@]}"',
     'f() { train "$*" $* "$@"; }\nf "a b" c',
     'train ${A:-"b c"} ${A:-a\\ b} ${A:-a b} "${A:-\'d\'}" "${A:-"e f"}" ${A:-\'g h\'} "${A:-}" ${A:-}',
     'B=(1 "2 3")\ntrain "${X:-${B[@]}}" "${B[@]+"${B[@]}"}" ${B[@]:1} "${B[@]:0:1}" ${X[@]+"${X[@]}"} "${X+"x y"}"',

@@ -670,6 +670,30 @@ def test_words_that_only_a_run_shows_change_no_other_flag(flags: str, warnings: 
     assert "\\u0000" not in json.dumps(job.to_dict())
 
 
+OWN = "$@ stands for what the script is started with, which memlab does not see: give what matters with --set KEY=VALUE"
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "warnings"),
+    [
+        (f"{TRAIN} \\\n --tensor-model-parallel-size 2 \\\n $@", 2, [f"line 3: {OWN}"]),
+        (f'EXTRA=(\n "$@"\n)\n{TRAIN} "${{EXTRA[@]}}" --tensor-model-parallel-size 2', 2, [f"line 2: {OWN}"]),
+        (f'train() {{ {TRAIN} "$@"; }}\nmain() {{ train --tensor-model-parallel-size 2 "$@"; }}\nmain "$@"', 2, [f"line 2: {OWN}"]),
+        (f'set -- --tensor-model-parallel-size 2 "$@"\n{TRAIN} "$@"', 2, [f"line 1: {OWN}"]),
+        (f'train() {{ {TRAIN} "$@"; }}\ntrain --tensor-model-parallel-size 2', 2, []),
+        # Functions and commands that are no part of the job, and a function that has a value without an argument.
+        (f'log() {{ echo "$@"; }}\nlog "$@"; echo $*; python prepare.py "$@"\n{TRAIN}', 1, []),
+        (f'main() {{ {TRAIN} --tensor-model-parallel-size ${{1:-2}}; }}\nmain "$@"', 2, []),
+    ],
+)  # fmt: skip
+def test_what_a_script_is_started_with_is_said_where_its_job_takes_it(
+    text: str, size: int, warnings: list[str], tmp_path: Path
+) -> None:
+    job = Job.read(write(tmp_path, "run.sh", text))
+    assert job.required()[0].layout.tensor_model_parallel_size == size
+    assert [one for one in job.warnings if "started with" in one] == warnings == list(job.warnings)
+
+
 def test_overrides_that_only_a_run_shows_are_said(tmp_path: Path) -> None:
     text = f"$RUN python3 -m verl.trainer.main_ppo {ACTOR}.ppo_micro_batch_size_per_gpu=1 actor_rollout_ref.model.path=phi-4 unknown.key=$X actor_rollout_ref.model.lora_rank=$RANK "
     job = Job.read(write(tmp_path, "run.sh", f'{text} "$MORE" $(cat extra)'), version="2026-08-20")

@@ -21,7 +21,15 @@ from typing import Any
 from memlab.jobs.entries import UNKNOWN, UNKNOWN_WORDS
 from memlab.jobs.shell import syntax
 from memlab.jobs.shell.conditions import Operand, both, decide, either, matches, negated
-from memlab.jobs.shell.variables import ASSIGNMENT, Element, Value, Variables, after, is_assignment
+from memlab.jobs.shell.variables import (
+    ASSIGNMENT,
+    OwnArguments,
+    Value,
+    Variables,
+    after,
+    element_of,
+    is_assignment,
+)
 from memlab.jobs.shell.words import NAME_ONLY, Piece, Word
 
 _DECLARING = {"export", "declare", "local", "readonly", "typeset"}
@@ -290,7 +298,7 @@ class _Reader(Variables):
             if match and word.elements is None and not match[2]:
                 environment[match[1]] = self.chosen(match[1], self.one(after(word, match.end())))
         expanded = [
-            (text, getattr(text, "line", word.line))
+            (text, element_of(text, word.line).line)
             for word in words
             if word.elements is None
             for text in self.words(word)
@@ -321,9 +329,10 @@ class _Reader(Variables):
 
     def _execute(self, words: list[tuple[str, int]], environment: dict[str, str]) -> bool | None:
         name = words[0][0]
-        arguments: list[str] = [Element(text, at) for text, at in words[1:]]
+        arguments: list[str] = [element_of(text, at) for text, at in words[1:]]
         if name in self.functions:
-            return self._call(name, arguments, environment)
+            is_own = len(arguments) == 1 and isinstance(arguments[0], OwnArguments)
+            return self._call(name, None if is_own else arguments, environment)
         builtin = _BUILTINS.get(name)
         if builtin is not None:
             with self._temporarily(environment if name in _FOLLOWING else {}):
@@ -367,7 +376,7 @@ class _Reader(Variables):
                 self.record(name)
                 self.restore(name, old)
 
-    def _call(self, name: str, arguments: list[str], environment: dict[str, str]) -> bool | None:
+    def _call(self, name: str, arguments: list[str] | None, environment: dict[str, str]) -> bool | None:
         if any(name == other for other, _ in self.calls):
             self.warn(f"the function {name} calls itself, which memlab does not follow")
             return None
