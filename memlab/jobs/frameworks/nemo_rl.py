@@ -237,7 +237,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
 
 
 def cannot_write(settings: MemorySettings) -> dict[str, str]:
-    """Names what NeMo-RL cannot say of these settings."""
+    """Names what NeMo-RL cannot express of these settings."""
     reasons = {}
     if settings.recompute_granularity == "full" and (settings.recompute_method, settings.recompute_num_layers) != (
         "uniform",

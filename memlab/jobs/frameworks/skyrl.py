@@ -145,7 +145,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
 
 
 def cannot_write(settings: MemorySettings) -> dict[str, str]:
-    """Names what SkyRL cannot say of these settings."""
+    """Names what SkyRL cannot express of these settings."""
     reasons = {}
     if settings.offload_gradients != settings.offload_parameters:
         reasons["offload_gradients"] = "SkyRL offloads gradients where it offloads parameters"

@@ -197,7 +197,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
 
 
 def cannot_write(settings: MemorySettings) -> dict[str, str]:
-    """Names what slime cannot say of these settings."""
+    """Names what slime cannot express of these settings."""
     moved = {settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer}
     reason = "slime offloads parameters, gradients and optimizer together, or nothing"
     return {"offload_parameters": reason} if len(moved) > 1 else {}

@@ -1,6 +1,6 @@
 """The variables of a shell script that is followed, and what the shell makes of words with them.
 
-A value that only a run of the script would show is `UNKNOWN`.
+A value that is known only when the job runs is `UNKNOWN`.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Variables:
             self.used.add(name)
             return
         if name == "IFS":
-            self.warn("IFS is set, and memlab splits at blanks all the same")
+            self.warn("the script sets IFS, but memlab still splits words at blanks")
         self.record(name)
         self.restore(name, value)
 
@@ -156,7 +156,10 @@ class Variables:
         self.charge([], len(values))
         index = self.arithmetic(match[2][1:-1])
         if not index.isdecimal() or int(index) > len(values) or any(UNKNOWN in text for text in values):
-            self.warn(f"an element of {name} is set that memlab cannot follow: {name} is unknown from here on")
+            self.warn(
+                f"memlab cannot follow how the script sets an element of {name}, so {name} is unknown from here on: "
+                f"give it with --set {name}=VALUE"
+            )
             self.set(name, UNKNOWN)
             return
         before = values[int(index)] if match[3] and int(index) < len(values) else ""
