@@ -155,7 +155,7 @@ _ALLOCATOR = re.compile(r'"PYTORCH_(?:CUDA_)?ALLOC_CONF"\s*:\s*"([^"]{0,500})"')
 
 
 def _longest_sequence(reading: Reading) -> int | None:
-    """Returns the tokens of the longest prompt with its response, as far as the file says it."""
+    """Returns the tokens of the longest prompt with its response, as far as the file gives them."""
     prompt, response, context = (reading.values.pop(f"{name}_length") for name in ("prompt", "response", "context"))
     together = (prompt or 0) + (response or 0)
     if prompt and response:

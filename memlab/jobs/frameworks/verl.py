@@ -252,7 +252,7 @@ VERL = Framework(
         "offload_optimizer_except_update": "verl loads the optimizer state before the step",
         "manual_gc": "verl has no such key",
         "loss": "verl's actor trains with log-probabilities",
-        "logprobs_chunk_size": "verl computes log-probabilities of a whole micro-batch",
+        "logprobs_chunk_size": "verl computes log-probabilities of a whole micro-batch at once",
     },
     render=hydra_lines,
     configurations=("ppo_megatron_trainer",),
