@@ -63,13 +63,13 @@ def read_flags(
 
 
 def _warn_of_unread(entries: Entries, unread: list[tuple[str, int]]) -> None:
-    """Warns of words that only a run shows, each with the flag before it and the line."""
+    """Warns of words that are known only when the job runs, each with the flag before it and the line."""
     if not unread:
         return
     names = ", ".join(dict.fromkeys(flag for flag, _ in unread if flag))
     entries.warnings.append(
-        f"{lines_of(line for _, line in unread)}: {f'after {names} ' if names else ''}the script has words that only a "
-        "run shows, and memlab reads no arguments there: give those that matter with --set KEY=VALUE"
+        f"{lines_of(line for _, line in unread)}: {f'after {names} ' if names else ''}the script has words that are "
+        "known only when the job runs, and memlab reads no arguments there: give those that matter with --set KEY=VALUE"
     )
 
 
@@ -87,7 +87,7 @@ def read_overrides(words: Iterable[tuple[str, int]], entries: Entries) -> None:
         elif deletion := _DELETION.fullmatch(word):
             entries.by_key.pop(deletion[1], None)
             entries.warnings.append(
-                f"line {line}: ~{deletion[1]} deletes a key, in whose place memlab takes the framework's default: give "
+                f"line {line}: ~{deletion[1]} deletes a key, and memlab takes the framework's default for it: give "
                 f"another value with --set {deletion[1]}=VALUE"
             )
     _warn_of_unread(entries, unread)

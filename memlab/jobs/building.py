@@ -48,7 +48,9 @@ def layout_of(reading: Reading, architecture: Architecture) -> Layout:
     per_copy = tensor * context * pipeline
     world_size = reading.values.get("world_size")
     if min(tensor, context, pipeline, world_size or 1) < 1:
-        raise CannotStartError(f"a size of the layout is below 1: {sizes}")
+        given = {**sizes, "world_size": world_size or 1}
+        small = ", ".join(f"{name} {size}" for name, size in given.items() if size < 1)
+        raise CannotStartError(f"the layout has {small}, must have sizes of at least 1: give larger ones")
     if world_size is None:
         experts = sizes.get("expert_model_parallel_size", 1) * (sizes.get("expert_tensor_parallel_size") or tensor)
         world_size = math.lcm(per_copy, experts * pipeline) if architecture.is_moe else per_copy
@@ -100,7 +102,8 @@ def _count_ends_as_layers(reading: Reading, num_layers: int) -> None:
     layout = [one for one in reading.not_modelled if one.key.rpartition(".")[2] == "pipeline_model_parallel_layout"]
     if stages > 1 and layout:
         raise ValueError(
-            f"{layout[0].key} ({layout[0].place}) gives stages layers one by one, which memlab does not model"
+            f"{layout[0].key} ({layout[0].place}) gives each stage its layers one by one, which memlab does not model: "
+            f"give --set {layout[0].key}=null to predict stages of equal size"
         )
     if stages <= 1 or not counted:
         return
@@ -112,8 +115,8 @@ def _count_ends_as_layers(reading: Reading, num_layers: int) -> None:
     together = num_layers + len(counted)
     if together % (stages * chunks):
         raise CannotStartError(
-            f"{num_layers} layers and {len(counted)} more that {keys} counts are {together}, must be a multiple of "
-            f"{stages * chunks} stages and chunks: change one of them"
+            f"the pipeline has {together} layers ({num_layers} of the model, and {len(counted)} for {keys}), must have "
+            f"a multiple of {stages * chunks} (stages {stages} x chunks {chunks}): change one of them"
         )
     if chunks > 1:
         raise ValueError(
@@ -159,12 +162,13 @@ _TURNS = ("microbatch_group_size_per_vp_stage", "microbatch_group_size_per_virtu
 
 
 def _note_turns_of_chunks(reading: Reading, layout: Layout) -> None:
-    """Notes that a stage's chunks take turns after other numbers of micro-batches than memlab's, one per stage."""
+    """Notes that a stage changes to its next chunk after another number of micro-batches than in memlab."""
     stages = layout.pipeline_model_parallel_size
     for key in [key for key in reading.entries.by_key if key.rpartition(".")[2] in _TURNS]:
         given = reading.get(key)
         if layout.virtual_pipeline_model_parallel_size > 1 and given not in (None, stages):
-            reading.miss(key, "either", f"memlab's chunks take turns after {stages} micro-batches, as many as stages")
+            reason = f"in memlab, a stage changes to its next chunk after {stages} micro-batches, one per stage"
+            reading.miss(key, "either", reason)
 
 
 def _num_microbatches(reading: Reading, layout: Layout) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 UNKNOWN = "\0"
-"""Stands for what only a run of the file would show, such as ``$(nproc)``. A text that contains it is unknown."""
+"""Stands for what is known only when the job runs, such as ``$(nproc)``. A text that contains it is unknown."""
 UNKNOWN_WORDS = UNKNOWN * 3
 """Stands for any number of words, also none, as of a ``$(cat options)`` that is not quoted."""
 _WHOLE = re.compile(r"[+-]?[0-9]{1,18}")
@@ -29,7 +29,7 @@ class Entry:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether only a run of the file would show the value."""
+        """Whether the value is known only when the job runs."""
         values = self.value if isinstance(self.value, list) else [self.value]
         return any(isinstance(value, str) and UNKNOWN in value for value in values)
 

@@ -1,4 +1,4 @@
-"""Recognizes whose a job's file is, and reads its keys, in bounded time and memory and without running anything."""
+"""Recognizes the framework of a job's file and reads its keys, in bounded time and memory, without running anything."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from memlab.jobs.entries import UNKNOWN, Entries, lines_of, parse_scalar
 from memlab.jobs.frameworks.framework import Framework
 from memlab.jobs.frameworks.registry import framework_named
 from memlab.jobs.shell.script import Command, Script, read_script
+from memlab.jobs.shell.variables import OwnArguments
 from memlab.jobs.yaml_tree import Node, flat, read_yaml, resolve
 
 _MOST_BYTES = 8 * 2**20
@@ -39,7 +40,7 @@ def read_file(path: Path, variables: dict[str, str], format_name: str | None) ->
     Args:
         path: A file, or a folder in which a framework keeps its resolved configuration.
         variables: Given for a script; the entries' environment has those that it reads or sets.
-        format_name: Whose file it is; None recognizes it.
+        format_name: The framework whose file it is; None recognizes it.
 
     Returns:
         The framework's name, and the keys of the file.
@@ -53,8 +54,8 @@ def read_file(path: Path, variables: dict[str, str], format_name: str | None) ->
         entries = read_argument_block(text, path.name)
         if not is_whole:
             entries.warnings.append(
-                "the log has more than 8 MiB, of which memlab reads the first: a block of arguments of a later start "
-                "is not seen"
+                "the log has more than 8 MiB, and memlab reads only the first 8 MiB: a block of arguments of a later "
+                "start is not seen"
             )
         found = "slime" if "actor_num_nodes" in entries.by_key else "megatron-lm"
         return format_name or found, entries
@@ -79,7 +80,7 @@ def _file_of(path: Path) -> Path:
             for name in _IN_A_FOLDER:
                 if (path / name).is_file():
                     return path / name
-            raise ValueError(f"{path} is a folder without {', '.join(_IN_A_FOLDER)}: give a job's file")
+            raise ValueError(f"{path} is a folder without any of {', '.join(_IN_A_FOLDER)}: give a job's file")
         if not path.is_file():
             what = "is not a file" if path.exists() else "does not exist"
             raise ValueError(f"{shortened(path)} {what}: give a job's file")
@@ -204,8 +205,8 @@ def _with_defaults(root: Node, path: Path, named: list[Path], chain: tuple[Path,
         base = path.parent / text if text else None
         if base is None or base.suffix not in (".yaml", ".yml") or not _is_file(base):
             merged.warnings.append(
-                f"line {name.line}: the defaults {shortened(text or 'of a group')} are not beside the file, so memlab "
-                "takes the framework's own"
+                f"line {name.line}: the defaults {shortened(text) if text else 'of a group'} are not beside the file, "
+                "so memlab takes the framework's own"
             )
             continue
         if base.resolve() in chain:
@@ -238,7 +239,7 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
     entries = Entries(warnings=list(script.warnings))
     command = _chosen(script, found, entries.warnings)
     if command is not None:
-        framework, words = framework_named(found), command.words[1:]
+        framework, words = framework_named(found), _without_own_arguments(command, entries.warnings)
         if framework.style == "flags":
             read_flags(words, entries, framework.is_switch)
         else:
@@ -249,6 +250,17 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
     if not entries.by_key:
         raise ValueError(f"{path.name} has no arguments of {found}{cause}: {_ACTION}")
     return found, entries
+
+
+def _without_own_arguments(command: Command, warnings: list[str]) -> list[tuple[str, int]]:
+    """Returns the words after the program, and warns where those of the script's own start would stand."""
+    own = [line for word, line in command.words if isinstance(word, OwnArguments)]
+    if own:
+        warnings.append(
+            f"{lines_of(own)}: $@ stands for what the script is started with, which memlab does not see: give what "
+            "matters with --set KEY=VALUE"
+        )
+    return [(word, line) for word, line in command.words[1:] if not isinstance(word, OwnArguments)]
 
 
 def _take_configuration(words: list[tuple[str, int]], path: Path, framework: Framework, entries: Entries) -> None:
@@ -298,11 +310,11 @@ def _chosen(script: Script, framework: str, warnings: list[str]) -> Command | No
         warnings.append(
             f"{lines_of(command.line for command in found)}: the script starts {framework if own else 'programs'} with "
             f"{len(found)} different commands; memlab takes the one of line {chosen.line}, which has the most "
-            "arguments: leave the others out of the script if another one is meant"
+            "arguments: if you mean another one, leave this one out of the script"
         )
     if not chosen.is_certain:
         warnings.append(
-            f"line {chosen.line}: memlab cannot decide whether the script runs this command, and takes it all the same"
+            f"line {chosen.line}: memlab cannot decide whether the script runs this command, and reads it nevertheless"
         )
     return chosen
 

@@ -65,14 +65,14 @@ class Job:
 
         Args:
             path: A script, a log, a configuration, or a folder with one.
-            format_name: Whose file it is, one of `FRAMEWORKS`; None recognizes it.
+            format_name: The framework whose file it is, one of `FRAMEWORKS`; None recognizes it.
             overrides: ``key=value`` in the framework's spelling; ``NAME=value`` sets a variable of a script.
-            version: Of the framework, where its defaults depend on it.
-            architecture: Replaces the job's own.
+            version: Version of the framework, if its defaults depend on the version.
+            architecture: Replaces the job's own; None takes what the file says.
             world_size: Ranks of the job; None takes what the file says.
 
         Raises:
-            ValueError: If the file cannot be understood, with the line where that is known.
+            ValueError: If memlab cannot understand the file; the message names the line where it is known.
         """
         try:
             return cls._read(Path(path), format_name, overrides, version, architecture, world_size)
@@ -212,10 +212,10 @@ def _built(
             continue
         if key in reading.known or entry.value in ({}, None):
             without_effect.setdefault(
-                key, "with this value, or without another key, it changes nothing in memlab's figures"
+                key, "the key has no effect with this value, or without another key that the job does not set"
             )
         elif framework.ignores(key):
-            without_effect.setdefault(key, "it does not concern the memory of a training step")
+            without_effect.setdefault(key, "the key does not concern the memory of a training step")
         else:
             reading.not_modelled.append(
                 NotModelled(key, entry.value, "unknown", "memlab does not know this key", entry.place)

@@ -46,8 +46,8 @@ def architecture_named(name: str, folder: Path) -> Architecture:
     if (known := published_architecture(name)) is not None:
         return known
     raise ValueError(
-        f"the model is {shortened(name)}, which memlab does not model by this name: it models "
-        f"{', '.join(ARCHITECTURES)}; give --architecture with one of them, or with the path of its config.json"
+        f"the model is {shortened(name)}, a name that memlab does not know: it models {', '.join(ARCHITECTURES)}; give "
+        "--architecture with one of these, or with the path of the model's config.json"
     )
 
 

@@ -1,4 +1,4 @@
-"""Writes a job for a framework: the lines to paste, and what the framework cannot say."""
+"""Writes a job for a framework: the lines to paste, and what the framework cannot express."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Written:
     lines: tuple[str, ...]
     """To paste into the framework's script or configuration."""
     unsaid: dict[str, str]
-    """Fields of memlab that the framework cannot say, each with the reason."""
+    """Fields of memlab that the framework cannot express, each with the reason."""
 
 
 def written(framework_name: str, scenario: Scenario, settings: MemorySettings, *, source: Job | None = None) -> Written:
@@ -69,9 +69,9 @@ def _values(framework: Framework, composed: dict[str, Any]) -> dict[str, Any]:
 
 
 def _changes(framework: Framework, source: Job, composed: dict[str, Any], changed: list[str]) -> dict[str, Any]:
-    """Returns the values by key that change fields of a job: of the keys by which its file says them, or of the first.
+    """Returns the values by key that change fields of a job: of the keys by which its file sets them, or of the first.
 
-    A key that says what the job shall not have is `ABSENT` where the framework leaves keys out, else None.
+    A key that the job shall not have any more is `ABSENT` where the framework leaves keys out, else None.
     """
     first = _first_keys(framework)
     given = {(one.field, one.key) for one in source.taken if one.place != "default"}
@@ -120,12 +120,12 @@ def _fields(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
 
 
 def unsaid(framework: Framework, scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
-    """Names what a framework cannot say of a job, each with the reason."""
+    """Names what a framework cannot express of a job, each with the reason."""
     changed = _changed(framework, scenario, settings)
     reasons = {name: reason for name, reason in framework.cannot_write.items() if name in changed}
     reasons |= framework.cannot_write_of(settings)
     if scenario.packed_sequences is not None and not framework.packs(scenario):
-        reasons["packed_sequences"] = f"{framework.title} has no key for so many sequences of a row"
+        reasons["packed_sequences"] = f"{framework.title} has no key for this number of sequences in a row"
     if scenario.routing != Routing():
         reasons["routing"] = "a router decides where tokens go"
     if scenario.expert_buffers:
@@ -139,7 +139,7 @@ def unsaid(framework: Framework, scenario: Scenario, settings: MemorySettings) -
 
 
 def _changed(framework: Framework, scenario: Scenario, settings: MemorySettings) -> set[str]:
-    """Names the fields that a framework has to say: those with another value than it takes by itself."""
+    """Names the fields that a framework has to express: those with another value than it takes by itself."""
     changed = {*settings.changed(), *scenario.state.changed()} - framework.fixed.keys()
     own = _fields(scenario, settings)
     usual = {"allocator": AllocatorSettings(), "dtype": "bf16"} | framework.fixed

@@ -45,7 +45,7 @@ def read_yaml(text: str, name: str) -> Node:
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ValueError(f"{name}{line}: it is not valid YAML ({problem}): correct it") from error
     if root is None or not isinstance(root.value, dict):
-        raise ValueError(f"{name} has no keys at its top level, so it is no job's configuration: give another file")
+        raise ValueError(f"{name} has no keys at its top level, so it is not a job's configuration: give another file")
     return root
 
 

@@ -174,7 +174,7 @@ def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettin
     kept["checkpoint_input_remedy"] = FRAMEWORKS[name].fixed.get("checkpoint_input_remedy")
     packed = scenario.packed_sequences if name in PACKING else None
     passes = scenario.num_microbatches
-    if packed is not None:  # further rows need the same memory again
+    if packed is not None:  # with more rows, a step needs no more memory
         passes = min(passes, 2 * scenario.layout.pipeline_model_parallel_size)
     written_of_it = replace(scenario, state=TrainingState(**state), packed_sequences=packed, num_microbatches=passes)
     return written_of_it, MemorySettings(**kept)

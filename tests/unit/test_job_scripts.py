@@ -178,8 +178,9 @@ FOLLOWED = [
     'X=$(awk -F\'(\' \'{print $2}\' /dev/null)\nY=$(echo "(")Z=\nA=$(cat <<\'EOF\'\nit\'s (b\nEOF\n)\nB=$(echo \')\' # it\'s (\n)\nC=$(case x in x) echo 1;; esac)\ntrain yes',
     'train $\'a\\tb\\\'c\' $"d e" "$\'x\'" $[1+2] "\\`x\\`" "\\\\$(( 1 + 1 ))"',
     'A=x; train "\\\\$A" "\\$A" "a\\b"',
+    'A=$(grep "x$" "${C+$"y)"}")\nB=${C:-"y$"} D="${C:-"z$"}"\ntrain "$B" $D',
     'train {core_attn,mlp} a{1..3}b {03..1} "{a,b}" {a} x{a,b}{c,d}',
-    'A=({a,b} c)\nfor i in {1..3}; do A+=($i); done\ntrain "${A[@]}" "${A[*]}" "$*" "${#A[@]}"',
+    'set --\nA=({a,b} c)\nfor i in {1..3}; do A+=($i); done\ntrain "${A[@]}" "${A[*]}" "$*" "${#A[@]}"',
     'f() { train "$*" $* "$@"; }\nf "a b" c',
     'train ${A:-"b c"} ${A:-a\\ b} ${A:-a b} "${A:-\'d\'}" "${A:-"e f"}" ${A:-\'g h\'} "${A:-}" ${A:-}',
     'B=(1 "2 3")\ntrain "${X:-${B[@]}}" "${B[@]+"${B[@]}"}" ${B[@]:1} "${B[@]:0:1}" ${X[@]+"${X[@]}"} "${X+"x y"}"',
@@ -252,32 +253,36 @@ def test_an_assignment_in_an_undecidable_branch_is_named(text: str) -> None:
         assert said in script.warnings
 
 
-SET_BY_A_RUN = "only a run shows which variables are set here, and memlab keeps their earlier values"
+SET_BY_A_RUN = (
+    "which variables the script sets here is known only when the job runs, and memlab keeps their earlier values: give "
+    "those that matter with --set NAME=VALUE"
+)
+ELEMENT = "memlab cannot follow how the script sets an element of {}, so {} is unknown from here on: give it with --set {}=VALUE"
 WOULD_STOP = (
-    "with the variables that memlab knows, the script would stop here ({}); memlab reads on: set what the script tests "
-    "with --set NAME=VALUE"
+    "with the variables that memlab knows, the script would stop here ({}); memlab reads the rest of the script "
+    "nevertheless: set the variables that the script tests here with --set NAME=VALUE"
 )
 
 
 @pytest.mark.parametrize(
     ("text", "warning"),
     [
-        ("declare -A M\nM[a]=1", "line 2: an element of M is set that memlab cannot follow: M is unknown from here on"),
-        ("A=(1)\nA[$1]=1", "line 2: an element of A is set that memlab cannot follow: A is unknown from here on"),
+        ("declare -A M\nM[a]=1", f"line 2: {ELEMENT.format('M', 'M', 'M')}"),
+        ("A=(1)\nA[$1]=1", f"line 2: {ELEMENT.format('A', 'A', 'A')}"),
         (
             "nvidia-smi || : ${A:=4}",
             "line 1: memlab cannot decide whether the script gives A this value, and keeps the earlier one: give it with --set A=VALUE",
         ),
-        ("IFS=,", "line 1: IFS is set, and memlab splits at blanks all the same"),
+        ("IFS=,", "line 1: the script sets IFS, but memlab still splits words at blanks"),
         ("export $(cat .env)", f"line 1: {SET_BY_A_RUN}"),
         ('export "$(cat name)=4"', f"line 1: {SET_BY_A_RUN}"),
         (
             'eval "$(cat setup)"',
-            "line 1: only a run shows the whole text that eval runs here, and memlab follows what it knows of it",
+            "line 1: the whole text that eval runs here is known only when the job runs, and memlab follows the part that it knows",
         ),
         (
             "source $(cat name)",
-            "line 1: only a run shows which file is sourced here, so what it sets is unknown: give it with --set NAME=VALUE",
+            "line 1: which file the script sources here is known only when the job runs, so what it sets is unknown: give it with --set NAME=VALUE",
         ),
         ("f() { f; }\nf", "line 1: the function f calls itself, which memlab does not follow"),
         (
@@ -345,8 +350,11 @@ def test_variables_can_be_given_and_sourced_files_are_followed(tmp_path: Path) -
     text = 'R="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." &>/dev/null && pwd)"\nrun "$R" "$(pwd)" "$(dirname $(pwd))"'
     assert words_of(text, tmp_path / "run.sh") == ["run", str(tmp_path.parents[1]), UNKNOWN, UNKNOWN]
     script = read_script("source other.sh\nrun", tmp_path / "run.sh")
-    said = "line 1: the sourced file other.sh is not there or no text of less than 1 MiB, so what it sets is unknown: "
-    assert script.warnings == [f"{said}put it there, or give it with --set NAME=VALUE"]
+    said = "line 1: the sourced file other.sh does not exist, or is not a text of less than 1 MiB, so what it sets is unknown: "
+    assert script.warnings == [f"{said}put it there, or give what it sets with --set NAME=VALUE"]
+    (tmp_path / "loop.sh").write_text("source loop.sh\n")
+    (warning,) = read_script("source loop.sh\nrun", tmp_path / "run.sh").warnings
+    assert warning.startswith("line 1: files source each other more than 5 deep, so what loop.sh sets is unknown: give")
 
 
 def test_a_word_of_an_array_has_the_line_on_which_it_stands() -> None:

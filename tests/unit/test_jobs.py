@@ -340,7 +340,7 @@ def test_overrides_of_a_recipe_are_not_taken_for_the_whole_job(tmp_path: Path, m
     (warning,) = (
         line
         for line in Job.read(write(tmp_path, "overrides.yaml", overrides), architecture="phi-4").warnings
-        if "recipe" in line
+        if "overrides a recipe" in line
     )
     assert "takes Megatron's defaults" in warning and "give the run_config.yaml of a checkpoint" in warning
     whole = Job.read(write(tmp_path, "run_config.yaml", BRIDGE + TRAINED))
@@ -359,13 +359,13 @@ def test_embedding_and_loss_count_as_layers_of_their_stages_as_megatron_counts_t
     assert stages == layers_of_megatron(5, 48)
     assert job.not_modelled == ()
     path.write_text(BRIDGE + ACCOUNTED.replace("size: 5", "size: 4") + TRAINED)
-    assert "48 layers and 2 more" in str(Job.read(path).cannot_start)
+    assert "the pipeline has 50 layers (48 of the model, and 2 for model.account" in str(Job.read(path).cannot_start)
     path.write_text(BRIDGE + ACCOUNTED + "  virtual_pipeline_model_parallel_size: 2\n" + TRAINED)
     assert "chunks of different sizes" in str(Job.read(path).not_supported)
     path.write_text(
         BRIDGE + "  pipeline_model_parallel_size: 7\n  pipeline_model_parallel_layout: Et*7|t*6L\n" + TRAINED
     )
-    assert "gives stages layers one by one" in str(Job.read(path).not_supported)
+    assert "gives each stage its layers one by one" in str(Job.read(path).not_supported)
 
 
 def layers_of_megatron(stages: int, num_layers: int) -> list[int]:
@@ -635,7 +635,7 @@ def test_flags_after_env_are_read(tmp_path: Path) -> None:
     assert (scenario.micro_batch_size, scenario.layout.tensor_model_parallel_size) == (4, 2)
 
 
-UNREAD = "the script has words that only a run shows, and memlab reads no arguments there: give those that matter with --set KEY=VALUE"
+UNREAD = "the script has words that are known only when the job runs, and memlab reads no arguments there: give those that matter with --set KEY=VALUE"
 
 
 @pytest.mark.parametrize(
@@ -670,6 +670,30 @@ def test_words_that_only_a_run_shows_change_no_other_flag(flags: str, warnings: 
     assert "\\u0000" not in json.dumps(job.to_dict())
 
 
+OWN = "$@ stands for what the script is started with, which memlab does not see: give what matters with --set KEY=VALUE"
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "warnings"),
+    [
+        (f"{TRAIN} \\\n --tensor-model-parallel-size 2 \\\n $@", 2, [f"line 3: {OWN}"]),
+        (f'EXTRA=(\n "$@"\n)\n{TRAIN} "${{EXTRA[@]}}" --tensor-model-parallel-size 2', 2, [f"line 2: {OWN}"]),
+        (f'train() {{ {TRAIN} "$@"; }}\nmain() {{ train --tensor-model-parallel-size 2 "$@"; }}\nmain "$@"', 2, [f"line 2: {OWN}"]),
+        (f'set -- --tensor-model-parallel-size 2 "$@"\n{TRAIN} "$@"', 2, [f"line 1: {OWN}"]),
+        (f'train() {{ {TRAIN} "$@"; }}\ntrain --tensor-model-parallel-size 2', 2, []),
+        # Functions and commands that are no part of the job, and a function that has a value without an argument.
+        (f'log() {{ echo "$@"; }}\nlog "$@"; echo $*; python prepare.py "$@"\n{TRAIN}', 1, []),
+        (f'main() {{ {TRAIN} --tensor-model-parallel-size ${{1:-2}}; }}\nmain "$@"', 2, []),
+    ],
+)  # fmt: skip
+def test_what_a_script_is_started_with_is_said_where_its_job_takes_it(
+    text: str, size: int, warnings: list[str], tmp_path: Path
+) -> None:
+    job = Job.read(write(tmp_path, "run.sh", text))
+    assert job.required()[0].layout.tensor_model_parallel_size == size
+    assert [one for one in job.warnings if "started with" in one] == warnings == list(job.warnings)
+
+
 def test_overrides_that_only_a_run_shows_are_said(tmp_path: Path) -> None:
     text = f"$RUN python3 -m verl.trainer.main_ppo {ACTOR}.ppo_micro_batch_size_per_gpu=1 actor_rollout_ref.model.path=phi-4 unknown.key=$X actor_rollout_ref.model.lora_rank=$RANK "
     job = Job.read(write(tmp_path, "run.sh", f'{text} "$MORE" $(cat extra)'), version="2026-08-20")
@@ -686,18 +710,18 @@ def test_overrides_that_only_a_run_shows_are_said(tmp_path: Path) -> None:
             f"{TRAIN}\n{TRAIN} --tensor-model-parallel-size 2\n{TRAIN}\necho {TRAIN} --bf16 --bf16\n",
             2,
             [
-                "lines 1, 2: the script starts megatron-lm with 2 different commands; memlab takes the one of line 2, which has the most arguments: leave the others out of the script if another one is meant"
+                "lines 1, 2: the script starts megatron-lm with 2 different commands; memlab takes the one of line 2, which has the most arguments: if you mean another one, leave this one out of the script"
             ],
         ),
         (
             f"if nvidia-smi; then {TRAIN} --tensor-model-parallel-size 2; fi\npython other.py --a --b\n",
             2,
-            ["line 1: memlab cannot decide whether the script runs this command, and takes it all the same"],
+            ["line 1: memlab cannot decide whether the script runs this command, and reads it nevertheless"],
         ),
         (
             f"train() {{ {TRAIN} --tensor-model-parallel-size 2; }}\n",
             2,
-            ["line 1: memlab cannot decide whether the script runs this command, and takes it all the same"],
+            ["line 1: memlab cannot decide whether the script runs this command, and reads it nevertheless"],
         ),
         (f"train() {{ {TRAIN} --tensor-model-parallel-size $1; }}\nfor i in 1 2; do train 2; done\n", 2, []),
     ],
@@ -784,7 +808,7 @@ def test_a_deleted_key_is_not_set(tmp_path: Path) -> None:
     text = f"{VERL} {key}=4 ~{key}=1 trainer.n_gpus_per_node=8 {ACTOR}.ppo_micro_batch_size_per_gpu=1"
     job = Job.read(write(tmp_path, "run.sh", text), version="2026-08-20")
     assert job.required()[0].layout.tensor_model_parallel_size == 1
-    assert any(f"line 1: ~{key} deletes a key, in whose place memlab takes" in one for one in job.warnings)
+    assert any(f"line 1: ~{key} deletes a key, and memlab takes the framework's default" in one for one in job.warnings)
 
 
 @pytest.mark.parametrize("format_name", [None, "verl"])
@@ -820,7 +844,7 @@ def test_a_configuration_of_keys_in_keys_may_be_json(format_name: str | None, tm
         ("run.sh", f"{SLIME} --actor-num-nodes 1 --max-tokens-per-gpu 0", "line 1: max_tokens_per_gpu is 0, must be a whole number of at least 1: correct it"),
         ("run_config.yaml", BRIDGE + "  make_vocab_size_divisible_by: 0\n  should_pad_vocab: true\ntrain: {micro_batch_size: 1}\n", "line 16: model.make_vocab_size_divisible_by is 0, must be a whole number of at least 1: correct it"),
         ("run.sh", "NPROC_PER_NODE=0 megatron sft --model phi-4", "environment: NPROC_PER_NODE is '0', must be a whole number of at least 1: correct it"),
-        ("run.sh", "source models/x.sh\ntorchrun x.py ${ARGS[@]}", "run.sh is of no format that memlab reads (line 1: the sourced file x.sh is not there or no text of less than 1 MiB"),
+        ("run.sh", "source models/x.sh\ntorchrun x.py ${ARGS[@]}", "run.sh is of no format that memlab reads (line 1: the sourced file x.sh does not exist, or is not a text of less than 1 MiB"),
         ("config.yaml", "policy:\n  ? " + "k" * 1000 + "\n  : {a: 1}\n  megatron_cfg: {enabled: true}\n", "config.yaml, line 3: a key has more than 500 characters: give another file"),
         ("run.sh", f"{VERL} actor_rollout_ref.model.lora='{{rank: [}}'", "the value of actor_rollout_ref.model.lora, line 1: it is not valid YAML"),
         ("empty.sh", " \n", "empty.sh is empty"),

@@ -67,7 +67,7 @@ KEYS = (
     Key("optimizer.use_distributed_optimizer", "use_distributed_optimizer", SWITCH, True),
     *under("ddp", _BUCKETS),
     Key("ddp.use_distributed_optimizer", "use_distributed_optimizer", SWITCH, True),
-    # What mixed_precision says replaces what the other sections say (update_config_with_precision_overrides).
+    # What mixed_precision sets replaces what the other sections set (update_config_with_precision_overrides).
     *under("mixed_precision", (replace(key, default=ABSENT) for key in (*_FP8, *_BUCKETS[:1]))),
     Key("mixed_precision.fp8_param_gather", "fp8_param_gather", SWITCH),
     Key("mixed_precision.bf16", "is_bf16", SWITCH),
@@ -88,9 +88,10 @@ FRAMEWORK_MISSING = (
     *missing_under("comm_overlap", (row for row in MISSING if row.name in _OVERLAPS)),
     Missing("dist.use_megatron_fsdp", "less", "Megatron-FSDP shards parameters and gradients too"),
     Missing("dist.use_torch_fsdp2", "less", "torch's FSDP shards parameters and gradients too"),
-    Missing("train.empty_unused_memory_level", "less", "torch's cached memory is freed in each step: reserved bytes"),
-    Missing("env_vars.NVTE_*_ATTN", "either", "it chooses the attention's kernel; memlab takes attention_backend",
-            lambda value: True),
+    Missing("train.empty_unused_memory_level", "less",
+            "each step frees torch's cached memory, so fewer bytes stay reserved"),
+    Missing("env_vars.NVTE_*_ATTN", "either",
+            "it chooses the attention's kernel; memlab chooses it by attention_backend", lambda value: True),
 )  # fmt: skip
 
 
@@ -99,8 +100,9 @@ def complete(reading: Reading) -> None:
     values = reading.values
     if values.get("hidden_size") is None:  # Megatron-Bridge writes all sizes of the model into a whole configuration
         reading.warnings.append(
-            "model.hidden_size is not in the file, so it overrides a recipe that memlab does not see: memlab takes "
-            "Megatron's defaults for all keys that the file does not have; give the run_config.yaml of a checkpoint"
+            "model.hidden_size is not in the file, so the file overrides a recipe that memlab cannot read: memlab "
+            "takes Megatron's defaults for all keys that the file does not have: give the run_config.yaml of a "
+            "checkpoint"
         )
     values["dtype"] = "bf16" if values.pop("is_bf16") else "fp32"
     _complete_gradients(reading)
@@ -124,7 +126,9 @@ def _complete_gradients(reading: Reading) -> None:
     elif reading.entries.get("mixed_precision.fp8") and "mixed_precision.fp8_recipe" not in reading.entries.by_key:
         reading.take("mixed_precision.fp8", "fp8_recipe", "tensorwise")  # the default there, unlike the model's
     if "grad_reduce_in_bf16" not in values:
-        reading.warnings.append("ddp.grad_reduce_in_fp32 is not in the file: memlab takes true, as bf16_mixed has it")
+        reading.warnings.append(
+            "ddp.grad_reduce_in_fp32 is not in the file: memlab takes true, as the recipe bf16_mixed does"
+        )
         values["grad_reduce_in_bf16"] = False
     for key in BUCKETS[1:]:  # comm_overlap sets them in ddp when the job starts
         value = reading.get(f"comm_overlap.{key.name}")

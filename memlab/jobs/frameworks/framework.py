@@ -59,7 +59,7 @@ class Reading:
     without_effect: dict[str, str] = field(default_factory=dict)
     """Keys that memlab knows and that change nothing here, each with the reason."""
     blocked: list[str] = field(default_factory=list)
-    """Why the job's model is none that memlab has, in phrases."""
+    """Why memlab does not have the job's model, in phrases."""
     warnings: list[str] = field(default_factory=list)
     questions: list[str] = field(default_factory=list)
     """What the user has to decide before memlab can predict the job, in whole sentences."""
@@ -82,7 +82,7 @@ class Reading:
         self.taken.append(Taken(key, None if entry is None else entry.value, field_name, value, place))
 
     def warn_of_unknown(self, entry: Entry, taken: str) -> None:
-        """Says what memlab takes in place of a value that the file does not show."""
+        """Says what memlab takes for a value that is known only when the job runs."""
         self.warnings.append(
             f"{entry.place}: {entry.key} is known only when the job runs, so memlab takes {taken}: give it with --set "
             f"{entry.key}=VALUE"
@@ -98,7 +98,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """One framework: its table of keys, and what a table cannot say."""
+    """One framework: its table of keys, and what a table cannot express."""
 
     name: str
     """As ``--format`` and ``--as`` take it."""
@@ -116,7 +116,7 @@ class Framework:
     compose: Callable[[Scenario, MemorySettings], dict[str, Any]]
     """Returns the values by `Key.field` that the fields of memlab become; the opposite of `complete`."""
     cannot_write: dict[str, str] = field(default_factory=dict)
-    """Fields of memlab that the framework cannot say, each with the reason."""
+    """Fields of memlab that the framework cannot express, each with the reason."""
     cannot_write_of: Callable[[MemorySettings], dict[str, str]] = lambda _: {}
     """The same, where it depends on the settings."""
     render: Callable[[dict[str, Any]], list[str]]
@@ -128,7 +128,7 @@ class Framework:
     fixed: dict[str, Any] = field(default_factory=dict)
     """Fields of memlab that the framework decides by itself, whatever its keys say, each with the value."""
     leaves_out: Callable[[Any], bool] = lambda _: False
-    """Whether a value is said by leaving the key out, as a switch of a command line says false."""
+    """Whether leaving the key out expresses a value, as false for a switch of a command line."""
     switches: tuple[str, ...] = ()
     """Flags without a value that are in no row of `keys`."""
     configurations: tuple[str, ...] = ()
@@ -225,7 +225,7 @@ _NAMES_A_MODEL = ("architecture", "loaded")
 
 
 def _known_end(value: Any) -> Any:
-    """Returns the last part of a path whose folder only a run of the file would show, such as ``${FOLDER}/phi-4``."""
+    """Returns the last part of a path whose folder is known only when the job runs, such as ``${FOLDER}/phi-4``."""
     _, slash, name = str(value).rstrip("/").rpartition("/")
     return name if slash and UNKNOWN not in name else value
 

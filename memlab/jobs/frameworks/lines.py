@@ -15,7 +15,7 @@ def shell_words(value: Any) -> str:
 
 
 def removal(flags: list[str]) -> list[str]:
-    """Writes which flags of a job are to be removed, for what is said by leaving a flag out."""
+    """Writes which flags of a job are to be removed, where leaving a flag out expresses the value."""
     return [f"# remove {' '.join(flags)}"] if flags else []
 
 

@@ -97,7 +97,10 @@ ARCHITECTURE = (
 
 UNUSED_GRADIENTS = (
     "Transformer Engine keeps an unused weight gradient in bf16 for every shape of weight, between steps too "
-    "(get_dummy_wgrad), and in backward makes no gradients of all the rank's experts at once"
+    "(get_dummy_wgrad), and in backward it does not make the gradients of all the rank's experts at once"
+)
+UNFUSED_ACTIVATION = (
+    "unfused, the MLP's activation keeps twice as many bytes for backward as the fused one that memlab has"
 )
 MISSING = (
     Missing("multi_latent_attention", "either", "multi-latent attention is another model", blocks=True),
@@ -137,20 +140,15 @@ MISSING = (
         "more",
         "shared experts: parameters, gradients, optimizer state and activations of a dense MLP of this width per layer",
     ),
-    Missing(
-        "bias_activation_fusion",
-        "more",
-        "unfused, the MLP's activation keeps twice as many bytes for backward as the fused one that memlab has",
-        is_false,
-    ),
+    Missing("bias_activation_fusion", "more", UNFUSED_ACTIVATION, is_false),
     Missing("activation_func_fp8_input_store", "less", "the MLP's activation keeps its input in FP8"),
     Missing("use_te_activation_func", "either", "Transformer Engine's activation keeps other tensors"),
     Missing("use_transformer_engine_op_fuser", "either", "Transformer Engine's fused MLP keeps other tensors"),
-    Missing("use_kitchen", "either", "Kitchen's layers in place of Transformer Engine's"),
+    Missing("use_kitchen", "either", "layers are Kitchen's instead of Transformer Engine's"),
     Missing("quant_recipe", "either", "matrices are quantized one by one"),
     Missing("mlp_chunks_for_training", "less", "MLPs compute tokens in parts", lambda value: value not in (None, 1)),
-    Missing("fp32_residual_connection", "more", "residuals in fp32, at 4 bytes per element in place of 2"),
-    Missing("qk_l2_norm", "more", "queries and keys are normalized, which keeps them once more"),
+    Missing("fp32_residual_connection", "more", "residuals are fp32: 4 bytes per element instead of 2"),
+    Missing("qk_l2_norm", "more", "queries and keys are normalized, so a second copy of them is kept for backward"),
     Missing(
         "softmax_type",
         "either",
@@ -163,8 +161,8 @@ MISSING = (
         "memlab's context parallel ranks exchange keys and values with p2p",
         lambda value: value not in (None, "p2p", ["p2p"]),
     ),
-    Missing("fp8_dot_product_attention", "either", "attention in FP8"),
-    Missing("fp8_multi_head_attention", "either", "attention in FP8"),
+    Missing("fp8_dot_product_attention", "either", "attention computes in FP8"),
+    Missing("fp8_multi_head_attention", "either", "attention computes in FP8"),
     Missing("fp8_wgrad", "more", "weight gradients in bf16 keep the matrices' inputs in bf16", is_false),
     Missing("first_last_layers_bf16", "more", "under FP8, the first and last layers stay in bf16"),
     Missing("disable_parameter_transpose_cache", "less", "FP8 parameters are transposed again in each backward"),
@@ -198,7 +196,7 @@ MISSING = (
         lambda value: value not in (None, "alltoall"),
     ),
     Missing("moe_enable_deepep", "either", "DeepEP's buffers are allocated in advance, outside torch's pools"),
-    Missing("moe_grouped_gemm", "either", "experts one by one", is_false),
+    Missing("moe_grouped_gemm", "either", "experts are computed one by one", is_false),
     Missing("moe_permute_fusion", "either", "unfused permutation keeps indices", is_false),
     Missing(
         "moe_router_dtype",
@@ -218,14 +216,14 @@ MISSING = (
     ),
     Missing("enable_cuda_graph", "more", "CUDA graphs keep their own pool of memory"),
     Missing("external_cuda_graph", "more", "CUDA graphs keep their own pool of memory"),
-    Missing("cpu_offloading", "less", "Transformer Engine's offload of whole layers"),
-    Missing("cpu_offloading_num_layers", "less", "Transformer Engine's offload of whole layers"),
+    Missing("cpu_offloading", "less", "Transformer Engine offloads whole layers"),
+    Missing("cpu_offloading_num_layers", "less", "Transformer Engine offloads whole layers"),
     Missing("distribute_saved_activations", "less", "checkpoint inputs are split over the tensor parallel ranks"),
-    Missing("pipeline_model_parallel_layout", "either", "stages of other layers than memlab's even split"),
+    Missing("pipeline_model_parallel_layout", "either", "stages have other layers than in memlab's even split"),
     Missing("account_for_embedding_in_pipeline_split", "either", "the embedding counts as a layer of the first stage"),
     Missing("account_for_loss_in_pipeline_split", "either", "the loss counts as a layer of the last stage"),
     Missing("tp_comm_overlap", "more", "user buffers of Transformer Engine's overlap of tensor parallel communication"),
-    Missing("fp4", "either", "matrices in FP4"),
+    Missing("fp4", "either", "matrices are multiplied in FP4"),
     Missing(
         "calculate_per_token_loss", "either", "a different scale of the loss: no tensor of any size", lambda _: False
     ),
@@ -249,7 +247,12 @@ MISSING_DDP = (
 )
 MISSING_OPTIMIZER = (
     Missing("optimizer", "either", "memlab models Adam", lambda value: value not in (None, "adam")),
-    Missing("store_param_remainders", "more", "main parameters whole: 2 more bytes per parameter, sharded", is_false),
+    Missing(
+        "store_param_remainders",
+        "more",
+        "main parameters are kept whole: 2 more bytes per parameter, sharded",
+        is_false,
+    ),
     Missing("overlap_param_gather_with_optimizer_step", "more", "gathered parameters stay through the update"),
     Missing("optimizer_cuda_graph", "more", "CUDA graphs keep their own pool of memory"),
 )

@@ -36,6 +36,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     OPTIMIZER,
     RECOMPUTE,
     SIZES,
+    UNFUSED_ACTIVATION,
     UNUSED_GRADIENTS,
 )
 from memlab.jobs.model import HUGGING_FACE_NAMES
@@ -104,8 +105,8 @@ KEYS = (
 )
 
 BLOCKING = (
-    Missing("use_legacy_models", "either", "the models of before Megatron-Core", blocks=True),
-    Missing("spec", "either", "a layer specification of its own is another model", bool, True),
+    Missing("use_legacy_models", "either", "legacy models are not those of Megatron-Core", blocks=True),
+    Missing("spec", "either", "layers of the job's own specification are another model", bool, True),
 )
 FLAGS_MISSING = (
     *MISSING,
@@ -119,9 +120,9 @@ FLAGS_MISSING = (
         lambda value: value not in (None, "transformer_engine"),
     ),
     *(replace(row, name="bias_swiglu_fusion") for row in MISSING if row.name == "bias_activation_fusion"),
-    Missing("no_bias_swiglu_fusion", "more", "the same as bias_activation_fusion false"),
+    Missing("no_bias_swiglu_fusion", "more", UNFUSED_ACTIVATION),
     Missing("use_precision_aware_optimizer_no_fp8_params_transpose", "less", "no transposed copy of FP8 parameters"),
-    Missing("use_tp_pp_dp_mapping", "either", "ranks are numbered in another order: the same kinds of ranks", bool),
+    Missing("use_tp_pp_dp_mapping", "either", "ranks are numbered in another order, but are of the same kinds", bool),
 )
 
 
@@ -145,16 +146,16 @@ def complete(reading: Reading) -> None:
 
 
 _EXPERT_DEFAULTS = {
-    "moe_token_dispatcher_type": "not given, so allgather; memlab dispatches tokens with alltoall",
-    "moe_grouped_gemm": "not given, so experts one by one; memlab's are grouped",
-    "moe_permute_fusion": "not given, so unfused permutation, which keeps indices",
+    "moe_token_dispatcher_type": "not given, so tokens are dispatched with allgather; memlab's are with alltoall",
+    "moe_grouped_gemm": "not given, so experts are computed one by one; memlab's are grouped",
+    "moe_permute_fusion": "not given, so permutation is unfused and keeps indices",
     "moe_router_dtype": "not given, so the router computes in the parameters' type; memlab's computes in fp32",
 }
 """What Megatron-LM does with experts unless told otherwise, where memlab does something else."""
 
 
 def complete_chunks(reading: Reading) -> None:
-    """Takes the model chunks of a stage, where Megatron-LM's flags do not say them in layers."""
+    """Takes the model chunks of a stage, where Megatron-LM's flags do not give them in layers."""
     values = reading.values
     chunks = values.pop("num_virtual_stages_per_pipeline_rank", None)
     if values.get("virtual_pipeline_model_parallel_size") is None:
@@ -301,7 +302,7 @@ def common(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
 
 
 def named(scenario: Scenario) -> dict[str, Any]:
-    """Returns model and ranks as frameworks say them that name a published model and count nodes."""
+    """Returns model and ranks as those frameworks have them that name a published model and count nodes."""
     world_size = scenario.layout.world_size
     return {
         "architecture": HUGGING_FACE_NAMES.get(scenario.architecture.name, scenario.architecture.name),
@@ -319,7 +320,7 @@ _FIXED_FLAGS = (
 
 
 def leaves_out(value: Any) -> bool:
-    """Whether a value is said by leaving the flag out."""
+    """Whether leaving the flag out expresses a value."""
     return value is None or value is False
 
 

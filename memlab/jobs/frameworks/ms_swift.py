@@ -94,7 +94,12 @@ FRAMEWORK_MISSING = (
     Missing("train_type", "less", LORA, lambda value: value not in (None, "full")),
     Missing("freeze_*", "less", "frozen parameters have no gradients and no optimizer state", is_given),
     Missing("padding_free", "more", "sequences are padded to the longest of a micro-batch", is_false),
-    Missing("task_type", "either", "another head than logits", lambda value: value not in (None, "causal_lm")),
+    Missing(
+        "task_type",
+        "either",
+        "the model has another head than one of logits",
+        lambda value: value not in (None, "causal_lm"),
+    ),
     Missing(
         "torch_dtype", "either", "memlab takes bf16", lambda value: value not in (None, "bfloat16", "torch.bfloat16")
     ),
@@ -241,7 +246,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
 
 
 def cannot_write(settings: MemorySettings) -> dict[str, str]:
-    """Names what ms-swift cannot say of these settings."""
+    """Names what ms-swift cannot express of these settings."""
     reason = "ms-swift offloads gradients with the optimizer state"
     return {"offload_gradients": reason} if settings.offload_gradients != settings.offload_optimizer else {}
 

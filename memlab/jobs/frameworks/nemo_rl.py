@@ -124,7 +124,7 @@ FRAMEWORK_MISSING = (
             is_false, True),
     Missing(f"{_MEGATRON}.moe_layer_recompute", "less", f"memlab reads it under {_OVERRIDES}, as NeMo-RL does"),
     Missing("policy.draft.enabled", "more", "a draft model is trained beside the policy"),
-    Missing("policy.reward_model_cfg.enabled", "either", "a head of one number in place of the output layer"),
+    Missing("policy.reward_model_cfg.enabled", "either", "a head of one number replaces the output layer"),
     Missing("policy.hf_config_overrides.*num_*", "either", "it replaces a size of the published model", is_given),
     Missing("policy.hf_config_overrides.*_size", "either", "it replaces a size of the published model", is_given),
     Missing(f"{_MEGATRON}.peft.enabled", "less", LORA),
@@ -237,7 +237,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
 
 
 def cannot_write(settings: MemorySettings) -> dict[str, str]:
-    """Names what NeMo-RL cannot say of these settings."""
+    """Names what NeMo-RL cannot express of these settings."""
     reasons = {}
     if settings.recompute_granularity == "full" and (settings.recompute_method, settings.recompute_num_layers) != (
         "uniform",
@@ -270,7 +270,7 @@ NEMO_RL = Framework(
         "pin_cpu_params": "NeMo-RL has no such key",
         "manual_gc": "NeMo-RL has no such key",
         "loss": "NeMo-RL trains with log-probabilities",
-        "logprobs_chunk_size": "NeMo-RL computes log-probabilities of a whole micro-batch in training",
+        "logprobs_chunk_size": "in training, NeMo-RL computes log-probabilities of a whole micro-batch at once",
     },
     cannot_write_of=cannot_write,
     render=yaml_lines,

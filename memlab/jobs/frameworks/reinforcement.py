@@ -51,14 +51,15 @@ def take_rows(reading: Reading, key: str, tokens_per_rank: int, longest: int | N
         sequences_of_row = math.ceil(values["seq_length"] / longest) if longest else 1
         values["packed_sequences"] = min(sequences_of_row, values["seq_length"] // unit)
     else:
-        reading.miss(key, "either", "the sequences of a row are predicted as a single one")
+        reading.miss(key, "either", "the sequences of a row are predicted as one sequence")
     rows = None
     if longest and sequences:
         rows = math.ceil(sequences / copies(reading) * longest / values["seq_length"])
     values["num_microbatches"] = _full_rows(rows, values.get("pipeline_model_parallel_size") or 1)
     reading.warnings.append(
         f"{key}: micro-batches are filled up to a budget, so their number depends on the data; memlab predicts "
-        f"{values['num_microbatches']} full ones, and further ones need the same memory again"
+        f"{values['num_microbatches']}, all full; more of them need no more memory, unless experts are spread over "
+        "ranks"
     )
 
 
@@ -69,7 +70,7 @@ def _unit_of_rows(reading: Reading) -> int:
 
 
 def _full_rows(rows: int | None, stages: int) -> int:
-    """Returns the rows to predict: a multiple of the pipeline stages, after which another row needs no more memory."""
+    """Returns the rows to predict: a multiple of the pipeline stages, from which on more rows need no more memory."""
     most = 2 * stages
     return -(-min(most, max(1, rows or most)) // stages) * stages
 
@@ -77,7 +78,7 @@ def _full_rows(rows: int | None, stages: int) -> int:
 def is_packed(scenario: Scenario) -> bool:
     """Whether a budget of tokens describes the workload, so that `take_rows` reads the same rows back.
 
-    Of packed sequences it reads no more rows than `_full_rows`: a further one needs the same memory again.
+    Of packed sequences it reads no more rows than `_full_rows`: with one more, a step needs no more memory.
     """
     if scenario.packed_sequences is not None:
         return math.ceil(scenario.seq_length / longest_sequence(scenario)) == scenario.packed_sequences

@@ -85,7 +85,7 @@ FRAMEWORK_MISSING = (
     ),
     Missing("trainer.remove_microbatch_padding", "more", "rows are padded", is_false),
     Missing("trainer.use_sample_packing", "more", "rows are padded", is_false),
-    Missing("trainer.bf16", "more", "memlab's SkyRL jobs are bf16", is_false),
+    Missing("trainer.bf16", "more", "memlab predicts SkyRL's jobs in bf16 only", is_false),
     Missing("trainer.algorithm.use_entropy_loss", "more", "the entropy's gradient keeps the probabilities"),
     *missing_under(_TRANSFORMER, MISSING),
     *missing_under(_MEGATRON, MISSING),
@@ -145,7 +145,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
 
 
 def cannot_write(settings: MemorySettings) -> dict[str, str]:
-    """Names what SkyRL cannot say of these settings."""
+    """Names what SkyRL cannot express of these settings."""
     reasons = {}
     if settings.offload_gradients != settings.offload_parameters:
         reasons["offload_gradients"] = "SkyRL offloads gradients where it offloads parameters"

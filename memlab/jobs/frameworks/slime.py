@@ -155,7 +155,7 @@ _ALLOCATOR = re.compile(r'"PYTORCH_(?:CUDA_)?ALLOC_CONF"\s*:\s*"([^"]{0,500})"')
 
 
 def _longest_sequence(reading: Reading) -> int | None:
-    """Returns the tokens of the longest prompt with its response, as far as the file says it."""
+    """Returns the tokens of the longest prompt with its response, as far as the file gives them."""
     prompt, response, context = (reading.values.pop(f"{name}_length") for name in ("prompt", "response", "context"))
     together = (prompt or 0) + (response or 0)
     if prompt and response:
@@ -197,7 +197,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
 
 
 def cannot_write(settings: MemorySettings) -> dict[str, str]:
-    """Names what slime cannot say of these settings."""
+    """Names what slime cannot express of these settings."""
     moved = {settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer}
     reason = "slime offloads parameters, gradients and optimizer together, or nothing"
     return {"offload_parameters": reason} if len(moved) > 1 else {}

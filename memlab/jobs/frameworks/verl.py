@@ -103,12 +103,14 @@ _CONFIG = "actor_rollout_ref.model.override_config"
 FRAMEWORK_MISSING = (
     Missing("actor_rollout_ref.model.lora.rank", "less", LORA),
     Missing("actor_rollout_ref.model.lora_rank", "less", LORA),
-    Missing(
-        "actor_rollout_ref.model.use_fused_kernels", "less",
-        "a fused linear cross entropy computes log-probabilities without whole logits: at most the logits and their "
-        "fp32 copies less",
+    *(
+        Missing(
+            f"actor_rollout_ref.{part}.use_fused_kernels", "less",
+            "a fused linear cross entropy computes log-probabilities without whole logits: at most the logits and "
+            "their fp32 copies less",
+        )
+        for part in ("model", "actor")
     ),
-    Missing(f"{_ACTOR}.use_fused_kernels", "less", "the same fused linear cross entropy"),
     Missing(f"{_ACTOR}.entropy_coeff", "more", "the entropy's gradient keeps probabilities and a copy of the logits"),
     Missing(f"{_ACTOR}.calculate_entropy", "more", "verl copies the logits and keeps probabilities for backward"),
     Missing(f"{_ACTOR}.calculate_sum_pi_squared", "more", "the probabilities of all logits are squared"),
@@ -122,7 +124,8 @@ FRAMEWORK_MISSING = (
     Missing(f"{_MEGATRON}.use_remove_padding", "more", "rows are padded to the longest sequence", is_false),
     Missing(f"{_MEGATRON}.sequence_parallel", "more", "norms and residuals keep whole sequences per rank", is_false),
     *(Missing(f"{one}.qat.enable", "either", "weights are quantized in forward") for one in (_ACTOR, _MEGATRON)),
-    Missing(f"{_MEGATRON}.offload.*.target", "either", "offload to this target", lambda value: value == "disk"),
+    Missing(f"{_MEGATRON}.offload.*.target", "either", "memlab predicts it as offload to host memory",
+            lambda value: value == "disk"),
     *missing_under(_TRANSFORMER, MISSING),
     *missing_under(_DDP, MISSING_DDP),
     *missing_under(f"{_OPTIM}.override_optimizer_config", MISSING_OPTIMIZER),
@@ -249,7 +252,7 @@ VERL = Framework(
         "offload_optimizer_except_update": "verl loads the optimizer state before the step",
         "manual_gc": "verl has no such key",
         "loss": "verl's actor trains with log-probabilities",
-        "logprobs_chunk_size": "verl computes log-probabilities of a whole micro-batch",
+        "logprobs_chunk_size": "verl computes log-probabilities of a whole micro-batch at once",
     },
     render=hydra_lines,
     configurations=("ppo_megatron_trainer",),

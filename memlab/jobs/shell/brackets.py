@@ -11,8 +11,11 @@ _WITHOUT_BRACKETS = re.compile(rf"\$(?:{NAME}|[0-9@*#?$!-]|\[[^\]\n]{{0,300}}\])
 _SIGNS = re.compile(
     r"\\.|\$?\(\(|\$[({'\"]|[\"'`(){}\n]|(?<![^\s;&|(])#|<<<|<<|\bcase\s[^\n;]{1,200}?\sin\b|\besac\b", re.DOTALL
 )
-_ENDS = {")": ")", "c": "esac", "+": ")", "}": "}", "q": "}", '"': '"', "`": "`"}
-"""What ends each kind of brackets and quotes: ``c`` is a ``case``, ``+`` is arithmetic, ``q`` are braces in quotes."""
+_ENDS = {")": {")"}, "c": {"esac"}, "+": {")"}, "}": {"}"}, "q": {"}"}, '"': {'"', '$"'}, "`": {"`"}}
+"""What ends each kind of brackets and quotes: ``c`` is a ``case``, ``+`` is arithmetic, ``q`` are braces in quotes.
+
+In double quotes, the dollar of ``"x$"`` stands for itself, so the quote after it ends them.
+"""
 _EXPANSIONS = {"$((": "++", "$(": ")", "`": "`"}
 _COMMANDS = _EXPANSIONS | {"((": "++", "(": ")", "${": "}", '"': '"', '$"': '"', "case": "c"}
 _STARTS = {
@@ -20,7 +23,7 @@ _STARTS = {
     "c": _COMMANDS,
     "+": _EXPANSIONS | {"((": "++", "(": "+", "${": "}", '"': '"'},
     "}": _EXPANSIONS | {"${": "}", '"': '"', '$"': '"'},
-    "q": _EXPANSIONS | {"${": "q", '"': '"'},
+    "q": _EXPANSIONS | {"${": "q", '"': '"', '$"': '"'},
     '"': _EXPANSIONS | {"${": "q"},
     "`": {},
 }
@@ -42,7 +45,7 @@ def end_of_expansion(text: str, start: int) -> int:
     while found := _SIGNS.search(text, position):
         sign, position = "case" if found[0].startswith("case") else found[0], found.end()
         within = inside[-1] if inside else ")"
-        if inside and sign == _ENDS[within]:
+        if inside and sign in _ENDS[within]:
             inside.pop()
         elif sign in _STARTS[within]:
             inside += _STARTS[within][sign]

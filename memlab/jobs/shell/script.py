@@ -2,10 +2,11 @@
 
 Followed are assignments, arrays, ``${NAME:-default}``, ``$((1 + 2))``, the script's own folder, ``source`` of a file
 beside the script, functions, ``for`` over known words, ``exit``, and tests of known values in ``if``, ``case``, ``&&``
-and ``||``. Everything else, above all ``$(command)``, is an unknown value: it is reported and never executed. What runs
-only if a condition holds that memlab cannot decide is read apart: its commands are marked, its assignments are taken
-back, and a warning names them. A variable that the script reads and nobody sets is empty in a test, as on a machine
-where nobody exported it, and unknown in a command, because the job may need it.
+and ``||``. Everything else, above all ``$(command)`` and what the script itself is started with, is an unknown value:
+it is reported and never executed. What runs only if a condition holds that memlab cannot decide is read apart: its
+commands are marked, its assignments are taken back, and a warning names them. A variable that the script reads and
+nobody sets is empty in a test, as on a machine where nobody exported it, and unknown in a command, because the job may
+need it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from typing import Any
 from memlab.jobs.entries import UNKNOWN, UNKNOWN_WORDS
 from memlab.jobs.shell import syntax
 from memlab.jobs.shell.conditions import Operand, both, decide, either, matches, negated
-from memlab.jobs.shell.variables import ASSIGNMENT, Element, Value, Variables, after, is_assignment
+from memlab.jobs.shell.variables import (
+    ASSIGNMENT,
+    OwnArguments,
+    Value,
+    Variables,
+    after,
+    element_of,
+    is_assignment,
+)
 from memlab.jobs.shell.words import NAME_ONLY, Piece, Word
 
 _DECLARING = {"export", "declare", "local", "readonly", "typeset"}
@@ -95,7 +104,7 @@ class _LeaveError(Exception):
 
 
 class _Reader(Variables):
-    """Follows the tree of a script. The status of a command is True, False, or None if only a run would show it."""
+    """Follows the tree of a script. The status of a command is True, False, or None if memlab cannot tell."""
 
     def __init__(self, given: dict[str, str], path: Path, is_job: Callable[[list[str]], bool]) -> None:
         super().__init__(given, path)
@@ -290,7 +299,7 @@ class _Reader(Variables):
             if match and word.elements is None and not match[2]:
                 environment[match[1]] = self.chosen(match[1], self.one(after(word, match.end())))
         expanded = [
-            (text, getattr(text, "line", word.line))
+            (text, element_of(text, word.line).line)
             for word in words
             if word.elements is None
             for text in self.words(word)
@@ -321,9 +330,10 @@ class _Reader(Variables):
 
     def _execute(self, words: list[tuple[str, int]], environment: dict[str, str]) -> bool | None:
         name = words[0][0]
-        arguments: list[str] = [Element(text, at) for text, at in words[1:]]
+        arguments: list[str] = [element_of(text, at) for text, at in words[1:]]
         if name in self.functions:
-            return self._call(name, arguments, environment)
+            is_own = len(arguments) == 1 and isinstance(arguments[0], OwnArguments)
+            return self._call(name, None if is_own else arguments, environment)
         builtin = _BUILTINS.get(name)
         if builtin is not None:
             with self._temporarily(environment if name in _FOLLOWING else {}):
@@ -367,7 +377,7 @@ class _Reader(Variables):
                 self.record(name)
                 self.restore(name, old)
 
-    def _call(self, name: str, arguments: list[str], environment: dict[str, str]) -> bool | None:
+    def _call(self, name: str, arguments: list[str] | None, environment: dict[str, str]) -> bool | None:
         if any(name == other for other, _ in self.calls):
             self.warn(f"the function {name} calls itself, which memlab does not follow")
             return None
@@ -419,7 +429,10 @@ class _Reader(Variables):
         for text in texts:
             name, equals, value = text.partition("=")
             if UNKNOWN in name:
-                self.warn("only a run shows which variables are set here, and memlab keeps their earlier values")
+                self.warn(
+                    "which variables the script sets here is known only when the job runs, and memlab keeps their "
+                    "earlier values: give those that matter with --set NAME=VALUE"
+                )
             elif equals and NAME_ONLY.fullmatch(name):
                 self.set(name, value)
 
@@ -437,7 +450,8 @@ class _Reader(Variables):
             raise _LeaveError(kind, status)
         self.warn(
             f"with the variables that memlab knows, the script would stop here ({kind} {code.replace(UNKNOWN, '?')}); "
-            "memlab reads on: set what the script tests with --set NAME=VALUE"
+            "memlab reads the rest of the script nevertheless: set the variables that the script tests here with "
+            "--set NAME=VALUE"
         )
         return status
 
@@ -510,7 +524,8 @@ class _Reader(Variables):
         """Returns the tree of a text that a command runs."""
         if UNKNOWN in text:
             self.warn(
-                f"only a run shows the whole text that {command} runs here, and memlab follows what it knows of it"
+                f"the whole text that {command} runs here is known only when the job runs, and memlab follows the part "
+                "that it knows"
             )
         return syntax.parse(text, self.path.name, self.line)
 
@@ -524,9 +539,16 @@ class _Reader(Variables):
             raise ValueError(
                 f"{self.path.name}, line {self.line}: more than {_MOST_SOURCES} files are sourced: {_INSTEAD}"
             )
-        if UNKNOWN in name or self.source_depth >= _DEEPEST_SOURCE:
+        if self.source_depth >= _DEEPEST_SOURCE:
             self.warn(
-                "only a run shows which file is sourced here, so what it sets is unknown: give it with --set NAME=VALUE"
+                f"files source each other more than {_DEEPEST_SOURCE} deep, so what {path.name} sets is unknown: give "
+                "it with --set NAME=VALUE"
+            )
+            return True
+        if UNKNOWN in name:
+            self.warn(
+                "which file the script sources here is known only when the job runs, so what it sets is unknown: give "
+                "it with --set NAME=VALUE"
             )
             return True
         try:
@@ -535,8 +557,8 @@ class _Reader(Variables):
             text = None
         if text is None or UNKNOWN in text:
             self.warn(
-                f"the sourced file {path.name} is not there or no text of less than 1 MiB, so what it sets is unknown: "
-                "put it there, or give it with --set NAME=VALUE"
+                f"the sourced file {path.name} does not exist, or is not a text of less than 1 MiB, so what it sets is "
+                "unknown: put it there, or give what it sets with --set NAME=VALUE"
             )
             return True
         own, self.path = self.path, path

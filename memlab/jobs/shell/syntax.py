@@ -1,7 +1,9 @@
 """Parses the words and operators of a shell script into the tree of its commands.
 
 The parser is lenient: what the shell would refuse, such as a ``fi`` without an ``if``, is passed over, because a launch
-script that a person gives to memlab has run before.
+script that a person gives to memlab has run before. It is memlab's own because tree-sitter-bash 0.25.1 reads
+``[ -n "$A" -o -z "$B" ]`` as ``-n ("$A" -o ...)`` without an error, loses the script after ``[[ $M = *"A B"* ]]`` (its
+issue 321), and takes memory without bound for an unfinished pipe (killed on 60,000 times ``a |``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The variables of a shell script that is followed, and what the shell makes of words with them.
 
-A value that only a run of the script would show is `UNKNOWN`.
+A value that is known only when the job runs is `UNKNOWN`.
 """
 
 from __future__ import annotations
@@ -41,10 +41,14 @@ class Element(str):  # noqa: SLOT000  # a str with variable-size slots cannot ha
     line: int
 
     def __new__(cls, text: str, line: int) -> Self:
-        """Makes one with the line that the text has already, else with this one."""
+        """Makes one with its line."""
         element = super().__new__(cls, text)
-        element.line = getattr(text, "line", line)
+        element.line = line
         return element
+
+
+class OwnArguments(Element):
+    """Words that the script itself is started with: `UNKNOWN_WORDS` that came from ``$@``; line 0 is not known yet."""
 
 
 class Variables:
@@ -56,7 +60,7 @@ class Variables:
         self.used: set[str] = set()
         """Given variables that the script reads or sets."""
         self.arguments: list[str] | None = None
-        """Of the running function; None outside, where only the caller of the script knows them."""
+        """Of the running function; None for those of the script itself, which only its caller knows."""
         self.journals: list[dict[str, tuple[Value | None, int]]] = []
         """For each part that is read apart: the earlier values of what it sets, and the lines that set it."""
         self.warnings: dict[str, None] = {}
@@ -101,7 +105,7 @@ class Variables:
             self.used.add(name)
             return
         if name == "IFS":
-            self.warn("IFS is set, and memlab splits at blanks all the same")
+            self.warn("the script sets IFS, but memlab still splits words at blanks")
         self.record(name)
         self.restore(name, value)
 
@@ -135,7 +139,7 @@ class Variables:
             values = [before] if isinstance(before, str) else list(before)
             self.charge([], len(values))
             for element in word.elements:
-                values += [Element(text, element.line) for text in self.words(element)]
+                values += [element_of(text, element.line) for text in self.words(element)]
             self.set(name, values)
         elif match[2]:
             self._assign_element(word, match, old)
@@ -152,7 +156,10 @@ class Variables:
         self.charge([], len(values))
         index = self.arithmetic(match[2][1:-1])
         if not index.isdecimal() or int(index) > len(values) or any(UNKNOWN in text for text in values):
-            self.warn(f"an element of {name} is set that memlab cannot follow: {name} is unknown from here on")
+            self.warn(
+                f"memlab cannot follow how the script sets an element of {name}, so {name} is unknown from here on: "
+                f"give it with --set {name}=VALUE"
+            )
             self.set(name, UNKNOWN)
             return
         before = values[int(index)] if match[3] and int(index) < len(values) else ""
@@ -301,7 +308,7 @@ class Variables:
     def _value(self, name: str, index: str, *, is_whole: bool) -> Value | None:
         """Returns a variable, one of its elements, or all of them as a list; None if nobody sets it."""
         if name in ("@", "*"):
-            return list(self.arguments or [])
+            return [OwnArguments(UNKNOWN_WORDS, 0)] if self.arguments is None else list(self.arguments)
         if name == "#":
             known = self.arguments is not None and UNKNOWN_WORDS not in self.arguments
             return str(len(self.arguments or [])) if known else UNKNOWN
@@ -399,6 +406,13 @@ class Variables:
         return value if isinstance(value, str) and value else "0" if self.in_test else UNKNOWN
 
 
+def element_of(text: str, line: int) -> Element:
+    """Returns a text with the line that it has already, else with this one."""
+    if not isinstance(text, Element):
+        return Element(text, line)
+    return text if text.line else type(text)(text, line)
+
+
 def is_assignment(word: Word) -> bool:
     """Whether a word sets a variable, where it stands before a command."""
     first = word.pieces[0] if word.pieces else None
@@ -419,7 +433,7 @@ def after(word: Word, start: int) -> Word:
 
 def _unknown_words(text: str) -> str:
     """Returns the mark for any number of words, with the line of an element."""
-    return Element(UNKNOWN_WORDS, text.line) if isinstance(text, Element) else UNKNOWN_WORDS
+    return type(text)(UNKNOWN_WORDS, text.line) if isinstance(text, Element) else UNKNOWN_WORDS
 
 
 def _element(values: list[str], index: int) -> str:
@@ -437,6 +451,6 @@ def _append_split(done: list[list[str]], text: str) -> None:
     for index, piece in enumerate(pieces):
         if index:
             done.append([])
-        done[-1].append(Element(piece, text.line) if isinstance(text, Element) else piece)
+        done[-1].append(type(text)(piece, text.line) if isinstance(text, Element) else piece)
     if text[-1:].isspace() and pieces:
         done.append([])
