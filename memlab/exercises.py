@@ -72,10 +72,15 @@ class Check(_Goals):
         hint = self._nothing_moved() or self._largest()
         return self._below("the activation peak", self._record.activation_peak_bytes, num_bytes, hint)
 
-    def fits(self, gpu_memory: str) -> Self:
-        """Requires `peak_allocated_bytes` below what a GPU of a size (``79GiB``) leaves for torch in this layout."""
+    def fits(self, gpu_memory: str, hint: str = "") -> Self:
+        """Requires `peak_allocated_bytes` below what a GPU of a size (``79GiB``) leaves for torch in this layout.
+
+        Args:
+            gpu_memory: Of the GPU, as `parse_bytes` reads it.
+            hint: What to look at, in the words of the exercise; by default, that of `peak_below`.
+        """
         outside = estimate_outside_torch(self._record.scenario.layout).total_bytes
-        return self.peak_below(parse_bytes(gpu_memory) - outside)
+        return self.peak_below(parse_bytes(gpu_memory) - outside, hint)
 
     def runs_on(self, num_ranks: int) -> Self:
         """Requires a job of this many ranks, one per GPU."""
@@ -126,7 +131,12 @@ class Check(_Goals):
         return self._goal(False, f"{modules} transferred activations to the host, must transfer none", "only recompute")
 
     def recomputes_less_than(self, num_bytes: int) -> Self:
-        """Requires fewer recomputed bytes."""
+        """Requires fewer recomputed bytes; fewer than 1 are none."""
+        if num_bytes == 1:
+            now = self._record.recomputed_bytes
+            if not now:
+                return self._goal(True, "backward recomputes nothing")
+            return self._goal(False, f"backward recomputes {format_bytes(now)}, must recompute nothing")
         hint = "recompute fewer modules or fewer layers"
         return self._below("what backward recomputes", self._record.recomputed_bytes, num_bytes, hint)
 
@@ -149,6 +159,20 @@ class Check(_Goals):
         what = f"the settings are '{settings}', must recompute every layer as a whole"
         hint = "recompute_granularity is 'full', with the method 'uniform', or 'block' with the number of layers"
         return self._goal(False, what, hint)
+
+    def with_state(self, **options: object) -> Self:
+        """Requires some options of the training state.
+
+        Args:
+            **options: Fields of `TrainingState` with the value that each must have.
+        """
+        state = self._record.scenario.state
+        for name, needed in options.items():
+            value = getattr(state, name)
+            if value != needed:
+                return self._goal(False, f"{name} is {value!r}, must be {needed!r}")
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        return self._goal(True, f"the training state has {given}")
 
     def without_remedy(self) -> Self:
         """Requires that no remedy for the inputs of checkpoints is set."""
@@ -234,6 +258,40 @@ class Check(_Goals):
         return f"of the parts of the peak that settings can change, the largest is '{name}', {format_bytes(size)}"
 
 
+class Attempt:
+    """A block in which the reader's answer is tried: ``with Attempt() as answer: answer.record = lab.step(...)``.
+
+    An answer that the rules of Megatron or memlab refuse (a ValueError) does not stop the notebook: ``check(answer)``
+    prints the refusal.
+    """
+
+    def __init__(self) -> None:
+        self.record: StepRecord | None = None
+        """The record to check; the block sets it."""
+        self.refusal = ""
+        """Why the answer was refused; empty if it was not."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        self.refusal = f"{error}" if isinstance(error, ValueError) else ""
+        return bool(self.refusal)
+
+
+class RefusedCheck(_Goals):
+    """The goals for an answer that was refused: one line says why, and none of the goals is checked."""
+
+    def __init__(self, refusal: str) -> None:
+        super().__init__()
+        self._goal(False, f"this answer is refused: {refusal}")
+
+    def __getattr__(self, goal: str) -> Callable[..., Self]:
+        if goal.startswith("_"):
+            raise AttributeError(goal)
+        return lambda *_arguments, **_options: self
+
+
 class ResidencyCheck(_Goals):
     """Goals for one audit of what is where between two steps."""
 
@@ -260,7 +318,7 @@ class ResidencyCheck(_Goals):
 
 
 class FormulaCheck(_Goals):
-    """Goals for the bytes that a formula gave, for one model or for each of several."""
+    """Goals for the bytes that a formula gave, for one case (a model, a number of tokens) or for each of several."""
 
     def __init__(self, num_bytes: Sequence[float]) -> None:
         super().__init__()
@@ -269,7 +327,7 @@ class FormulaCheck(_Goals):
     def is_exactly(
         self, num_bytes: int | Sequence[int], hint: str = "ask of each module which tensors it keeps"
     ) -> Self:
-        """Requires what memlab counted: of one model, or of each in the order of the formula's results.
+        """Requires what memlab counted: in one case, or in each, in the order of the formula's results.
 
         Args:
             num_bytes: The line says how far off the formula is, and not the sum.
@@ -278,10 +336,10 @@ class FormulaCheck(_Goals):
         counted = [num_bytes] if isinstance(num_bytes, int) else num_bytes
         if len(counted) != len(self._num_bytes):
             given = "1 result" if len(self._num_bytes) == 1 else f"{len(self._num_bytes)} results"
-            what = f"the formula gives {given}, must give {len(counted)}, one per model"
+            what = f"the formula gives {given}, must give {len(counted)}, one per case"
             return self._goal(False, what, "replace only the 0 in the marked line")
         for place, (mine, needed) in enumerate(zip(self._num_bytes, counted, strict=True), start=1):
-            which = f" for model {place}" if len(counted) > 1 else ""
+            which = f" for case {place}" if len(counted) > 1 else ""
             if mine != needed:
                 off = f"{abs(needed - mine):,} {'too few' if needed > mine else 'too many'}"
                 off = off if math.isfinite(mine) else "must be a finite number"
@@ -293,15 +351,19 @@ class FormulaCheck(_Goals):
 @overload
 def check(measured: StepRecord) -> Check: ...
 @overload
+def check(measured: Attempt) -> Check | RefusedCheck: ...
+@overload
 def check(measured: ResidencyAudit) -> ResidencyCheck: ...
 @overload
 def check(measured: float | Sequence[float]) -> FormulaCheck: ...
-def check(measured: StepRecord | ResidencyAudit | float | Sequence[float]) -> Check | ResidencyCheck | FormulaCheck:
+def check(
+    measured: StepRecord | Attempt | ResidencyAudit | float | Sequence[float],
+) -> Check | RefusedCheck | ResidencyCheck | FormulaCheck:
     """Begins the check of an exercise: ``check(record).peak_below(...).same_loss_as(plain)``.
 
     Args:
-        measured: What `Lab.step` or `Lab.audit_residency` returned, or the bytes that a formula gave: a number, or a
-            list with one per model.
+        measured: What `Lab.step` or `Lab.audit_residency` returned, an `Attempt` with a record, or the bytes that a
+            formula gave: a number, or a list with one per case.
 
     Returns:
         A check whose goals print a line each, up to the first that is missed. It is true if all were reached.
@@ -309,6 +371,10 @@ def check(measured: StepRecord | ResidencyAudit | float | Sequence[float]) -> Ch
     Raises:
         ValueError: If it is given anything else.
     """
+    if isinstance(measured, Attempt):
+        if measured.refusal:
+            return RefusedCheck(measured.refusal)
+        return check(measured.record)  # type: ignore[arg-type]  # without a record, the error below says what to pass
     if isinstance(measured, StepRecord):
         return Check(measured)
     if isinstance(measured, ResidencyAudit):

@@ -16,7 +16,7 @@ import pytest
 
 from memlab import Lab, Layout, MemorySettings, TrainingState, predict_ranks
 from memlab.config.scenario import Scenario
-from memlab.exercises import Check, FormulaCheck, ResidencyCheck
+from memlab.exercises import Check, FormulaCheck, RefusedCheck, ResidencyCheck
 from memlab.model.retention.activation_tap import Tap
 from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
@@ -183,6 +183,7 @@ EXERCISES = {
                 step("MemorySettings(offload_gradients=True)"),
                 step("MemorySettings(offload_optimizer=True, offload_gradients=False)"),
             ),
+            also_right=(step("MemorySettings(offload_optimizer=True, offload_gradients=True)"),),
         ),
         Exercise(
             solution="mine = 3 * 2 * buffer",
@@ -196,6 +197,10 @@ EXERCISES = {
             wrong=(
                 layout(dp=8),
                 layout(tp=2, dp=8),  # it fits, on twice as many GPUs
+                layout(tp=8),  # Megatron refuses it
+                # The task allows neither of these.
+                f'{layout(tp=2, dp=4)}; job = job | {{"settings": full_recompute}}',
+                f'{layout(tp=2, dp=4)}; job = job | {{"settings": MemorySettings(offload_modules=["core_attn"])}}',
                 # Its first stage fits, its second does not.
                 layout(
                     tp=2,
@@ -230,6 +235,8 @@ EXERCISES = {
                 state("**aware, cross_entropy_loss_fusion=True"),
                 state("**aware, **bf16_moments"),
                 state("**aware, apply_rope_fusion=True"),
+                state('**aware, exp_avg_dtype="fp8"'),
+                state('**aware, exp_avg_dtype="fp8", cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te"'),
                 state('**aware, fp8_format="hybrid", fp8_recipe="blockwise"'),
                 state("**aware, optimizer_cpu_offload=True"),
             ),
@@ -240,13 +247,29 @@ EXERCISES = {
                 state("optimizer_cpu_offload=True"),
                 state("grad_reduce_in_bf16=True"),
                 state("optimizer_cpu_offload=True, optimizer_offload_fraction=0.4"),
+                state("**aware"),  # nothing is on the CPU
+                state("optimizer_cpu_offload=True, optimizer_offload_fraction=0.55, manual_gc=True"),
+                state("optimizer_cpu_offload=True, optimizer_offload_fraction=0.25"),
+                state("**aware, optimizer_cpu_offload=True, optimizer_offload_fraction=0.25"),
+                state("**aware, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5"),
             ),
+            also_right=(state("**aware, **half_on_cpu, manual_gc=True"),),
         ),
     ],
     "09_ranks": [
-        Exercise(solution=stages(1, 3), wrong=(stages(3, 1),)),
+        Exercise(solution=stages(1, 3), wrong=(stages(3, 1), stages(1, 1))),
         Exercise(solution=offload(*ALL_MODULES), wrong=(step("full_recompute"), offload("core_attn"))),
-        Exercise(solution=layout(tp=2, dp=2), wrong=(layout(dp=4), layout(pp=4), layout(tp=2), "mine = Layout()")),
+        Exercise(
+            solution=layout(tp=2, dp=2),
+            wrong=(
+                layout(dp=4),
+                layout(pp=4),
+                layout(tp=2),
+                layout(tp=4),  # Megatron refuses it
+                layout(context_parallel_size=4),
+                "mine = Layout()",
+            ),
+        ),
     ],
     "10_one_layer": [
         Exercise(
@@ -259,6 +282,9 @@ EXERCISES = {
                 # Right for the tiny model only: its width is that of its heads, and it has as many key-value heads.
                 for_each("(6*h + 4 + 2*(g + 2*a)*d + 2*(a + g)*d + 8*d + 2*a*d) * t", DENSE_LETTERS),
                 for_each("(6*h + 4 + 2*(a + 2*g)*d + 2*(a + g)*d + 8*d + 2*h) * t", DENSE_LETTERS),
+                # Numbers of the tiny model in place of letters.
+                for_each("(6*160 + 4 + 2*(a + 2*g)*d + 2*(a + g)*d + 8*d + 2*a*d) * t", DENSE_LETTERS),
+                for_each("(6*h + 4 + 2*(a + 2*g)*d + 2*(a + g)*d + 8*d + 2*a*d) * 64", DENSE_LETTERS),
                 "mine = 803840",
             ),
         ),
@@ -500,13 +526,13 @@ def test_a_solution_reaches_the_goal_and_no_wrong_answer_does(
         for wrong, right in answers:
             for cell in wrong:
                 capsys.readouterr()
-                outcome = value_of(cell, names)
-                assert isinstance(outcome, (Check, FormulaCheck, ResidencyCheck))
+                outcome = value_of(cell, dict(names))  # an answer changes nothing for the next one
+                assert isinstance(outcome, (Check, FormulaCheck, RefusedCheck, ResidencyCheck))
                 assert not outcome, f"this answer is wrong, and the check accepts it:\n{cell}"
                 lines = capsys.readouterr().out.splitlines()
                 assert [line.startswith("not yet: ") for line in lines] == [False] * (len(lines) - 1) + [True]
             for cell in right:
-                assert value_of(cell, names), f"this is right, and the check refuses it:\n{cell}"
+                assert value_of(cell, dict(names)), f"this is right, and the check refuses it:\n{cell}"
     finally:
         if lab not in INSTEAD:
             names["lab"].close()

@@ -10,7 +10,7 @@ import pytest
 
 from memlab.config.layout import Layout
 from memlab.config.settings import MemorySettings
-from memlab.exercises import check, failure
+from memlab.exercises import Attempt, check, failure
 from memlab.record.step_record import StepRecord
 from memlab.units import MIB
 from tests.unit.builders import job_of, record_of, scenario, training_step
@@ -35,8 +35,9 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
     peak, start, activations = PLAIN.peak_allocated_bytes, PLAIN.static_bytes, PLAIN.activation_peak_bytes
     assert check(full).peak_below(peak + 1).starts_below(start + 1).activation_peak_below(activations + 1)
     assert check(PLAIN).host_below(PLAIN.host_bytes + 1)
+    assert check(PLAIN).with_state(exp_avg_dtype="fp32", manual_gc=False)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 15
+    assert len(lines) == 16
     assert all(line.startswith("reached: ") for line in lines)
 
 
@@ -78,7 +79,9 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
             ("residual_is_zero", "look at the remedies"),
             "Hint: look",
         ),
+        (PLAIN, ("fits", "2GiB", "divide more"), "Hint: divide more."),
         (replace(PLAIN, recomputed_bytes=2), ("recomputes_less_than", 2), "what backward recomputes is 2 B, must be"),
+        (replace(PLAIN, recomputed_bytes=2), ("recomputes_less_than", 1), "recomputes 2 B, must recompute nothing"),
         (PLAIN, ("moves", "moe_act"), "moe_act transferred nothing to the host: it is not among offload_modules"),
         (
             replace(PLAIN, without_effect={"offload_modules:moe_act": "all is under min_offloaded_tensor_size"}),
@@ -116,6 +119,26 @@ def test_a_missed_goal_prints_one_line_and_silences_the_goals_after_it(
     assert line in printed
 
 
+def test_a_state_that_the_exercise_forbids_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not check(PLAIN).with_state(manual_gc=False, exp_avg_dtype="bf16")
+    assert capsys.readouterr().out == "not yet: exp_avg_dtype is 'fp32', must be 'bf16'\n"
+
+
+def test_an_answer_that_is_refused_prints_one_line_and_stops_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with Attempt() as answer:
+        answer.record = with_settings(MemorySettings(recompute_granularity="half"))
+    assert not check(answer).runs_on(1).fits("80GiB")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("not yet: this answer is refused: recompute_granularity is 'half', must be one of")
+    with Attempt() as answer:
+        answer.record = PLAIN
+    assert check(answer).runs_on(1)
+    with pytest.raises(KeyError), Attempt():
+        raise KeyError("a mistake of another kind")
+    with pytest.raises(ValueError, match="must be a record"):
+        check(Attempt())
+
+
 def test_a_check_as_the_last_expression_of_a_cell_shows_nothing_more() -> None:
     from IPython.core.formatters import DisplayFormatter
 
@@ -139,8 +162,8 @@ def test_a_formula_must_hold_for_every_model(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.splitlines() == [
         "reached: the formula gives 2 and 4 bytes, exactly as many as memlab counted",
         "reached: the formula gives 3 bytes, exactly as many as memlab counted",
-        "not yet: the formula gives 2 bytes for model 2, 2 too few. Hint: ask of each module which tensors it keeps.",
-        "not yet: the formula gives 1 result, must give 2, one per model. Hint: replace only the 0 in the marked line.",
+        "not yet: the formula gives 2 bytes for case 2, 2 too few. Hint: ask of each module which tensors it keeps.",
+        "not yet: the formula gives 1 result, must give 2, one per case. Hint: replace only the 0 in the marked line.",
         "not yet: the formula gives 5 bytes, 2 too many. Hint: count again.",
         "not yet: the formula gives inf bytes, must be a finite number. Hint: ask of each module which tensors it keeps.",
         "not yet: the formula gives nan bytes, must be a finite number. Hint: ask of each module which tensors it keeps.",

@@ -39,7 +39,7 @@ def test_every_exported_name_is_there(name: str) -> None:
 def test_an_unknown_name_is_an_attribute_error_with_the_choices() -> None:
     with pytest.raises(
         AttributeError,
-        match=r"no attribute 'Labb': choose from ARCHITECTURES, AllocatorSettings, Architecture, GROUPS, Job, JobRecord, Lab,",
+        match=r"no attribute 'Labb': choose from ARCHITECTURES, AllocatorSettings, Architecture, Attempt, GROUPS, Job, JobRecord, Lab,",
     ):
         _ = memlab.Labb
 

@@ -21,16 +21,6 @@ class CategoryLook:
 
 
 @dataclass(frozen=True, slots=True)
-class PhaseLook:
-    """How a phase is marked along the axis."""
-
-    short_name: str
-    """Used where the phase's name does not fit."""
-    opacity: float
-    """Of the ink that fills its band, 0 to 1."""
-
-
-@dataclass(frozen=True, slots=True)
 class SeriesLook:
     """How one of several compared steps is drawn."""
 
@@ -53,14 +43,8 @@ CATEGORY_LOOKS: dict[str, CategoryLook] = {
 """In the order in which they are stacked: what stays longest is at the bottom, so that the top shows the shape of a
 step."""
 
-PHASE_LOOKS: dict[str, PhaseLook] = {
-    "load": PhaseLook("load", 0.40),
-    "forward": PhaseLook("fwd", 0.14),
-    "backward": PhaseLook("bwd", 0.28),
-    "optimizer": PhaseLook("opt", 0.40),
-    "offload": PhaseLook("off", 0.14),
-    "idle": PhaseLook("idle", 0.05),
-}
+PHASE_OPACITIES = {"load": 0.40, "forward": 0.14, "backward": 0.28, "optimizer": 0.40, "offload": 0.14, "idle": 0.05}
+"""Of the ink that fills a phase's band along the axis, 0 to 1."""
 
 INK = "#757575"
 """Text and lines: a grey of 4.6 : 1 on white, where WCAG requires 4.5 for text, and 4.1 : 1 on a dark theme's page."""

@@ -24,7 +24,7 @@ from memlab.views.figures.frame import (
     messages,
     timeline_of,
 )
-from memlab.views.figures.palette import GRID, INK, PHASE_LOOKS, series_look
+from memlab.views.figures.palette import GRID, INK, PHASE_OPACITIES, series_look
 from memlab.views.figures.resample import AXES, Axis, DrawnPoints, phase_spans, resample
 from memlab.views.figures.timeline import HELD, POOL_TITLES, stack_of
 from memlab.views.text.columns import MINUS, in_unit
@@ -346,4 +346,4 @@ def _band(timeline: Timeline, axis: Axis, place: dict[str, str]) -> list[dict[st
 
 def _opacity(phase: str) -> float:
     # The bar is thin, so it needs more ink than a band with words.
-    return min(1.0, 2 * PHASE_LOOKS[phase].opacity)
+    return min(1.0, 2 * PHASE_OPACITIES[phase])

@@ -17,6 +17,7 @@ import plotly.graph_objects as go
 from memlab.config.settings import MemorySettings
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import IntArray, Timeline
+from memlab.record.transfer import GROUPS
 from memlab.record.watch_record import WatchRecord
 from memlab.units import binary_unit, format_bytes
 from memlab.views.figures.frame import (
@@ -155,13 +156,27 @@ def _title(step: StepRecord | WatchRecord | Timeline, pool: str) -> tuple[str, l
         title = f"{name}{_STATUS_TITLES[step.status]}: {what}"
         return title, [f"{step.model}, on {step.backend}", *messages([step])], timeline_of(step)
     settings = html.escape(_short(f"{step.settings}"), quote=False)
-    name = "No recompute, no offload" if step.settings == MemorySettings() else settings
+    away = _away_between_steps(step.settings)
+    name = "Offload between steps" if away else settings
+    name = "No recompute, no offload" if step.settings == MemorySettings() else name
     passes = ", forward only" if step.forward_only else ""
     title = f"{name}{passes}{_STATUS_TITLES[step.status]}: {what}"
     lines = [f"{step.scenario}, on {step.backend}{rank_words(step.scenario.layout)}", *messages([step])]
-    if settings != f"{step.settings}":
+    if away:
+        lines.insert(0, f"off the device between steps: {away}")
+    elif settings != f"{step.settings}":
         lines.insert(0, f"settings: {step.settings}")
     return title, lines, timeline_of(step)
+
+
+def _away_between_steps(settings: MemorySettings) -> str:
+    """Names what is not on the device between steps; empty if that is nothing, or the settings set anything else."""
+    host = {
+        f"offload_{name}": getattr(settings, f"offload_{name}") for name in ("parameters", "gradients", "optimizer")
+    }
+    if settings != MemorySettings(**host):
+        return ""
+    return ", ".join(group for group, is_away in zip(GROUPS, host.values(), strict=True) if is_away)
 
 
 def _short(text: str) -> str:
