@@ -69,7 +69,7 @@ class Check(_Goals):
 
     def activation_peak_below(self, num_bytes: int) -> Self:
         """Requires `activation_peak_bytes` below a number of bytes."""
-        hint = self._nothing_moved() or self._largest()
+        hint = self._nothing_moved() or self._start_fell() or self._largest()
         return self._below("the activation peak", self._record.activation_peak_bytes, num_bytes, hint)
 
     def fits(self, gpu_memory: str, hint: str = "") -> Self:
@@ -247,6 +247,15 @@ class Check(_Goals):
         # Each module has its reason; the first one is what to act on.
         reason = self._record.without_effect.get(f"offload_modules:{modules[0]}", "")
         return f"{modules[0]} transferred nothing to the host: {reason}" if reason else ""
+
+    def _start_fell(self) -> str:
+        """Says why the activation peak rose, if parameters, gradients or optimizer state leave between steps."""
+        if not self._record.offloaded_bytes_by_group:
+            return ""
+        return (
+            "the activation peak counts from the start of the step; what leaves the device between steps lowers the "
+            "start, but is back at the peak"
+        )
 
     def _largest(self) -> str:
         categories = {

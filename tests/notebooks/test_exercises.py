@@ -99,6 +99,7 @@ EXERCISES = {
                 step("MemorySettings()"),
                 step("half.settings"),
             ),
+            also_right=(selective("layernorm"), selective("layernorm", "moe_act")),
         ),
         Exercise(
             # As a float too: a formula with a division gives one.
@@ -110,6 +111,12 @@ EXERCISES = {
                 # Right for the tiny model only.
                 for_each('by_hand["layernorm"] + by_hand["moe_act"]', MOE_LETTERS),
                 for_each("(4 * m * k + 4 + 2 * m * k) * t", MOE_LETTERS),
+                # Right for one of the two models only: a number stands in place of a letter.
+                for_each("(2 * h + 4 + 4 * m) * t", MOE_LETTERS),
+                for_each("(2 * h + 4 + m * k * k) * t", MOE_LETTERS),
+                for_each("(2 * h + 4 + m * k * k) * 256", MOE_LETTERS),
+                for_each("(2 * h + 4 + m * k * k) * 1024", MOE_LETTERS),
+                for_each("(2 * h + 4 + 2 * m * k) * 256", MOE_LETTERS),
                 'mine = by_hand["layernorm"] + by_hand["moe_act"]',
                 "mine = 528384",
             ),
@@ -158,6 +165,7 @@ EXERCISES = {
                 selective("moe"),
                 selective("core_attn"),
             ),
+            also_right=(selective("layernorm"),),
         ),
         Exercise(
             solution=step('remedies["detach"].settings'),
@@ -173,7 +181,16 @@ EXERCISES = {
         ),
     ],
     "05_phi4_activation_peak": [
-        Exercise(solution=selective("mlp"), wrong=(step("recompute"), selective("layernorm"), selective("core_attn"))),
+        Exercise(
+            solution=selective("mlp"),
+            wrong=(step("recompute"), selective("layernorm"), selective("core_attn")),
+            also_right=(
+                step(
+                    'MemorySettings(recompute_granularity="full", recompute_method="block", '
+                    "recompute_num_layers=num_layers // 2)"
+                ),
+            ),
+        ),
     ],
     "06_weight_sync": [
         Exercise(
@@ -310,7 +327,11 @@ DENSE_ANSWERS = {
         Exercise(solution=selective("mlp"), wrong=(selective("core_attn"),), also_right=(step("half.settings"),)),
         Exercise(
             solution=for_each("(2 * h + 4 + 6 * f) * t", MOE_LETTERS),
-            wrong=(for_each("(4 * h + 8 + 6 * f) * t", MOE_LETTERS), 'mine = by_hand["mlp"]'),
+            wrong=(
+                for_each("(4 * h + 8 + 6 * f) * t", MOE_LETTERS),
+                for_each("(2 * h + 4 + 6 * f) * 256", MOE_LETTERS),
+                'mine = by_hand["mlp"]',
+            ),
         ),
     ],
 }

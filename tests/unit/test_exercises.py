@@ -75,6 +75,11 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
             "below 1 B. Hint: moe_act transferred nothing to the host: all is too small.",
         ),
         (
+            replace(PLAIN, offloaded_bytes_by_group={"parameters": MIB}),
+            ("activation_peak_below", 1),
+            "below 1 B. Hint: the activation peak counts from the start of the step; what leaves the device between",
+        ),
+        (
             with_settings(HALF_OF_THE_LAYERS, residual_bytes=1),
             ("residual_is_zero", "look at the remedies"),
             "Hint: look",

@@ -17,8 +17,6 @@ from memlab.units import binary_unit, format_bytes
 from memlab.views.text.columns import NAME_WIDTH, Block, Table, as_text, ending, in_unit
 
 _NUM_MODULES = 10
-_MOSTLY = 0.98
-"""The training state is this share of what no module made, or it is not all that there is to name."""
 
 
 def module_name(name: str) -> str:
@@ -35,7 +33,7 @@ def grouped_modules(sizes: Mapping[str, int], by_category: Mapping[str, int]) ->
     """Names what allocated the bytes of one moment, the largest first; one module of all layers is one entry.
 
     Four layers whose ``mlp.linear_fc1`` made 10 MiB together are ``mlp.linear_fc1 x 4``. What no module made is mostly
-    the training state, so it is named by that where it is.
+    the training state, so it is named by that, with *and others* where there is more, such as the tokens of the batch.
 
     Args:
         sizes: Bytes by module.
@@ -67,7 +65,7 @@ def _outside_modules(num_bytes: int, by_category: Mapping[str, int]) -> str:
     state = {name: by_category[name] for name in GROUPS if by_category.get(name)}
     if not state or sum(state.values()) > num_bytes:
         return module_name("")
-    more = " and others" if sum(state.values()) < _MOSTLY * num_bytes else ""
+    more = " and others" if sum(state.values()) < num_bytes else ""
     return ", ".join(state) + more
 
 
