@@ -18,7 +18,7 @@ import plotly.graph_objects as go
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
 from memlab.record.watch_record import WatchRecord
-from memlab.views.figures.palette import GRID, INK, PHASE_OPACITIES, TRANSPARENT
+from memlab.views.figures.palette import GRID, INK, PHASE_OPACITIES, SHORT_PHASES, TRANSPARENT
 from memlab.views.figures.resample import DrawnPoints, PhaseSpan
 from memlab.vocabulary import PHASES
 
@@ -209,7 +209,7 @@ def mark_floor(drawing: Drawing, text: str) -> None:
 
 
 def mark_phases(drawing: Drawing, spans: Sequence[PhaseSpan], end: float) -> None:
-    """Draws a band above the plot with the name of each phase that is wide enough for it, and lines between phases."""
+    """Draws a band above the plot with the phases' names, where they fit, and a line between two phases."""
     band = {"type": "rect", "yref": "paper", "ysizemode": "pixel", "yanchor": 1.0, "y0": 3, "y1": 3 + BAND_HEIGHT}
     line = {"type": "line", "yref": "paper", "y0": 0.0, "y1": 1.0, "layer": "below"}
     for number, span in enumerate(spans):
@@ -223,6 +223,8 @@ def mark_phases(drawing: Drawing, spans: Sequence[PhaseSpan], end: float) -> Non
                 line | {"x0": span.start, "x1": span.start, "line": {"color": INK, "width": 1, "dash": "dot"}}
             )
         share = (span.end - span.start) / end
-        if share > (len(span.phase) + 1) * LETTER_SHARE:
-            place = {"x": (span.start + span.end) / 2, "yref": "paper", "y": 1.0, "yshift": 3 + BAND_HEIGHT / 2}
-            drawing.annotations.append(place | {"text": span.phase, "yanchor": "middle", "showarrow": False})
+        for text in (span.phase, SHORT_PHASES.get(span.phase, span.phase)):
+            if share > (len(text) + 1) * LETTER_SHARE:
+                place = {"x": (span.start + span.end) / 2, "yref": "paper", "y": 1.0, "yshift": 3 + BAND_HEIGHT / 2}
+                drawing.annotations.append(place | {"text": text, "yanchor": "middle", "showarrow": False})
+                break

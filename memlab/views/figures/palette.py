@@ -45,6 +45,8 @@ step."""
 
 PHASE_OPACITIES = {"load": 0.40, "forward": 0.14, "backward": 0.28, "optimizer": 0.40, "offload": 0.14, "idle": 0.05}
 """Of the ink that fills a phase's band along the axis, 0 to 1."""
+SHORT_PHASES = {"forward": "fwd", "backward": "bwd", "optimizer": "opt"}
+"""Used where a phase's name does not fit. *offload* has none: "off" reads as the opposite of "on"."""
 
 INK = "#757575"
 """Text and lines: a grey of 4.6 : 1 on white, where WCAG requires 4.5 for text, and 4.1 : 1 on a dark theme's page."""
