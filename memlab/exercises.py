@@ -296,8 +296,8 @@ class RefusedCheck(_Goals):
         self._goal(False, f"this answer is refused: {refusal}")
 
     def __getattr__(self, goal: str) -> Callable[..., Self]:
-        if goal.startswith("_"):
-            raise AttributeError(goal)
+        if not hasattr(Check, goal):
+            raise AttributeError(f"a check has no goal {goal!r}")
         return lambda *_arguments, **_options: self
 
 

@@ -135,6 +135,8 @@ def test_an_answer_that_is_refused_prints_one_line_and_stops_nothing(capsys: pyt
     assert not check(answer).runs_on(1).fits("80GiB")
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("not yet: this answer is refused: recompute_granularity is 'half', must be one of")
+    with pytest.raises(AttributeError, match="no goal 'runs_in'"):
+        check(answer).runs_in(1)
     with Attempt() as answer:
         answer.record = PLAIN
     assert check(answer).runs_on(1)
