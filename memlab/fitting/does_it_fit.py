@@ -9,7 +9,7 @@ from typing import Any, Literal
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.candidates import candidates
-from memlab.fitting.measured_margin import limit_with_margin, measured_margin
+from memlab.fitting.measured_margin import gathers_fp8, limit_with_margin, measured_margin
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.fitting.recompute_cost import recomputed_operations
 from memlab.record.step_record import StepRecord
@@ -21,7 +21,8 @@ Step = Callable[[MemorySettings, int | None], StepRecord]
 
 Verdict = Literal["fits", "may fit", "does not fit"]
 """On a measured or predicted step. "may fit": the predicted step completes within the limit, but a real one does not if
-it needs as much more than predicted as measured steps did (`memlab.fitting.measured_margin`)."""
+it needs as much more than predicted as measured steps did (`memlab.fitting.measured_margin`), or if torch keeps as many
+FP8 gathers as it may."""
 VERDICTS: tuple[Verdict, ...] = ("fits", "may fit", "does not fit")
 """From the best to the worst."""
 
@@ -142,7 +143,8 @@ def basis_of(scenario: Scenario, backend: str = "simulated", *, is_measured: boo
     margin = measured_margin(scenario)
     routing = f" with {scenario.routing} routing" if scenario.architecture.is_moe else ""
     needed = f"{margin.steps} needed up to {margin.share:.1%} more than predicted (rounded up)"
-    return f"a predicted step{routing}; {needed}"
+    kept = '; "fits" includes all that torch may keep of FP8 gathers' if gathers_fp8(scenario) else ""
+    return f"a predicted step{routing}; {needed}{kept}"
 
 
 class FitInterrupted(KeyboardInterrupt):
@@ -227,7 +229,8 @@ def judge(record: StepRecord, step: Step, limit_bytes: int, *, with_margin: bool
         with_margin: Whether to leave the measured margin, which is that of predictions for GPUs. A measured step, and
             one that was predicted for a CPU, have none.
     """
-    if fits(record, step, limit_with_margin(limit_bytes, record.scenario) if with_margin else limit_bytes):
+    least_bytes = limit_with_margin(limit_bytes, record.scenario) if with_margin else limit_bytes
+    if fits(record, step, least_bytes - record.kept_gather_bytes):
         return "fits"
     return "may fit" if with_margin and fits(record, step, limit_bytes) else "does not fit"
 

@@ -2,8 +2,7 @@
 
 This is the only place that has these shares. They are measurements and not guarantees: of one kind of GPU, and of the
 two families of models that memlab knows. Each is the largest of the limits in ``labs/results/h200_limits.jsonl``
-(`benchmarks/fit_boundary.py`), rounded up, but for the one of FP8, whose steps are in
-``labs/results/h100x2_fp8_steps.jsonl``.
+(`benchmarks/fit_boundary.py`), rounded up.
 """
 
 from __future__ import annotations
@@ -35,10 +34,6 @@ MARGIN_WITH_SPREAD_EXPERTS_AND_MICROBATCHES = Margin(
 )
 """The same with three micro-batches. Whether the freed blocks are large enough for later micro-batches depends on the
 router: of five random routings, three were predicted to need 8 % more than the other two, as the real one did."""
-MARGIN_WITH_GATHERED_FP8 = Margin(0.012, "on H100s, steps of a dense model in FP8 with tensor parallelism")
-"""Steps of phi-4 in FP8 blockwise on two H100s reserved up to 1.13 % more at their peaks than predicted. torch keeps
-tensors of the FP8 gathers until a later collective (`labs/LOG.md`, 2026-11-24). How many are still there at the peak
-depends on time, so memlab does not predict them. Steps with recompute were not measured."""
 
 
 def measured_margin(scenario: Scenario) -> Margin:
@@ -51,7 +46,7 @@ def measured_margin(scenario: Scenario) -> Margin:
         margin = MARGIN_WITH_SPREAD_EXPERTS
     else:
         margin = MARGIN_WITH_SPREAD_EXPERTS_AND_MICROBATCHES
-    return max(margin, MARGIN_WITH_GATHERED_FP8) if _gathers_fp8(scenario) else margin
+    return margin
 
 
 def limit_with_margin(limit_bytes: int, scenario: Scenario) -> int:
@@ -62,8 +57,10 @@ def limit_with_margin(limit_bytes: int, scenario: Scenario) -> int:
     return int(limit_bytes / (1 + measured_margin(scenario).share))
 
 
-def _gathers_fp8(scenario: Scenario) -> bool:
+def gathers_fp8(scenario: Scenario) -> bool:
     """Whether Transformer Engine gathers FP8 tensors and their scales in one collective.
+
+    torch may keep what such a collective sends and receives (`StepRecord.kept_gather_bytes`).
 
     See ``_start_all_gather_fp8_blockwise`` and ``_all_gather_mxfp8`` in ``transformer_engine/pytorch/distributed.py``
     (version 2.12).

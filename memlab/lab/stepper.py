@@ -682,6 +682,7 @@ class Stepper:
             step_index=self.num_steps - 1,
             residual_bytes=residual_bytes,
             host_reserved_bytes=self._host_reserved_bytes(),
+            kept_gather_bytes=self.meter.kept_gather_bytes if isinstance(self.meter, SimulatedMeter) else 0,
             tokens_per_second=self._tokens_per_second(measured),
             **measured,
         )

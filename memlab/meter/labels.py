@@ -47,6 +47,8 @@ class Labels:
         self.on_move: Callable[[], None] | None = None
         """Called when a phase begins or a module is entered; an error that it raises ends the step there."""
         self.on_kernel_end: Callable[[], None] | None = None
+        self.on_kept: Callable[[Iterable[torch.Tensor]], None] | None = None
+        """Called with the tensors that `kept_by_collective` reports."""
         self.on_change: Callable[[], None] | None = None
         """Called after every change of phase, module, span or recomputation, on the thread that made it."""
         self._codes: dict[str, int] = {"": 0}
@@ -204,6 +206,12 @@ def on_host(*, pinned: bool = False) -> Iterator[None]:
     finally:
         labels.host_depth -= 1
         labels.pinned_depth -= pinned
+
+
+def kept_by_collective(tensors: Iterable[torch.Tensor]) -> None:
+    """Reports tensors that torch may keep for a collective after everyone else has let go of them."""
+    if _active is not None and _active.on_kept is not None:
+        _active.on_kept(tensors)
 
 
 def current_stream() -> int:

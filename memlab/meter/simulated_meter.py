@@ -33,6 +33,10 @@ from memlab.upstream.patching import patched
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
 _DEVICE, _RESERVED = POOLS.index("device"), POOLS.index("reserved")
+_MOST_KEPT_GATHERS = 100
+"""Collectives whose tensors torch keeps at the same time. On H100s it kept those of up to 83 (`labs/LOG.md`,
+2026-11-24, night): the program calls collectives until CUDA's queue of launches is full, and torch looks every 100 ms
+which of them the GPU has run."""
 _KEPT = frozenset(CATEGORIES.index(name) for name in (*GROUPS, "workspace"))
 """Categories of what the model keeps from step to step."""
 
@@ -156,8 +160,17 @@ class SimulatedMeter(StorageMeter):
         """What the step found allocated."""
         self._finished: _Finished | None = None
         self._num_categorised = 0
+        self._gathers: list[int] = []
+        """For each collective of which torch may keep tensors, the number of events before it."""
+        self._may_be_kept: dict[int, int] = {}
+        """The collective of such tensors, by the identity of their allocations."""
+        self._kept: list[tuple[int, int, int]] = []
+        """Of those that the step has freed: the number of events then, their bytes, and their collective."""
+        self.kept_gather_bytes = 0
+        """Of the last step; see `StepRecord.kept_gather_bytes`."""
         self._copies: dict[int, Block] = {}
         super().__init__(labels, answer)
+        labels.on_kept = self._note_kept
 
     @property
     def device_memory_bytes(self) -> int | None:
@@ -180,6 +193,9 @@ class SimulatedMeter(StorageMeter):
     def start(self, categories: Mapping[str, Iterable[torch.Tensor]], others: str | None = None) -> None:
         super().start(categories, others)
         self._is_special, self._finished = False, None
+        self._gathers.clear()
+        self._may_be_kept.clear()
+        self._kept.clear()
 
     def _open(self, live: list[StorageAllocation]) -> Opening:
         self._found = _Found.now(live)
@@ -251,8 +267,35 @@ class SimulatedMeter(StorageMeter):
     def _give_back(self, allocation: StorageAllocation) -> None:
         block = self._blocks.pop(id(allocation), None)
         if block is not None:
+            gather = self._may_be_kept.pop(id(allocation), None)
+            if gather is not None:
+                self._kept.append((len(self._events), block.num_bytes, gather))
             self._allocator.free(block)
         self._unpin(allocation)
+
+    def _note_kept(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            allocation = self.allocation_of(tensor)
+            assert allocation is not None, "every tensor of a simulated step is metered"
+            self._may_be_kept[id(allocation)] = len(self._gathers)
+        self._gathers.append(len(self._events))
+
+    def _most_kept(self, columns: npt.NDArray[np.int64], num_opening_events: int) -> int:
+        """Returns how much higher the step's peak is if torch keeps the last `_MOST_KEPT_GATHERS` at each moment."""
+        if not self._kept:
+            return 0
+        assert all(type(event) is Event for event in self._events), "steps in FP8 are not replayed"
+        kept = np.zeros(columns.shape[1], dtype=np.int64)
+        for num_events, num_bytes, gather in self._kept:
+            dropped_by = gather + _MOST_KEPT_GATHERS
+            dropped = self._gathers[dropped_by] if dropped_by < len(self._gathers) else None
+            if dropped is None or dropped >= num_events:
+                kept[num_opening_events + num_events - 1] += num_bytes
+                if dropped is not None:
+                    kept[num_opening_events + dropped - 1] -= num_bytes
+        in_step = slice(max(num_opening_events - 1, 0), None)
+        allocated = np.cumsum(np.where(columns[2] == _DEVICE, columns[1], 0))
+        return int((allocated + np.cumsum(kept))[in_step].max() - allocated[in_step].max())
 
     def _unpin(self, allocation: StorageAllocation) -> None:
         pinned = self._pinned_blocks.pop(id(allocation), None)
@@ -264,6 +307,7 @@ class SimulatedMeter(StorageMeter):
         self._frees.check()
         columns, numbers, _ = columns_of(self._opening, self._events, self._started)
         columns[0] -= self._started
+        self.kept_gather_bytes = self._most_kept(columns, len(self._opening))
         self._finished = None if self._is_special else _Finished(columns, numbers, len(self._opening))
         timeline = timeline_of_columns(columns, len(self._opening), self._labels.modules)
         self._events.clear()

@@ -64,6 +64,10 @@ class StepRecord:
     """Pinned host memory that is reserved when the step ends: torch rounds each request up to a power of two, and
     keeps what is freed. Predictions have it too. `host_bytes` counts what tensors requested, pinned or pageable,
     without rounding."""
+    kept_gather_bytes: int = 0
+    """By how much the real peak may exceed `peak_allocated_bytes`, because torch keeps tensors of tensor-parallel FP8
+    gathers until a later collective; how many of them depends on time. Only predictions have it: a measured peak
+    contains what was kept."""
     recomputed_bytes: int = 0
     """Bytes that backward recomputed."""
     without_effect: dict[str, str] = field(default_factory=dict)

@@ -14,12 +14,12 @@ from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
-from memlab.fitting.measured_margin import measured_margin
 from memlab.lab.predictions import predict_measured
 from memlab.record import transfer
 from memlab.record.step_record import StepRecord
 from memlab.views.text.accuracy import accuracy_page
 from tests.unit.builders import record_of
+from tests.unit.live import FULL
 
 STEPS = Path(__file__).parents[2] / "labs" / "results" / "h200_steps.jsonl"
 GIB = 2**30
@@ -42,13 +42,16 @@ def sample(records: list[StepRecord]) -> list[StepRecord]:
     return [records[0], records[len(records) // 2]]
 
 
-def test_fp8_steps_of_two_ranks_need_no_more_than_the_margin_of_their_verdict() -> None:
+def test_fp8_steps_of_two_ranks_peak_between_the_prediction_and_what_torch_may_keep_beside_it() -> None:
     lines = (STEPS.parent / "h100x2_fp8_steps.jsonl").read_text().splitlines()
-    measured = [StepRecord.from_dict(json.loads(line)) for line in lines]
-    for real, predicted in zip(measured, predict_measured(measured), strict=True):
-        most = 1 + measured_margin(real.scenario).share
-        assert real.peak_allocated_bytes <= most * predicted.peak_allocated_bytes
-        assert real.peak_reserved_bytes <= most * predicted.peak_reserved_bytes
+    records = [StepRecord.from_dict(json.loads(line)) for line in lines]
+    short = [record for record in records if record.scenario.seq_length == 4096]
+    recomputed = [record for record in records if record.settings == FULL and record.scenario.num_layers == 12]
+    for measured in (short, recomputed[:1]):
+        for real, predicted in zip(measured, predict_measured(measured), strict=True):
+            kept_bytes = real.peak_allocated_bytes - predicted.peak_allocated_bytes
+            assert -0.002 * real.peak_allocated_bytes < kept_bytes <= predicted.kept_gather_bytes
+    assert kept_bytes > 0.02 * real.peak_allocated_bytes, "torch kept 2.5 % of this step"
 
 
 @pytest.mark.parametrize("name", [name for name in GROUPS if not name.endswith("rank 0") or "one rank" in name])

@@ -28,7 +28,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.fitting.candidates import added_offload, candidates
-from memlab.fitting.does_it_fit import Fit, Step, judge, judge_fit, transferred_bytes
+from memlab.fitting.does_it_fit import Fit, Step, basis_of, judge, judge_fit, transferred_bytes
 from memlab.fitting.measured_margin import MARGIN_WITH_EXPERTS, MARGIN_WITHOUT_EXPERTS, measured_margin
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.fitting.pareto_front import Point, SearchResult
@@ -400,13 +400,22 @@ def test_the_margin_is_wider_where_experts_are_spread_and_micro_batches_follow_e
     assert margins == sorted(set(margins))
 
 
+def test_a_step_fits_only_with_all_fp8_gathers_that_torch_may_keep() -> None:
+    job = Scenario.of("phi-4-tiny")
+    record = record_of(None, scenario=job, peak_allocated_bytes=GIB, peak_reserved_bytes=GIB, kept_gather_bytes=MIB)
+    needed = int((GIB + MIB) * (1 + MARGIN_WITHOUT_EXPERTS.share)) + 2
+    limits = (GIB - 1, GIB, needed - 4, needed)
+    completes = record_of(None, scenario=job)
+    verdicts = [judge(record, lambda *_: completes, limit) for limit in limits]
+    assert verdicts == ["does not fit", "may fit", "may fit", "fits"]
+
+
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
-def test_the_margin_is_wider_where_fp8_tensors_are_gathered_over_ranks(recipe: str) -> None:
-    state = TrainingState(fp8_format="e4m3", fp8_recipe=recipe)
-    over_ranks = Layout(tensor_model_parallel_size=2)
-    wide = measured_margin(Scenario.of("phi-4", layout=over_ranks, state=state))
-    for narrow in ({"state": state}, {"layout": over_ranks}):
-        assert measured_margin(Scenario.of("phi-4", **narrow)) == MARGIN_WITHOUT_EXPERTS < wide
+def test_a_verdict_names_the_gathers_that_torch_may_keep(recipe: str) -> None:
+    state, over_ranks = TrainingState(fp8_format="e4m3", fp8_recipe=recipe), Layout(tensor_model_parallel_size=2)
+    assert "may keep of FP8 gathers" in basis_of(Scenario.of("phi-4", layout=over_ranks, state=state))
+    for without in ({"state": state}, {"layout": over_ranks}):
+        assert "gathers" not in basis_of(Scenario.of("phi-4", **without))
 
 
 def test_a_verdict_that_more_memory_outside_torch_would_change_says_so() -> None:

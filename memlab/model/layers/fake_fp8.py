@@ -9,7 +9,7 @@ when the product is done. The weight is quantized once per step, in the first mi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -19,7 +19,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from memlab.meter.labels import keeping
+from memlab.meter.labels import keeping, kept_by_collective
 from memlab.model.layers.fake_layers import FakeProvider
 from memlab.model.layers.fp8_parameters import Fp8Parameter
 from memlab.model.layers.fp8_recipes import RECIPES, Quantized, Recipe, Splits
@@ -335,7 +335,10 @@ def _entered(
     """
     if layer.split.way != "column":
         return own, []
-    return layer.recipe.gather(rows, layer.split.ranks, width, rowwise=rowwise, columnwise=columnwise)
+    entered, arriving = layer.recipe.gather(rows, layer.split.ranks, width, rowwise=rowwise, columnwise=columnwise)
+    # Column-wise values are sent in backward, where TE empties the sent tensors itself.
+    _note_kept(layer.recipe, [*(own.rowwise if rowwise else ()), *arriving])
+    return entered, arriving
 
 
 def _left_backward(layer: Fp8Linear | Fp8NormLinear, grad: torch.Tensor) -> Quantized:
@@ -345,9 +348,22 @@ def _left_backward(layer: Fp8Linear | Fp8NormLinear, grad: torch.Tensor) -> Quan
     if split.way != "row":
         return recipe.quantize(rows, width, columnwise=True)
     own = recipe.quantize(rows, width, columnwise=not recipe.gathers_rows_only)
-    gathered, _ = recipe.gather(rows, split.ranks, width, rowwise=True, columnwise=True)
+    gathered, arriving = recipe.gather(rows, split.ranks, width, rowwise=True, columnwise=True)
+    _note_kept(recipe, [*own.tensors(), *arriving])
     del own
     return gathered
+
+
+def _note_kept(recipe: Recipe, tensors: Iterable[torch.Tensor]) -> None:
+    """Reports what torch may keep of a gather: all that is sent and received but what TE empties itself.
+
+    TE opens ``_coalescing_manager(group, device)``, which waits for the work of ``_end_coalescing`` and drops that of
+    the collective (``torch/distributed/distributed_c10d.py``, 2.11). The dropped one holds the tensors until torch's
+    watchdog, every 100 ms, finds that the GPU has run it, and the next collective of the group is called
+    (``shelvesToUnstash_``, ``ProcessGroupNCCL.cpp``). Measured: `labs/LOG.md`, 2026-11-24, night.
+    """
+    if recipe.gathers_scales:
+        kept_by_collective(tensors)
 
 
 def _entered_shape(inputs: torch.Tensor, split: Split, *, backward: bool = False) -> tuple[int, ...]:

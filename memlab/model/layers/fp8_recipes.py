@@ -56,6 +56,9 @@ class Recipe(ABC):
     """Whether the norm's kernel writes FP8; without, it writes bf16, which is then quantized (`normalization.cpp`)."""
     gathers_rows_only: ClassVar[bool] = False
     """Whether only row-wise values can be gathered over ranks; each rank then transposes what it gathered."""
+    gathers_scales: ClassVar[bool] = False
+    """Whether values and their scales are gathered in one coalesced collective, of which torch keeps what is sent and
+    received (`memlab.model.layers.fake_fp8._note_kept`)."""
     renews_incomplete: ClassVar[bool] = True
     """Whether a cached weight without the values that a step needs is replaced (``get_weight_workspace``)."""
     spans_layers: ClassVar[bool] = False
@@ -145,6 +148,7 @@ class DelayedRecipe(TensorRecipe):
 class BlockRecipe(Recipe):
     """A scale per 128 values of a row, and per 128 x 128 values of a weight (``blockwise``: `Float8BlockQuantizer`)."""
 
+    gathers_scales = True
     renews_incomplete = False
     block: ClassVar[int] = 128
     scale_bytes: ClassVar[int] = 4

@@ -99,6 +99,7 @@ def record_table(record: StepRecord) -> str:
         activation_peak_entry(record.activation_peak_bytes),
         ("device, residual at the step's end", record.residual_bytes),
         ("device, recomputed by backward", record.recomputed_bytes),
+        *_kept_entries(record.kept_gather_bytes),
         *_allocator_entries(record),
         ("host, the step's peak", record.host_bytes),
         *((f"  offloaded in the step: {name}", size) for name, size in record.offloaded_bytes_by_module.items()),
@@ -116,6 +117,10 @@ def record_table(record: StepRecord) -> str:
     if record.out_of_memory is not None:
         blocks += _evidence_blocks(record.out_of_memory)
     return as_text(blocks)
+
+
+def _kept_entries(num_bytes: int) -> list[tuple[str, int]]:
+    return [("device, what torch may keep of FP8 gathers, beside the peak", num_bytes)] if num_bytes else []
 
 
 def activation_peak_entry(num_bytes: int) -> tuple[str, int]:
