@@ -4,9 +4,10 @@ from __future__ import annotations
 
 POOLS = ("device", "host", "on_chip", "pending_free", "reserved")
 """``device`` is what torch calls allocated. ``on_chip`` is what a fused GPU kernel keeps in registers and shared
-memory, and what the CPU has to materialise to compute the same result; it is never part of the device's bytes. Only a
-real GPU has the last two: ``pending_free`` is freed, but another stream still uses it (torch's active bytes are
-``device`` plus these), and ``reserved`` is what the allocator has taken from the device, used or not."""
+memory, and what the CPU has to materialise to compute the same result; it is never part of the device's bytes.
+``pending_free`` is freed, but another stream still uses it (torch's active bytes are ``device`` plus these); only a
+real GPU has it. ``reserved`` is what the allocator has taken from the device, used or not; a real GPU has it, and a
+simulation of one."""
 CATEGORIES = (
     "parameters",
     "gradients",

@@ -110,7 +110,7 @@ def _count_ends_as_layers(reading: Reading, num_layers: int) -> None:
     keys = ", ".join(one.key for one in counted)
     if any(values.get(field) is not None for field in _COUNTED.values()):
         raise CannotStartError(
-            f"{keys} cannot be combined with layers of the first or last stage: leave one of the two out"
+            f"{keys} cannot be combined with a number of layers for the first or last stage: leave one of the two out"
         )
     together = num_layers + len(counted)
     if together % (stages * chunks):

@@ -155,7 +155,7 @@ def _yaml_format(root: Node, path: Path, format_name: str | None) -> tuple[str, 
     if found is None and _any_starts(entries, "policy.") and "defaults" in root.value:
         found = "nemo-rl"
     if format_name is None and found is None:
-        raise ValueError(f"{path.name} is of no format that memlab reads. Looked for {LOOKED_FOR}: give --format")
+        raise ValueError(f"{path.name} is of no format that memlab reads. It looked for {LOOKED_FOR}: give --format")
     return format_name or found or "", entries
 
 
@@ -234,7 +234,7 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
     cause = f" ({'; '.join(script.warnings[:2])})" if script.warnings else ""
     if found is None:
         raise ValueError(
-            f"{path.name} is of no format that memlab reads{cause}. Looked for {LOOKED_FOR}: give --format"
+            f"{path.name} is of no format that memlab reads{cause}. It looked for {LOOKED_FOR}: give --format"
         )
     entries = Entries(warnings=list(script.warnings))
     command = _chosen(script, found, entries.warnings)

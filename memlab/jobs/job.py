@@ -212,7 +212,9 @@ def _built(
             continue
         if key in reading.known or entry.value in ({}, None):
             without_effect.setdefault(
-                key, "the key has no effect with this value, or without another key that the job does not set"
+                key,
+                "memlab predicts steps with this value in any case, or the key has no effect without another key that "
+                "the job does not set",
             )
         elif framework.ignores(key):
             without_effect.setdefault(key, "the key does not concern the memory of a training step")

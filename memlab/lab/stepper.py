@@ -146,7 +146,7 @@ class Stepper:
         if rebuilt != "nothing" and (self._num_taps or self.transfers.has_fault):
             raise ValueError(
                 f"a tap or a residency fault is on, and the change to '{state}' rebuilds the {rebuilt}: leave its "
-                "block first"
+                "with block first"
             )
         started = time.perf_counter()
         self._rebuild(rebuilt, scenario, settings)

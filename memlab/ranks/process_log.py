@@ -44,7 +44,7 @@ class ProcessLog:
         """
         how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
         if code == -9:
-            how += " (by hand, or by the system where host memory ran out)"
+            how += " (by hand, or by the system because host memory ran out)"
         lines = [line for line in self._tail().decode(errors="replace").splitlines() if line.strip()]
         return f"{how}; it printed last: {' / '.join(lines[-_LINES:])}" if lines else how
 

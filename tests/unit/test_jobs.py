@@ -828,7 +828,7 @@ def test_a_configuration_of_keys_in_keys_may_be_json(format_name: str | None, tm
         ("config.yaml", NEMO + "    tensor_model_parallel_size: [2]\n", "line 6: policy.megatron_cfg.tensor_model_parallel_size is [2], must be a whole number: correct it"),
         ("config.yaml", "policy:\n  a: [1\n", "config.yaml, line 3: it is not valid YAML"),
         ("config.yaml", "policy:\n  a: *none\n", "config.yaml, line 2: the alias *none has no anchor"),
-        ("config.yaml", "a: 1\n", "config.yaml is of no format that memlab reads. Looked for megatron-lm:"),
+        ("config.yaml", "a: 1\n", "config.yaml is of no format that memlab reads. It looked for megatron-lm:"),
         ("config.yaml", "e: &e {}\nm: &m {<<: [" + "*e, " * 300 + "]}\n" + "".join(f"k{n}: *m\n" for n in range(300)), "it has more than 20,000 keys"),
         ("config.yaml", NEMO + "  sequence_packing: {train_mb_tokens: -4}\n", "line 6: policy.sequence_packing.train_mb_tokens is -4, must be at least 1: correct it"),
         ("config.yaml", "- 1\n", "config.yaml has no keys at its top level"),

@@ -97,7 +97,7 @@ FRAMEWORK_MISSING = (
     Missing(
         "task_type",
         "either",
-        "the model has another head than one of logits",
+        "the model has a head that computes no logits",
         lambda value: value not in (None, "causal_lm"),
     ),
     Missing(

@@ -187,7 +187,8 @@ class SearchState(traitlets.HasTraits):
                 f"{count} of them are the cheapest that fit (no other that fits recomputes and transfers as little)"
             )
             front = (
-                f"{len(outcome.front)} settings are on the front (no other is as good in peak, recompute and copies)"
+                f"{len(outcome.front)} settings are on the front (no other is at least as good in peak, recompute and "
+                "copies)"
             )
             fit = cheapest if count else "none of them fits"
             self.notice = f"{front}; {fit}. {_CLICK}, to put its settings into the controls."

@@ -91,9 +91,9 @@ class SearchView:
         self.what.value = (
             f"<b>{which} {takes}</b> {kept}.{suggested} <b>Each setting alone</b> predicts one change "
             "at a time, and lists the changes by how much they save. <b>Combinations</b> predicts many recompute and "
-            "offload settings together, and lists those that no other beats in peak, recomputed FLOPs and bytes copied "
-            f"to the host. Both predict {self._predicts} A search takes between a few seconds and a few minutes. "
-            "Meanwhile you can use this lab: the search runs in another process."
+            "offload settings together, and lists each one that no other matches or beats in all three of peak, "
+            f"recomputed FLOPs and bytes copied to the host. Both predict {self._predicts} A search takes between a "
+            "few seconds and a few minutes. Meanwhile you can use this lab: the search runs in another process."
         )
 
     def _show_found(self) -> None:

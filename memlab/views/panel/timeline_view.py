@@ -23,7 +23,7 @@ from memlab.vocabulary import PHASES
 _NUM_MODULES = 8
 _ALL_RANKS = -1
 _TOOLTIPS = {
-    "pool": ("Which memory the chart shows", "Memory of the device", "Memory of the host that holds offloaded data"),
+    "pool": ("Which memory the chart shows", "Device memory", "Host memory that holds offloaded data"),
     "axis": ("What the chart's axis counts", "Milliseconds since the step's start", "Each allocation and each free"),
     "floor": (
         "Where the bytes axis starts",

@@ -84,10 +84,9 @@ def difference_lines(difference: PeakDifference) -> list[str]:
     off, measured_bytes = difference.difference_bytes, difference.measured.peak_allocated_bytes
     lines = ["the predicted peak is the measured one to the byte"]
     if off:
-        share = f" ({abs(off) / measured_bytes:.3%} of it)" if measured_bytes else ""
-        lines = [
-            f"the predicted peak is {format_bytes(abs(off))}{share} {'below' if off > 0 else 'above'} the measured"
-        ]
+        share = f", {abs(off) / measured_bytes:.3%} of it" if measured_bytes else ""
+        which = "below" if off > 0 else "above"
+        lines = [f"the predicted peak is {format_bytes(abs(off))} {which} the measured one{share}"]
     if difference.predicted_peak is None:
         lines.append("modules, rounding and the moments of the peaks are unknown without both timelines")
     elif difference.predicted_peak == difference.measured_peak:

@@ -127,7 +127,7 @@ def _without_effect(reasons: dict[str, str]) -> list[str]:
     by_reason: dict[str, list[str]] = defaultdict(list)
     for key, reason in reasons.items():
         by_reason[reason].append(key)
-    lines = [f"without effect on memory ({len(reasons)})"] if reasons else []
+    lines = [f"without effect on the prediction ({len(reasons)})"] if reasons else []
     for reason, keys in by_reason.items():
         lines += [f"  {reason}:", *_wrapped(", ".join(keys), "    ")]
     return lines

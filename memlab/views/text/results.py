@@ -66,7 +66,7 @@ class Result:
         if set(values) != {"record", "seconds"}:
             if "scenario" in values:
                 raise ValueError(
-                    "a measured step where a result must be, with record and seconds: give it with --steps"
+                    "it is a measured step, must be a result with record and seconds: give the file with --steps"
                 )
             raise ValueError(f"fields are {sorted(values)}, must be record and seconds: measure the settings again")
         seconds = values["seconds"]
