@@ -10,7 +10,8 @@
 A lab is opened for each architecture, number of layers, training state and rank, and takes its cases one after the
 other. A line is written after each case: a run that was cut short is continued by the same command. Ranks of a job
 write a file each. A measured step keeps how many tokens its router sent to each expert, where that is one number per
-layer, and its prediction has them too. Other predictions draw the experts at random (`predict_measured`).
+layer (of all ranks together, where they share the experts), and its prediction has them too. Other predictions draw the
+experts at random (`predict_measured`).
 The cases with flash attention fail where the package flash-attn is not installed.
 """
 
@@ -22,9 +23,12 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
+
+import torch
 
 from memlab.analysis.accuracy import pairs_of
 from memlab.commands.shared.ranks import abort_job_on_error, rank
@@ -323,13 +327,33 @@ def noting_routes() -> Iterator[list[list[int]]]:
 
 
 def with_routes(record: StepRecord, counts: list[list[int]]) -> StepRecord:
-    """Returns a record whose scenario has the routes of its step, where each layer was passed once and alone."""
-    scenario = record.scenario
+    """Returns a record whose scenario has the routes of its step, where each layer was passed once.
+
+    Every rank of a job calls it. Under expert parallelism each rank notes the rows of its own experts, which the ranks
+    of the group sent together. The scenario has one list for the tokens of each rank, so it gets the mean of theirs.
+    """
+    scenario, layout = record.scenario, record.scenario.layout
     passes_again = scenario.num_microbatches > 1 or checkpoints_moe_layers(record.settings, scenario.architecture)
-    if not counts or passes_again or scenario.layout.world_size > 1:
+    num_senders = layout.expert_model_parallel_size
+    if not counts or passes_again or layout.world_size > num_senders:
         return record
-    of_step = tuple(map(tuple, counts[-scenario.num_layers :]))  # what came before filled caches
-    return replace(record, scenario=replace(scenario, routing=Routing(kind="counts", counts=of_step)))
+    of_step = counts[-scenario.num_layers :]  # what came before filled caches
+    if num_senders > 1:
+        of_ranks: list[list[list[int]]] = [[]] * num_senders
+        torch.distributed.all_gather_object(of_ranks, of_step)
+        of_step = [_mean_of_senders(list(chain(*layers)), num_senders) for layers in zip(*of_ranks, strict=True)]
+    return replace(
+        record, scenario=replace(scenario, routing=Routing(kind="counts", counts=tuple(map(tuple, of_step))))
+    )
+
+
+def _mean_of_senders(counts: list[int], num_senders: int) -> list[int]:
+    """Divides each expert's rows by the number of ranks that sent them; the first remainders are rounded up."""
+    means = [count // num_senders for count in counts]
+    left = sum(counts) // num_senders - sum(means)
+    for expert in [place for place, count in enumerate(counts) if count % num_senders][:left]:
+        means[expert] += 1
+    return means
 
 
 def _has_model_of(scenario: Scenario, other: Scenario) -> bool:

@@ -31,17 +31,20 @@ from pathlib import Path
 from threading import Condition, Lock
 from typing import Any
 
-from benchmarks.accuracy import JOBS, LOW_PRECISION, full, recompute
+from benchmarks.accuracy import JOBS, LOW_PRECISION, full, noting_routes, recompute, with_routes
 from memlab import AllocatorSettings, Lab, MemorySettings, Scenario, StepRecord, TrainingState
 from memlab.analysis.limits import Limit
 from memlab.commands.shared.process import exit_now
 from memlab.commands.shared.ranks import abort_job_on_error, gathered, rank, world_size
+from memlab.config.layout import Layout
+from memlab.config.routing import Routing
 from memlab.lab.predictions import predict_limit
 from memlab.units import GIB, MIB
 
 QWEN, PHI = "qwen3-30b-a3b", "phi-4"
 USUAL: dict[str, Any] = {"num_layers": 4, "seq_length": 4096}
 SHALLOW = USUAL | {"num_layers": 2}
+ONE_RANK = Layout()
 LONG = SHALLOW | {"seq_length": 16384}
 EXPANDABLE = {"allocator": AllocatorSettings(expandable_segments=True)}
 
@@ -131,16 +134,25 @@ def scenario_of(name: str) -> Scenario:
     return Scenario.of(architecture, **workload)
 
 
+def _of_case(measured: Scenario, layout: Layout = ONE_RANK) -> Scenario:
+    """Returns a measured scenario without its routes, of the rank in a layout."""
+    return replace(measured, layout=layout, routing=Routing())
+
+
 def take_step(name: str, limit_bytes: int | None) -> StepRecord:
     """Takes two steps of a case on the GPU of this rank; returns the second's record, of the rank that reserved most.
 
-    A rank that runs out of memory ends its process: the others wait for it.
+    The record of a model with experts has the routes of its step, if they are one list per layer. A rank that runs out
+    of memory ends its process: the others wait for it.
     """
     architecture, workload, settings = CASES[name]
     layout = scenario_of(name).layout
     with abort_job_on_error(), Lab(architecture, **workload | {"layout": replace(layout, rank=rank())}) as lab:
         lab.device_memory_bytes = limit_bytes
-        record = replace(lab.step(settings), timeline=None)
+        with noting_routes() as counts:
+            record = replace(lab.step(settings), timeline=None)
+        if record.status == "ok":
+            record = with_routes(record, counts)
         if world_size() == 1:
             return record
         if record.status != "ok":
@@ -219,7 +231,7 @@ def measure(out: Path, names: list[str], expected: dict[str, int], jobs: int, le
 
     def find(name: str) -> None:
         scenario, settings = scenario_of(name), CASES[name][2]
-        if any((replace(one.scenario, layout=scenario.layout), one.settings) == (scenario, settings) for one in known):
+        if any((_of_case(one.scenario, scenario.layout), one.settings) == (scenario, settings) for one in known):
             return
         if scenario.layout.world_size > len(gpus):
             print(f"{name}: left out, it has {scenario.layout.world_size} ranks", flush=True)
@@ -244,7 +256,7 @@ def check_on_device(measured: Path, names: list[str]) -> None:
     limits = [Limit.from_dict(json.loads(line)) for line in measured.read_text(encoding="utf-8").splitlines()]
     for name in names:
         of_case = (scenario_of(name), CASES[name][2])
-        limit = next((one for one in limits if (one.scenario, one.settings) == of_case), None)
+        limit = next((one for one in limits if (_of_case(one.scenario), one.settings) == of_case), None)
         if limit is None:
             raise ValueError(f"{measured} has no limit of {name!r}, must have one: measure it first")
         record, used_bytes = _take_step_beside_ballast(name, None)

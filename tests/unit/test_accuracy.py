@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from memlab.analysis.accuracy import FIGURES, Errors, pairs_of
+from memlab.analysis.limits import Limit
 from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.lab.lab import Lab
 from memlab.lab.predictions import predict_measured
 from memlab.record import transfer
 from memlab.record.step_record import StepRecord
@@ -69,6 +71,16 @@ def test_a_predicted_step_is_near_the_measured_one(name: str) -> None:
             assert pair.state_error(category) in (0.0, None), pair.measured
         # The allocator leaves the ends of some of a rank's hundreds of blocks unsplit, which one cannot foresee.
         assert abs(pair.state_error("optimizer state") or 0) < 0.002, pair.measured
+
+
+def test_with_the_router_s_counts_a_step_with_spread_experts_is_predicted_as_well_as_others() -> None:
+    # With random routing this peak is predicted 0.18 % too low, and the limit of its step 0.59 %.
+    real = Limit.from_dict(json.loads((STEPS.parent / "h100x2_limits.jsonl").read_text()))
+    values = {field.name: getattr(real.scenario, field.name) for field in fields(Scenario)}
+    with Lab(**values, backend="simulated") as lab:
+        predicted = lab.step(real.settings)
+    assert predicted.peak_allocated_bytes == pytest.approx(real.peak_allocated_bytes, rel=5e-5)
+    assert predicted.peak_reserved_bytes == pytest.approx(real.peak_reserved_bytes, rel=1e-3)
 
 
 def test_padding_under_fp8_is_predicted_for_a_router_that_has_learned_nothing() -> None:
