@@ -28,7 +28,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.fitting.candidates import added_offload, candidates
-from memlab.fitting.does_it_fit import Fit, Step, basis_of, judge, judge_fit, transferred_bytes
+from memlab.fitting.does_it_fit import Fit, Step, basis_of, fits, judge, judge_fit, transferred_bytes
 from memlab.fitting.measured_margin import MARGIN_WITH_EXPERTS, MARGIN_WITHOUT_EXPERTS, measured_margin
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.fitting.pareto_front import Point, SearchResult
@@ -398,6 +398,25 @@ def test_the_margin_is_wider_where_experts_are_spread_and_micro_batches_follow_e
         for layout, number in ((Layout(), 3), (spread, 1), (spread, 3))
     ]
     assert margins == sorted(set(margins))
+
+
+def test_what_a_used_lab_has_reserved_is_tried_again_in_a_new_one_where_that_may_decide() -> None:
+    tried: list[int | None] = []
+
+    def step(_: MemorySettings, limit_bytes: int | None) -> StepRecord:
+        tried.append(limit_bytes)
+        return record_of(None, status="out_of_memory", message="fragmentation")
+
+    for step_index, limit, is_tried in (
+        (1, GIB, False),
+        (2, GIB, True),
+        (2, 11 * GIB // 10, True),
+        (2, 2 * GIB, False),
+    ):
+        record = record_of(None, peak_allocated_bytes=GIB // 2, peak_reserved_bytes=GIB, step_index=step_index)
+        assert fits(record, step, limit) is not is_tried
+        assert tried == ([limit] if is_tried else [])
+        tried.clear()
 
 
 def test_a_step_fits_only_with_all_fp8_gathers_that_torch_may_keep() -> None:
