@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from memlab.meter.labels import current_stream, on_host, on_stream
+from memlab.meter.labels import current_stream, is_followed, on_host, on_stream
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
@@ -43,6 +44,7 @@ class CudaOnCpu(TorchFunctionMode):
         super().__init__()
         self.handlers: dict[Any, Callable[..., Any] | None] = {
             **_NO_HANDLERS,
+            **{func: partial(_view, func) for func in _VIEWS},
             torch.Tensor.to: self._to,
             torch.Tensor.cuda: self._to_device,
             torch.Tensor.cpu: self._to_host,
@@ -138,6 +140,27 @@ class CudaOnCpu(TorchFunctionMode):
                 allow_unreachable=True,
                 accumulate_grad=True,
             )
+
+
+_VIEWS = (
+    *(torch.Tensor.detach, torch.Tensor.expand_as, torch.Tensor.view, torch.Tensor.__getitem__),
+    torch.Tensor.data.__get__,  # type: ignore[attr-defined]
+)
+"""Functions that return a view, which allocates nothing; an index may also copy. Building an optimizer, and an update
+of it, call them a dozen times per parameter."""
+
+
+def _view(func: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Makes a view without showing it to the meter, if the meter would find nothing new in it.
+
+    The dispatch of a view to a mode written in Python takes ten times as long as the view.
+    """
+    may_copy = func is torch.Tensor.__getitem__ and type(args[0]) is not slice
+    # With a second mode, somebody else looks at operations (`Lab.groups_used`, collectives on copies).
+    if may_copy or torch._C._len_torch_dispatch_stack() != 1 or not is_followed(tensor):
+        return func(tensor, *args, **kwargs)
+    with torch._C._DisableTorchDispatch():
+        return func(tensor, *args, **kwargs)
 
 
 def _is_cuda(device: Any) -> bool:

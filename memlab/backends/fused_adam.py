@@ -117,9 +117,10 @@ class FusedAdam(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Updates every parameter that has a gradient."""
         assert closure is None, "Megatron passes none"
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            self._update_group(group)
+        with torch._C.DisableTorchFunction():  # nothing here names a device as text, and all groups are on the device
+            for group in self.param_groups:
+                group["step"] = group.get("step", 0) + 1
+                self._update_group(group)
 
     def _update_group(self, group: dict[str, Any]) -> None:
         # The fp32 copies of all parameters live until the function ends: upstream's lists hold them until the next

@@ -56,8 +56,7 @@ def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     The device then has a temporary tensor of the host's dtype, in either direction (torch 2.11,
     ``aten/src/ATen/native/cuda/Copy.cu``). A blocking copy converts on the host.
     """
-    host = target if is_on_host(target) else source
-    crosses = is_on_host(target) != is_on_host(source)
-    if crosses and non_blocking and target.dtype != source.dtype:
+    if non_blocking and target.dtype != source.dtype and is_on_host(target) != is_on_host(source):
+        host = target if is_on_host(target) else source
         torch.empty(target.shape, dtype=host.dtype, device="meta")
     return target.copy_(source)

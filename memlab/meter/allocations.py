@@ -123,9 +123,8 @@ class Opening:
     def __len__(self) -> int:
         return len(self.allocations)
 
-    def columns(self, numbers: dict[int, int], started: int) -> npt.NDArray[np.int64]:
-        """Returns their rows of a timeline, and adds their numbers by the identity of the allocations."""
-        numbers.update(zip(map(id, self.allocations), range(len(self)), strict=True))
+    def columns(self, started: int) -> npt.NDArray[np.int64]:
+        """Returns their rows of a timeline."""
         columns = np.empty((8, len(self)), dtype=np.int64)
         columns[0], columns[4] = started, _IDLE
         columns[1], columns[2], columns[7] = self._num_bytes, self._pools, self._rounding_bytes
@@ -207,7 +206,8 @@ def columns_of(
         rows.clear()
 
     if isinstance(opening, Opening):
-        parts.append(opening.columns(numbers, started))
+        parts.append(opening.columns(started))
+        numbers.update(zip(map(id, opening.allocations), range(len(opening)), strict=True))
         count = num_rows = len(opening)
     else:
         for event in opening:

@@ -49,6 +49,8 @@ class Labels:
         self.on_kernel_end: Callable[[], None] | None = None
         self.on_kept: Callable[[Iterable[torch.Tensor]], None] | None = None
         """Called with the tensors that `kept_by_collective` reports."""
+        self.is_followed: Callable[[torch.Tensor], bool] = lambda tensor: False
+        """Whether the meter has nothing to learn from a view of a tensor."""
         self.on_change: Callable[[], None] | None = None
         """Called after every change of phase, module, span or recomputation, on the thread that made it."""
         self._codes: dict[str, int] = {"": 0}
@@ -217,6 +219,11 @@ def kept_by_collective(tensors: Iterable[torch.Tensor]) -> None:
 def current_stream() -> int:
     """Returns the number of the current CUDA stream, 0 for the default one."""
     return 0 if _active is None else _active.stream
+
+
+def is_followed(tensor: torch.Tensor) -> bool:
+    """Whether the meter has nothing to learn from a view of a tensor; True without a meter."""
+    return _active is None or _active.is_followed(tensor)
 
 
 @contextmanager

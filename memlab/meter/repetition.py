@@ -110,7 +110,7 @@ class Answer(NamedTuple):
 
 def without_reserved(columns: Columns) -> Columns:
     """Returns the rows that are requested: without reserved bytes, and without what the allocator added."""
-    kept = columns[:, columns[_POOL] != _RESERVED].copy()
+    kept = columns.take(np.flatnonzero(columns[_POOL] != _RESERVED), axis=1)
     kept[_DELTA] -= kept[_ROUNDING]
     kept[_ROUNDING] = 0
     return kept

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from itertools import compress, count
-from operator import is_not, not_
+from operator import attrgetter, is_not, not_
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -41,6 +41,9 @@ _KEPT = frozenset(CATEGORIES.index(name) for name in (*GROUPS, "workspace"))
 """Categories of what the model keeps from step to step."""
 
 
+_BIRTH = attrgetter("birth")
+
+
 class _Found:
     """What is allocated at one moment: the storages in the order of their births, with requested bytes and pools."""
 
@@ -63,8 +66,7 @@ class _Found:
 
     def divided(self, other: _Found) -> tuple[list[tuple[StorageAllocation, int, int]], _Found]:
         """Returns what is not among the others, with requested bytes and pool, and what is."""
-        # What is kept from step to step comes first in both, and is nearly all.
-        first = next(compress(count(), map(is_not, self.live, other.live)), min(len(self.live), len(other.live)))
+        first = _num_same(self.live, other.live)
         known = set(map(id, other.live[first:]))
         is_known = [id(each) in known for each in self.live[first:]]
         rows = zip(self.live[first:], self.sizes[first:], self.pools[first:], strict=True)
@@ -75,15 +77,27 @@ class _Found:
         return outside, _Found(live, sizes, pools)
 
 
-class _Finished:
-    """A step that has ended, and which of the storages that it left stand for which that it found."""
+def _num_same(first: Sequence[Allocation], second: Sequence[Allocation]) -> int:
+    """Returns with how many equal storages two lists begin: what is kept from step to step, and so nearly all."""
+    return next(compress(count(), map(is_not, first, second)), min(len(first), len(second)))
 
-    def __init__(self, columns: npt.NDArray[np.int64], numbers: dict[int, int], num_opening_events: int) -> None:
+
+class _Finished:
+    """A step that has ended, and which of the storages that it left stand for which that it found.
+
+    The first storages of the opening stay from step to step: their numbers are their places among what is allocated.
+    A large model has 75,000 of them, and no more is known of each than that. The others are looked up by their numbers.
+    """
+
+    def __init__(self, columns: npt.NDArray[np.int64], numbers: dict[int, int], opening: Opening) -> None:
         self.columns = columns
-        self.num_opening_events = num_opening_events
+        self.num_opening_events = len(opening)
+        self._opened: Sequence[Allocation] = opening.allocations
         self._numbers = numbers
+        self._num_first = 0
+        """How many storages have their places as numbers."""
         self._stay: dict[int, StorageAllocation] = {}
-        """What exists before and after it, by number."""
+        """What else exists before and after it, by number."""
         self._replaced: list[tuple[int, int, StorageAllocation]] | None = None
         """Number of a storage that the step found and freed, and that of the one that it left in its place."""
         self._left = _Found([], [], [])
@@ -101,19 +115,33 @@ class _Finished:
         if not {id(each) for each, _, _ in (*freed, *new)} <= numbers.keys():
             return False
         self._left = left
-        of_stay = zip(map(numbers.get, map(id, before.live)), before.live, strict=True)
+        first = self._num_first = min(_num_same(before.live, left.live), _num_same(self._opened, left.live))
+        of_stay = ((numbers.get(id(each)), each) for each in before.live[first:])
         self._stay = {number: each for number, each in of_stay if number is not None}
         pairs = zip(freed, new, strict=True)
         self._replaced = [(numbers[id(old)], numbers[id(each)], each) for (old, _, _), (each, _, _) in pairs]
+        self._numbers, self._opened = {}, []
         return True
 
-    def found_by_number(self) -> dict[int, StorageAllocation]:
-        """Returns what a repetition finds, by number."""
-        return self._stay | {old: each for old, _, each in self._replaced or ()}
+    def found_by_number(self, numbers: Iterable[int]) -> dict[int, StorageAllocation]:
+        """Returns those of some numbers that a repetition finds."""
+        return self._by_number(numbers, self._stay | {old: each for old, _, each in self._replaced or ()})
 
-    def left_by_number(self) -> dict[int, StorageAllocation]:
-        """Returns what a repetition leaves, by number."""
-        return self._stay | {new: each for _, new, each in self._replaced or ()}
+    def left_by_number(self, numbers: Iterable[int]) -> dict[int, StorageAllocation]:
+        """Returns those of some numbers that a repetition leaves."""
+        return self._by_number(numbers, self._stay | {new: each for _, new, each in self._replaced or ()})
+
+    def _by_number(
+        self, numbers: Iterable[int], others: Mapping[int, StorageAllocation]
+    ) -> dict[int, StorageAllocation]:
+        first, live = self._num_first, self._left.live
+        of_numbers = ((each, live[each] if each < first else others.get(each)) for each in numbers)
+        return {number: allocation for number, allocation in of_numbers if allocation is not None}
+
+    def leaves_all(self, numbers: npt.NDArray[np.int64]) -> bool:
+        """Whether a repetition leaves the storages of these numbers."""
+        others = numbers[numbers >= self._num_first].tolist()
+        return len(self.left_by_number(others)) == len(others)
 
     def follow(self, opening: Opening, rows: npt.NDArray[np.int64]) -> None:
         """Makes this the repetition: what it found has new numbers.
@@ -122,10 +150,13 @@ class _Finished:
             opening: Its opening.
             rows: Its other rows, with the numbers of this step; they are changed.
         """
-        places: dict[int, int] = {}
-        of_opening = opening.columns(places, 0)
-        numbers = np.arange(max(int(rows[6].max(initial=0)), len(opening), *self._stay, 0) + 1)
-        found = self.found_by_number()
+        live = self._left.live
+        first = min(self._num_first, _num_same(opening.allocations, live))
+        self._stay |= {number: live[number] for number in range(first, self._num_first)}
+        self._num_first = first
+        places = {id(each): place for place, each in enumerate(opening.allocations[first:], first)}
+        found = self._stay | {old: each for old, _, each in self._replaced or ()}
+        numbers = np.arange(max(int(rows[6].max(initial=0)), len(opening), *found, 0) + 1)
         numbers[np.array(list(found), dtype=np.int64)] = [
             places.get(id(each), number) for number, each in found.items()
         ]
@@ -133,7 +164,7 @@ class _Finished:
         renumbered = numbers.tolist()
         self._stay = {renumbered[number]: each for number, each in self._stay.items()}
         self._replaced = [(renumbered[old], new, each) for old, new, each in self._replaced or ()]
-        self.columns = np.concatenate([of_opening, rows], axis=1)
+        self.columns = np.concatenate([opening.columns(0), rows], axis=1)
 
 
 def _kind(allocation: StorageAllocation) -> tuple[int, int, bool, int | None]:
@@ -198,10 +229,13 @@ class SimulatedMeter(StorageMeter):
         self._kept.clear()
 
     def _open(self, live: list[StorageAllocation]) -> Opening:
-        self._found = _Found.now(live)
+        return self._open_with(_Found.now(live))
+
+    def _open_with(self, found: _Found) -> Opening:
+        self._found = found
         self._reserved = self._reserved_allocation()
         self._reserved.num_bytes = self._allocator.reserved_bytes
-        return Opening([*(allocation for allocation in live if allocation.num_bytes), self._reserved])
+        return Opening([*(allocation for allocation in found.live if allocation.num_bytes), self._reserved])
 
     def categorise(self, categories: Mapping[str, Iterable[torch.Tensor]]) -> None:
         super().categorise(categories)
@@ -210,7 +244,7 @@ class SimulatedMeter(StorageMeter):
     @property
     def has_new(self) -> bool:
         """Whether something is allocated that was not when `categorise` was called last."""
-        return any(allocation.birth >= self._num_categorised for allocation in self._live.values())
+        return max(map(_BIRTH, self._live.values()), default=-1) >= self._num_categorised
 
     @property
     def may_repeat(self) -> bool:
@@ -308,7 +342,7 @@ class SimulatedMeter(StorageMeter):
         columns, numbers, _ = columns_of(self._opening, self._events, self._started)
         columns[0] -= self._started
         self.kept_gather_bytes = self._most_kept(columns, len(self._opening))
-        self._finished = None if self._is_special else _Finished(columns, numbers, len(self._opening))
+        self._finished = None if self._is_special else _Finished(columns, numbers, self._opening)
         timeline = timeline_of_columns(columns, len(self._opening), self._labels.modules)
         self._events.clear()
         self._opening = Opening([])
@@ -322,21 +356,18 @@ class SimulatedMeter(StorageMeter):
         Returns:
             The timeline; None if the step has to be taken.
         """
-        finished, live = self._finished, self._in_order()
-        if finished is None or not finished.leaves_what_it_found(self._found, _Found.now(live)):
+        finished, left = self._finished, _Found.now(self._in_order())
+        if finished is None or not finished.leaves_what_it_found(self._found, left):
             return None
-        num_opening_events = sum(1 for allocation in live if allocation.num_bytes) + 1
+        num_opening_events = sum([1 for allocation in left.live if allocation.num_bytes]) + 1
         if num_opening_events != finished.num_opening_events:
             return None
         period = Period(finished.columns[:, num_opening_events:], [finished.columns.shape[1]])
-        live_numbers = np.flatnonzero(is_live(finished.columns, finished.columns.shape[1]))
-        left = finished.left_by_number()
-        if not left.keys() >= set(live_numbers.tolist()):
+        if not finished.leaves_all(np.flatnonzero(is_live(finished.columns, finished.columns.shape[1]))):
             return None  # garbage collection has freed something since
-        found = finished.found_by_number()
-        used = found.keys() & set(period.storage[period.on_device].tolist())
-        opening = self._open(live)
-        allocator, blocks = self._for_trial({number: found[number] for number in used})
+        used = np.unique(period.storage[period.on_device]).tolist()
+        opening = self._open_with(left)
+        allocator, blocks = self._for_trial(finished.found_by_number(used))
         try:
             answer = request(allocator, period.requests, [0], blocks, self._limit_bytes)
         except DoesNotFitError:
@@ -344,7 +375,7 @@ class SimulatedMeter(StorageMeter):
         rows = period.again(answer, [0], len(opening) - 1)
         self._num_starts += 1
         self.out_of_memory = None
-        self._commit(allocator, blocks, rows, left)
+        self._commit(allocator, blocks, rows, finished.left_by_number(used))
         finished.follow(opening, rows)
         return timeline_of_columns(finished.columns, len(opening), self._labels.modules)
 
@@ -628,6 +659,13 @@ class SimulatedMeter(StorageMeter):
     def when_freed(self, storage: Any, on_free: Callable[[Any], None], argument: Any) -> weakref.ref[Any]:
         """Calls `on_free` with an argument when a storage is freed, as long as the returned reference exists."""
         return self._frees.watch(storage, on_free, argument)
+
+    @staticmethod
+    def stand_in(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Returns a fake tensor that the meter does not count."""
+        # As in `paused`, but a layer needs several, and to take the modes off their stack takes longer than all else.
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
     def keep(self, allocation: StorageAllocation) -> None:
         """Keeps an allocation without a storage, until `let_go` or a replay frees it."""

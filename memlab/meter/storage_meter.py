@@ -76,6 +76,7 @@ class StorageMeter:
         self._in_kernel: list[StorageAllocation] = []
         self._started = time.perf_counter_ns()
         labels.on_kernel_end = self._end_kernel
+        labels.is_followed = self._is_followed
 
     def use_allocator(self, settings: AllocatorSettings) -> None:
         """Does nothing: a CPU has no caching allocator."""
@@ -121,6 +122,12 @@ class StorageMeter:
     def allocation_of(self, tensor: torch.Tensor) -> StorageAllocation | None:
         """Returns what the meter knows of a tensor's storage; None for an unknown storage."""
         return self._live.get(tensor.untyped_storage()._cdata)
+
+    def _is_followed(self, tensor: torch.Tensor) -> bool:
+        """Whether `_count_storage` would change nothing."""
+        storage = tensor.untyped_storage()
+        allocation = self._live.get(storage._cdata)
+        return allocation is not None and allocation.requested_bytes == storage.nbytes()
 
     def pool_of(self, tensor: torch.Tensor) -> str | None:
         allocation = self.allocation_of(tensor)

@@ -891,9 +891,7 @@ class LayerReplay:
         one.unit.held = [held.get(place) for place in range(max(held, default=-1) + 1)]
 
     def _stand_in(self, spec: _Spec) -> torch.Tensor:
-        shape, stride, dtype = spec
-        with self._meter.paused():
-            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return self._meter.stand_in(*spec)
 
     def backward_of(self, one: _Pass, gradient: torch.Tensor) -> torch.Tensor:
         """Replays a backward pass, and returns the gradient of the input."""
@@ -978,8 +976,7 @@ class LayerReplay:
 
     def at_end_of_graph(self, one: _Pass) -> Any:
         """Returns an object with which `graph_freed` is called when it is freed."""
-        with self._meter.paused():
-            storage = torch.empty(0, device="meta").untyped_storage()
+        storage = self._meter.stand_in((0,), (1,), torch.uint8).untyped_storage()
         one.end = self._meter.when_freed(storage, self.graph_freed, one)
         return storage
 

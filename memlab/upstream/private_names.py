@@ -164,8 +164,16 @@ _TORCH = (
         names=("DisableTorchFunction",),
         use="used",
         where="meter/storage_meter.py",
-        why="The meter looks at every parameter in every step; no function mode has to see that.",
+        why="In every step, every parameter is looked at several times; no function mode has to see that.",
         source="torch/csrc/utils/disable_torch_function.cpp",
+    ),
+    Internal(
+        owner="torch._C",
+        names=("_DisableTorchDispatch", "_len_torch_dispatch_stack"),
+        use="used",
+        where="backends/cuda_on_cpu.py",
+        why="Views of storages that the meter knows, which no dispatch mode but the meter's is waiting for.",
+        source="torch/csrc/autograd/init.cpp",
     ),
     Internal(
         owner="torch.utils._python_dispatch",

@@ -266,7 +266,7 @@ def _new_weight(
     if way is not None:
         # Megatron leaves the gradients of all others but the first rank's out of the norm, as copies of them.
         set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=1 if way == "row" else 0, stride=1)
-    if config.perform_initialization:
+    if config.perform_initialization and not weight.is_meta:  # a fake weight has no values
         init_method(weight)
     return weight
 

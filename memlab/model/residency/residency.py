@@ -181,10 +181,11 @@ class Residency:
         seen: set[int] = set()
         groups: dict[str, list[torch.Tensor]] = {group: [] for group in GROUPS}
         sources = (self._parameters(), self._gradients(), self._optimizer_state())
-        for group, tensors in zip(GROUPS, sources, strict=True):
+        with torch._C.DisableTorchFunction():  # a function mode would see each look
+            keys = [[tensor.untyped_storage()._cdata for tensor in tensors] for tensors in sources]
+        for group, tensors, of_tensors in zip(GROUPS, sources, keys, strict=True):
             # In fp32 the main parameters are views of the parameters: a storage belongs to the first group with it.
-            for tensor in tensors:
-                key = tensor.untyped_storage()._cdata
+            for tensor, key in zip(tensors, of_tensors, strict=True):
                 if key not in seen and tensor.is_cuda:
                     seen.add(key)
                     groups[group].append(tensor)
@@ -207,18 +208,25 @@ class Residency:
     def _gradients(self) -> list[torch.Tensor]:
         tensors = [buffer.grad_data for buffer in self._buffers()]
         tensors += [copy for _, copy in self._copied_gradients()]
+        in_buffers = self._storages_of_buffers()
         for optimizer in self._optimizers():
-            tensors += [copy for copy in cpu_optimizer.gradients(optimizer) if not self._is_in_buffer(copy)]
+            copies = cpu_optimizer.gradients(optimizer)
+            tensors += [copy for copy in copies if copy.untyped_storage()._cdata not in in_buffers]
         return tensors
 
     def _copied_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns main parameters with their gradients where Megatron has copied bf16 gradients to fp32."""
-        gradients = [(parameter, parameter.grad) for _, parameter in self._main_parameters()]
-        return [(owner, copy) for owner, copy in gradients if copy is not None and not self._is_in_buffer(copy)]
+        with torch._C.DisableTorchFunction():
+            gradients = [(parameter, parameter.grad) for _, parameter in self._main_parameters()]
+            in_buffers = self._storages_of_buffers()
+            return [
+                (owner, copy)
+                for owner, copy in gradients
+                if copy is not None and copy.untyped_storage()._cdata not in in_buffers
+            ]
 
-    def _is_in_buffer(self, gradient: torch.Tensor) -> bool:
-        storage = gradient.untyped_storage()._cdata
-        return any(storage == buffer.grad_data.untyped_storage()._cdata for _, buffer in self._live.buffers())
+    def _storages_of_buffers(self) -> set[int]:
+        return {buffer.grad_data.untyped_storage()._cdata for buffer in self._buffers()}
 
     def _drop_copied_gradients(self) -> int:
         """Frees the copies of gradients, which the next step would free before its forward; returns their bytes."""
@@ -230,13 +238,15 @@ class Residency:
 
     def _optimizer_state(self) -> list[torch.Tensor]:
         tensors: list[torch.Tensor] = []
-        for optimizer, main_parameter in self._main_parameters():
-            tensors.append(main_parameter.data)
-            for parameter in (main_parameter, *getattr(main_parameter, "experts", ())):
-                tensors.extend(_tensors_in(optimizer.state.get(parameter)))
-                tensors.extend(_tensors_in(getattr(optimizer, "_scales", {}).get(parameter)))
-        for optimizer in self._optimizers():
-            tensors.extend(cpu_optimizer.state_tensors(optimizer))
+        with torch._C.DisableTorchFunction():
+            for optimizer, main_parameter in self._main_parameters():
+                # A parameter that requires no gradient is what its `data` would be a view of.
+                tensors.append(main_parameter.data if main_parameter.requires_grad else main_parameter)
+                for parameter in (main_parameter, *getattr(main_parameter, "experts", ())):
+                    tensors.extend(_tensors_in(optimizer.state.get(parameter)))
+                    tensors.extend(_tensors_in(getattr(optimizer, "_scales", {}).get(parameter)))
+            for optimizer in self._optimizers():
+                tensors.extend(cpu_optimizer.state_tensors(optimizer))
         return tensors
 
     def _main_parameters(self) -> Iterator[tuple[Any, torch.Tensor]]:

@@ -29,10 +29,12 @@ def workspace(live: LiveModel) -> Iterator[torch.Tensor]:
 
     A tensor that is allocated after a step, and neither here nor in `Residency.tensors`, is retained by mistake.
     """
+    has_fp8 = live.scenario.state.fp8_format is not None
     for module in live.modules():
         yield from _tensors_in(module._buffers)
         yield from _tensors_in(vars(module))
-        yield from fp8_caches(module)
+        if has_fp8:
+            yield from fp8_caches(module)
         dispatcher = getattr(module, "token_dispatcher", None)
         if dispatcher is not None:
             yield from _tensors_in(vars(dispatcher))
