@@ -166,19 +166,19 @@ def test_what_full_recompute_left_in_moe_layers_is_freed_before_replay_begins_ag
 
 
 @pytest.mark.parametrize(
-    ("settings", "are_replayed", "num_microbatches", "warm_up"),
+    ("settings", "are_replayed", "workload", "warm_up"),
     [
-        ([_FULL, _GROUPS, MemorySettings(), _FULL, _LAYERNORM], [True, True, False, True, True], 1, False),
-        ([MemorySettings(), _GROUPS, _FULL, _BLOCK, _GROUPS], [True, True, True, False, True], 1, True),
-        ([_MOE, _FULL], [True, True], 3, True),
+        ([_FULL, _GROUPS, MemorySettings(), _FULL, _LAYERNORM], [True, True, False, True, True], (14, 1), False),
+        ([MemorySettings(), _GROUPS, _FULL, _BLOCK, _GROUPS], [True, True, True, False, True], (14, 1), True),
+        ([_MOE, _FULL], [True, True], (6, 3), True),
     ],
 )
 def test_moe_layers_under_full_recompute_are_replayed(
-    settings: list[MemorySettings], are_replayed: list[bool], num_microbatches: int, warm_up: bool
+    settings: list[MemorySettings], are_replayed: list[bool], workload: tuple[int, int], warm_up: bool
 ) -> None:
     """Not in the first step after it, if its groups are in several units then."""
-    stepped, none = _steps_of_moe(settings, num_microbatches, warm_up=warm_up, replay=False)
-    replayed, found = _steps_of_moe(settings, num_microbatches, warm_up=warm_up, replay=True)
+    stepped, none = _steps_of_moe(settings, *workload, warm_up=warm_up, replay=False)
+    replayed, found = _steps_of_moe(settings, *workload, warm_up=warm_up, replay=True)
     assert not any(none)
     assert found == are_replayed
     for one, other in zip(stepped, replayed, strict=True):
@@ -337,10 +337,10 @@ def test_what_a_tap_keeps_is_freed_again_in_the_steps_after_it() -> None:
 
 
 def _steps_of_moe(
-    settings: list[MemorySettings], num_microbatches: int, *, warm_up: bool, replay: bool
+    settings: list[MemorySettings], num_layers: int, num_microbatches: int, *, warm_up: bool, replay: bool
 ) -> tuple[list[StepRecord], list[bool]]:
     records, are_replayed = [], []
-    arguments: dict[str, Any] = {"num_layers": 10, "seq_length": 64, "num_microbatches": num_microbatches}
+    arguments: dict[str, Any] = {"num_layers": num_layers, "seq_length": 64, "num_microbatches": num_microbatches}
     with Lab("qwen3-moe-tiny", **arguments, backend="simulated", replay=replay) as lab:
         for each in settings:
             records.append(lab.step(each, warm_up=warm_up))
