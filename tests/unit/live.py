@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -52,6 +53,26 @@ def random_settings(lab: Lab, rng: random.Random) -> MemorySettings:
         except ValueError:
             continue
         return settings
+
+
+def settings_with_all_pairs(lab: Lab, rng: random.Random, num_draws: int) -> list[MemorySettings]:
+    """Draws settings, and returns a few with all pairs: each value of a field, or module, beside each of another field.
+
+    A draw costs nothing, and a step does. The draw that has the most new pairs is always taken next.
+    """
+    pairs = {settings: _pairs(settings) for settings in (random_settings(lab, rng) for _ in range(num_draws))}
+    missing, chosen = set().union(*pairs.values()), []
+    while missing:
+        chosen.append(max(pairs, key=lambda settings: len(pairs[settings] & missing)))
+        missing -= pairs[chosen[-1]]
+    return chosen
+
+
+def _pairs(settings: MemorySettings) -> set[Any]:
+    values: list[tuple[str, Any]] = []
+    for name, value in settings.to_dict().items():
+        values += [(name, each) for each in value] if isinstance(value, (list, tuple)) else [(name, value)]
+    return set(combinations(values, 2))
 
 
 def gradients_of_step(

@@ -201,15 +201,16 @@ def on_one_rank(job: Job) -> Values:
 
 
 AWAY = MemorySettings(offload_parameters=True, offload_gradients=True, offload_optimizer=True)
-OF_MOE = (FULL, recompute("moe_act", "core_attn"), offload("expert_fc1", "core_attn"), AWAY)
-OF_DENSE = (FULL, recompute("mlp", "core_attn"), offload("qkv_linear", "core_attn"), AWAY)
+OF_MOE = (FULL, recompute("moe_act", "core_attn"), offload("expert_fc1", "core_attn"))
+OF_DENSE = (FULL, recompute("mlp", "core_attn"), offload("qkv_linear", "core_attn"))
 PLAIN = MemorySettings()
 
 TWO = [
-    Job({"tensor_model_parallel_size": 2}, (PLAIN, *OF_MOE, PLAIN)),
-    Job({"expert_model_parallel_size": 2, "data_parallel_size": 2}, (PLAIN, *OF_MOE, PLAIN)),
+    Job({"tensor_model_parallel_size": 2}, (PLAIN, *OF_MOE, AWAY, PLAIN)),
+    Job({"expert_model_parallel_size": 2, "data_parallel_size": 2}, (PLAIN, *OF_MOE, AWAY)),
+    # Context parallelism splits activations; groups between the steps it shards as data parallelism does.
     Job({"context_parallel_size": 2}, (PLAIN, *OF_MOE)),
-    Job({"context_parallel_size": 2}, (PLAIN, *OF_MOE), packed_sequences=4),
+    Job({"context_parallel_size": 2}, (PLAIN, offload("expert_fc1", "core_attn")), packed_sequences=4),
     Job(
         {"context_parallel_size": 2},
         (PLAIN, *OF_DENSE),
@@ -217,7 +218,7 @@ TWO = [
         state=TrainingState(apply_rope_fusion=True),
         packed_sequences=2,
     ),
-    Job({"data_parallel_size": 2}, (PLAIN, *OF_DENSE), architecture="phi-4-tiny"),
+    Job({"data_parallel_size": 2}, (PLAIN, *OF_DENSE, AWAY), architecture="phi-4-tiny"),
     Job({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}),
     Job({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
 ]

@@ -39,10 +39,10 @@ _EXCEPT_UPDATE = MemorySettings(offload_optimizer=True, offload_optimizer_except
 _CASES: list[tuple[str, dict[str, Any], list[MemorySettings]]] = [
     (
         "phi-4-tiny",
-        {"num_layers": 8, "seq_length": 64},
+        {"num_layers": 6, "seq_length": 64},
         [MemorySettings(), _FULL, _GROUPS, _BLOCK, _MLP, _BETWEEN, _EXCEPT_UPDATE],
     ),
-    ("phi-4-tiny", {"num_layers": 7, "seq_length": 64, "num_microbatches": 5}, [_LAYERNORM, _FULL]),
+    ("phi-4-tiny", {"num_layers": 4, "seq_length": 64, "num_microbatches": 4}, [_LAYERNORM, _FULL]),
     # With sequence parallelism, checkpoints keep the random states that the embedding has left in Megatron's tracker.
     (
         "phi-4",
@@ -51,11 +51,11 @@ _CASES: list[tuple[str, dict[str, Any], list[MemorySettings]]] = [
     ),
     (
         "qwen3-moe-tiny",
-        {"num_layers": 7, "seq_length": 64},
+        {"num_layers": 5, "seq_length": 64},
         [MemorySettings(), _MOE, _FULL, MemorySettings(), _BLOCK, _LAYERNORM, _OFFLOAD],
     ),
     # What a dispatcher refers to keeps the random states of the checkpoints before it, or does not.
-    ("qwen3-moe-tiny", {"num_layers": 7, "seq_length": 64, "num_microbatches": 5}, [_ATTENTION, _MOE]),
+    ("qwen3-moe-tiny", {"num_layers": 4, "seq_length": 64, "num_microbatches": 4}, [_ATTENTION, _MOE]),
     # The step under the first setting leaves as many tensors allocated as a step under the second one, but others.
     ("qwen3-moe-tiny", {"num_layers": 4, "seq_length": 64}, [_ATTENTION, _ATTENTION_MOE, _ATTENTION_MOE]),
     # Backward fills the storage of a norm's output again, and an MoE layer's graph keeps it.
@@ -69,15 +69,15 @@ _CASES: list[tuple[str, dict[str, Any], list[MemorySettings]]] = [
     # On stages, a dispatcher's references pass from stepped passes to replayed ones and back, several passes in flight.
     (
         "qwen3-moe-tiny",
-        {"num_layers": 8, "seq_length": 64, "num_microbatches": 9, "layout": _STAGES},
+        {"num_layers": 6, "seq_length": 64, "num_microbatches": 6, "layout": _STAGES},
         [_ATTENTION, _LAYERNORM, _MOE],
     ),
     (
         "qwen3-moe-tiny",
-        {"num_layers": 8, "seq_length": 64, "num_microbatches": 4, "layout": replace(_STAGES, rank=1)},
+        {"num_layers": 6, "seq_length": 64, "num_microbatches": 4, "layout": replace(_STAGES, rank=1)},
         [MemorySettings(), _LAYERNORM],
     ),
-    ("qwen3-moe-tiny", {"num_layers": 16, "seq_length": 64, "num_microbatches": 4, "layout": _CHUNKS}, [_LAYERNORM]),
+    ("qwen3-moe-tiny", {"num_layers": 12, "seq_length": 64, "num_microbatches": 4, "layout": _CHUNKS}, [_LAYERNORM]),
 ]
 
 
@@ -96,10 +96,10 @@ def test_replayed_layers_have_the_events_of_stepped_ones(
 @pytest.mark.parametrize(
     ("architecture", "arguments", "settings"),
     [
-        ("phi-4-tiny", {"num_layers": 10}, [MemorySettings(), _CORE, _CORE_QKV]),
-        ("phi-4-tiny", {"num_layers": 8, "num_microbatches": 4}, [_ALL_ATTENTION, _MLP]),
+        ("phi-4-tiny", {"num_layers": 6}, [MemorySettings(), _CORE, _CORE_QKV]),
+        ("phi-4-tiny", {"num_layers": 5, "num_microbatches": 4}, [_ALL_ATTENTION, _MLP]),
         ("qwen3-moe-tiny", {"num_layers": 8}, [_EXPERTS, replace(_EXPERTS, **_LAYERNORM.changed())]),
-        ("qwen3-moe-tiny", {"num_layers": 8, "num_microbatches": 2}, [_MOE, _CORE_QKV]),
+        ("qwen3-moe-tiny", {"num_layers": 7, "num_microbatches": 2}, [_MOE, _CORE_QKV]),
     ],
 )
 @pytest.mark.parametrize("warm_up", [False, True])
@@ -166,19 +166,19 @@ def test_what_full_recompute_left_in_moe_layers_is_freed_before_replay_begins_ag
 
 
 @pytest.mark.parametrize(
-    ("settings", "are_replayed", "num_microbatches", "warm_up"),
+    ("settings", "are_replayed", "workload", "warm_up"),
     [
-        ([_FULL, _GROUPS, MemorySettings(), _FULL, _LAYERNORM], [True, True, False, True, True], 1, False),
-        ([MemorySettings(), _GROUPS, _FULL, _BLOCK, _GROUPS], [True, True, True, False, True], 1, True),
-        ([_MOE, _FULL], [True, True], 3, True),
+        ([_FULL, _GROUPS, MemorySettings(), _FULL, _LAYERNORM], [True, True, False, True, True], (14, 1), False),
+        ([MemorySettings(), _GROUPS, _FULL, _BLOCK, _GROUPS], [True, True, True, False, True], (14, 1), True),
+        ([_MOE, _FULL], [True, True], (6, 3), True),
     ],
 )
 def test_moe_layers_under_full_recompute_are_replayed(
-    settings: list[MemorySettings], are_replayed: list[bool], num_microbatches: int, warm_up: bool
+    settings: list[MemorySettings], are_replayed: list[bool], workload: tuple[int, int], warm_up: bool
 ) -> None:
     """Not in the first step after it, if its groups are in several units then."""
-    stepped, none = _steps_of_moe(settings, num_microbatches, warm_up=warm_up, replay=False)
-    replayed, found = _steps_of_moe(settings, num_microbatches, warm_up=warm_up, replay=True)
+    stepped, none = _steps_of_moe(settings, *workload, warm_up=warm_up, replay=False)
+    replayed, found = _steps_of_moe(settings, *workload, warm_up=warm_up, replay=True)
     assert not any(none)
     assert found == are_replayed
     for one, other in zip(stepped, replayed, strict=True):
@@ -288,7 +288,7 @@ def test_a_step_that_begins_again_starts_with_the_groups_that_it_found(
     )
     found = []
     for replay in (False, True):
-        arguments: dict[str, Any] = {"num_layers": 3, "seq_length": 32, "num_microbatches": 9}
+        arguments: dict[str, Any] = {"num_layers": 3, "seq_length": 32, "num_microbatches": 5}
         with Lab("qwen3-moe-tiny", **arguments, backend="simulated", replay=replay) as lab:
             lab.step()
             if not offloads_at_start:
@@ -337,10 +337,10 @@ def test_what_a_tap_keeps_is_freed_again_in_the_steps_after_it() -> None:
 
 
 def _steps_of_moe(
-    settings: list[MemorySettings], num_microbatches: int, *, warm_up: bool, replay: bool
+    settings: list[MemorySettings], num_layers: int, num_microbatches: int, *, warm_up: bool, replay: bool
 ) -> tuple[list[StepRecord], list[bool]]:
     records, are_replayed = [], []
-    arguments: dict[str, Any] = {"num_layers": 14, "seq_length": 64, "num_microbatches": num_microbatches}
+    arguments: dict[str, Any] = {"num_layers": num_layers, "seq_length": 64, "num_microbatches": num_microbatches}
     with Lab("qwen3-moe-tiny", **arguments, backend="simulated", replay=replay) as lab:
         for each in settings:
             records.append(lab.step(each, warm_up=warm_up))

@@ -162,7 +162,10 @@ def test_a_layout_of_more_ranks_than_were_started_is_refused() -> None:
 
 
 def test_a_rank_that_fails_leaves_at_once_with_its_text() -> None:
-    """Its lab's farewell would wait for the other ranks: here it sleeps for longer than the test does."""
+    """Its lab's farewell would wait for the other ranks: here it sleeps for longer than the test does.
+
+    The backend is replaced as well, because a real one imports torch and Megatron.
+    """
     program = """
 import sys, time, types
 class Lab:
@@ -171,6 +174,8 @@ class Lab:
     def __exit__(self, *_): time.sleep(600)
     def step(self, _): raise RuntimeError("planted on this rank")
 sys.modules["memlab.lab.lab"] = types.SimpleNamespace(Lab=Lab)
+import memlab.backends
+memlab.backends.find_backend = lambda _: types.SimpleNamespace(check=lambda _: None)
 from memlab.cli import main
 sys.exit(main("measure qwen3-moe-tiny --seq-length 64 --tensor-model-parallel-size 2 --backend simulated".split()))
 """

@@ -122,7 +122,7 @@ def test_fp16_main_parameters_are_scaled_to_their_largest_value() -> None:
 def test_settings_change_no_loss_and_leave_nothing_in_any_precision(
     state: TrainingState, open_lab: Callable[..., Any]
 ) -> None:
-    lab = open_lab(num_layers=2, seq_length=16, state=state, num_microbatches=2)
+    lab = open_lab(num_layers=2, seq_length=16, state=state)
     first = lab.step(NONE)
     rng = random.Random(str(state))
     for _ in range(4):

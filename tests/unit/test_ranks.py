@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import psutil
 import pytest
 
 from memlab import JobRecord, Lab, Layout, MemorySettings, Ranks, TrainingState
+from memlab.cli import main
 from memlab.commands.shared.process import terminate_on_signal
 from memlab.config.scenario import Scenario
 from memlab.lab import job_session
@@ -630,6 +631,18 @@ def test_a_job_of_one_rank_runs_out_of_memory_and_goes_on_after_a_build_that_fai
         assert not lab.pinned_host_memory
         lab.set_workload(seq_length=64)
         assert [record.scenario.packed_sequences for record in lab.step().ranks] == [8], "as long as they were"
+
+
+def test_the_command_names_the_rank_that_runs_out_of_memory(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks.refresh()
+    monkeypatch.setattr(Ranks, "start", lambda number: nullcontext(ranks))
+    step = "measure qwen3-moe-tiny --num-layers 2 --seq-length 64 --backend cpu --num-microbatches 2"
+    assert main(f"{step} --ranks 2 --device-memory 6MiB".split()) == 1
+    printed = capfd.readouterr().out
+    assert "out of memory: rank " in printed
+    assert "<- worst" in printed
 
 
 def test_what_a_job_cannot_be_is_refused_before_anything_starts(ranks: Ranks) -> None:

@@ -12,14 +12,27 @@ import torch
 
 from memlab.config.settings import CHECKPOINT_INPUT_REMEDIES, MemorySettings
 from memlab.lab.lab import Lab
+from memlab.record.step_record import StepRecord
 from memlab.vocabulary import PHASES
 from tests.unit.live import FULL, gradients_of_step, recompute
 
 KEPT_SHARE = {None: 1.0, "detach": 0.0, "clear_gradient": 0.5, "release_storage": 0.0}
 
 
+LAYERS, TOKENS, HIDDEN = 4, 512, 128
+INPUT_BYTES = TOKENS * HIDDEN * 2
+"""Of a checkpoint's input; its gradient takes as many."""
+
+
 def remedied(remedy: Any, settings: MemorySettings = FULL) -> MemorySettings:
     return replace(settings, checkpoint_input_remedy=remedy)
+
+
+@pytest.fixture(scope="module")
+def steps() -> dict[Any, StepRecord]:
+    """A step under full recompute with each remedy."""
+    with Lab("qwen3-moe-tiny", backend="cpu", num_layers=LAYERS, seq_length=TOKENS) as lab:
+        return {remedy: lab.step(remedied(remedy)) for remedy in KEPT_SHARE}
 
 
 @pytest.mark.parametrize("settings", [FULL, recompute("moe"), replace(FULL, recompute_num_layers=2)], ids=str)
@@ -46,35 +59,32 @@ def test_no_remedy_changes_a_bit_of_loss_or_gradients(open_lab: Callable[..., La
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients, expected, strict=True)), remedy
 
 
-def test_every_remedy_lowers_the_peak_too(open_lab: Callable[..., Lab]) -> None:
-    lab = open_lab("qwen3-moe-tiny", num_layers=4, seq_length=1024)
-    peaks = {remedy: lab.step(remedied(remedy)).peak_allocated_bytes for remedy in KEPT_SHARE}
+def test_every_remedy_lowers_the_peak_too(steps: dict[Any, StepRecord]) -> None:
+    peaks = {remedy: record.peak_allocated_bytes for remedy, record in steps.items()}
     # Backward ends at layer 0 with the inputs and gradients of the three above it kept, or not.
     assert all(peaks[remedy] < peaks[None] for remedy in CHECKPOINT_INPUT_REMEDIES), peaks
 
 
-def test_what_a_remedy_frees_decides_whether_the_teeth_of_backward_rise_or_fall(open_lab: Callable[..., Lab]) -> None:
-    lab = open_lab("qwen3-moe-tiny", num_layers=4, seq_length=512)
-    input_bytes = 512 * 128 * 2  # tokens x hidden x 2 bytes; its gradient takes as many
+def test_what_a_remedy_frees_decides_whether_the_teeth_of_backward_rise_or_fall(steps: dict[Any, StepRecord]) -> None:
     changes = {}
-    for remedy in KEPT_SHARE:
-        timeline = lab.step(remedied(remedy)).timeline
+    for remedy, record in steps.items():
+        timeline = record.timeline
+        assert timeline is not None
         allocated, in_backward = timeline.total_bytes("device"), timeline.phase == PHASES.index("backward")
         layers = [timeline.modules[module].split(".")[2:3] for module in timeline.module]
         of_layer = {layer: [held == [str(layer)] for held in layers] for layer in (3, 2, 1, 0)}
         teeth = [allocated[in_backward & of_layer[layer]].max() for layer in of_layer]
         changes[remedy] = [int(lower - upper) for upper, lower in pairwise(teeth)]
-    falls = [-input_bytes] * 3
+    falls = [-INPUT_BYTES] * 3
     # The last layer's incoming gradient is freed after it. That of every other layer is a leaf's, which stays.
-    rises = [0, input_bytes, input_bytes]
+    rises = [0, INPUT_BYTES, INPUT_BYTES]
     assert changes == {None: rises, "detach": falls, "clear_gradient": [0, 0, 0], "release_storage": falls}
 
 
-def test_releasing_storages_copies_each_gradient_once_and_no_other_remedy_does(open_lab: Callable[..., Lab]) -> None:
-    lab = open_lab("qwen3-moe-tiny", num_layers=4)
-    steps = {remedy: lab.step(remedied(remedy)).timeline for remedy in KEPT_SHARE}
-    allocated = {remedy: steps[remedy].allocated_bytes_in("backward") for remedy in steps}
-    copies = 4 * 128 * 128 * 2  # layers x tokens x hidden x 2 bytes
+def test_releasing_storages_copies_each_gradient_once_and_no_other_remedy_does(steps: dict[Any, StepRecord]) -> None:
+    timelines = {remedy: record.timeline for remedy, record in steps.items()}
+    allocated = {remedy: timeline.allocated_bytes_in("backward") for remedy, timeline in timelines.items() if timeline}
+    copies = LAYERS * INPUT_BYTES
     assert allocated == dict.fromkeys(KEPT_SHARE, allocated[None]) | {"release_storage": allocated[None] + copies}
 
 

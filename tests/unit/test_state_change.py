@@ -247,7 +247,8 @@ def test_steps_of_different_states_are_named_by_what_differs() -> None:
     assert "differ in state.exp_avg_dtype (fp32 predicted, bf16 measured)" in line
 
 
-@pytest.mark.parametrize("state", [NOT_DISTRIBUTED, IN_PLACE, OTHER_OPTIMIZER, CPU_OPTIMIZER], ids=str)
+# Settings under other optimizers: test_precision_aware_optimizer.py and test_cpu_optimizer.py.
+@pytest.mark.parametrize("state", [NOT_DISTRIBUTED, IN_PLACE], ids=str)
 def test_no_setting_changes_the_loss_of_a_state_and_the_way_back_is_exact(
     open_lab: Callable[..., Any], state: TrainingState
 ) -> None:
