@@ -94,8 +94,8 @@ def _simulated_lab(scenario: Scenario, backend: str | Backend, *, replay: bool) 
     with lab_module.Lab(**values, backend=backend, replay=replay) as lab:
         # The lab collects garbage after every change of settings. A collection that visits all objects of torch,
         # Megatron and a large model takes longer than a small step, so they are excluded. Only all objects together can
-        # be included again. If torch and Megatron are excluded already, which is why few objects are left, a small model
-        # is no reason for that. (To ask for the number of the excluded objects would take longer: they are counted.)
+        # be included again. If few objects are left, torch and Megatron are excluded already, and a small model is no
+        # reason for that. (`gc.get_freeze_count` would say so too, but counts 300,000 objects one by one.)
         if len(gc.get_objects()) < _FEW_OBJECTS:
             yield lab
             return
