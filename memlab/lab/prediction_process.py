@@ -19,11 +19,10 @@ from dataclasses import replace
 from typing import Any
 
 from memlab.backends.simulated import predicting
-from memlab.config.scenario import Scenario
+from memlab.config.scenario import Scenario, routed_by_chance
 from memlab.config.settings import MemorySettings
 from memlab.fitting.does_it_fit import Step
 from memlab.lab.environment import variables_that_import_memlab
-from memlab.lab.predictions import routed_by_chance
 from memlab.lab.search_steps import NO_GPU, stepping
 from memlab.record.step_record import StepRecord
 

@@ -12,7 +12,7 @@ from memlab.analysis.limits import Limit
 from memlab.config.architectures import Architecture
 from memlab.config.layout import Layout
 from memlab.config.routing import Routing
-from memlab.config.scenario import Scenario
+from memlab.config.scenario import Scenario, routed_by_chance
 from memlab.config.settings import MemorySettings
 from memlab.lab.lab import Lab
 from memlab.record.step_record import StepRecord
@@ -135,17 +135,6 @@ def predict_limit(scenario: Scenario, settings: MemorySettings) -> Limit:
         return most
 
     return Limit.find(attempt)
-
-
-def routed_by_chance(scenario: Scenario) -> Scenario:
-    """Returns the scenario of a measured step with experts that are drawn at random, unless it has a routing.
-
-    It decides which rank gets how many rows, and how many rows FP8 pads. A router that has just been initialized is
-    less even: of 4096 tokens of Qwen3-30B-A3B, its fullest expert got 905 in the first layer, and 3802 in the second.
-    """
-    if not scenario.architecture.is_moe or scenario.routing != Routing():
-        return scenario
-    return replace(scenario, routing=Routing(kind="random", seed=scenario.seed))
 
 
 def _split(scenario: Scenario) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from memlab.config.scenario import Scenario
+from memlab.config.scenario import Scenario, routed_by_chance
 from memlab.config.settings import MemorySettings
 from memlab.fitting.pareto_front import SearchResult
 from memlab.lab.environment import variables_that_import_memlab
@@ -123,8 +123,6 @@ def main() -> None:
     scenario, base = Scenario.from_dict(request.pop("scenario")), MemorySettings.from_dict(request.pop("base"))
     backend = request.pop("backend")
     if backend == "cpu":  # as the panel predicts a single change
-        from memlab.lab.predictions import routed_by_chance
-
         scenario = routed_by_chance(scenario)
     with open_workers(backend=backend) as workers:
         found = replace(front_of(base, [scenario], workers, **request), backend=backend)

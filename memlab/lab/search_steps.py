@@ -51,9 +51,8 @@ def stepping(
 
     That function raises `StepInterrupted` at Ctrl-C, if a step was running.
 
-    What a record says is allocated depends on the steps before it only by the allocator's unsplit remainders (up to
-    15.7 MB of 68 GB in `labs/LOG.md`, 2026-11-24, night); what it says is reserved depends on them, so
-    `memlab.fitting.does_it_fit.fits` does not rely on it. A step with a limit gets a lab of its own, as a real
+    Beside the allocator's unsplit remainders (up to 1 MiB of 100 GB in `labs/LOG.md`, 2026-11-24), the record of a step
+    does not depend on the steps before it. A step with a limit gets a lab of its own, as a real
     job has a process of its own: what earlier steps reserved is in pieces, and can make the step fail or fit where it
     would not in a new process (`labs/LOG.md`, 2026-11-24). Offload between steps reallocates parameters, gradients or
     optimizer state, which may leave unsplit remainders at their ends. So other settings then get a new lab too.
@@ -95,8 +94,8 @@ def _simulated_lab(scenario: Scenario, backend: str | Backend, *, replay: bool) 
     with lab_module.Lab(**values, backend=backend, replay=replay) as lab:
         # The lab collects garbage after every change of settings. A collection that visits all objects of torch,
         # Megatron and a large model takes longer than a small step, so they are excluded. Only all objects together can
-        # be included again. If torch and Megatron are excluded already, which is why few objects are left, a small
-        # model is no reason for that. (To ask for the number of the excluded objects would count them.)
+        # be included again. If few objects are left, torch and Megatron are excluded already, and a small model is no
+        # reason for that. (`gc.get_freeze_count` would say so too, but counts 300,000 objects one by one.)
         if len(gc.get_objects()) < _FEW_OBJECTS:
             yield lab
             return

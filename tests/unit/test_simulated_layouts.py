@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from tests.unit.ranks import on_ranks
 SMALL: dict[str, Any] = {"num_layers": 4, "seq_length": 64, "backend": "simulated"}
 
 
+@cache
 def step(architecture: str, routing: str = "balanced", **sizes: int) -> StepRecord:
+    """Predicts a step once, for all tests that need it."""
     num_microbatches = 4 if sizes.get("pipeline_model_parallel_size", 1) > 1 else 1
     with Lab(architecture, layout=Layout(**sizes), routing=routing, num_microbatches=num_microbatches, **SMALL) as lab:
         return lab.step()
