@@ -196,7 +196,8 @@ class Check(_Goals):
         settings = f"{self._record.settings}"
         if settings == "none":
             return self._goal(True, "no memory setting is set")
-        return self._goal(False, f"the memory settings are '{settings}', must be none", "leave the memory settings out")
+        hint = "leave them out; an open Lab keeps earlier settings until lab.apply(MemorySettings()) removes them"
+        return self._goal(False, f"the memory settings are '{settings}', must be none", hint)
 
     def recomputes_less_than(self, num_bytes: int) -> Self:
         """Requires fewer recomputed bytes; fewer than 1 are none."""

@@ -518,13 +518,13 @@ class LabOfAnswers(Lab):
         return self.known[key]
 
     @property
-    def state(self) -> TrainingState:
-        """The training state that the next step has; a known step leaves the model in another one."""
-        return self._state
+    def next_step(self) -> tuple[TrainingState, MemorySettings]:
+        """What the next step has, unless it is given; a known step leaves the model as it is."""
+        return self._state, self._settings
 
-    def back_to(self, state: TrainingState) -> None:
-        """Gives the next step this training state."""
-        self._state = state
+    @next_step.setter
+    def next_step(self, state_and_settings: tuple[TrainingState, MemorySettings]) -> None:
+        self._state, self._settings = state_and_settings
 
     @contextmanager
     def tap(self, layer: int, **options: Any) -> Iterator[Tap]:
@@ -635,18 +635,22 @@ def names_in(cell: str) -> tuple[set[str], set[str]]:
 
 @contextmanager
 def unchanged(lab: object) -> Iterator[None]:
-    """Gives an open lab its workload and its training state back, which an answer may have changed."""
+    """Gives an open lab its workload, training state and settings back, which an answer may have changed."""
     if not isinstance(lab, Lab) or lab.closed:
         yield
         return
-    seq_length, state = lab.scenario.seq_length, lab.state if isinstance(lab, LabOfAnswers) else lab.scenario.state
+    seq_length, state, settings = lab.scenario.seq_length, lab.scenario.state, lab.settings
+    if isinstance(lab, LabOfAnswers):
+        state, settings = lab.next_step
     yield
     if lab.scenario.seq_length != seq_length:
         lab.set_workload(seq_length=seq_length)
     if isinstance(lab, LabOfAnswers):
-        lab.back_to(state)
-    elif lab.scenario.state != state:
-        lab.set_state(state)
+        lab.next_step = state, settings
+    else:
+        if lab.scenario.state != state:
+            lab.set_state(state)
+        lab.apply(settings)
 
 
 def value_of(cell: str, names: dict[str, Any]) -> object:

@@ -141,7 +141,7 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
         (
             with_settings(FULL),
             ("without_settings",),
-            "the memory settings are 'full uniform 1', must be none. Hint: leave the memory settings out.",
+            "the memory settings are 'full uniform 1', must be none. Hint: leave them out; an open Lab keeps ",
         ),
         (PLAIN, ("peak_below", PLAIN.peak_allocated_bytes), f"is {PLAIN.peak_allocated_bytes:,} bytes, must be below "),
         (
