@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any, Self, overload
 
 from memlab.analysis.loss_tolerance import loss_tolerance
+from memlab.config.scenario import Scenario
+from memlab.config.settings import KEPT_ON_HOST
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.record.job_record import JobRecord
 from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.step_record import StepRecord
 from memlab.record.transfer import GROUPS
 from memlab.units import format_bytes, parse_bytes
+
+_WITH_FIELDS = ("architecture", "layout", "state", "allocator")
+"""Parts of a scenario whose own fields `Check.same_job_as` compares and names."""
+_ALSO_OF_THE_SCENARIO = ("name", "num_layers", "default_seq_length")
+"""Fields of an architecture for which a scenario has a name or a value of its own."""
+_SETS_BACK = {"seq_length": "set_workload", "micro_batch_size": "set_workload", "num_microbatches": "set_workload"}
+"""How an open `Lab` gets back what an earlier answer changed."""
 
 
 class _Goals:
@@ -93,6 +103,38 @@ class Check(_Goals):
         )
         return self._goal(False, f"the layout has {world_size} ranks, must have {num_ranks}", hint)
 
+    def same_job_as(self, other: StepRecord | Scenario, *but: str) -> Self:
+        """Requires the job of another step: the same scenario in everything but the named parts.
+
+        The rank is not compared if one of the records is that of a whole job, because a job's worst rank may be another
+        one. If the number of micro-batches may change, the number of tokens per step may not.
+
+        Args:
+            other: A record that the lab took before the exercise, or its scenario.
+            *but: Parts that the exercise allows to change: fields of `Scenario`, such as ``layout`` or ``state``, or of
+                its layout or its training state, such as ``exp_avg_dtype``.
+
+        Raises:
+            ValueError: If a scenario has no such part.
+        """
+        of_a_job = isinstance(self._record, JobRecord) or isinstance(other, JobRecord)
+        scenario = other if isinstance(other, Scenario) else other.scenario
+        mine, theirs = dict(_parts(self._record.scenario)), dict(_parts(scenario))
+        if unknown := sorted(set(but) - {*mine, *_WITH_FIELDS}):
+            raise ValueError(
+                f"a scenario has no part {unknown[0]!r}, must be one of {', '.join(mine)}: name one of them"
+            )
+        may_differ = {*but, "rank"} if of_a_job else {*but}
+        if "num_microbatches" not in but:
+            may_differ.add("tokens_per_step")
+        for name, (group, value) in mine.items():
+            needed = theirs[name][1]
+            if value != needed and not {name, group} & may_differ:
+                return self._goal(
+                    False, f"{name} is {_shown(value)}, must be {_shown(needed)}", _keep(name, group, but)
+                )
+        return self._goal(True, f"the job is the same{', except ' + _listed(but) if but else ''}")
+
     def starts_below(self, num_bytes: int) -> Self:
         """Requires `static_bytes` below a number of bytes."""
         hint = "between steps the device holds parameters, gradients and optimizer state"
@@ -124,11 +166,38 @@ class Check(_Goals):
         return self._goal(False, f"the residual after the step is {format_bytes(residual)}, must be zero", hint)
 
     def offloads_nothing(self) -> Self:
-        """Requires that the step transferred no activation to the host."""
+        """Requires that the step transferred no activation to the host, and left every tensor group on the device."""
         modules = ", ".join(self._record.offloaded_bytes_by_module)
-        if not modules:
-            return self._goal(True, "no activation was transferred to the host")
-        return self._goal(False, f"{modules} transferred activations to the host, must transfer none", "only recompute")
+        if modules:
+            what = f"{modules} transferred activations to the host, must transfer none"
+            return self._goal(False, what, "only recompute")
+        if self._leaving:
+            return self._stays_on_device()
+        return self._goal(True, "nothing was offloaded")
+
+    def offloads_only_activations(self) -> Self:
+        """Requires that parameters, gradients and optimizer state stay on the device, in the step and after it."""
+        return self._stays_on_device()
+
+    def leaves_on_device(self, *groups: str) -> Self:
+        """Requires settings under which a step leaves these tensor groups on the device, and no other group.
+
+        What ``lab.load`` and ``lab.offload`` did after the step does not count.
+        """
+        left = [group for group in GROUPS if group not in self._record.offloaded_bytes_by_group]
+        if left == [group for group in GROUPS if group in groups]:
+            return self._goal(True, f"the step itself leaves only {_listed(groups)} on the device")
+        what = f"the step itself leaves {_listed(left) or 'none of the groups'} on the device"
+        hint = "choose settings; calls of lab.load and lab.offload after the step do not count"
+        return self._goal(False, f"{what}, must leave only {_listed(groups)}", hint)
+
+    def without_settings(self) -> Self:
+        """Requires that no memory setting is set."""
+        settings = f"{self._record.settings}"
+        if settings == "none":
+            return self._goal(True, "no memory setting is set")
+        hint = "leave them out; an open Lab keeps earlier settings until lab.apply(MemorySettings()) removes them"
+        return self._goal(False, f"the memory settings are '{settings}', must be none", hint)
 
     def recomputes_less_than(self, num_bytes: int) -> Self:
         """Requires fewer recomputed bytes; fewer than 1 are none."""
@@ -191,7 +260,11 @@ class Check(_Goals):
         return self._goal(False, what, hint)
 
     def moves(self, *modules: str) -> Self:
-        """Requires that each of some offload modules transferred bytes to the host."""
+        """Requires that each of some offload modules transferred bytes to the host; if none is named, any module."""
+        modules = modules or tuple(self._record.offloaded_bytes_by_module)
+        if not modules:
+            reason = self._nothing_moved() or "set offload_modules"
+            return self._goal(False, "no activation was transferred to the host, must transfer some", reason)
         for module in modules:
             if not self._record.offloaded_bytes_by_module.get(module):
                 reason = self._record.without_effect.get(f"offload_modules:{module}", "it is not among offload_modules")
@@ -235,9 +308,26 @@ class Check(_Goals):
         return self._goal(False, f"the loss is {mine!r}, must be {theirs!r}: a memory setting changes no number")
 
     def _below(self, what: str, now: int, goal: int, hint: str) -> Self:
+        is_text = format_bytes(now), format_bytes(goal)
+        if len(set(is_text)) == 1:  # they differ by less than the text shows, or are equal
+            is_text = f"{now:,} bytes", f"{goal:,} bytes"
         if now < goal:
-            return self._goal(True, f"{what} is {format_bytes(now)}, below {format_bytes(goal)}")
-        return self._goal(False, f"{what} is {format_bytes(now)}, must be below {format_bytes(goal)}", hint)
+            return self._goal(True, f"{what} is {is_text[0]}, below {is_text[1]}")
+        return self._goal(False, f"{what} is {is_text[0]}, must be below {is_text[1]}", hint)
+
+    @property
+    def _leaving(self) -> list[str]:
+        """The tensor groups that leave the device after the step, or already within it."""
+        leaving = self._record.offloaded_bytes_by_group
+        is_away = self._record.settings.offload_optimizer_except_update
+        return [group for group in GROUPS if leaving.get(group) or (is_away and group == "optimizer state")]
+
+    def _stays_on_device(self) -> Self:
+        if not self._leaving:
+            return self._goal(True, "parameters, gradients and optimizer state stay on the device")
+        set_ = [name for name in KEPT_ON_HOST if getattr(self._record.settings, name)]
+        what = f"{_listed(self._leaving)} left the device, must stay there during the step and after it"
+        return self._goal(False, what, f"leave {_listed(set_)} out")
 
     def _nothing_moved(self) -> str:
         """Says why no module transferred anything, if activation offload is on; empty if one did, or it is off."""
@@ -319,7 +409,10 @@ class ResidencyCheck(_Goals):
         return self._goal(True, f"the device holds only {', '.join(groups)}")
 
     def complains_like(self, other: ResidencyAudit) -> Self:
-        """Requires the complaints of another audit, to the byte."""
+        """Requires a new audit with the complaints of another one, to the byte."""
+        if self._audit is other:
+            what = "this is the job's audit itself, must be an audit of your own"
+            return self._goal(False, what, "reproduce the error: change only the marked line")
         if self._audit.complaints == other.complaints:
             return self._goal(True, f"the same complaint, {other}")
         hint = "compare this with what the audits in the sections about the five errors say"
@@ -331,7 +424,7 @@ class FormulaCheck(_Goals):
 
     def __init__(self, num_bytes: Sequence[float]) -> None:
         super().__init__()
-        self._num_bytes = [int(mine) if float(mine).is_integer() else mine for mine in num_bytes]  # `/` gives floats
+        self._num_bytes = list(num_bytes)
 
     def is_exactly(
         self, num_bytes: int | Sequence[int], hint: str = "ask of each module which tensors it keeps"
@@ -339,7 +432,8 @@ class FormulaCheck(_Goals):
         """Requires what memlab counted: in one case, or in each, in the order of the formula's results.
 
         Args:
-            num_bytes: The line says how far off the formula is, and not the sum.
+            num_bytes: The line says how far off the formula is, and not the sum. In a later case, it says only whether
+                the formula gives too few or too many bytes, so that no refusal gives all sums away.
             hint: What to look at, in the words of the exercise.
         """
         counted = [num_bytes] if isinstance(num_bytes, int) else num_bytes
@@ -349,12 +443,56 @@ class FormulaCheck(_Goals):
             return self._goal(False, what, "replace only the 0 in the marked line")
         for place, (mine, needed) in enumerate(zip(self._num_bytes, counted, strict=True), start=1):
             which = f" for case {place}" if len(counted) > 1 else ""
-            if mine != needed:
-                off = f"{abs(needed - mine):,} {'too few' if needed > mine else 'too many'}"
-                off = off if math.isfinite(mine) else "must be a finite number"
-                return self._goal(False, f"the formula gives {mine:,} bytes{which}, {off}", hint)
-        given = " and ".join(f"{mine:,}" for mine in self._num_bytes)
+            if not math.isclose(mine, needed, rel_tol=_ROUNDING_OF_FLOATS):
+                off = f"{_number(abs(needed - mine))} " if place == 1 else ""
+                off = f"{off}too {'few' if needed > mine else 'many'}" if math.isfinite(mine) else "must be finite"
+                return self._goal(False, f"the formula gives {_number(mine)} bytes{which}, {off}", hint)
+        given = " and ".join(_number(mine) for mine in self._num_bytes)
         return self._goal(True, f"the formula gives {given} bytes, exactly as many as memlab counted")
+
+
+_ROUNDING_OF_FLOATS = 1e-12
+"""A formula with a division is right within this share: floating-point numbers are rounded."""
+
+
+def _number(value: float) -> str:
+    """Writes a number of bytes: a whole one without decimals, a fraction with few of them."""
+    if not math.isfinite(value):
+        return f"{value}"
+    rounded = round(value, 2)
+    return f"{value:.1g}" if value and not rounded else f"{rounded:,.2f}".removesuffix("0").removesuffix(".0")
+
+
+def _parts(scenario: Scenario) -> Iterator[tuple[str, tuple[str, object]]]:
+    """Yields the comparable parts of a scenario: the name of each, the part that it belongs to, and its value."""
+    for field in fields(scenario):
+        value = getattr(scenario, field.name)
+        if field.name == "architecture":
+            yield field.name, (field.name, value.name)
+        if field.name in _WITH_FIELDS:
+            names = [own.name for own in fields(value) if own.name not in _ALSO_OF_THE_SCENARIO]
+            yield from ((name, (field.name, getattr(value, name))) for name in names)
+        else:
+            yield field.name, (field.name, value)
+    yield "tokens_per_step", ("", scenario.tokens_per_step)
+
+
+def _shown(value: object) -> str:
+    return repr(value) if value is None or isinstance(value, (str, bool, int, float)) else f"{value}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    *first, last = names or ("",)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _keep(name: str, group: str, but: Sequence[str]) -> str:
+    """Says what to do about a part of the job that an answer changed, but must not change."""
+    in_words = {"state": "the training state", "layout": "the layout"}
+    only = f"change only {_listed([in_words.get(part, part) for part in but]) or 'the memory settings'}"
+    if back := "set_state" if group == "state" else _SETS_BACK.get(name):
+        return f"{only}; an open Lab keeps an earlier change until lab.{back} changes it back"
+    return only
 
 
 @overload

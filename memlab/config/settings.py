@@ -33,7 +33,7 @@ SINCE_MEGATRON_0_19 = (
 )
 """Settings of activation offload that megatron-core 0.16 does not have."""
 _MOST_BYTES = 2**50
-_KEPT_ON_HOST = ("offload_parameters", "offload_gradients", "offload_optimizer", "offload_optimizer_except_update")
+KEPT_ON_HOST = ("offload_parameters", "offload_gradients", "offload_optimizer", "offload_optimizer_except_update")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +89,7 @@ class MemorySettings:
         self._check_recompute()
         self._check_offload()
         _one_of("checkpoint_input_remedy", self.checkpoint_input_remedy, CHECKPOINT_INPUT_REMEDIES)
-        for name in _KEPT_ON_HOST:
+        for name in KEPT_ON_HOST:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "offload_gradients" and value is None):
                 raise ValueError(

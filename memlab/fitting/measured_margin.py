@@ -26,7 +26,9 @@ MARGIN_WITHOUT_EXPERTS = Margin(0.001, "on H200s, steps of dense models")
 predicted, on one rank, with two pipeline stages, and with tensor parallelism."""
 MARGIN_WITH_EXPERTS = Margin(0.003, "on H200s, steps of models with experts")
 """The same of Qwen3-30B-A3B with all experts on one rank."""
-MARGIN_WITH_SPREAD_EXPERTS = Margin(0.007, "on H200s, steps of models with experts spread over ranks")
+MARGIN_WITH_SPREAD_EXPERTS = Margin(
+    0.007, "on H200s, steps of models with experts spread over ranks, with one micro-batch,"
+)
 """The same with experts spread over two ranks, and one micro-batch in a step. The experts of each layer get another
 number of rows, so that a block that one layer has freed may be a little too small for the next."""
 MARGIN_WITH_SPREAD_EXPERTS_AND_MICROBATCHES = Margin(

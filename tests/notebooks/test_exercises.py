@@ -15,6 +15,7 @@ import nbformat
 import pytest
 
 from memlab import Lab, Layout, MemorySettings, TrainingState, predict_ranks
+from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
 from memlab.exercises import Check, FormulaCheck, RefusedCheck, ResidencyCheck
 from memlab.model.retention.activation_tap import Tap
@@ -25,12 +26,23 @@ LABS = Path(__file__).parents[2] / "labs"
 MARK = "  # change me"
 
 
+@dataclass(frozen=True)
+class OtherLine:
+    """An answer that also changes a line that is not marked."""
+
+    answer: str
+    line: str
+    """A part of another line of the exercise."""
+    by: str
+    """What stands in its place."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Exercise:
     """What stands in place of the marked line."""
 
     solution: str
-    wrong: tuple[str, ...]
+    wrong: tuple[str | OtherLine, ...]
     """Answers that the text forbids, or that look right and are not."""
     also_right: tuple[str, ...] = ()
     """Other answers that do all that the text asks for."""
@@ -68,12 +80,38 @@ def state(options: str) -> str:
     return f"mine = lab.step(state=TrainingState({options}))"
 
 
+def in_state(options: str, settings: str = "MemorySettings()") -> str:
+    """A step in another training state, in a lab that does not import the class."""
+    return f"from memlab import TrainingState; mine = lab.step({settings}, state=TrainingState({options}))"
+
+
+def shorter(answer: str) -> str:
+    return f"lab.set_workload(seq_length=64); {answer}"
+
+
+def plus(settings: str, options: str) -> str:
+    """A step in another training state and under memory settings."""
+    return f"from memlab import MemorySettings; mine = lab.step(MemorySettings({settings}), state=TrainingState({options}))"
+
+
 def for_each(formula: str, letters: str) -> str:
     return f"mine = [{formula} for {letters} in sizes]"
 
 
+TE_LOSS = 'cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te"'
+FULL_RECOMPUTE = 'recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1'
 DENSE_LETTERS = "t, h, f, a, g, d"
 MOE_LETTERS = "t, h, f, m, k"
+BF16_MOMENTS = 'use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"'
+OTHER_STATES = (
+    "optimizer_cpu_offload=True",
+    BF16_MOMENTS,
+    "grad_reduce_in_bf16=True",
+    "grad_reduce_in_bf16=True, use_precision_aware_optimizer=True",
+)
+"""Training states that lower a peak: no exercise about memory settings allows them."""
+ALL_AWAY = ", offload_parameters=True, offload_gradients=True, offload_optimizer=True"
+CORE_ATTN = 'MemorySettings(recompute_granularity="selective", recompute_modules=["core_attn"])'
 ALL_MODULES = ("qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 EXERCISES = {
     "01_recompute": [
@@ -84,6 +122,10 @@ EXERCISES = {
                 selective("core_attn"),
                 selective("layernorm", "moe_act"),
                 offload(*ALL_MODULES),  # it recomputes nothing
+                *(in_state(options) for options in OTHER_STATES),
+                in_state("grad_reduce_in_bf16=True", "half.settings"),
+                selective("moe", others=", offload_optimizer=True"),
+                shorter(selective("layernorm")),
             ),
         ),
         Exercise(
@@ -98,6 +140,11 @@ EXERCISES = {
                 selective("core_attn"),
                 step("MemorySettings()"),
                 step("half.settings"),
+                *(in_state(options, CORE_ATTN) for options in OTHER_STATES),
+                selective("moe_act", others=ALL_AWAY),
+                selective("moe", others=', checkpoint_input_remedy="detach"'),
+                selective("moe", others=', checkpoint_input_remedy="release_storage"'),
+                shorter(selective("core_attn")),
             ),
             also_right=(selective("layernorm"), selective("layernorm", "moe_act")),
         ),
@@ -119,6 +166,7 @@ EXERCISES = {
                 for_each("(2 * h + 4 + 2 * m * k) * 256", MOE_LETTERS),
                 'mine = by_hand["layernorm"] + by_hand["moe_act"]',
                 "mine = 528384",
+                "mine = [131072 + 4 * 256 + 2 * 64 * 2 * 256] * 2",
             ),
         ),
     ],
@@ -131,6 +179,9 @@ EXERCISES = {
                 offload("moe_act"),
                 step(f"MemorySettings(offload_modules={list(ALL_MODULES)})"),
                 step('MemorySettings(offload_modules=["expert_fc1", "moe_act"])'),
+                *(in_state(options) for options in OTHER_STATES),
+                shorter(step("MemorySettings()")),
+                shorter(step("everything.settings")),
             ),
         ),
         Exercise(
@@ -164,6 +215,9 @@ EXERCISES = {
                 ),
                 selective("moe"),
                 selective("core_attn"),
+                *(in_state(options, CORE_ATTN) for options in OTHER_STATES),
+                selective("moe_act", others=", offload_optimizer=True"),
+                shorter(selective("core_attn")),
             ),
             also_right=(selective("layernorm"),),
         ),
@@ -176,6 +230,7 @@ EXERCISES = {
                 step('remedies["release_storage"].settings'),
                 "mine = unguarded",  # a use after free, which the record does not show
                 full_detach("block", 2),
+                shorter(step('remedies["detach"].settings')),
             ),
             also_right=(full_detach("uniform", 2), full_detach("block", 4)),
         ),
@@ -183,8 +238,18 @@ EXERCISES = {
     "05_phi4_activation_peak": [
         Exercise(
             solution=selective("mlp"),
-            wrong=(step("recompute"), selective("layernorm"), selective("core_attn")),
+            wrong=(
+                step("recompute"),
+                selective("layernorm"),
+                selective("core_attn"),
+                *(in_state(options) for options in OTHER_STATES),
+                shorter(step("MemorySettings()")),
+            ),
             also_right=(
+                step(
+                    'MemorySettings(recompute_granularity="full", recompute_method="block", recompute_num_layers=1, '
+                    "offload_optimizer=True)"  # between two steps, which the text allows
+                ),
                 step(
                     'MemorySettings(recompute_granularity="full", recompute_method="block", '
                     "recompute_num_layers=num_layers // 2)"
@@ -199,13 +264,24 @@ EXERCISES = {
                 step("away.settings"),
                 step("MemorySettings(offload_gradients=True)"),
                 step("MemorySettings(offload_optimizer=True, offload_gradients=False)"),
+                # The step itself does not leave only the weights on the device.
+                'mine = resident; lab.offload("gradients", "optimizer state")',
+                'mine = lab.step(MemorySettings()); lab.offload("gradients", "optimizer state")',
+                'mine = lab.step(away.settings); lab.load("parameters")',
             ),
             also_right=(step("MemorySettings(offload_optimizer=True, offload_gradients=True)"),),
         ),
         Exercise(
-            solution="mine = 3 * 2 * buffer",
-            # One direction only, without the offload's copy, the gradients as well, without the padding.
-            wrong=("mine = 2 * buffer", "mine = 2 * 2 * buffer", "mine = 3 * 6 * buffer", "mine = 3 * 2 * P"),
+            solution="mine = [3 * 2 * buffer for buffer in buffers]",
+            wrong=(
+                # One direction only, without the offload's copy, the gradients as well, without the padding.
+                "mine = [2 * buffer for buffer in buffers]",
+                "mine = [2 * 2 * buffer for buffer in buffers]",
+                "mine = [3 * 6 * buffer for buffer in buffers]",
+                "mine = [3 * 2 * P for buffer in buffers]",
+                "mine = 3 * 2 * buffer",
+                "mine = [3 * 2 * buffers[0] for buffer in buffers]",  # a number, right for one model only
+            ),
         ),
     ],
     "07_full_size": [
@@ -226,6 +302,16 @@ EXERCISES = {
                     num_layers_in_first_pipeline_stage=1,
                     num_layers_in_last_pipeline_stage=7,
                 ),
+                # Another job, or a larger GPU.
+                f'{layout(tp=2, dp=4)}; job = job | {{"seq_length": 2048}}',
+                f'{layout(tp=2, dp=4)}; job = job | {{"num_layers": 4}}',
+                f'{layout(tp=2, dp=4)}; gpu_memory = "139GiB"',
+                (
+                    "from memlab import TrainingState; "
+                    f'{layout(tp=2, dp=4)}; job = job | {{"state": TrainingState(use_precision_aware_optimizer=True)}}'
+                ),
+                OtherLine(layout(tp=2, dp=4), "num_microbatches=4", "num_microbatches=1"),
+                OtherLine(layout(tp=2, dp=4), "dense_architecture, mine", '"phi-4-mini", mine'),
             ),
         ),
         Exercise(
@@ -234,6 +320,11 @@ EXERCISES = {
                 selective("moe"),
                 step("full_recompute"),
                 step('MemorySettings(offload_modules=["mlp_norm"])'),
+                'mine = bought["offload-experts"]',  # with balanced routing
+                shorter(step("MemorySettings()")),
+                step("MemorySettings(offload_optimizer_except_update=True)"),
+                in_state("use_precision_aware_optimizer=True"),
+                OtherLine(step("MemorySettings()"), ', routing="skewed:3"', ""),
             ),
         ),
     ],
@@ -244,6 +335,13 @@ EXERCISES = {
                 state("**aware"),
                 state('**aware, exp_avg_dtype="fp16", exp_avg_sq_dtype="fp16"'),
                 state("**aware, optimizer_cpu_offload=True"),
+                # Both moments stay in fp32.
+                plus("offload_gradients=True", f"**aware, {TE_LOSS}"),
+                plus("offload_gradients=True, " + FULL_RECOMPUTE, "**aware"),
+                # The right moments, and something else as well.
+                state(f'**aware, exp_avg_dtype="bf16", {TE_LOSS}'),
+                plus(FULL_RECOMPUTE, '**aware, exp_avg_dtype="bf16"'),
+                shorter(state('**aware, exp_avg_dtype="bf16"')),
             ),
         ),
         Exercise(
@@ -256,6 +354,8 @@ EXERCISES = {
                 state('**aware, exp_avg_dtype="fp8", cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te"'),
                 state('**aware, fp8_format="hybrid", fp8_recipe="blockwise"'),
                 state("**aware, optimizer_cpu_offload=True"),
+                f"lab.set_workload(seq_length=2048); {state('**aware')}",
+                plus(FULL_RECOMPUTE, "**aware"),
             ),
         ),
         Exercise(
@@ -269,13 +369,37 @@ EXERCISES = {
                 state("optimizer_cpu_offload=True, optimizer_offload_fraction=0.25"),
                 state("**aware, optimizer_cpu_offload=True, optimizer_offload_fraction=0.25"),
                 state("**aware, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5"),
+                plus(FULL_RECOMPUTE, "**half_on_cpu, manual_gc=True"),
+                shorter(state("**half_on_cpu, manual_gc=True")),
             ),
             also_right=(state("**aware, **half_on_cpu, manual_gc=True"),),
         ),
     ],
     "09_ranks": [
-        Exercise(solution=stages(1, 3), wrong=(stages(3, 1), stages(1, 1))),
-        Exercise(solution=offload(*ALL_MODULES), wrong=(step("full_recompute"), offload("core_attn"))),
+        Exercise(
+            solution=stages(1, 3),
+            wrong=(
+                stages(3, 1),
+                stages(1, 1),
+                # The stages as they are, or others, in another job.
+                OtherLine(stages(2, 2), "num_microbatches=2 * num_ranks", "num_microbatches=2"),
+                f'{stages(2, 2)}; job = job | {{"seq_length": 128}}',
+                f'{stages(1, 1)}; job = job | {{"num_layers": 4}}',
+                OtherLine(stages(1, 3), "lab.step()", "lab.step(full_recompute)"),
+                OtherLine(stages(2, 2), "lab.step()", "lab.step(MemorySettings(offload_optimizer_except_update=True))"),
+            ),
+        ),
+        Exercise(
+            solution=offload(*ALL_MODULES),
+            wrong=(
+                step("full_recompute"),
+                offload("core_attn"),
+                OtherLine(step("MemorySettings()"), "num_microbatches=2 * num_ranks", "num_microbatches=1"),
+                OtherLine(step("MemorySettings()"), "**job", '**job | {"seq_length": 64}'),
+                # It moves nothing that a micro-batch in flight keeps.
+                step("MemorySettings(offload_optimizer_except_update=True)"),
+            ),
+        ),
         Exercise(
             solution=layout(tp=2, dp=2),
             wrong=(
@@ -285,6 +409,9 @@ EXERCISES = {
                 layout(tp=4),  # Megatron refuses it
                 layout(context_parallel_size=4),
                 "mine = Layout()",
+                f'{layout(dp=4)}; job = job | {{"num_layers": 4, "seq_length": 128}}',
+                OtherLine(layout(dp=4), "lab.step()", "lab.step(full_recompute)"),
+                OtherLine(layout(tp=2, dp=2), "num_microbatches=number", "num_microbatches=1"),
             ),
         ),
     ],
@@ -303,6 +430,7 @@ EXERCISES = {
                 for_each("(6*160 + 4 + 2*(a + 2*g)*d + 2*(a + g)*d + 8*d + 2*a*d) * t", DENSE_LETTERS),
                 for_each("(6*h + 4 + 2*(a + 2*g)*d + 2*(a + g)*d + 8*d + 2*a*d) * 64", DENSE_LETTERS),
                 "mine = 803840",
+                "mine = [803840, 803840]",
             ),
         ),
         Exercise(
@@ -314,6 +442,7 @@ EXERCISES = {
                     "4 * one",
                     "one",
                     "4 * one - 3 * 8 * E",
+                    "4 * one - 120 * t - 192",  # right for eight experts only
                     # The map from tokens to rows is saved by each micro-batch.
                     "4 * one - 3 * (5 * E * t + 8 * E + 4 * (2 * E + 1) * t)",
                 )
@@ -388,6 +517,15 @@ class LabOfAnswers(Lab):
             self.known[key] = super().step(self._settings, state=self._state, **options)
         return self.known[key]
 
+    @property
+    def next_step(self) -> tuple[TrainingState, MemorySettings]:
+        """What the next step has, unless it is given; a known step leaves the model as it is."""
+        return self._state, self._settings
+
+    @next_step.setter
+    def next_step(self, state_and_settings: tuple[TrainingState, MemorySettings]) -> None:
+        self._state, self._settings = state_and_settings
+
     @contextmanager
     def tap(self, layer: int, **options: Any) -> Iterator[Tap]:
         """Takes each step of the block, because a tap looks into it."""
@@ -410,8 +548,8 @@ class PredictedJob:
         layout: Layout = job["layout"]
         # Under random routing all ranks differ, and where no experts are spread, none gets other rows than another one.
         routing = "random:7" if layout.expert_model_parallel_size > 1 else "balanced"
-        if layout.pipeline_model_parallel_size > 1:
-            job["num_microbatches"] = layout.pipeline_model_parallel_size  # as many as are ever in flight
+        if layout.pipeline_model_parallel_size > 1:  # more are never in flight
+            job["num_microbatches"] = min(job.get("num_microbatches", 1), layout.pipeline_model_parallel_size)
         self.scenario = Scenario.of(architecture, routing=routing, **job)
         self.job = {"architecture": architecture, "routing": routing, **job}
 
@@ -427,7 +565,10 @@ class PredictedJob:
     def step(self, settings: MemorySettings | None = None, *, warm_up: bool = True) -> JobRecord:
         key = self.scenario, settings or MemorySettings()
         if key not in self.known:
-            self.known[key] = JobRecord.of(list(predict_ranks(settings=settings, **self.job).values()))
+            ranks = predict_ranks(settings=settings, **self.job).values()
+            # The record of a live rank names no routing, because the router decides.
+            live = [replace(rank, scenario=replace(rank.scenario, routing=Routing())) for rank in ranks]
+            self.known[key] = JobRecord.of(live)
         return self.known[key]
 
 
@@ -461,8 +602,11 @@ def exercises_of(lab: str) -> tuple[list[str], list[str]]:
     return work, exercises
 
 
-def answered(exercise: str, answer: str) -> str:
+def answered(exercise: str, answer: str | OtherLine) -> str:
     """Puts an answer in the place of the marked line."""
+    if isinstance(answer, OtherLine):
+        assert exercise.count(answer.line) == 1, answer
+        return answered(exercise.replace(answer.line, answer.by), answer.answer)
     (marked,) = (line for line in exercise.splitlines() if line.endswith(MARK))
     indent = marked[: len(marked) - len(marked.lstrip())]
     return exercise.replace(marked, indent + answer)
@@ -487,6 +631,26 @@ def names_in(cell: str) -> tuple[set[str], set[str]]:
     given = {name.id for name in names if isinstance(name.ctx, ast.Store)}
     given |= {node.name for node in nodes if isinstance(node, ast.alias)}
     return given, {name.id for name in names} - given
+
+
+@contextmanager
+def unchanged(lab: object) -> Iterator[None]:
+    """Gives an open lab its workload, training state and settings back, which an answer may have changed."""
+    if not isinstance(lab, Lab) or lab.closed:
+        yield
+        return
+    seq_length, state, settings = lab.scenario.seq_length, lab.scenario.state, lab.settings
+    if isinstance(lab, LabOfAnswers):
+        state, settings = lab.next_step
+    yield
+    if lab.scenario.seq_length != seq_length:
+        lab.set_workload(seq_length=seq_length)
+    if isinstance(lab, LabOfAnswers):
+        lab.next_step = state, settings
+    else:
+        if lab.scenario.state != state:
+            lab.set_state(state)
+        lab.apply(settings)
 
 
 def value_of(cell: str, names: dict[str, Any]) -> object:
@@ -537,7 +701,7 @@ def test_a_solution_reaches_the_goal_and_no_wrong_answer_does(
     cells = [cell for wrong, right in answers for cell in (*wrong, *right)]
     needed = cells_needed(work, cells, FORMULAS.get(lab, set()))
     called = set(re.findall(r"\blab\.(\w+)\(", "\n".join(needed + cells)))
-    assert lab not in ONLY_STEPS or {"step"} <= called <= {"step", "tap", "retained"}
+    assert lab not in ONLY_STEPS or {"step"} <= called <= {"step", "tap", "retained", "set_workload"}
     for source in needed:
         exec(source, names)  # noqa: S102  # the lab's own cells
         if source is work[0]:
@@ -547,7 +711,8 @@ def test_a_solution_reaches_the_goal_and_no_wrong_answer_does(
         for wrong, right in answers:
             for cell in wrong:
                 capsys.readouterr()
-                outcome = value_of(cell, dict(names))  # an answer changes nothing for the next one
+                with unchanged(names.get("lab")):  # an answer changes nothing for the next one
+                    outcome = value_of(cell, dict(names))
                 assert isinstance(outcome, (Check, FormulaCheck, RefusedCheck, ResidencyCheck))
                 assert not outcome, f"this answer is wrong, and the check accepts it:\n{cell}"
                 lines = capsys.readouterr().out.splitlines()

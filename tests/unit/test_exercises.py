@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from memlab.config.architectures import ARCHITECTURES
 from memlab.config.layout import Layout
+from memlab.config.routing import find_routing
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.exercises import Attempt, check, failure
 from memlab.record.step_record import StepRecord
 from memlab.units import MIB
@@ -20,6 +23,14 @@ PLAIN = record_of(training_step())
 HALF_OF_THE_LAYERS = MemorySettings(
     recompute_granularity="full", recompute_method="block", recompute_num_layers=scenario().num_layers // 2
 )
+
+
+AWAY = {"gradients": 4, "optimizer state": 12}
+
+
+def job_with(**changes: Any) -> StepRecord:
+    """The plain step of another job."""
+    return replace(PLAIN, scenario=replace(PLAIN.scenario, **changes))
 
 
 def with_settings(settings: MemorySettings, **changes: Any) -> StepRecord:
@@ -34,10 +45,13 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
     assert check(full).recomputes_whole_layers().recomputes_more_than(1).same_loss_as(PLAIN)
     peak, start, activations = PLAIN.peak_allocated_bytes, PLAIN.static_bytes, PLAIN.activation_peak_bytes
     assert check(full).peak_below(peak + 1).starts_below(start + 1).activation_peak_below(activations + 1)
-    assert check(PLAIN).host_below(PLAIN.host_bytes + 1)
+    assert check(PLAIN).host_below(PLAIN.host_bytes + 1).without_settings().offloads_only_activations()
+    assert check(moved).moves().same_job_as(PLAIN).same_job_as(PLAIN.scenario, "layout", "exp_avg_dtype")
+    away = with_settings(MemorySettings(offload_optimizer=True), offloaded_bytes_by_group=AWAY)
+    assert check(away).leaves_on_device("parameters")
     assert check(PLAIN).with_state(exp_avg_dtype="fp32", manual_gc=False)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 16
+    assert len(lines) == 22
     assert all(line.startswith("reached: ") for line in lines)
 
 
@@ -85,7 +99,11 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
             "Hint: look",
         ),
         (PLAIN, ("fits", "2GiB", "divide more"), "Hint: divide more."),
-        (replace(PLAIN, recomputed_bytes=2), ("recomputes_less_than", 2), "what backward recomputes is 2 B, must be"),
+        (
+            replace(PLAIN, recomputed_bytes=2),
+            ("recomputes_less_than", 2),
+            "what backward recomputes is 2 bytes, must be",
+        ),
         (replace(PLAIN, recomputed_bytes=2), ("recomputes_less_than", 1), "recomputes 2 B, must recompute nothing"),
         (PLAIN, ("moves", "moe_act"), "moe_act transferred nothing to the host: it is not among offload_modules"),
         (
@@ -98,6 +116,34 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
             ("offloads_nothing",),
             "moe_act transferred activations to the host, must transfer none",
         ),
+        (
+            with_settings(MemorySettings(offload_optimizer=True), offloaded_bytes_by_group=AWAY),
+            ("offloads_nothing",),
+            (
+                "gradients and optimizer state left the device, must stay there during the step and after it. Hint: leave "
+                "offload_gradients and offload_optimizer out."
+            ),
+        ),
+        (
+            with_settings(MemorySettings(offload_optimizer_except_update=True)),
+            ("offloads_only_activations",),
+            (
+                "optimizer state left the device, must stay there during the step and after it. Hint: leave "
+                "offload_optimizer_except_update out."
+            ),
+        ),
+        (PLAIN, ("moves",), "no activation was transferred to the host, must transfer some. Hint: set offload_modules"),
+        (
+            PLAIN,
+            ("leaves_on_device", "parameters"),
+            "the step itself leaves parameters, gradients and optimizer state on the device, must leave only parameters",
+        ),
+        (
+            with_settings(FULL),
+            ("without_settings",),
+            "the memory settings are 'full uniform 1', must be none. Hint: leave them out; an open Lab keeps ",
+        ),
+        (PLAIN, ("peak_below", PLAIN.peak_allocated_bytes), f"is {PLAIN.peak_allocated_bytes:,} bytes, must be below "),
         (
             replace(PLAIN, forward_only=True),
             ("peak_below", 10**15),
@@ -122,6 +168,69 @@ def test_a_missed_goal_prints_one_line_and_silences_the_goals_after_it(
     (printed,) = capsys.readouterr().out.splitlines()
     assert printed.startswith("not yet: ")
     assert line in printed
+
+
+@pytest.mark.parametrize(
+    ("changed", "but", "line"),
+    [
+        (
+            {"seq_length": 128},
+            (),
+            (
+                f"seq_length is 128, must be {PLAIN.scenario.seq_length}. Hint: change only the memory settings; an open Lab "
+                "keeps an earlier change until lab.set_workload changes it back."
+            ),
+        ),
+        (
+            {"num_layers": 2},
+            ("layout", "state"),
+            f"num_layers is 2, must be {PLAIN.scenario.num_layers}. Hint: change only the layout and the training state.",
+        ),
+        (
+            {"state": TrainingState(optimizer_cpu_offload=True)},
+            ("exp_avg_dtype",),
+            (
+                "optimizer_cpu_offload is True, must be False. Hint: change only exp_avg_dtype; an open Lab keeps an earlier "
+                "change until lab.set_state changes it back."
+            ),
+        ),
+        ({"routing": find_routing("skewed:3")}, (), "routing is skewed:3, must be balanced. Hint: change only the"),
+        ({"architecture": ARCHITECTURES["phi-4"]}, (), "architecture is 'phi-4', must be 'qwen3-30b-a3b'"),
+        (
+            {"architecture": replace(PLAIN.scenario.architecture, hidden_size=1024)},
+            (),
+            f"hidden_size is 1024, must be {PLAIN.scenario.architecture.hidden_size}",
+        ),
+        ({"layout": Layout(data_parallel_size=2)}, ("state",), "data_parallel_size is 2, must be 1"),
+        ({"layout": Layout(data_parallel_size=2, rank=1)}, ("data_parallel_size",), "rank is 1, must be 0"),
+        ({"num_microbatches": 2}, ("layout",), "num_microbatches is 2, must be 1"),
+        (
+            {"num_microbatches": 2},
+            ("layout", "num_microbatches"),
+            f"tokens_per_step is {2 * PLAIN.scenario.seq_length}, must be {PLAIN.scenario.seq_length}",
+        ),
+    ],
+)
+def test_another_job_is_refused_and_its_first_other_part_named(
+    changed: dict[str, Any], but: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not check(job_with(**changed)).same_job_as(PLAIN, *but)
+    assert capsys.readouterr().out.startswith(f"not yet: {line}")
+
+
+def test_what_an_exercise_allows_to_change_may_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    two = job_with(layout=Layout(data_parallel_size=2))
+    assert check(two).same_job_as(PLAIN, "layout")
+    assert check(two).same_job_as(job_with(num_microbatches=2), "layout", "num_microbatches")
+    bf16 = job_with(state=TrainingState(use_precision_aware_optimizer=True, exp_avg_dtype="bf16"))
+    assert check(bf16).same_job_as(PLAIN, "state")
+    job = job_of(Layout(pipeline_model_parallel_size=2))
+    other_worst = replace(job, scenario=job.rank(1 - job.worst_rank).scenario)
+    assert check(other_worst).same_job_as(job), "which rank is the worst is not part of the job"
+    *_, line = capsys.readouterr().out.splitlines()
+    assert line == "reached: the job is the same"
+    with pytest.raises(ValueError, match="a scenario has no part 'tokens', must be one of architecture, "):
+        check(PLAIN).same_job_as(PLAIN, "tokens")
 
 
 def test_a_state_that_the_exercise_forbids_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,18 +271,24 @@ def test_settings_in_place_of_a_record_are_refused_with_what_to_pass() -> None:
 def test_a_formula_must_hold_for_every_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert check([2.0, 4]).is_exactly([2, 4])
     assert check(6 / 2).is_exactly(3)
-    assert not check([2, 2]).is_exactly([2, 4])
+    assert not check([2, 2]).is_exactly([2, 4]), "the line does not give the second number away"
+    assert not check([1, 2]).is_exactly([2, 4])
     assert not check(2).is_exactly([2, 4])
     assert not check(5).is_exactly(3, "count again")
+    assert not check(0.1 + 0.2 + 3e9).is_exactly(3 * 10**9)
+    assert check(3.3e9 / 1.1).is_exactly(3 * 10**9), "a division rounds"
     assert not check(math.inf).is_exactly(3) and not check(math.nan).is_exactly(3)
     assert capsys.readouterr().out.splitlines() == [
         "reached: the formula gives 2 and 4 bytes, exactly as many as memlab counted",
         "reached: the formula gives 3 bytes, exactly as many as memlab counted",
-        "not yet: the formula gives 2 bytes for case 2, 2 too few. Hint: ask of each module which tensors it keeps.",
+        "not yet: the formula gives 2 bytes for case 2, too few. Hint: ask of each module which tensors it keeps.",
+        "not yet: the formula gives 1 bytes for case 1, 1 too few. Hint: ask of each module which tensors it keeps.",
         "not yet: the formula gives 1 result, must give 2, one per case. Hint: replace only the 0 in the marked line.",
         "not yet: the formula gives 5 bytes, 2 too many. Hint: count again.",
-        "not yet: the formula gives inf bytes, must be a finite number. Hint: ask of each module which tensors it keeps.",
-        "not yet: the formula gives nan bytes, must be a finite number. Hint: ask of each module which tensors it keeps.",
+        "not yet: the formula gives 3,000,000,000.3 bytes, 0.3 too many. Hint: ask of each module which tensors it keeps.",
+        "reached: the formula gives 3,000,000,000 bytes, exactly as many as memlab counted",
+        "not yet: the formula gives inf bytes, must be finite. Hint: ask of each module which tensors it keeps.",
+        "not yet: the formula gives nan bytes, must be finite. Hint: ask of each module which tensors it keeps.",
     ]
 
 

@@ -102,6 +102,13 @@ def test_a_quiz_explains_every_choice_in_text_and_behind_a_click(capsys: pytest.
     assert choices == [("a < b", "Wrong. It is less."), ("c", "Right. It is & more.")]
 
 
+def test_names_in_asterisks_are_emphasized_and_products_are_not() -> None:
+    page = quiz_html("What is in *no offload*?", {"2 * 3 * 4": "It is `4*one - 3*(5*E)`.", "c": "why"}, "c")
+    assert "What is in <em>no offload</em>?" in page
+    assert page.count("<em>") == 1
+    assert "2 * 3 * 4" in page and "<code>4*one - 3*(5*E)</code>" in page
+
+
 def test_what_cannot_be_asked_is_refused() -> None:
     with pytest.raises(ValueError, match="guess got an empty question"):
         guess(" ")

@@ -308,7 +308,8 @@ def test_the_table_has_a_row_a_holder_and_fits_a_line() -> None:
 def test_the_checks_of_an_audit_pass_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     fine = audit_of(Holding(group="parameters", holder="here", expected_bytes=1, device_bytes=1))
     twice = audit_of(Holding(group="parameters", holder="here", expected_bytes=1, device_bytes=2))
-    assert check(fine).only_on_device("parameters").complains_like(fine)
+    assert check(fine).only_on_device("parameters").complains_like(replace(fine))
+    assert not check(fine).complains_like(fine), "the same audit reproduces nothing"
     assert capsys.readouterr().out.count("reached: ") == 2
     assert not check(fine).only_on_device("gradients")
     assert not check(twice).only_on_device("parameters")

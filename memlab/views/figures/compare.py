@@ -25,6 +25,7 @@ from memlab.views.figures.frame import (
     drawn_values,
     folded,
     frame,
+    interrupt_lines,
     mark_peak,
     mark_phases,
     messages,
@@ -48,6 +49,8 @@ from memlab.views.text.difference import difference_lines
 from memlab.views.text.watch import watch_names, watched_models
 
 _LETTERS_IN_LEGEND = 76
+_MARK_HEIGHT = 7
+"""Pixels from a peak to the upper end of its mark."""
 
 
 def compare_figure(*records: StepRecord | WatchRecord, axis: CompareAxis | None = None) -> go.Figure:
@@ -130,6 +133,7 @@ def compare_figure(*records: StepRecord | WatchRecord, axis: CompareAxis | None 
             x, y = float(points.position[points.peak]), peaks[position] / unit_bytes
             ends = {"x0": x, "x1": x, "y0": y, "y1": y + shift * units_per_pixel}
             drawing.shapes.append(ends | {"type": "line", "line": {"color": look.colour, "width": 0.8}})
+    interrupt_lines(drawing)
     figure = drawing.figure()
     if difference is not None:
         looks = [series_look(0 if side is records[0] else 1) for side in (difference.predicted, difference.measured)]
@@ -176,7 +180,9 @@ def _signed(num_bytes: int, unit_bytes: int) -> str:
 def _label_shifts(
     drawn: Sequence[DrawnPoints], labels: Sequence[str], end: float, bytes_per_pixel: float
 ) -> list[float]:
-    """Returns by how many pixels each label is above its peak, so that it covers no line and no other label.
+    """Returns by how many pixels each label is above its peak, so that it covers no line, no mark and no other label.
+
+    The highest peak's label is placed first, next to its mark.
 
     Args:
         drawn: The lines, in the order of the labels.
@@ -188,7 +194,7 @@ def _label_shifts(
     placed: list[tuple[float, float, float]] = []  # left and right as shares of the axis, and pixels above 0 bytes
     peaks = [int(points.total_bytes[points.peak]) for points in drawn]
     shares = [points.position / end for points in drawn]
-    for number in sorted(range(len(drawn)), key=peaks.__getitem__):
+    for number in sorted(range(len(drawn)), key=peaks.__getitem__, reverse=True):
         across = float(shares[number][drawn[number].peak])
         width = (len(labels[number]) + 2) * LETTER_SHARE
         left, right = (across, across + width) if across < 1 / 2 else (across - width, across)
@@ -196,6 +202,12 @@ def _label_shifts(
             points.total_bytes[(share >= left) & (share <= right)] for points, share in zip(drawn, shares, strict=True)
         ]
         height = max(int(totals.max()) for totals in below if len(totals)) / bytes_per_pixel
+        marks = [
+            peak / bytes_per_pixel + _MARK_HEIGHT
+            for other, (peak, share) in enumerate(zip(peaks, shares, strict=True))
+            if other != number and left <= share[drawn[other].peak] <= right and peak != peaks[number]
+        ]
+        height = max([height, *(mark for mark in marks if mark - height < 2 * _MARK_HEIGHT)])
         for other_left, other_right, taken in sorted(placed, key=lambda other: other[2]):
             if other_left < right and left < other_right and abs(taken - height) < LINE_HEIGHT:
                 height = taken + LINE_HEIGHT

@@ -6,8 +6,9 @@ Figures are transparent and written in one grey, which is legible on light and d
 from __future__ import annotations
 
 import html
+import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -35,6 +36,10 @@ FLOOR_HEIGHT = 18
 LETTER_SHARE = 6.5 / 510
 """Of the plot's width, for a letter of 6.5 pixels: the narrowest figure that must stay readable is 600 wide, its plot
 510."""
+_USUAL_LETTER_SHARE = 5.5 / 700
+"""The same in a notebook of usual width, where the mean letter has 5.5 pixels."""
+SHARE_AFTER_END = 0.01
+"""Of the time axis, beyond the last event: what happens there would otherwise be covered by the figure's border."""
 _LETTERS_ACROSS = 90
 LABEL_ON_THE_RIGHT: dict[str, Any] = {"xanchor": "left", "align": "left", "xshift": 8}
 """A peak's label is next to its mark, on the side that has more space."""
@@ -54,6 +59,8 @@ class Drawing:
     """Scatter traces, in their order."""
     shapes: list[dict[str, Any]] = field(default_factory=list)
     annotations: list[dict[str, Any]] = field(default_factory=list)
+    labels: list[tuple[float, float, float, float]] = field(default_factory=list)
+    """What the label of each peak covers, in the units of the axes: left, right, bottom and top."""
 
     @classmethod
     def of(cls, figure: go.Figure) -> Self:
@@ -155,14 +162,14 @@ def axis_end(drawn: Sequence[DrawnPoints]) -> float:
 def set_ranges(
     drawing: Drawing, end: float, floor: float, highest: float, num_lines: int, plot_height: int = PLOT_HEIGHT
 ) -> float:
-    """Gives the axes their ranges, with space for a label of some lines above the highest point.
+    """Gives the axes their ranges, with space for a label of some lines above the highest point, and after the last.
 
     Returns:
         Pixels for one unit of the bytes axis.
     """
     space = plot_height - 16 - num_lines * LINE_HEIGHT
     headroom = plot_height / space
-    drawing.layout["xaxis"]["range"] = [0.0, end]
+    drawing.layout["xaxis"]["range"] = [0.0, end * (1 + SHARE_AFTER_END)]
     drawing.layout["yaxis"]["range"] = [floor, floor + ((highest - floor) * headroom or 1.0)]
     return space / ((highest - floor) or 1.0)
 
@@ -186,15 +193,42 @@ def mark_peak(
     *,
     shift: float = 0.0,
     colour: str = INK,
+    plot_height: int = PLOT_HEIGHT,
 ) -> None:
     """Marks a peak and writes next to it, on the side that has more space."""
     x, y = float(points.position[points.peak]), int(points.total_bytes[points.peak]) / unit_bytes
     marker = {"symbol": "diamond", "size": 10, "color": colour, "line": {"color": "white", "width": 1.5}}
     hidden = {"cliponaxis": False, "showlegend": False, "hoverinfo": "skip"}
     drawing.traces.append({"x": [x], "y": [y], "mode": "markers", "marker": marker} | hidden)
-    side = LABEL_ON_THE_RIGHT if x < end / 2 else _LABEL_ON_THE_LEFT
-    place = side | {"yanchor": "bottom", "yshift": shift}
+    is_right = x < end / 2
+    place = (LABEL_ON_THE_RIGHT if is_right else _LABEL_ON_THE_LEFT) | {"yanchor": "bottom", "yshift": shift}
     drawing.annotations.append({"x": x, "y": y, "text": text, "showarrow": False, "font": {"color": colour}} | place)
+    lines = [html.unescape(re.sub("<[^>]+>", "", line)) for line in text.split("<br>")]
+    width = (max(map(len, lines)) + 2) * _USUAL_LETTER_SHARE * end
+    low, high = drawing.layout["yaxis"]["range"]
+    bottom, top = (y + pixels * (high - low) / plot_height for pixels in (shift, shift + len(lines) * LINE_HEIGHT))
+    drawing.labels.append((x, x + width, bottom, top) if is_right else (x - width, x, bottom, top))
+
+
+def interrupt_lines(drawing: Drawing) -> None:
+    """Leaves out of each vertical line what would strike through the label of a peak."""
+    drawing.shapes = [part for shape in drawing.shapes for part in _around_labels(drawing, shape)]
+
+
+def _around_labels(drawing: Drawing, shape: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if shape["type"] != "line" or shape["x0"] != shape["x1"]:
+        yield shape
+        return
+    low, high = drawing.layout["yaxis"]["range"] if shape.get("yref") == "paper" else (0.0, 1.0)
+    start = shape["y0"]
+    for left, right, *across in sorted(drawing.labels, key=lambda label: label[2]):
+        bottom, top = ((y - low) / (high - low) for y in across)
+        if left < shape["x0"] < right and start < top and bottom < shape["y1"]:
+            if start < bottom:
+                yield shape | {"y0": start, "y1": bottom}
+            start = top
+    if start < shape["y1"]:
+        yield shape | {"y0": start}
 
 
 def mark_floor(drawing: Drawing, text: str) -> None:

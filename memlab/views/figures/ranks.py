@@ -15,6 +15,7 @@ from memlab.record.timeline import Timeline
 from memlab.units import binary_unit
 from memlab.views.figures.frame import (
     AXIS_TITLES,
+    SHARE_AFTER_END,
     Drawing,
     axis_end,
     blank,
@@ -242,7 +243,7 @@ def _axes(
             | {
                 "domain": across,
                 "anchor": f"y{number}",
-                "range": [0.0, end],
+                "range": [0.0, end * (1 + SHARE_AFTER_END)],
                 "showticklabels": bottom,
                 "showline": True,
             }

@@ -32,6 +32,7 @@ from memlab.views.figures.frame import (
     drawn_values,
     folded,
     frame,
+    interrupt_lines,
     mark_floor,
     mark_peak,
     mark_phases,
@@ -142,7 +143,8 @@ def timeline_drawing(
     lowest, highest = held_bytes / unit_bytes, highest_bytes / unit_bytes
     pixels = set_ranges(drawing, end, lowest, highest, num_lines=len(label), plot_height=height)
     above = pixels * (highest_bytes - peak_bytes) / unit_bytes
-    mark_peak(drawing, points, unit_bytes, "<br>".join(label), end, shift=above)
+    mark_peak(drawing, points, unit_bytes, "<br>".join(label), end, shift=above, plot_height=height)
+    interrupt_lines(drawing)
     return drawing
 
 

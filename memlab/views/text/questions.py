@@ -88,5 +88,6 @@ def quiz_html(question: str, choices: Mapping[str, str], right: str) -> str:
 
 
 def _marked_up(text: str) -> str:
-    """Escapes a text for a page; what is between backticks is code."""
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
+    """Escapes a text for a page; what is between backticks is code, and a name between asterisks is emphasized."""
+    in_code = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
+    return re.sub(r"(?<![\w*])\*([^\s*](?:[^*]*[^\s*])?)\*(?![\w*])", r"<em>\1</em>", in_code)
