@@ -51,8 +51,9 @@ def stepping(
 
     That function raises `StepInterrupted` at Ctrl-C, if a step was running.
 
-    Beside the allocator's unsplit remainders (up to 1 MiB of 100 GB in `labs/LOG.md`, 2026-11-24), the record of a step
-    does not depend on the steps before it. A step with a limit gets a lab of its own, as a real
+    What a record says is allocated depends on the steps before it only by the allocator's unsplit remainders (up to
+    15.7 MB of 68 GB in `labs/LOG.md`, 2026-11-24, night); what it says is reserved depends on them, so
+    `memlab.fitting.does_it_fit.fits` does not rely on it. A step with a limit gets a lab of its own, as a real
     job has a process of its own: what earlier steps reserved is in pieces, and can make the step fail or fit where it
     would not in a new process (`labs/LOG.md`, 2026-11-24). Offload between steps reallocates parameters, gradients or
     optimizer state, which may leave unsplit remainders at their ends. So other settings then get a new lab too.
