@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from memlab.allocator.simulator import CachingAllocator
-from memlab.backends import find_backend
+from memlab.backends import BACKEND_VARIABLE, find_backend
 from memlab.backends.simulated import of_the_cpu_backend
 from memlab.config.settings import MemorySettings
 from memlab.lab.lab import Lab
@@ -146,3 +146,12 @@ def test_it_takes_no_memory_and_gives_everything_back() -> None:
 
 def test_auto_never_takes_it() -> None:
     assert find_backend("auto").name in ("cpu", "cuda")
+
+
+@pytest.mark.parametrize("name", ["cpu", "simulated"])
+def test_a_lab_that_leaves_the_backend_open_is_on_the_one_in_the_environment(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(BACKEND_VARIABLE, name)
+    with Lab("phi-4-tiny", num_layers=1, seq_length=16) as lab:
+        assert lab.backend.name == name
