@@ -12,7 +12,7 @@ pytestmark = pytest.mark.notebook
 
 CELLS = (
     'from memlab import Lab, panel\nlab = Lab("qwen3-moe-tiny", seq_length=256)\nplain = lab.step()',
-    "shown = panel(lab)\nshown",
+    "shown = panel(lab, predict=False)\nshown",
     'shown.state.pin()\nshown.state.edit(recompute_granularity="full")\nfull = shown.state.run().result()',
     "assert len(shown.runs.table.rows) == 2 and panel(lab) is shown, shown.state.notice\nprint(full)",
 )

@@ -12,9 +12,11 @@ import psutil
 import pytest
 
 from memlab.cli import main
+from tests.notebooks.in_process import cells_in_this_process
 from tests.notebooks.small_labs import write_lab
 
 
+@cells_in_this_process()
 def test_a_run_says_where_notebook_and_page_are(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

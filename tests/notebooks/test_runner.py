@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import subprocess
@@ -18,7 +17,8 @@ import pytest
 from memlab.record.step_record import StepRecord
 from memlab.regression.run.papermill_engine import MAX_SHOWN_LETTERS, OutputBound
 from memlab.regression.run.readable_notebook import make_readable
-from memlab.regression.run.runner import LabFailedError, prepare_lab
+from memlab.regression.run.runner import LabFailedError, LabRun, prepare_lab
+from tests.notebooks.in_process import cells_in_this_process
 from tests.notebooks.small_labs import RECORD, run_lab, set_tag, write_lab
 
 WRITE_PIDS = """\
@@ -119,10 +119,24 @@ def test_formulas_that_the_reader_is_to_find_are_folded_on_a_page_for_learners()
         assert "remove-input" not in cell.metadata["tags"]
 
 
-def test_an_interactive_cell_is_skipped_and_the_run_still_whole(tmp_path: Path) -> None:
-    lab = write_lab(tmp_path, "raise RuntimeError('somebody should sit here')")
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[LabRun, Path]:
+    """A run with an interactive cell, with much output, and with processes that its lab leaves; and their numbers."""
+    folder = tmp_path_factory.mktemp("whole")
+    printing = "for _ in range(4): print('p' * 500_000)\nprint('the last line')"
+    without_environment = (
+        "other = subprocess.Popen(['sleep', '600'], env={}, start_new_session=True)\n"
+        "pathlib.Path(name).write_text(f'{os.getpid()} {orphan.pid} {other.pid}')"
+    )
+    sitting = "raise RuntimeError('somebody should sit here')"
+    lab = write_lab(folder, sitting, printing, "print('printed after')", WRITE_PIDS + without_environment)
     set_tag(lab, 3, "interactive-only")
-    run = run_lab(lab, {}, tmp_path / "run", timeout_seconds=120)
+    pids = folder / "pids"
+    return run_lab(lab, {"name": str(pids)}, folder / "run", timeout_seconds=120), pids
+
+
+def test_an_interactive_cell_is_skipped_and_the_run_still_whole(whole_run: tuple[LabRun, Path]) -> None:
+    run, _ = whole_run
     assert "somebody" not in (run.folder / "page.html").read_text()
 
 
@@ -252,9 +266,12 @@ def test_a_run_over_its_limit_is_killed_with_all_its_processes(tmp_path: Path) -
     assert_ended(pids)
 
 
-def test_a_process_that_a_lab_leaves_behind_is_ended(tmp_path: Path) -> None:
-    pids = tmp_path / "pids"
-    run_lab(write_lab(tmp_path, WRITE_PIDS), {"name": str(pids)}, tmp_path / "run", timeout_seconds=120)
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process can adopt orphans")
+def test_processes_that_a_lab_leaves_behind_are_ended_even_with_another_environment(
+    whole_run: tuple[LabRun, Path],
+) -> None:
+    _, pids = whole_run
+    assert len(pids.read_text().split()) == 3
     assert_ended(pids)
 
 
@@ -296,6 +313,7 @@ def test_a_notebook_that_spoils_its_own_folder_is_a_failure_with_a_log(
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run.failed"]
 
 
+@cells_in_this_process()
 def test_an_error_of_the_runner_is_a_failure_with_its_traceback_in_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,6 +326,7 @@ def test_an_error_of_the_runner_is_a_failure_with_its_traceback_in_the_log(
     assert "in judge" in (failure.value.folder / "log.txt").read_text()
 
 
+@cells_in_this_process()
 def test_two_runs_into_one_folder_are_both_kept(tmp_path: Path) -> None:
     lab = write_lab(tmp_path)
     prepared = [prepare_lab(lab, {}, tmp_path / "run", timeout_seconds=120) for _ in range(2)]
@@ -317,8 +336,7 @@ def test_two_runs_into_one_folder_are_both_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process can adopt orphans")
-@pytest.mark.parametrize("is_interrupted", [False, True], ids=["whole", "interrupted"])
-def test_a_process_with_another_environment_ends_with_the_run(tmp_path: Path, is_interrupted: bool) -> None:
+def test_a_process_with_another_environment_ends_with_an_interrupted_run(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     source = (
         "import subprocess, pathlib, time\n"
@@ -327,18 +345,17 @@ def test_a_process_with_another_environment_ends_with_the_run(tmp_path: Path, is
     )
 
     def on_progress(line: str) -> None:
-        if is_interrupted and "Part 2" in line:
+        if "Part 2" in line:
             raise KeyboardInterrupt
 
     lab = write_lab(tmp_path, source, "time.sleep(1)")
-    with contextlib.suppress(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):
         run_lab(lab, {"name": str(pids)}, tmp_path / "run", timeout_seconds=120, on_progress=on_progress)
     assert_ended(pids)
 
 
-def test_what_a_notebook_prints_is_bounded_and_the_run_is_whole(tmp_path: Path) -> None:
-    sources = ["for _ in range(4): print('p' * 500_000)\nprint('the last line')", "print('printed after')"]
-    run = run_lab(write_lab(tmp_path, *sources), {}, tmp_path / "run", timeout_seconds=120)
+def test_what_a_notebook_prints_is_bounded_and_the_run_is_whole(whole_run: tuple[LabRun, Path]) -> None:
+    run, _ = whole_run
     log = (run.folder / "log.txt").read_text()
     for name in ("log.txt", "notebook.ipynb", "page.html"):
         text = (run.folder / name).read_text()

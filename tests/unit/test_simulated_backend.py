@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from memlab.allocator.simulator import CachingAllocator
-from memlab.backends import find_backend
+from memlab.backends import BACKEND_VARIABLE, find_backend
 from memlab.backends.fake_cuda import FakeCuda
 from memlab.backends.simulated import of_the_cpu_backend
 from memlab.config.settings import MemorySettings
@@ -172,3 +172,12 @@ def test_the_meter_sees_a_view_only_if_it_would_find_something_new() -> None:
         assert meter.allocation_of(copy) not in (None, allocation)
         hidden.view(-1)
         assert meter.allocation_of(hidden) is not None, "made where the meter did not see it"
+
+
+@pytest.mark.parametrize("name", ["cpu", "simulated"])
+def test_a_lab_that_leaves_the_backend_open_is_on_the_one_in_the_environment(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(BACKEND_VARIABLE, name)
+    with Lab("phi-4-tiny", num_layers=1, seq_length=16) as lab:
+        assert lab.backend.name == name

@@ -13,6 +13,7 @@ import pytest
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.lab.prediction_process import PredictionProcess
+from memlab.record.notebook_result import RUN_FOLDER_VARIABLE
 from memlab.record.step_record import StepRecord
 from memlab.views.panel.panel import Panel
 from memlab.views.panel.run import columns, rows
@@ -32,8 +33,10 @@ class HeldProcess:
         self.asked: Queue[MemorySettings] = Queue()
         self.goes_on: Queue[str] = Queue()
         self.num_answers = 0
+        self.num_starts = 0
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        self.num_starts += 1
 
     def predict(self, scenario: Scenario, settings: MemorySettings, backend: str) -> StepRecord:
         self.asked.put(settings)
@@ -77,6 +80,17 @@ def test_the_last_selection_is_predicted_and_no_older_answer_is_shown(what_if: W
 
     state.edit(offload_parameters=False, offload_optimizer=True)
     assert what_if.predicted.settings == MemorySettings(offload_optimizer=True), "an answer is asked for once"
+
+
+def test_the_process_is_started_before_the_first_question_but_not_in_a_headless_run(
+    what_if: WhatIf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert what_if._process.num_starts == 1
+    monkeypatch.setenv(RUN_FOLDER_VARIABLE, "a folder")
+    headless = WhatIf(LabState(FakeLab()), HeldProcess())
+    headless.is_on = True
+    assert headless._process.num_starts == 0
+    headless.close()
 
 
 def test_settings_that_break_a_rule_are_not_predicted_and_a_refusal_is_said(what_if: WhatIf) -> None:

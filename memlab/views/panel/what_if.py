@@ -7,6 +7,7 @@ lab another process predicts the step, so that the model and the kernel stay usa
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.lab.prediction_process import PredictionProcess
+from memlab.record.notebook_result import RUN_FOLDER_VARIABLE
 from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes
 from memlab.views.panel.run import TRIED, cost_words, without_effect_words
@@ -98,7 +100,8 @@ class WhatIf(traitlets.HasTraits):
     def _turned(self, _change: object) -> None:
         with self._state.lock:
             self._wanted, self.predicted, self.notice = None, None, ""
-        if self.is_on and not self._takes_steps:
+        # Nobody is there in a headless run to change a control soon. A question would start the process, too.
+        if self.is_on and not self._takes_steps and RUN_FOLDER_VARIABLE not in os.environ:
             self._process.start()
 
     def _wake(self) -> None:
