@@ -35,8 +35,8 @@ from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 _DEVICE, _RESERVED = POOLS.index("device"), POOLS.index("reserved")
 _MOST_KEPT_GATHERS = 100
 """Collectives whose tensors torch keeps at the same time. On H100s it kept those of up to 83 (`labs/LOG.md`,
-2026-11-24, night): torch looks every 100 ms which of them the GPU has run, and the program is ahead of the GPU, probably
-by as much as CUDA's queue of launches takes."""
+2026-11-24, night): torch looks every 100 ms which of them the GPU has run, and the program is ahead of the GPU,
+probably by as much as CUDA's queue of launches takes."""
 _KEPT = frozenset(CATEGORIES.index(name) for name in (*GROUPS, "workspace"))
 """Categories of what the model keeps from step to step."""
 
