@@ -11,7 +11,7 @@ import tinycss2
 from playwright.sync_api import Browser, Page, expect
 
 from memlab.config.settings import MemorySettings
-from memlab.views.figures.frame import Drawing
+from memlab.views.figures.frame import SHARE_AFTER_END, Drawing
 from memlab.views.panel.chart_data import chart_drawing
 from memlab.views.panel.chart_widget import _PLOTLY_JS, _packed
 from memlab.views.panel.run import Run
@@ -76,11 +76,11 @@ def run_with_a_long_pause() -> Run:
 def test_a_click_anywhere_chooses_what_was_allocated_then(page: Page) -> None:
     run = run_with_a_long_pause()
     open_chart(page, chart_drawing(run, None))
-    duration = run.record.timeline.nanoseconds[-1] / 1e6
+    axis_end = run.record.timeline.nanoseconds[-1] / 1e6 * (1 + SHARE_AFTER_END)
 
     for milliseconds, chosen in ((2.0, 19), (8.0, 79), (12.0, 99), (20.0, 99), (29.0, 99), (35.0, 150)):
         # The mouse presses where it arrives, before plotly can label a point.
-        page.mouse.click(*place(page, milliseconds / duration))
+        page.mouse.click(*place(page, milliseconds / axis_end))
         (point,) = sent(page)
         assert abs(point - chosen) <= 1, "an event is three pixels wide"
 

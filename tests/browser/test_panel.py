@@ -8,6 +8,7 @@ import pytest
 from megatron.core.package_info import MINOR
 from playwright.sync_api import expect
 
+from memlab.views.figures.frame import SHARE_AFTER_END
 from tests.browser.conftest import PANEL_CELL
 from tests.browser.panel_page import PanelPage
 
@@ -91,7 +92,8 @@ def test_a_click_on_the_chart_looks_at_that_moment(panel: PanelPage, axis: str) 
         expect(panel.part("breakdown")).to_contain_text(f"event {chosen[share]:,}")
     assert chosen[0.2] < chosen[0.8], "further right is later"
     if axis == "event":
-        assert chosen == pytest.approx({share: share * end for share in chosen}, abs=end / 300)
+        axis_end = end * (1 + SHARE_AFTER_END)
+        assert chosen == pytest.approx({share: share * axis_end for share in chosen}, abs=end / 300)
 
 
 def test_a_double_click_goes_back_to_the_picture_s_own_axes(panel: PanelPage) -> None:
