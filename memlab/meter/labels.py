@@ -222,8 +222,11 @@ def current_stream() -> int:
 
 
 def is_followed(tensor: torch.Tensor) -> bool:
-    """Whether the meter has nothing to learn from a view of a tensor; True without a meter."""
-    return _active is None or _active.is_followed(tensor)
+    """Whether the meter has nothing to learn from a view of a tensor.
+
+    False without a meter: a dispatch mode is then somebody else's, such as torch's `FakeTensorMode`.
+    """
+    return _active is not None and _active.is_followed(tensor)
 
 
 @contextmanager
