@@ -308,12 +308,12 @@ class Check(_Goals):
         return self._goal(False, f"the loss is {mine!r}, must be {theirs!r}: a memory setting changes no number")
 
     def _below(self, what: str, now: int, goal: int, hint: str) -> Self:
-        is_text = format_bytes(now), format_bytes(goal)
-        if len(set(is_text)) == 1:  # they differ by less than the text shows, or are equal
-            is_text = f"{now:,} bytes", f"{goal:,} bytes"
+        texts = format_bytes(now), format_bytes(goal)
+        if len(set(texts)) == 1:  # they differ by less than the text shows, or are equal
+            texts = f"{now:,} bytes", f"{goal:,} bytes"
         if now < goal:
-            return self._goal(True, f"{what} is {is_text[0]}, below {is_text[1]}")
-        return self._goal(False, f"{what} is {is_text[0]}, must be below {is_text[1]}", hint)
+            return self._goal(True, f"{what} is {texts[0]}, below {texts[1]}")
+        return self._goal(False, f"{what} is {texts[0]}, must be below {texts[1]}", hint)
 
     @property
     def _leaving(self) -> list[str]:
@@ -325,9 +325,9 @@ class Check(_Goals):
     def _stays_on_device(self) -> Self:
         if not self._leaving:
             return self._goal(True, "parameters, gradients and optimizer state stay on the device")
-        set_ = [name for name in KEPT_ON_HOST if getattr(self._record.settings, name)]
+        chosen = [name for name in KEPT_ON_HOST if getattr(self._record.settings, name)]
         what = f"{_listed(self._leaving)} left the device, must stay there during the step and after it"
-        return self._goal(False, what, f"leave {_listed(set_)} out")
+        return self._goal(False, what, f"leave {_listed(chosen)} out")
 
     def _nothing_moved(self) -> str:
         """Says why no module transferred anything, if activation offload is on; empty if one did, or it is off."""
