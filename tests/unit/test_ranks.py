@@ -380,11 +380,20 @@ def test_another_process_with_the_number_of_a_lost_engine_is_not_ended(ranks: Ra
 
 
 def test_calls_leave_nothing_in_the_client(ranks: Ranks) -> None:
+    client = ranks.client
+
+    def most_kept() -> int:
+        return max(map(len, (client.history, client.results, client.metadata, client.outstanding)))
+
+    # A call to an engine that another test has ended is never answered.
+    kept_before = most_kept()
     number = ranks.engines[0].number
     for _ in range(50):
-        ranks.call(number, engine.keep, "nobody").get(10)
-    client = ranks.client
-    assert max(map(len, (client.history, client.results, client.metadata, client.outstanding))) < 10
+        answer = ranks.call(number, engine.keep, "nobody")
+        answer.get(10)
+        # The client forgets a call when the engine says that it is idle, which comes after the result.
+        assert answer.wait_for_output(10)
+    assert most_kept() < kept_before + 10
 
 
 def test_ranks_without_a_name_end() -> None:
