@@ -117,6 +117,10 @@ class Session:
         self.check(settings)
         self.run_exclusive(lambda: self.stepper.apply(settings), disturbs=True)
 
+    def start_over(self) -> bool:
+        """Makes a simulated model as it was when it was built; see `Stepper.start_over`."""
+        return self.run_exclusive(self.stepper.start_over, disturbs=True)
+
     def set_workload(self, scenario: Scenario) -> None:
         """Implements `Lab.set_workload`."""
         self.run_exclusive(lambda: self.stepper.set_workload(scenario), disturbs=scenario != self.stepper.scenario)

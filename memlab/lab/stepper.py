@@ -34,6 +34,7 @@ from memlab.meter.protocol import Meter
 from memlab.meter.simulated_meter import SimulatedMeter
 from memlab.model import apply_settings, data_parallel_overlap
 from memlab.model.activation_offload.transfer_watch import OffloadWatch
+from memlab.model.as_built import AsBuilt
 from memlab.model.attention_environment import attention_backend_chosen, change_attention_backend
 from memlab.model.build import LiveModel, build, build_model, build_optimizer, release_optimizer
 from memlab.model.change_state import check_configs, set_in_place
@@ -87,6 +88,7 @@ class Stepper:
         """Whether a simulated step replays passes through equal layers."""
         self._replay: LayerReplay | None = None
         self._update: UpdateReplay | None = None
+        self._as_built: AsBuilt | None = None
         self._repeatable: dict[str, Any] | None = None
         """What was measured of the last step, if nothing but memory may differ in the next one."""
         self._follows_full_recompute = False
@@ -117,6 +119,7 @@ class Stepper:
 
     def _adopt(self, live: LiveModel, settings: MemorySettings) -> None:
         self.live = live
+        self._as_built = None
         self._repeatable = None
         data_parallel_overlap.connect(live)
         self.labels.attach(live.working_modules())
@@ -128,6 +131,37 @@ class Stepper:
             self.backend.fill_workspaces(self.scenario.architecture.is_moe)
         self.apply(settings)
         self._follows_full_recompute = False  # a new model
+
+    def start_over(self) -> bool:
+        """Makes a simulated model as it was when it was built, allocator included: the next step is its first one.
+
+        Returns:
+            Whether it is. The model of a lab that has taken steps before the first call cannot start over, and neither
+            can one whose steps leave other things allocated than memlab takes off again, such as a CPU optimizer.
+        """
+        meter = self.meter
+        if not isinstance(meter, SimulatedMeter):
+            return self.num_steps == 0
+        if self.num_steps == 0:
+            if self._as_built is None:
+                self._as_built = AsBuilt(self.live)
+                meter.remember()
+            return True
+        if self._as_built is None or self.scenario.state.optimizer_cpu_offload:
+            return False
+        self.transfers.load()
+        self.transfers.residency.forget(GROUPS)
+        if self._update is not None:
+            self._update.start_over(self.live)
+        self.apply(MemorySettings())
+        self._as_built.restore()
+        self.release_garbage()
+        meter.free_cached_pinned_memory()
+        if not meter.restore():
+            return False
+        self._follows_full_recompute = False
+        self.num_steps = 0
+        return True
 
     def change_state(self, state: TrainingState, allocator: AllocatorSettings, settings: MemorySettings) -> StateChange:
         """Changes the training state and the settings, and rebuilds what reads the state only when it is built.
@@ -508,7 +542,7 @@ class Stepper:
             require_resident(self.live, needed)
 
         update = self._update if self.replays and not self._needs_real_update() else None
-        adds_to_groups = bool(freed) or forward_only or update is None or not update.is_known
+        adds_to_groups = bool(freed) or forward_only or update is None or not update.is_known(self.live)
 
         def load_for_update() -> None:
             nonlocal load_seconds

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from itertools import compress, count
 from operator import attrgetter, is_not, not_
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +75,23 @@ class _Found:
         sizes = self.sizes[:first] + list(compress(self.sizes[first:], is_known))
         pools = self.pools[:first] + list(compress(self.pools[first:], is_known))
         return outside, _Found(live, sizes, pools)
+
+
+class _Remembered(NamedTuple):
+    """The allocator at one moment, and all storages in the order of their births."""
+
+    allocator: CachingAllocator
+    live: list[StorageAllocation]
+    requested_bytes: list[int]
+    blocks: list[Block | None]
+    """Of the allocator; None for a storage that has none."""
+
+    def equals(self, live: list[StorageAllocation]) -> bool:
+        """Whether the same storages have blocks now, and as many bytes are elsewhere."""
+        then = [(id(each), size) for each, size, block in zip(*self[1:], strict=True) if block is not None]
+        now = [(id(each), each.requested_bytes) for each in live if each.pool == _DEVICE and each.requested_bytes]
+        elsewhere = sum(size for size, block in zip(self.requested_bytes, self.blocks, strict=True) if block is None)
+        return then == now and elsewhere == sum(each.requested_bytes for each in live if each.pool != _DEVICE)
 
 
 def _num_same(first: Sequence[Allocation], second: Sequence[Allocation]) -> int:
@@ -200,6 +217,7 @@ class SimulatedMeter(StorageMeter):
         self.kept_gather_bytes = 0
         """Of the last step; see `StepRecord.kept_gather_bytes`."""
         self._copies: dict[int, Block] = {}
+        self._remembered: _Remembered | None = None
         super().__init__(labels, answer)
         labels.on_kept = self._note_kept
 
@@ -211,6 +229,35 @@ class SimulatedMeter(StorageMeter):
     def device_memory_bytes(self, num_bytes: int | None) -> None:
         self._allocator.empty_cache()  # the limit applies to new segments only
         self._limit_bytes = num_bytes
+
+    def remember(self) -> None:
+        """Remembers the allocator's state, and which block each storage has, for `restore`."""
+        allocator, copies = self._allocator.copy(self._blocks.values())
+        live = self._in_order()
+        blocks = [copies.get(id(self._blocks.get(id(allocation)))) for allocation in live]
+        self._remembered = _Remembered(allocator, live, [each.requested_bytes for each in live], blocks)
+
+    def restore(self) -> bool:
+        """Gives each storage the block again that it had at `remember`, in an allocator of the state at that time.
+
+        Returns:
+            Whether it has; not if other device storages exist now than then, or host memory of another size.
+        """
+        remembered = self._remembered
+        assert remembered is not None, "`remember` comes first"
+        if self._pinned_blocks or not remembered.equals(self._in_order()):
+            return False
+        allocator, copies = remembered.allocator.copy([block for block in remembered.blocks if block is not None])
+        self._allocator, self._blocks, self._pinned = allocator, {}, PinnedMemory()
+        self._device_bytes = 0
+        for allocation, remembered_block in zip(remembered.live, remembered.blocks, strict=True):
+            if remembered_block is not None:
+                block = self._blocks[id(allocation)] = copies[id(remembered_block)]
+                allocation.num_bytes = block.num_bytes
+                allocation.rounding_bytes = block.num_bytes - allocation.requested_bytes
+                self._device_bytes += block.num_bytes
+        self._finished = None
+        return True
 
     def use_allocator(self, settings: AllocatorSettings) -> None:
         assert not self._allocator.reserved_bytes, "a process has the options that it was started with"
@@ -651,6 +698,11 @@ class SimulatedMeter(StorageMeter):
         storage = None if allocation.reference is None else allocation.reference()
         allocation.reference = None
         return None if storage is None else weakref.ref(storage)
+
+    def hand_over_all(self, storages: Iterable[Any]) -> None:
+        """Stops following storages whose blocks `restore` takes back."""
+        for storage in storages:
+            self._live.pop(storage._cdata).reference = None
 
     def follow(self, storage: Any, allocation: StorageAllocation) -> None:
         """Lets a storage stand for an allocation: the allocation is freed when the storage is."""

@@ -2,21 +2,41 @@
 
 The optimizer works on the parameters, the gradients and its state, whatever the layers recompute and whatever the step
 trains on. An update that leaves nothing allocated, and frees nothing that it found, can only be followed by equal ones:
-it is recorded, and its events happen again in later steps. The first update, which allocates Adam's state, does not
-qualify, and neither does one that leaves fp32 copies of bf16 gradients to the next step.
+it is recorded, and its events happen again in later steps. An update that leaves fp32 copies of bf16 gradients to the
+next step does not qualify.
+
+The first update allocates Adam's state. It is recorded too: after the model has started over (`Stepper.start_over`),
+the first update allocates the same again, for the same tensors.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
+import torch
 
 from memlab.meter.labels import Labels
 from memlab.meter.recording import Recording
 from memlab.meter.simulated_meter import SimulatedMeter
 from memlab.model.build import LiveModel
+from memlab.model.residency.residency import tensors_in
 from memlab.model.training_step import update_parameters
 
 _NO_MODULES = np.zeros(1, dtype=np.int64)
+
+
+@dataclass(slots=True, eq=False)
+class _FirstUpdate:
+    """What the first update of a model allocates: Adam's state."""
+
+    recording: Recording
+    storages: list[tuple[int, torch.UntypedStorage]]
+    """Those of the state, each with its role."""
+    states: list[dict[Any, Any]]
+    """Of each optimizer."""
+    scales: list[dict[Any, Any]]
 
 
 class UpdateReplay:
@@ -29,25 +49,72 @@ class UpdateReplay:
 
     def __init__(self, labels: Labels, meter: SimulatedMeter) -> None:
         self._labels, self._meter = labels, meter
+        self._first: _FirstUpdate | None = None
         self._known: Recording | None = None
 
-    @property
-    def is_known(self) -> bool:
-        """Whether the next update is replayed."""
-        return self._known is not None
+    def is_known(self, live: LiveModel) -> bool:
+        """Whether the next update is replayed, and leaves nothing allocated."""
+        return self._known is not None and _has_state(live)
 
     def forget(self) -> None:
         """Forgets what was recorded: the training state changes, or a step ended early."""
-        self._known = None
+        self._first = self._known = None
+
+    def start_over(self, live: LiveModel) -> None:
+        """Takes Adam's state from the optimizers and from the meter, so that the next update is the first one again."""
+        if self._first is not None and _has_state(live):
+            self._meter.hand_over_all(storage for _, storage in self._first.storages)
+        for part in live.optimizers:
+            part.optimizer.state.clear()
+            _scales_of(part.optimizer).clear()
 
     def __call__(self, live: LiveModel) -> None:
         """Takes the place of `update_parameters`."""
         meter, labels = self._meter, self._labels
-        if self._known is not None:
+        is_first = not _has_state(live)
+        if is_first and self._first is not None and meter.device_memory_bytes is None:
+            self._replay_first(live, self._first)
+            return
+        if self._known is not None and not is_first:
             meter.replay(self._known, _NO_MODULES, None, {})
             return
         at, span = meter.position(), labels.span
         update_parameters(live)
         recorded = meter.record(at, meter.position(), {}, (span, labels.span), {})
-        if recorded is not None and not recorded[0].live:
+        if is_first:
+            self._first = None if recorded is None else _first_of(live, *recorded)
+        elif recorded is not None and not recorded[0].live:
             self._known = recorded[0]
+
+    def _replay_first(self, live: LiveModel, first: _FirstUpdate) -> None:
+        """Lets a first update's events happen again, and gives the optimizers the state that it had made."""
+        meter = self._meter
+        done = meter.replay(first.recording, _NO_MODULES, None, {})
+        requested_bytes = dict(done.left_allocated())
+        for role, storage in first.storages:
+            meter.follow(storage, meter.separate(done, role, requested_bytes[role]))
+        for part, state, scales in zip(live.optimizers, first.states, first.scales, strict=True):
+            part.optimizer.state.update(state)
+            _scales_of(part.optimizer).update(scales)
+
+
+def _first_of(live: LiveModel, recording: Recording, allocations: list[Any]) -> _FirstUpdate | None:
+    """Returns what a first update has allocated; None if that is not just Adam's state."""
+    states = [dict(part.optimizer.state) for part in live.optimizers]
+    scales = [dict(_scales_of(part.optimizer)) for part in live.optimizers]
+    own = (tensor.untyped_storage() for parts in (*states, *scales) for tensor in tensors_in(parts))
+    storages = {storage._cdata: storage for storage in own}
+    roles = {allocations[role].key: role for role in recording.live}
+    if storages.keys() != roles.keys():
+        return None
+    return _FirstUpdate(recording, [(role, storages[key]) for key, role in roles.items()], states, scales)
+
+
+def _has_state(live: LiveModel) -> bool:
+    return any(part.optimizer.state for part in live.optimizers)
+
+
+def _scales_of(optimizer: Any) -> dict[Any, Any]:
+    """Returns the scales of states of lower precision, which `memlab.backends.fused_adam.FusedAdam` has."""
+    scales: dict[Any, Any] = getattr(optimizer, "_scales", {})
+    return scales

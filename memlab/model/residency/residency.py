@@ -243,8 +243,8 @@ class Residency:
                 # A parameter that requires no gradient is what its `data` would be a view of.
                 tensors.append(main_parameter.data if main_parameter.requires_grad else main_parameter)
                 for parameter in (main_parameter, *getattr(main_parameter, "experts", ())):
-                    tensors.extend(_tensors_in(optimizer.state.get(parameter)))
-                    tensors.extend(_tensors_in(getattr(optimizer, "_scales", {}).get(parameter)))
+                    tensors.extend(tensors_in(optimizer.state.get(parameter)))
+                    tensors.extend(tensors_in(getattr(optimizer, "_scales", {}).get(parameter)))
             for optimizer in self._optimizers():
                 tensors.extend(cpu_optimizer.state_tensors(optimizer))
         return tensors
@@ -255,14 +255,14 @@ class Residency:
                 yield from ((part.optimizer, main_parameter) for main_parameter in group["params"])
 
 
-def _tensors_in(state: Any) -> Iterator[torch.Tensor]:
+def tensors_in(state: Any) -> Iterator[torch.Tensor]:
     """Yields the tensors that own memory in a parameter's state; an FP8 state consists of several."""
     if type(state) is torch.Tensor:
         yield state
     else:
         parts = state if isinstance(state, dict) else getattr(state, "__dict__", {})
         for part in parts.values():
-            yield from _tensors_in(part)
+            yield from tensors_in(part)
 
 
 def _make_segment(away: list[tuple[torch.Tensor, int]]) -> int:

@@ -32,12 +32,10 @@ def workspace(live: LiveModel) -> Iterator[torch.Tensor]:
     has_fp8 = live.scenario.state.fp8_format is not None
     for module in live.modules():
         yield from _tensors_in(module._buffers)
-        yield from _tensors_in(vars(module))
         if has_fp8:
             yield from fp8_caches(module)
-        dispatcher = getattr(module, "token_dispatcher", None)
-        if dispatcher is not None:
-            yield from _tensors_in(vars(dispatcher))
+    for owner in owners_of_tensors(live):
+        yield from _tensors_in(vars(owner))
     for part in live.optimizers:
         yield from _tensors_in(vars(part))
         yield from _tensors_in(vars(part.optimizer))
@@ -49,6 +47,24 @@ def workspace(live: LiveModel) -> Iterator[torch.Tensor]:
     yield from _tensors_in({"scale": MoEAuxLossAutoScaler.main_loss_backward_scale})
     yield from auxiliary_losses()
     yield from transformer_engine_caches.tensors()
+
+
+def owners_of_tensors(live: LiveModel) -> Iterator[Any]:
+    """Yields what keeps tensors as plain attributes from one step to the next: modules, and their token dispatchers."""
+    for module in live.modules():
+        yield module
+        dispatcher = getattr(module, "token_dispatcher", None)
+        if dispatcher is not None:
+            yield dispatcher
+
+
+def empty_caches_of_steps() -> None:
+    """Empties the process-wide caches that a step fills: after it they are as they were when the model was built."""
+    RotaryEmbedding.forward.cache_clear()
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    forget_auxiliary_losses()
+    parallel_state.get_global_memory_buffer().buffer.clear()
+    transformer_engine_caches.forget_causal_masks()
 
 
 def _tensors_in(attributes: dict[Any, Any]) -> Iterator[torch.Tensor]:
