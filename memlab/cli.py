@@ -21,7 +21,7 @@ _COMMANDS = {
     "job": "Read a job of another framework from its own file, and say what memlab understood of it.",
     "compare": "Compare saved steps, and show where a predicted and a measured peak differ.",
     "run": "Run one lab without a browser, with parameters that you give, and save the result in a new folder.",
-    "nightly": "Run a suite of labs and compare every metric with its baseline.",
+    "nightly": "Run a suite of labs and compare their metrics with the baselines.",
     "baseline": "Update the baselines of a suite with the values of a nightly run.",
     "results": "Write a Markdown page from measured records: the effect of each setting and the errors of predictions.",
     "doctor": "List packages, hardware and backends, and say how to install missing packages.",

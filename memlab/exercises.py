@@ -200,7 +200,7 @@ class Check(_Goals):
         return self._goal(False, f"the memory settings are '{settings}', must be none", hint)
 
     def recomputes_less_than(self, num_bytes: int) -> Self:
-        """Requires fewer recomputed bytes; fewer than 1 are none."""
+        """Requires fewer recomputed bytes than a number; with 1, it requires that nothing is recomputed."""
         if num_bytes == 1:
             now = self._record.recomputed_bytes
             if not now:

@@ -199,7 +199,7 @@ def _keep(found: _Predicted, interrupt: KeyboardInterrupt, num_ranks: int) -> No
     elif found.records:
         words = f"{len(found.records)} of {num_ranks} ranks were predicted"
     elif isinstance(interrupt, StepInterrupted):
-        words = "the figures are those of the part of the step that was taken"
+        words = "the numbers are those of the part of the step that was taken"
         found.records.append(interrupt.record)
     else:
         raise interrupt
@@ -304,7 +304,7 @@ def _verdict(found: _Predicted, fit: Fit) -> list[str]:
 
 
 def other_ranks_line(layout: Layout) -> str:
-    """Says that the figures are those of one rank only."""
+    """Says that the numbers are those of one rank only."""
     return (
         f"this is rank {layout.rank}, one of {layout.world_size} ranks; other ranks may need more or less "
         "memory: predict --rank all shows one of each kind"

@@ -26,7 +26,8 @@ class AllocatorSettings:
     expandable_segments: bool = False
     """Grow one segment per stream as needed, in place of many segments of fixed size."""
     garbage_collection_threshold: float | None = None
-    """When torch has reserved more than this share of its limit, it frees cached blocks first; None turns this off."""
+    """When torch has reserved more than this share of its limit, it frees cached blocks before it reserves more; None
+    turns this off."""
     max_split_size_mb: int | None = None
     """Blocks larger than this, in MiB, are never split; with None, every block may be split."""
 

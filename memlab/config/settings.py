@@ -69,8 +69,8 @@ class MemorySettings:
     """How many more bytes of `offload_modules` each pipeline stage leaves on the device than the stage before it,
     because later stages have fewer passes in flight. Needs megatron-core 0.19."""
     fine_grained_offloading_max_inflight_offloads: int | None = None
-    """How many transfers to the host, per offload module, may still be in progress while the model computes. With 0, it
-    waits for each transfer, and with None for none. Needs megatron-core 0.19."""
+    """How many transfers to the host, per offload module, may still be in progress while the model computes. With 0,
+    the model waits for each transfer; with None, it waits for no transfer. Needs megatron-core 0.19."""
     offload_parameters: bool = False
     """Keep the parameters on the host between steps (copied to the host and back)."""
     offload_gradients: bool | None = None

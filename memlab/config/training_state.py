@@ -74,7 +74,8 @@ class TrainingState:
     use_precision_aware_optimizer: bool = False
     """Let Transformer Engine's Adam hold the main parameters, and store them and the moments in other types."""
     main_grads_dtype: MainGradsDtype = "fp32"
-    """Type of the gradients that the optimizer reads: that of the buffers, which `grad_reduce_in_bf16` sets."""
+    """Type of the gradients that the optimizer reads. Megatron-Core ignores this option: `grad_reduce_in_bf16` decides
+    the type, which is always fp32 without the precision-aware optimizer."""
     main_params_dtype: MainParamsDtype = "fp32"
     """Type of the main parameters; with ``fp32``, only the 16 bits that the bf16 parameters lack are stored. With an
     `fp8_recipe` other than ``delayed``, Megatron itself keeps the fp32 main parameters, with all 32 bits."""
@@ -97,7 +98,7 @@ class TrainingState:
     """Under `optimizer_cpu_offload`, page-lock the parameters on the host."""
     manual_gc: bool = False
     """Collect Python's garbage before the first step, as Megatron's ``--manual-gc`` does. Without it, the fp32 copies
-    stay allocated that Megatron makes for its CPU optimizer and discards (`memlab.model.cpu_optimizer`)."""
+    that Megatron makes for its CPU optimizer and then discards stay allocated (`memlab.model.cpu_optimizer`)."""
 
     loss: Loss = "cross_entropy"
     """``cross_entropy`` is Megatron's language-model loss; ``logprobs`` a policy-gradient loss from the labels'

@@ -127,7 +127,7 @@ def verdict_margin(verdict: Verdict, margin_bytes: int) -> str:
         if margin_bytes >= 0:
             return ": the peak fits, but fragmentation leaves no block large enough"
         return f": short by {format_bytes(-margin_bytes)}"
-    less = ", less than the measured margin" if verdict == "may fit" else ""
+    less = ', not enough for "fits"' if verdict == "may fit" else ""
     return f", with {format_bytes(margin_bytes)} to spare{less}"
 
 

@@ -83,7 +83,7 @@ class Largest:
 
     @property
     def largest_that_may_fit(self) -> int | None:
-        """As `largest_that_fits`, of values that fit with less to spare than the measured margin, or with more."""
+        """As `largest_that_fits`, of values that fit or may fit."""
         return self._most_with("fits", "may fit")
 
     @property
@@ -105,7 +105,7 @@ class Largest:
         else:
             parts = [] if sure is None else [f"fits with up to {self._words(sure)}"]
             if most != sure:
-                parts.append(f"may fit with up to {self._words(most)}, with less to spare than the measured margin")
+                parts.append(f"may fit with up to {self._words(most)}")
             spare = format_bytes(by_value[most].margin_bytes)
             end = f"and memlab takes no more than {self.most:,}"
             if over is not None:

@@ -135,8 +135,8 @@ def _retention(estimate: StepEstimate) -> _Found:
         )
     largest = next(iter(failure.retained_by_module)) or "something outside the model"
     return "retention", (
-        f"{format_bytes(kept)} from before the step are still allocated and are not training state, most of it of "
-        f"{largest}; the step is short by {format_bytes(short_by)}"
+        f"{format_bytes(kept)} from before the step are still allocated and are not training state, the largest "
+        f"part allocated by {largest}; the step is short by {format_bytes(short_by)}"
     )
 
 

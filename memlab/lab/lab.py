@@ -454,10 +454,10 @@ class Lab:
     def fit(self, record: StepRecord, gpu_memory: str | int) -> Fit:
         """Compares a step or a forward-only pass with a GPU's memory.
 
-        If a training step does not fit, it takes a step under each setting with which one may fit. The steps and passes
-        that it takes are in `records` afterwards, and the settings are again what they were. Near the limit, the
-        verdict of a simulated lab that has taken steps under other settings can differ from that of ``memlab predict``,
-        which begins anew: what earlier steps have reserved is in pieces.
+        If a training step does not fit, `fit` takes a step under each setting with which the step may fit. The steps
+        and passes that it takes are in `records` afterwards, and the settings are again what they were. Near the limit,
+        the verdict of a simulated lab that has taken steps under other settings can differ from that of ``memlab
+        predict``, which opens a new lab: the memory that earlier steps have reserved is fragmented.
 
         Args:
             record: The record of a finished step under the lab's current scenario, or of a forward-only pass, which may

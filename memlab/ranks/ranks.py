@@ -211,7 +211,7 @@ class Ranks:
         """Calls a function of `memlab.ranks.engine` in an engine, and returns the future answer.
 
         Raises:
-            IndexError: If the engine has left; one of `NO_ENGINE`, as all of these.
+            IndexError: If the engine has left. (`NO_ENGINE` has this error and the two below.)
             NoEnginesRegistered: If all engines have left.
             ConnectionError: If these ranks are closed.
         """
@@ -226,7 +226,7 @@ class Ranks:
         return answer
 
     def end_processes(self, engines: Sequence[Engine]) -> None:
-        """Ends this connection's processes on these engines, whatever they do, and engines of it that do not answer."""
+        """Ends this connection's processes on these engines, whatever they do, and its engines that do not answer."""
         asked = {}
         engines = [one for one in engines if one.number in self._used]
         for one in engines:
@@ -254,7 +254,7 @@ class Ranks:
         return {one.host for one in self.engines} == {socket.gethostname()}
 
     def keep(self) -> None:
-        """Tells the engines that this process is there: they end the processes of one that is gone."""
+        """Tells the engines that this process still exists; without this news, they end what they run for it."""
         for one in self.engines:
             with suppress(*NO_ENGINE):
                 self.call(one.number, engine.keep, self.owner)

@@ -13,7 +13,7 @@ from memlab.units import format_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRecord(StepRecord):
-    """A step of a job. Its own figures are those of its worst rank, which runs out of memory first.
+    """A step of a job. Its own numbers are those of its worst rank, which runs out of memory first.
 
     Exceptions are `loss`, the mean over the ranks that compute one, `step_seconds`, the longest of all ranks, and
     `tokens_per_second`, which counts the tokens of all copies of the model. If a rank ended the step early, that

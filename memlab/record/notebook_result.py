@@ -49,7 +49,7 @@ class Metrics:
 
 
 def finish(records: Mapping[str, StepRecord], **extra: float) -> Metrics:
-    """Ends a lab: keeps the figures of its records. Call it once, as the last line of the cell tagged ``record``.
+    """Ends a lab: keeps the numbers of its records. Call it once, as the last line of the cell tagged ``record``.
 
     Args:
         records: What was measured, by a short name that is also used as the name of a folder. A `JobRecord` is kept as

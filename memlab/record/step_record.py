@@ -30,7 +30,7 @@ class StepRecord:
     settings: MemorySettings
     backend: str
     versions: dict[str, str]
-    """The versions of memlab, Python, torch and everything else that decides the figures, by package."""
+    """The versions of memlab, Python, torch and everything else that decides the numbers, by package."""
     step_index: int
     """Number of steps that the lab had taken before this one, including warm-up steps."""
     static_bytes: int
@@ -96,7 +96,7 @@ class StepRecord:
 
     @classmethod
     def from_timeline(cls, timeline: Timeline, **others: Any) -> StepRecord:
-        """Builds a record and takes every figure that a timeline contains from it.
+        """Builds a record, and takes from the timeline every number that it contains.
 
         Args:
             timeline: The timeline of the step.

@@ -251,9 +251,9 @@ class Timeline:
 
         The running totals end at the snapshot's own bytes; what existed before its first entry is found by going back
         from there. The bytes of a block are exactly those that torch counts, with one exception: a block over 1 MiB
-        that was allocated before the first entry and freed with free memory behind it gets its request rounded to 512
-        bytes, and may have been up to 1 MiB larger. (Under ``roundup_power2_divisions`` this is so for every block
-        that was freed.)
+        that was allocated before the first entry and freed with free memory behind it. Such a block counts with its
+        request, rounded to 512 bytes, and may have been up to 1 MiB larger. (Under ``roundup_power2_divisions`` this is
+        so for every block that was freed.)
 
         Category and phase are unknown: ``unlabelled``, ``idle``. Module is the text that the program had set with
         ``torch.cuda.memory._set_memory_metadata``, or else the line outside torch that allocated, if stacks were

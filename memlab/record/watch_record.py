@@ -15,8 +15,8 @@ from memlab.vocabulary import RESIDUAL_CATEGORIES
 class WatchRecord:
     """The measurements of one block that `memlab.watch` metered; complete when the block has ended.
 
-    Every figure comes from the timeline. Before the block ends there is none, and a figure raises `ValueError`. Bytes
-    are bytes on the model's device, which may be the CPU.
+    Every number comes from the timeline. Before the block ends there is no timeline, and reading a number raises
+    `ValueError`. Bytes are bytes on the model's device, which may be the CPU.
     """
 
     name: str

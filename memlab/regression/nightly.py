@@ -283,7 +283,7 @@ def _judge(result: CaseResult, suite: Suite, options: Options) -> CaseResult:
             return replace(result, status="new", message="no baseline yet, and --allow-missing lets it pass")
         command = f"memlab baseline update {suite.shown_path} --only {result.name}"
         return replace(
-            result, status="no baseline", message=f"it has no baseline yet: look at its figures, then {command}"
+            result, status="no baseline", message=f"it has no baseline yet: look at its values, then {command}"
         )
     changes = compare_with_baseline(baseline.measured, result.measured, suite.backend)
     gating = [change for change in changes if not (options.allow_missing and change.is_missing)]

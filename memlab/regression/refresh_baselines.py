@@ -122,7 +122,7 @@ def _changes(path: Path, measured: Measured, backend: str) -> Iterator[str]:
     if not changes and not has_same_rounding(old.measured, measured):
         yield "no metric is beyond its tolerance; the loss is new: other packages or another processor computed it"
     elif not changes and _modules(old.measured) != _modules(measured):
-        yield "no metric is beyond its tolerance; the figures by module are new"
+        yield "no metric is beyond its tolerance; the bytes by module are new"
 
 
 def _modules(measured: Measured) -> list[tuple[Mapping[str, int], ...]]:

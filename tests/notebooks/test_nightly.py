@@ -98,7 +98,7 @@ def test_a_green_suite_exits_with_0_and_a_red_one_with_1(night: Night) -> None:
         (
             "small-name=unknown",
             "no baseline",
-            "it has no baseline yet: look at its figures, then memlab baseline update",
+            "it has no baseline yet: look at its values, then memlab baseline update",
         ),
         ("limited", "failed", "it was killed at its limit of 10 s"),
     ],

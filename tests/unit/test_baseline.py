@@ -252,7 +252,7 @@ def test_an_update_takes_modules_over_that_explain_the_same_metrics(
     root = suite_with_a_run.parents[2]
     write_run(root, replace(now, parameters={"count": 1}), replace(now, parameters={}), date="2026-01-03")
     assert main(["baseline", "update", str(suite_with_a_run), "--only", "one"]) == 0
-    assert capfd.readouterr().out.endswith("one: no metric is beyond its tolerance; the figures by module are new\n")
+    assert capfd.readouterr().out.endswith("one: no metric is beyond its tolerance; the bytes by module are new\n")
     assert '"residual_by_module": {"decoder.layers.0": 64}' in baselines(suite_with_a_run)["one.json"]
 
 

@@ -349,7 +349,7 @@ def test_offload_that_was_cut_short_leaves_nothing_behind(
 def test_the_record_s_table_shows_what_was_seen() -> None:
     table = record_table(judge(refused(), []))
     for words in (
-        "requested 10.000 GiB, allocated 70.000 GiB, limit 80.000 GiB, reserved 71.000 GiB, of it unused 1.000 GiB",
+        "requested 10.000 GiB, allocated 70.000 GiB, limit 80.000 GiB, reserved 71.000 GiB, of which unused 1.000 GiB",
         "free on the device 7.000 GiB, held outside torch 2.000 GiB",
         "allocated, by category: optimizer state 32.000 GiB",
         f"allocated in this step, the largest modules: {LAYER} 20.000 GiB",

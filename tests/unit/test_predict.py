@@ -81,7 +81,7 @@ def test_a_long_step_says_how_far_it_is_and_ctrl_c_keeps_the_part_that_was_taken
     record = json.loads(printed)
     assert record["status"] == "interrupted" and 0 < record["static_bytes"] < record["peak_allocated_bytes"]
     assert "rank 0: warm-up forward decoder.layers.1, 2 of 8 passes through layers, about" in told
-    assert "interrupted: the figures are those of the part of the step that was taken" in told
+    assert "interrupted: the numbers are those of the part of the step that was taken" in told
 
 
 def test_ctrl_c_after_the_verdict_keeps_it(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

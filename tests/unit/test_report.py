@@ -147,7 +147,7 @@ def test_the_trend_of_a_metric_runs_over_the_kept_runs(tmp_path: Path) -> None:
     heights = [float(point.split(",")[1]) for point in points.group(1).split()]
     assert len(heights) == 4
     assert heights[0] == heights[2] > heights[1] > heights[3] > 0, "higher values are drawn higher"
-    assert "step_seconds (not gated)" in "".join(Checker(html).text)
+    assert "step_seconds (not compared)" in "".join(Checker(html).text)
     assert html.count('<i class="green"') == 4
 
 

@@ -361,7 +361,7 @@ def test_the_room_parts_what_fits_from_what_does_not() -> None:
 def test_the_verdict_comes_first_and_says_by_how_much_and_on_what_basis() -> None:
     may_fit = replace(point(99, 0, 1), verdict="may fit")
     assert search_of(may_fit).verdict == (
-        "'full block 1' may fit 100.00 MiB, with 1.00 MiB to spare, less than the measured margin; based on a predicted "
+        "'full block 1' may fit 100.00 MiB, with 1.00 MiB to spare, not enough for \"fits\"; based on a predicted "
         "step with balanced routing; on H200s, steps of models with experts needed up to 0.3% more than predicted "
         "(rounded up)"
     )
@@ -376,7 +376,7 @@ def test_the_verdict_comes_first_and_says_by_how_much_and_on_what_basis() -> Non
 def test_settings_that_were_not_predicted_are_counted_with_the_reason() -> None:
     text = " ".join(search_table(replace(search_of(point(90, 0, 1)), num_candidates=4, num_pruned=3)).split())
     assert "1 of 4 settings predicted" in text
-    assert "3 not predicted: by an estimate" in text
+    assert "3 not predicted: an estimate" in text
     assert "at least as good in peak, recompute and transfer" in text
     assert "not predicted" not in search_table(search_of(point(90, 0, 1)))
 

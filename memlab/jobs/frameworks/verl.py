@@ -106,8 +106,8 @@ FRAMEWORK_MISSING = (
     *(
         Missing(
             f"actor_rollout_ref.{part}.use_fused_kernels", "less",
-            "a fused linear cross entropy computes log-probabilities without whole logits: at most the logits and "
-            "their fp32 copies less",
+            "a fused linear cross entropy computes log-probabilities without whole logits, which saves at most the "
+            "logits and their fp32 copies",
         )
         for part in ("model", "actor")
     ),

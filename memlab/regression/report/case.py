@@ -140,7 +140,7 @@ class CaseBodies:
                 gated = tolerance(metric, self._backend, same_rounding=same_rounding) is not None
                 label = f"{metric} over {len(values)} runs"
                 cells.append(
-                    f"<tr><td>{_breakable(metric)}{'' if gated else ' (not gated)'}</td>"
+                    f"<tr><td>{_breakable(metric)}{'' if gated else ' (not compared)'}</td>"
                     f'<td class="number">{value_text(baseline) if gated else ""}</td>'
                     f'<td class="number{" off" if (record, metric) in off else ""}">{escape(value_text(value))}</td>'
                     f'<td class="trend">{trend(values, _number(baseline), label)}</td></tr>'

@@ -183,9 +183,7 @@ class SearchState(traitlets.HasTraits):
                 self.notice = f"{predicted}. {_CLICK}, to put its settings into the controls."
                 return
             count = len(outcome.cheapest)
-            cheapest = (
-                f"{count} of them are the cheapest that fit (no other that fits recomputes and transfers as little)"
-            )
+            cheapest = f"{count} of them are the cheapest that fit (every other that fits recomputes or transfers more)"
             front = (
                 f"{len(outcome.front)} settings are on the front (no other is at least as good in peak, recompute and "
                 "copies)"

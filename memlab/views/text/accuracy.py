@@ -15,7 +15,7 @@ _HEAD = """
 Each step below was measured on the hardware that is named. It was predicted on a CPU by Megatron's own code, on tensors
 without values. An error is a share of the measured value; it is below zero if the prediction is too low. The column
 *under-estimated* has the share of the steps with such an error. The error of a saving is given if the saving is over 64
-MiB. The activation peak is the peak of forward and backward minus the start of the step. All figures include the
+MiB. The activation peak is the peak of forward and backward minus the start of the step. All numbers include the
 remainders that torch's allocator leaves unsplit, up to 1 MiB per block. If the name of a step has "routing counts", its
 prediction uses the numbers of tokens that the measured router sent to each expert.
 In all other predictions of models with experts, each token chooses its experts at random, which spreads the tokens more

@@ -151,7 +151,7 @@ def peak_entries(
     return [
         ("device, the step's peak", peak_bytes),
         *((f"  {category}", num_bytes) for category, num_bytes in by_category.items()),
-        ("device, the same peak by the module that made it", None),
+        ("device, the same peak by the module that allocated it", None),
         *((f"  {name}", num_bytes) for name, num_bytes in modules[:_NUM_MODULES]),
         *([(f"  others ({len(modules) - _NUM_MODULES})", others)] if others else []),
     ]
@@ -213,7 +213,7 @@ def _evidence_blocks(failed: OutOfMemory) -> list[Block]:
         "allocated": request.allocated_bytes,
         "limit": request.limit_bytes,
         "reserved": request.reserved_bytes,
-        "of it unused": None if request.reserved_bytes is None else request.unused_reserved_bytes,
+        "of which unused": None if request.reserved_bytes is None else request.unused_reserved_bytes,
         "largest free block": request.largest_free_bytes,
         "free on the device": request.device_free_bytes,
         "held outside torch": request.outside_bytes,

@@ -85,7 +85,7 @@ def counts_line(found: SearchResult) -> str:
     text = f"{len(found.points)} of {found.num_candidates} settings predicted, each by a step of its own"
     if found.num_pruned:
         text += (
-            f"; {found.num_pruned} not predicted: by an estimate from what each offload module saves, "
+            f"; {found.num_pruned} not predicted: an estimate from what each offload module saves says that "
             "another is at least as good in peak, recompute and transfer"
         )
     if found.num_left:
