@@ -194,6 +194,23 @@ class Lab:
         """
         self._session.apply(settings)
 
+    def start_over(self) -> bool:
+        """Makes a simulated lab as it was when it was opened, with plain settings: its next step is its first one.
+
+        So the next step is that of a new process: the allocator is in the state that it had after the model was built,
+        and the optimizer has no state yet. The workload and the limit of memory stay. Records stay too; later ones are
+        numbered from 1 again.
+
+        Returns:
+            Whether it is. False if only another lab can begin anew: that of another backend, one that has rebuilt its
+            model, and one in which steps have left what memlab cannot free, such as the state of a CPU optimizer. Its
+            settings are plain then, and its next step takes a warm-up first.
+
+        Raises:
+            ValueError: If the lab is busy or closed.
+        """
+        return self._one_rank("start_over").start_over()
+
     def set_workload(
         self,
         *,

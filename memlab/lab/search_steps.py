@@ -51,26 +51,21 @@ def stepping(
 
     That function raises `StepInterrupted` at Ctrl-C, if a step was running.
 
-    What a record says is allocated depends on the steps before it only by the allocator's unsplit remainders (up to
-    15.7 MB of 68 GB in `labs/LOG.md`, 2026-11-24, night); what it says is reserved depends on them, so
-    `memlab.fitting.does_it_fit.fits` does not rely on it. A step with a limit gets a lab of its own, as a real
-    job has a process of its own: what earlier steps reserved is in pieces, and can make the step fail or fit where it
-    would not in a new process (`labs/LOG.md`, 2026-11-24). Offload between steps reallocates parameters, gradients or
-    optimizer state, which may leave unsplit remainders at their ends. So other settings then get a new lab too.
+    Each step is the one that a new process would take, so that it depends neither on the steps before it nor on how
+    many processes a search has: the lab starts over (`Stepper.start_over`), or another one is opened where it cannot.
+    What earlier steps have left in the allocator could otherwise change peaks (by up to 15.7 MB of 68 GB,
+    `labs/LOG.md`, 2026-11-24, night), and let a step with a limit fail or fit where it would not in a new process.
     """
     with ExitStack() as opened:
         lab = opened.enter_context(_simulated_lab(scenario, backend, replay=replay))
-        before: tuple[MemorySettings, int | None] | None = None
+        is_new = True
 
         def step(settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
-            nonlocal lab, before
-            if before is not None:
-                earlier, earlier_limit_bytes = before
-                has_limit = limit_bytes is not None or earlier_limit_bytes is not None
-                if has_limit or (earlier != settings and _reallocates(earlier)):
-                    opened.close()
-                    lab = opened.enter_context(_simulated_lab(scenario, backend, replay=replay))
-            before = settings, limit_bytes
+            nonlocal lab, is_new
+            if not is_new and not lab.start_over():
+                opened.close()
+                lab = opened.enter_context(_simulated_lab(scenario, backend, replay=replay))
+            is_new = False
             lab.device_memory_bytes = limit_bytes
             try:
                 if forward_only:
@@ -110,11 +105,6 @@ def _simulated_lab(scenario: Scenario, backend: str | Backend, *, replay: bool) 
     if was_frozen:
         gc.collect()
         gc.freeze()
-
-
-def _reallocates(settings: MemorySettings) -> bool:
-    names = ("offload_parameters", "offload_gradients", "offload_optimizer", "offload_optimizer_except_update")
-    return any(getattr(settings, name) for name in names)
 
 
 class Predictor:

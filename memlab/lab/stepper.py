@@ -113,6 +113,10 @@ class Stepper:
         try:
             live = build(self.scenario, self.backend.provider_for(self.scenario), self.backend.join)
             self._adopt(live, self.settings)
+            # Megatron keeps parameters of its CPU optimizer where `AsBuilt` does not look.
+            if isinstance(self.meter, SimulatedMeter) and not self.scenario.state.optimizer_cpu_offload:
+                self._as_built = AsBuilt(live)
+                self.meter.remember()
         except BaseException as error:
             release_tensors(error)
             raise
@@ -133,22 +137,12 @@ class Stepper:
         self._follows_full_recompute = False  # a new model
 
     def start_over(self) -> bool:
-        """Makes a simulated model as it was when it was built, allocator included: the next step is its first one.
-
-        Returns:
-            Whether it is. The model of a lab that has taken steps before the first call cannot start over, and neither
-            can one whose steps leave other things allocated than memlab takes off again, such as a CPU optimizer.
-        """
+        """Implements `Lab.start_over`."""
         meter = self.meter
-        if not isinstance(meter, SimulatedMeter):
-            return self.num_steps == 0
-        if self.num_steps == 0:
-            if self._as_built is None:
-                self._as_built = AsBuilt(self.live)
-                meter.remember()
-            return True
-        if self._as_built is None or self.scenario.state.optimizer_cpu_offload:
+        if self._as_built is None or not isinstance(meter, SimulatedMeter):
             return False
+        limit_bytes = meter.device_memory_bytes
+        meter.device_memory_bytes = None  # a step may have ended because not all groups fit
         self.transfers.load()
         self.transfers.residency.forget(GROUPS)
         if self._update is not None:
@@ -157,7 +151,10 @@ class Stepper:
         self._as_built.restore()
         self.release_garbage()
         meter.free_cached_pinned_memory()
-        if not meter.restore():
+        is_restored = meter.restore()
+        if limit_bytes is not None:
+            meter.device_memory_bytes = limit_bytes
+        if not is_restored:
             return False
         self._follows_full_recompute = False
         self.num_steps = 0

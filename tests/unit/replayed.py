@@ -1,8 +1,9 @@
-"""Steps that a simulated lab takes twice, with and without replay: cases at random, and what has to be identical."""
+"""Steps that simulated labs take twice: with and without replay, or after others and in a new lab; drawn at random."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -94,6 +95,34 @@ def take(case: Case, *, replay: bool) -> tuple[list[StepRecord], int]:
             count += stepper.num_replayed
         count += stepper.labels.num_repeated
     return records, count
+
+
+def take_anew(case: Case) -> Iterator[tuple[StepRecord, StepRecord | None]]:
+    """Yields the record of each step in a lab of its own, and in one that starts over before each; None if it cannot.
+
+    After each step, that lab takes it again with nine tenths of what it allocated at its peak, and runs out of memory.
+    """
+    arguments = {**case.arguments, "allocator": case.allocator, "backend": "simulated"}
+
+    def take_in(lab: Lab, settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
+        lab.records.clear()  # the message of an out-of-memory compares it with them
+        lab.device_memory_bytes = limit_bytes
+        return lab.step(settings)
+
+    alone: list[tuple[MemorySettings, int | None, StepRecord]] = []
+    for settings in case.settings:
+        limit_bytes = None
+        for _ in range(2):
+            with Lab(case.architecture, **arguments) as lab:
+                alone.append((settings, limit_bytes, take_in(lab, settings, limit_bytes)))
+            limit_bytes = alone[-1][-1].peak_allocated_bytes * 9 // 10
+    with Lab(case.architecture, **arguments) as lab:
+        lab.step(case.settings[-1])
+        for settings, limit_bytes, expected in alone:
+            if not lab.start_over():
+                yield expected, None
+                return
+            yield expected, take_in(lab, settings, limit_bytes)
 
 
 def with_sorted_frees(timeline: Timeline) -> Timeline:
