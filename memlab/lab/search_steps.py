@@ -51,12 +51,13 @@ def stepping(
 
     That function raises `StepInterrupted` at Ctrl-C, if a step was running.
 
-    What a record says is allocated depends on the steps before it only by the allocator's unsplit remainders (up to
-    15.7 MB of 68 GB in `labs/LOG.md`, 2026-11-24, night); what it says is reserved depends on them, so
-    `memlab.fitting.does_it_fit.fits` does not rely on it. A step with a limit gets a lab of its own, as a real
-    job has a process of its own: what earlier steps reserved is in pieces, and can make the step fail or fit where it
-    would not in a new process (`labs/LOG.md`, 2026-11-24). Offload between steps reallocates parameters, gradients or
-    optimizer state, which may leave unsplit remainders at their ends. So other settings then get a new lab too.
+    Earlier steps of the lab change the allocated bytes of a record only by the allocator's unsplit remainders (up to
+    15.7 MB of 68 GB in `labs/LOG.md`, 2026-11-24, night). They change its reserved bytes by more, so
+    `memlab.fitting.does_it_fit.fits` adds a tenth to these. A step with a limit gets a lab of its own, as a real job
+    has a process of its own: the memory that earlier steps reserved is fragmented, so the step could fit where it would
+    not fit in a new process, or fail where it would not fail there (`labs/LOG.md`, 2026-11-24). Offload between steps
+    reallocates parameters, gradients or optimizer state, which may leave unsplit remainders at their ends. So a step
+    under other settings that follows it gets a new lab too.
     """
     with ExitStack() as opened:
         lab = opened.enter_context(_simulated_lab(scenario, backend, replay=replay))
