@@ -432,8 +432,9 @@ class FormulaCheck(_Goals):
         """Requires what memlab counted: in one case, or in each, in the order of the formula's results.
 
         Args:
-            num_bytes: The line says how far off the formula is, and not the sum. In a later case, it says only whether
-                the formula gives too few or too many bytes, so that no refusal gives all sums away.
+            num_bytes: What memlab counted, for one case or for each. If the formula is wrong for the first case, the
+                line says by how many bytes. For a later case, it says only whether the formula gives too few or too
+                many bytes, so that no line gives all counts away.
             hint: What to look at, in the words of the exercise.
         """
         counted = [num_bytes] if isinstance(num_bytes, int) else num_bytes

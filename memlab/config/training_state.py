@@ -74,8 +74,8 @@ class TrainingState:
     use_precision_aware_optimizer: bool = False
     """Let Transformer Engine's Adam hold the main parameters, and store them and the moments in other types."""
     main_grads_dtype: MainGradsDtype = "fp32"
-    """Type of the gradients that the optimizer reads. Megatron-Core ignores this option: `grad_reduce_in_bf16` decides
-    the type, which is always fp32 without the precision-aware optimizer."""
+    """Type of the gradients that the optimizer reads. Megatron-Core ignores this option. With the
+    precision-aware optimizer, `grad_reduce_in_bf16` decides the type; without it, the type is always fp32."""
     main_params_dtype: MainParamsDtype = "fp32"
     """Type of the main parameters; with ``fp32``, only the 16 bits that the bf16 parameters lack are stored. With an
     `fp8_recipe` other than ``delayed``, Megatron itself keeps the fp32 main parameters, with all 32 bits."""

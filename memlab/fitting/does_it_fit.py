@@ -20,14 +20,13 @@ Step = Callable[[MemorySettings, int | None], StepRecord]
 
 
 Verdict = Literal["fits", "may fit", "does not fit"]
-"""On a measured or predicted step. "may fit": the predicted step completes within the limit, but a real one does not if
-it needs as much more than predicted as measured steps did (`memlab.fitting.measured_margin`), or if torch keeps as many
-FP8 gathers as it may."""
+"""On a measured or predicted step. "may fit": the predicted step completes within the limit, but it would not with the
+margin of `memlab.fitting.measured_margin`, or with as many FP8 gathers as torch may keep."""
 _STEPS_BEFORE_IN_A_NEW_PROCESS = 1
 """The warm-up step."""
 _MOST_SAVED_BY_OTHER_STEPS, _LEAST_ROOM_BYTES = 10, 64 * MIB
-"""A step in a process that has taken others reserved up to 9 % less than in a new one (`labs/LOG.md`, 2026-11-24,
-night). No further step is taken if a tenth more, and some segments, would fit."""
+"""A step reserved up to 9 % less in a process that had taken other steps than in a new process (`labs/LOG.md`,
+2026-11-24, night). If a tenth more, plus some segments, is still within the limit, no step is taken to find out."""
 VERDICTS: tuple[Verdict, ...] = ("fits", "may fit", "does not fit")
 """From the best to the worst."""
 
@@ -245,8 +244,9 @@ def fits(record: StepRecord, step: Step, limit_bytes: int) -> bool:
 
     A step that reserved no more than the limit in a new process fits; one that allocated more does not. Between the
     two, torch releases cached memory when it must, and only a step with that limit shows whether it then finds a block
-    for each request. In a new process the first step allocates the optimizer state between its activations, and leaves
-    smaller blocks to the next one than a process that has taken steps under other settings.
+    for each request. In a new process, the first step allocates the optimizer state between its activations. So the
+    blocks that it leaves free for the next step are smaller than those in a process that has taken steps under other
+    settings.
     """
     if record.peak_allocated_bytes > limit_bytes:
         return False

@@ -83,7 +83,7 @@ class Largest:
 
     @property
     def largest_that_may_fit(self) -> int | None:
-        """As `largest_that_fits`, of values that fit or may fit."""
+        """Like `largest_that_fits`, but for values that fit or may fit."""
         return self._most_with("fits", "may fit")
 
     @property

@@ -1,8 +1,7 @@
 """The processes that predict the steps of a search: on the cores of this machine, or on the engines of a cluster.
 
 The search itself runs here, and asks for one step after the other as in one process. While it waits for a step, free
-processes also take the steps for which it will probably ask next. A step that it does not ask for changes
-no result, apart from what the allocator leaves unsplit.
+processes also take the steps for which it will probably ask next. A step that it does not ask for changes no result.
 """
 
 from __future__ import annotations
@@ -207,7 +206,7 @@ def front_of(
     Args:
         base: What each setting does at least.
         scenarios: The ranks that are judged.
-        workers: They predict. How many there are changes only what the allocator leaves unsplit.
+        workers: They predict. How many there are does not change the result.
         limit_bytes: What torch may hold.
         **options: As `memlab.fitting.search.search` takes them.
     """
@@ -238,7 +237,7 @@ def largest_of(
         what: What is varied.
         settings: Of all steps.
         scenarios: The ranks that are judged.
-        workers: They predict. How many there are changes only what the allocator leaves unsplit.
+        workers: They predict. How many there are does not change the result.
         limit_bytes: What torch may hold.
         **rest: As `memlab.fitting.largest.largest` takes it.
     """
@@ -267,7 +266,7 @@ def layouts_that_fit(
         given: Sizes that are not varied.
         base: What each setting does at least.
         gpu_memory_bytes: Of each GPU.
-        workers: They predict. How many there are changes only what the allocator leaves unsplit.
+        workers: They predict. How many there are does not change the result.
     """
     started, numbers = time.monotonic(), count(1)
     following: list[Callable[[Known], Iterator[Step]]] = [lambda known: iter(())]

@@ -176,8 +176,8 @@ class Stepper:
         rebuilt = self.what_rebuilds(state, allocator)
         if rebuilt != "nothing" and (self._num_taps or self.transfers.has_fault):
             raise ValueError(
-                f"a tap or a residency fault is on, and the change to '{state}' rebuilds the {rebuilt}: leave its "
-                "with block first"
+                f"a tap or a residency fault is on, and the change to '{state}' rebuilds the {rebuilt}: leave the "
+                "with block of the tap or fault first"
             )
         started = time.perf_counter()
         self._rebuild(rebuilt, scenario, settings)

@@ -34,9 +34,9 @@ from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
 _DEVICE, _RESERVED = POOLS.index("device"), POOLS.index("reserved")
 _MOST_KEPT_GATHERS = 100
-"""Collectives whose tensors torch keeps at the same time. On H100s it kept those of up to 83 (`labs/LOG.md`,
-2026-11-24, night): torch looks every 100 ms which of them the GPU has run, and the program is ahead of the GPU,
-probably by as much as CUDA's queue of launches takes."""
+"""Number of collectives whose tensors torch may keep at the same time. On H100s it kept those of up to 83
+(`labs/LOG.md`, 2026-11-24, night): torch looks every 100 ms which collectives the GPU has run, and the program is ahead
+of the GPU, probably by as many launches as CUDA's queue holds."""
 _KEPT = frozenset(CATEGORIES.index(name) for name in (*GROUPS, "workspace"))
 """Categories of what the model keeps from step to step."""
 
@@ -95,15 +95,15 @@ class _Remembered(NamedTuple):
 
 
 def _num_same(first: Sequence[Allocation], second: Sequence[Allocation]) -> int:
-    """Returns with how many equal storages two lists begin: what is kept from step to step, and so nearly all."""
+    """Returns how many storages at the beginning of two lists are the same: nearly all stay from step to step."""
     return next(compress(count(), map(is_not, first, second)), min(len(first), len(second)))
 
 
 class _Finished:
-    """A step that has ended, and which of the storages that it left stand for which that it found.
+    """A step that has ended. It pairs each storage that the step found with the one that the step left in its place.
 
     The first storages of the opening stay from step to step: their numbers are their places among what is allocated.
-    A large model has 75,000 of them, and no more is known of each than that. The others are looked up by their numbers.
+    A large model has 75,000 of them, so nothing else is stored for them. The others are looked up by their numbers.
     """
 
     def __init__(self, columns: npt.NDArray[np.int64], numbers: dict[int, int], opening: Opening) -> None:
@@ -362,7 +362,7 @@ class SimulatedMeter(StorageMeter):
         self._gathers.append(len(self._events))
 
     def _most_kept(self, columns: npt.NDArray[np.int64], num_opening_events: int) -> int:
-        """Returns how much higher the step's peak is if torch keeps the last `_MOST_KEPT_GATHERS` at each moment."""
+        """Returns how much higher the step's peak is if torch always keeps the last `_MOST_KEPT_GATHERS` gathers."""
         if not self._kept:
             return 0
         assert all(type(event) is Event for event in self._events), "steps in FP8 are not replayed"

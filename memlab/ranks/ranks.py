@@ -226,7 +226,10 @@ class Ranks:
         return answer
 
     def end_processes(self, engines: Sequence[Engine]) -> None:
-        """Ends this connection's processes on these engines, whatever they do, and its engines that do not answer."""
+        """Ends the processes that run for this connection on some engines, whatever these processes are doing.
+
+        If an engine does not answer, it is ended too.
+        """
         asked = {}
         engines = [one for one in engines if one.number in self._used]
         for one in engines:

@@ -66,7 +66,7 @@ class StepRecord:
     without rounding."""
     kept_gather_bytes: int = 0
     """By how much the real peak may exceed `peak_allocated_bytes`, because torch keeps tensors of tensor-parallel FP8
-    gathers until a later collective; how many of them depends on time. Only predictions have it: a measured peak
+    gathers until a later collective; how many it keeps depends on timing. Only predictions have it: a measured peak
     contains what was kept."""
     recomputed_bytes: int = 0
     """Bytes that backward recomputed."""

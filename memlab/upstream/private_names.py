@@ -172,7 +172,7 @@ _TORCH = (
         names=("_DisableTorchDispatch", "_len_torch_dispatch_stack"),
         use="used",
         where="backends/cuda_on_cpu.py",
-        why="Views of storages that the meter knows, which no dispatch mode but the meter's is waiting for.",
+        why="Makes views of storages that the meter knows already; no other dispatch mode has to see them.",
         source="torch/csrc/autograd/init.cpp",
     ),
     Internal(

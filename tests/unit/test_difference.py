@@ -140,7 +140,7 @@ def test_where_one_side_does_not_tell_its_rounding_it_stays_in_the_categories() 
     without = split(record_of(rounded(plain)), measured_as(plain))
     assert not without.rounding_is_known
     assert sum(differing(without).values()) == without.difference_bytes < 0
-    assert "does not contain the allocator's rounding" in difference_table(without)
+    assert "does not count the allocator's rounding separately" in difference_table(without)
 
 
 def test_peaks_at_different_moments_are_said_to_be() -> None:
@@ -153,7 +153,7 @@ def test_peaks_at_different_moments_are_said_to_be() -> None:
     )
     update = (plain.phase == PHASES.index("optimizer")) & (plain.module == plain.modules.index("decoder.layers.3"))
     assert difference.predicted_there_bytes == plain.total_bytes()[update].max() < plain.peak_bytes()
-    words = "the two steps peak at different moments, which the terms compare: predicted in backward of output_layer, measured in"
+    words = "compare these two moments: the predicted peak is in backward of output_layer, the measured one in"
     figure = compare_figure(record_of(plain), measured_as(at_end))
     assert words in plain_words(difference_table(difference)) and words in plain_words(figure.layout.title.text)
     assert "both peak in backward of output_layer" in difference_table(split(record_of(plain), measured_as(plain)))

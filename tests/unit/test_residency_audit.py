@@ -216,7 +216,7 @@ def test_a_fault_is_refused_in_one_line_and_changes_nothing_then(open_lab: Calla
         pass
     with lab.residency_fault("pinned_again"):
         with (
-            pytest.raises(ValueError, match="is on already, must be the only one: leave its with block"),
+            pytest.raises(ValueError, match="is a second fault, must be the only one: leave the with block"),
             lab.residency_fault("size_not_saved"),
         ):
             pass

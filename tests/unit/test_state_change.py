@@ -168,7 +168,7 @@ def test_a_refused_state_leaves_everything_as_it_was(
     plain, live = lab.step(), lab._stepper.live
     with pytest.raises(ValueError, match=r"state is 'bf16', must be TrainingState"):
         lab.set_state("bf16")
-    with lab.tap(0), pytest.raises(ValueError, match=r"a tap or a residency fault is on.*leave its with block first"):
+    with lab.tap(0), pytest.raises(ValueError, match=r"a tap or a residency fault is on.*leave the with block"):
         lab.set_state(BF16_GRADIENTS)
     monkeypatch.setattr(change_state, "optimizer_config", lambda scenario: _refuse())
     with pytest.raises(ValueError, match=r"^Megatron refuses .* 'grad_reduce_in_bf16' \(no, not so\): choose another$"):

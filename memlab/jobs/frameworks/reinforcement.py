@@ -10,7 +10,7 @@ from memlab.config.validation import shortened
 from memlab.jobs.frameworks.framework import Reading
 from memlab.jobs.frameworks.keys import Missing, refusal
 
-LORA = "low-rank adapters: gradients and optimizer state of the adapters only, so memlab's numbers are an upper bound"
+LORA = "low-rank adapters: only these have gradients and optimizer state, so memlab's numbers are an upper bound"
 FROZEN_ROUTER = Missing("*freeze_moe_router", "less", "the frozen router has no gradients and no optimizer state")
 
 

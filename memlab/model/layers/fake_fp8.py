@@ -355,12 +355,12 @@ def _left_backward(layer: Fp8Linear | Fp8NormLinear, grad: torch.Tensor) -> Quan
 
 
 def _note_kept(recipe: Recipe, tensors: Iterable[torch.Tensor]) -> None:
-    """Reports what torch may keep of a gather: all that is sent and received but what TE empties itself.
+    """Reports what torch may keep of a gather: all tensors sent and received, except those that TE empties itself.
 
-    TE opens ``_coalescing_manager(group, device)``, which waits for the work of ``_end_coalescing`` and drops that of
-    the collective (``torch/distributed/distributed_c10d.py``, 2.11). The dropped one holds the tensors until torch's
-    watchdog, every 100 ms, finds that the GPU has run it, and the next collective of the group is called
-    (``shelvesToUnstash_``, ``ProcessGroupNCCL.cpp``). Measured: `labs/LOG.md`, 2026-11-24, night.
+    TE opens ``_coalescing_manager(group, device)``, which waits for the work object of ``_end_coalescing`` and drops
+    that of the collective (``torch/distributed/distributed_c10d.py``, 2.11). The dropped one holds the tensors. torch's
+    watchdog, which looks every 100 ms, must first find that the GPU has run it; then the next collective of the group
+    frees them (``shelvesToUnstash_``, ``ProcessGroupNCCL.cpp``). Measured: `labs/LOG.md`, 2026-11-24, night.
     """
     if recipe.gathers_scales:
         kept_by_collective(tensors)

@@ -112,7 +112,7 @@ class Transfers:
         """
         if name is not None and self.has_fault:
             raise ValueError(
-                f"{name} cannot join a fault that is on already, must be the only one: leave its with block first"
+                f"{name} is a second fault, must be the only one: leave the with block of the other fault first"
             )
         self.load()  # also if the model lacks what the fault needs, so that the audit still agrees
         repair(self._live)

@@ -185,8 +185,8 @@ class SearchState(traitlets.HasTraits):
             count = len(outcome.cheapest)
             cheapest = f"{count} of them are the cheapest that fit (every other that fits recomputes or transfers more)"
             front = (
-                f"{len(outcome.front)} settings are on the front (no other is at least as good in peak, recompute and "
-                "copies)"
+                f"{len(outcome.front)} settings are on the front (no other setting is at least as good in peak, "
+                "recompute and copies)"
             )
             fit = cheapest if count else "none of them fits"
             self.notice = f"{front}; {fit}. {_CLICK}, to put its settings into the controls."

@@ -100,7 +100,7 @@ class WhatIf(traitlets.HasTraits):
     def _turned(self, _change: object) -> None:
         with self._state.lock:
             self._wanted, self.predicted, self.notice = None, None, ""
-        # Nobody is there in a headless run to change a control soon. A question would start the process, too.
+        # In a headless run nobody changes a control, so the process is not started in advance.
         if self.is_on and not self._takes_steps and RUN_FOLDER_VARIABLE not in os.environ:
             self._process.start()
 

@@ -95,11 +95,13 @@ def difference_lines(difference: PeakDifference) -> list[str]:
         there = difference.predicted_there_bytes
         most = "where nothing is predicted" if there is None else f"where at most {format_bytes(there)} is predicted"
         lines.append(
-            "the two steps peak at different moments, which the terms compare: predicted in "
-            f"{difference.predicted_peak}, measured in {difference.measured_peak}, {most}"
+            "the two steps peak at different moments, and the terms compare these two moments: the predicted peak is "
+            f"in {difference.predicted_peak}, the measured one in {difference.measured_peak}, {most}"
         )
     if difference.predicted_peak is not None and not difference.rounding_is_known:
-        lines.append("at least one timeline does not contain the allocator's rounding, so the categories include it")
+        lines.append(
+            "at least one timeline does not count the allocator's rounding separately: it is part of the categories"
+        )
     return lines
 
 

@@ -120,7 +120,7 @@ def record_table(record: StepRecord) -> str:
 
 
 def _kept_entries(num_bytes: int) -> list[tuple[str, int]]:
-    return [("device, what torch may keep of FP8 gathers, beside the peak", num_bytes)] if num_bytes else []
+    return [("device, what kept FP8 gathers may add to the peak", num_bytes)] if num_bytes else []
 
 
 def activation_peak_entry(num_bytes: int) -> tuple[str, int]:

@@ -86,7 +86,7 @@ def counts_line(found: SearchResult) -> str:
     if found.num_pruned:
         text += (
             f"; {found.num_pruned} not predicted: an estimate from what each offload module saves says that "
-            "another is at least as good in peak, recompute and transfer"
+            "another setting is at least as good in peak, recompute and transfer"
         )
     if found.num_left:
         text += f"; CUT SHORT: {found.num_left} that may be on the front were not tried: predict more settings"
