@@ -1,7 +1,7 @@
 """Takes the steps of random scenarios twice, and compares the timelines event by event.
 
-    python -m benchmarks.replay --number 200                 # with and without replay
-    python -m benchmarks.replay --number 200 --start-over    # in a lab that starts over, and in new labs
+python -m benchmarks.replay --number 200                 # with and without replay
+python -m benchmarks.replay --number 200 --start-over    # in a lab that starts over, and in new labs
 """
 
 from __future__ import annotations

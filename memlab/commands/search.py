@@ -93,8 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=number_or_profile,
         metavar="N|PROFILE",
         help="predict in N processes on this machine, or on the ipyparallel engines of a running cluster "
-        "(ipcluster start --profile=PROFILE); the result does not depend on N; 0 and 1 use this process alone (default: "
-        "one process per core, fewer if host memory is short, or this process alone if the search is short)",
+        "(ipcluster start --profile=PROFILE); the result does not depend on N; 0 and 1 use this process alone "
+        "(default: one process per core, fewer if host memory is short, or this process alone if the search is short)",
     )
     parser.add_argument(
         "--gpus",

@@ -86,12 +86,24 @@ class _Remembered(NamedTuple):
     blocks: list[Block | None]
     """Of the allocator; None for a storage that has none."""
 
-    def equals(self, live: list[StorageAllocation]) -> bool:
-        """Whether the same storages have blocks now, and as many bytes are elsewhere."""
-        then = [(id(each), size) for each, size, block in zip(*self[1:], strict=True) if block is not None]
-        now = [(id(each), each.requested_bytes) for each in live if each.pool == _DEVICE and each.requested_bytes]
-        elsewhere = sum(size for size, block in zip(self.requested_bytes, self.blocks, strict=True) if block is None)
-        return then == now and elsewhere == sum(each.requested_bytes for each in live if each.pool != _DEVICE)
+    def among(self, live: list[StorageAllocation]) -> list[StorageAllocation] | None:
+        """Returns what takes the place of each storage now: itself, or other host memory of its size.
+
+        Args:
+            live: What is allocated now, in the order of births.
+
+        Returns:
+            The storages in the order of these; None if anything else is allocated, or something is not.
+        """
+        on_device = {id(each) for each in self.live if each.pool == _DEVICE}
+        others = [each for each in live if id(each) not in on_device]
+        if len(others) != len(self.live) - len(on_device) or len(live) != len(self.live):
+            return None
+        if any(each.pool == _DEVICE for each in others):
+            return None
+        following = iter(others)
+        now = [each if each.pool == _DEVICE else next(following) for each in self.live]
+        return now if [each.requested_bytes for each in now] == self.requested_bytes else None
 
 
 def _num_same(first: Sequence[Allocation], second: Sequence[Allocation]) -> int:
@@ -241,18 +253,24 @@ class SimulatedMeter(StorageMeter):
         """Gives each storage the block again that it had at `remember`, in an allocator of the state at that time.
 
         Returns:
-            Whether it has; not if other device storages exist now than then, or host memory of another size.
+            Whether it has; not if other device storages exist now than then, or host memory of other sizes.
         """
         remembered = self._remembered
         assert remembered is not None, "`remember` comes first"
-        if self._pinned_blocks or not remembered.equals(self._in_order()):
+        live = remembered.among(self._in_order())
+        if live is None or self._pinned_blocks:
             return False
         allocator, copies = remembered.allocator.copy([block for block in remembered.blocks if block is not None])
         self._allocator, self._blocks, self._pinned = allocator, {}, PinnedMemory()
         self._device_bytes = 0
-        for allocation, remembered_block in zip(remembered.live, remembered.blocks, strict=True):
-            if remembered_block is not None:
-                block = self._blocks[id(allocation)] = copies[id(remembered_block)]
+        births = sorted(each.birth for each in live)
+        for birth, former, allocation, block_then in zip(births, remembered.live, live, remembered.blocks, strict=True):
+            allocation.birth = birth
+            if allocation is not former:
+                allocation.module, allocation.phase, allocation.span = former.module, former.phase, former.span
+                allocation.recomputed, allocation.step = former.recomputed, former.step
+            if block_then is not None:
+                block = self._blocks[id(allocation)] = copies[id(block_then)]
                 allocation.num_bytes = block.num_bytes
                 allocation.rounding_bytes = block.num_bytes - allocation.requested_bytes
                 self._device_bytes += block.num_bytes

@@ -658,16 +658,6 @@ def test_ctrl_c_shows_what_was_found_until_then() -> None:
     assert "Traceback" not in complaint
 
 
-def test_a_step_does_not_depend_on_the_steps_before_it() -> None:
-    # Gradients and optimizer state that return from the host may get blocks with other unsplit remainders.
-    moving = MemorySettings(offload_optimizer=True, offload_gradients=True)
-    with stepping(Scenario.of(architecture="qwen3-moe-tiny", num_layers=1, seq_length=32)) as step:
-        before = step(PLAIN, None)
-        step(moving, None)
-        after = step(PLAIN, None)
-    assert after.peak_allocated_bytes == before.peak_allocated_bytes
-
-
 def test_a_step_with_a_limit_starts_in_a_process_of_its_own() -> None:
     # What a step without a limit has reserved is in pieces: within it, a later step would seem to need more.
     scenario = Scenario.of(architecture="phi-4-tiny", num_layers=1, seq_length=512)

@@ -1,0 +1,101 @@
+"""A simulated lab that starts over: its next step is that of a new lab, event by event."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from memlab import Lab, Layout, MemorySettings, TrainingState
+from memlab.config.allocator_settings import AllocatorSettings
+from memlab.config.scenario import Scenario
+from memlab.lab import search_steps
+from memlab.lab.search_steps import stepping
+from tests.unit.live import FULL
+from tests.unit.replayed import Case, require_identical, take_anew
+
+PLAIN = MemorySettings()
+
+
+CASES = {
+    "experts": Case(
+        architecture="qwen3-moe-tiny",
+        arguments={
+            "num_layers": 2,
+            "seq_length": 64,
+            "layout": Layout(expert_model_parallel_size=2, data_parallel_size=2),
+        },
+        settings=[
+            MemorySettings(offload_modules=("core_attn",), min_offloaded_tensor_size=0, offload_optimizer=True),
+            replace(FULL, checkpoint_input_remedy="release_storage"),
+        ],
+        allocator=AllocatorSettings(expandable_segments=True),
+    ),
+    "stage": Case(
+        architecture="phi-4-tiny",
+        arguments={
+            "num_layers": 4,
+            "seq_length": 64,
+            "num_microbatches": 3,
+            "layout": Layout(pipeline_model_parallel_size=2),
+            "state": TrainingState(use_precision_aware_optimizer=True, exp_avg_dtype="bf16"),
+        },
+        settings=[PLAIN, MemorySettings(offload_gradients=True, offload_parameters=True)],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_step_after_others_is_that_of_a_new_lab(case: Case) -> None:
+    number = 0
+    for alone, after_others in take_anew(case):
+        assert after_others is not None, "the lab could not start over"
+        require_identical(alone, after_others)
+        assert after_others.peak_reserved_bytes == alone.peak_reserved_bytes
+        assert (after_others.step_index, after_others.message) == (alone.step_index, alone.message)
+        number += 1
+    assert number == 2 * len(case.settings)
+
+
+@pytest.mark.parametrize("state", [TrainingState(fp8_format="hybrid"), TrainingState(optimizer_cpu_offload=True)])
+def test_where_a_lab_cannot_start_over_a_search_opens_another(
+    state: TrainingState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Any] = []
+    simulated_lab = search_steps._simulated_lab
+
+    def open_lab(*args: Any, **options: Any) -> Any:
+        opened.append(args)
+        return simulated_lab(*args, **options)
+
+    monkeypatch.setattr(search_steps, "_simulated_lab", open_lab)
+    scenario = Scenario.of("qwen3-moe-tiny", num_layers=1, seq_length=32, state=state)
+    with stepping(scenario) as step:
+        peaks = [step(settings, None).peak_reserved_bytes for settings in (PLAIN, FULL, PLAIN)]
+    assert len(opened) == 3
+    assert peaks[0] == peaks[2]
+
+
+def test_a_lab_keeps_its_records_and_its_limit_when_it_starts_over() -> None:
+    limit = 1 << 40
+    with Lab("phi-4-tiny", num_layers=1, seq_length=32, backend="simulated") as lab:
+        lab.device_memory_bytes = limit
+        first = lab.step(FULL)
+        assert lab.start_over()
+        assert (lab.settings, lab.records, lab.device_memory_bytes) == (PLAIN, [first], limit)
+        assert lab.step(FULL).step_index == first.step_index
+    with pytest.raises(ValueError, match="closed"):
+        lab.start_over()
+
+
+def test_a_model_that_was_built_anew_cannot_start_over() -> None:
+    with Lab("phi-4-tiny", num_layers=1, seq_length=32, backend="simulated") as lab:
+        lab.set_state(TrainingState(grad_reduce_in_bf16=True))
+        assert not lab.start_over()
+
+
+def test_real_tensors_do_not_start_over() -> None:
+    with Lab("phi-4-tiny", num_layers=1, seq_length=32, backend="cpu") as lab:
+        lab.step()
+        assert not lab.start_over()
