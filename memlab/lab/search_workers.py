@@ -251,7 +251,7 @@ def largest_of(
     def report(tried: Tried) -> None:
         seconds = time.monotonic() - started
         peak = format_bytes(tried.peak_allocated_bytes)
-        tell(f"{what} {tried.value:,}: {tried.verdict}, peak {peak} ({seconds:.0f} s so far, usually 5 to 15 values)")
+        tell(f"{what} {tried.value:,}: {tried.verdict}, peak {peak} ({seconds:.0f} s so far)")
 
     return largest(what, settings, scenarios, predict_all, limit_bytes, on_tried=report, **rest)
 
