@@ -12,9 +12,15 @@ import pytest
 
 import memlab.regression  # noqa: F401  # before any test imports nbformat, without the 2 s that its imports take
 
-gc.disable()  # until all is imported, see below
-# Before a test imports Megatron, which then would import more of torch's compiler (memlab/model/__init__.py).
-import_module("memlab.lab.lab")
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Imports Megatron before a test does, which then would import more of torch's compiler (memlab/model/__init__.py).
+
+    The process that only hands tests out to others, with ``-n``, runs none, and imports neither torch nor Megatron.
+    """
+    if config.getoption("dist", "no") == "no":
+        gc.disable()  # until all is imported, see below
+        import_module("memlab.lab.lab")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -382,10 +382,10 @@ EXERCISES = {
                 stages(3, 1),
                 stages(1, 1),
                 # The stages as they are, or others, in another job.
-                OtherLine(stages(2, 2), "num_microbatches=2 * num_ranks", "num_microbatches=2"),
-                f'{stages(2, 2)}; job = job | {{"seq_length": 128}}',
+                OtherLine(stages(2, 2), "num_microbatches=2 * num_ranks", "num_microbatches=1"),
+                f'{stages(2, 2)}; job = job | {{"seq_length": 64}}',
                 f'{stages(1, 1)}; job = job | {{"num_layers": 4}}',
-                OtherLine(stages(1, 3), "lab.step()", "lab.step(full_recompute)"),
+                OtherLine(stages(2, 2), "lab.step()", "lab.step(full_recompute)"),
                 OtherLine(stages(2, 2), "lab.step()", "lab.step(MemorySettings(offload_optimizer_except_update=True))"),
             ),
         ),
@@ -466,7 +466,7 @@ DENSE_ANSWERS = {
 }
 """The same for the dense model, which has no residual, in labs whose exercises are others with it."""
 SMALLER: dict[str, dict[str, Any]] = {
-    "01_recompute": {"seq_length": 256},
+    "01_recompute": {"num_layers": 2, "seq_length": 256},
     "02_activation_offload": {"num_layers": 2, "seq_length": 256},
     "03_parameters_gradients_optimizer": {"num_layers": 2},
     "04_moe_checkpoint_retention": {"seq_length": 128},
@@ -542,16 +542,25 @@ class PredictedJob:
     The live ranks of each layout are compared with their predictions in tests/unit/test_cpu_ranks.py, to the byte.
     """
 
-    known: ClassVar[dict[object, JobRecord]] = {}
+    known: ClassVar[dict[str, dict[str, StepRecord]]] = {}
 
     def __init__(self, architecture: str, *, ranks: object, **job: Any) -> None:
         layout: Layout = job["layout"]
         # Under random routing all ranks differ, and where no experts are spread, none gets other rows than another one.
         routing = "random:7" if layout.expert_model_parallel_size > 1 else "balanced"
-        if layout.pipeline_model_parallel_size > 1:  # more are never in flight
-            job["num_microbatches"] = min(job.get("num_microbatches", 1), layout.pipeline_model_parallel_size)
         self.scenario = Scenario.of(architecture, routing=routing, **job)
-        self.job = {"architecture": architecture, "routing": routing, **job}
+        num_microbatches = self.scenario.num_microbatches
+        if layout.pipeline_model_parallel_size > 1:  # more are never in flight
+            num_microbatches = min(num_microbatches, layout.pipeline_model_parallel_size)
+        if layout.num_layers_in_first_pipeline_stage == layout.num_layers_in_last_pipeline_stage == self.even_layers:
+            layout = replace(layout, num_layers_in_first_pipeline_stage=None, num_layers_in_last_pipeline_stage=None)
+        predicted = {"layout": layout, "num_microbatches": num_microbatches}
+        self.job = {"architecture": architecture, "routing": routing, **job, **predicted}
+
+    @property
+    def even_layers(self) -> int:
+        """The layers of a stage if all have as many: stages that are said to have these are predicted once."""
+        return self.scenario.num_layers // self.scenario.layout.pipeline_model_parallel_size
 
     def __enter__(self) -> Self:
         return self
@@ -563,13 +572,19 @@ class PredictedJob:
         """No answer depends on the longer workload, which takes as long as all answers together."""
 
     def step(self, settings: MemorySettings | None = None, *, warm_up: bool = True) -> JobRecord:
-        key = self.scenario, settings or MemorySettings()
+        key = repr((self.job, settings or MemorySettings()))  # all are values, whose repr names each field
         if key not in self.known:
-            ranks = predict_ranks(settings=settings, **self.job).values()
-            # The record of a live rank names no routing, because the router decides.
-            live = [replace(rank, scenario=replace(rank.scenario, routing=Routing())) for rank in ranks]
-            self.known[key] = JobRecord.of(live)
-        return self.known[key]
+            self.known[key] = predict_ranks(settings=settings, **self.job)
+        # The record of a live rank names no routing, because the router decides.
+        live = [
+            replace(rank, scenario=replace(self.scenario, layout=self.layout_of(rank), routing=Routing()))
+            for rank in self.known[key].values()
+        ]
+        return JobRecord.of(live)
+
+    def layout_of(self, rank: StepRecord) -> Layout:
+        """Returns the layout that was asked for, of one of its ranks."""
+        return replace(self.scenario.layout, rank=rank.scenario.layout.rank)
 
 
 class PredictedOnce:
