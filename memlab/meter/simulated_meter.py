@@ -626,7 +626,7 @@ class SimulatedMeter(StorageMeter):
                         self._abandoned.append(given_up)
             raise
         finally:
-            done.ended = time.perf_counter_ns()
+            done.ended = done.ended or time.perf_counter_ns()
             self._num_device_events += len(done.num_bytes)
         self._peak_host_bytes = max(self._peak_host_bytes, self._host_bytes + recording.most_host_bytes)
         self._host_bytes += recording.host_bytes
@@ -667,6 +667,7 @@ class SimulatedMeter(StorageMeter):
         self._device_bytes = device_bytes
 
     def _fail_replay(self, done: Replay, requested: int, limit: int) -> NoReturn:
+        done.ended = time.perf_counter_ns()  # all its events are before the failure
         recording, labels = done.recording, self._labels
         row = int(recording.on_device[len(done.num_bytes)])
         labels.phase, module = int(recording.phase[row]), int(recording.module[row])

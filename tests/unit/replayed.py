@@ -21,6 +21,8 @@ from tests.unit.live import random_settings
 _COLUMNS = ("delta_bytes", "pool", "category", "phase", "module", "storage", "rounding_bytes")
 _FIGURES = ("status", "host_bytes", "host_reserved_bytes", "residual_bytes", "without_effect")
 _FIGURES += ("offloaded_bytes_by_module", "offloaded_bytes_by_group")
+_AT_THE_END = ("alive_by_category", "alive_by_module", "passes_in_flight")
+"""Of an out-of-memory."""
 _STATES: list[dict[str, Any]] = [
     *({} for _ in range(6)),
     {"grad_reduce_in_bf16": True},
@@ -149,3 +151,6 @@ def require_identical(stepped: StepRecord, replayed: StepRecord) -> None:
     assert (np.diff(second.nanoseconds) >= 0).all()
     for name in _FIGURES:
         assert getattr(stepped, name) == getattr(replayed, name), f"{stepped.settings}: {name}"
+    if stepped.out_of_memory is not None:
+        for name in _AT_THE_END:
+            assert getattr(stepped.out_of_memory, name) == getattr(replayed.out_of_memory, name), name

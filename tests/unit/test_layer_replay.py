@@ -271,6 +271,18 @@ def test_a_replayed_step_runs_out_of_memory_where_a_stepped_one_does() -> None:
             assert first.allocated_bytes == second.allocated_bytes
 
 
+def test_what_is_allocated_when_memory_runs_out_includes_the_last_event_of_a_replayed_pass() -> None:
+    arguments = {"num_layers": 8, "seq_length": 64, "dtype": "fp32", "layout": Layout(data_parallel_size=2)}
+    case = Case(architecture="phi-4-tiny", arguments=arguments, settings=[MemorySettings()])
+    (unlimited,), _ = take(case, replay=True)
+    case = replace(case, limit_bytes=unlimited.peak_allocated_bytes * 9 // 10)
+    (stepped,), _ = take(case, replay=False)
+    (replayed,), _ = take(case, replay=True)
+    assert stepped.out_of_memory is not None and replayed.out_of_memory is not None
+    assert "decoder.layers.0" not in replayed.out_of_memory.failed_allocation.module
+    assert replayed.out_of_memory.alive_by_category == stepped.out_of_memory.alive_by_category
+
+
 @pytest.mark.parametrize("offloads_at_start", [False, True])
 def test_a_step_that_begins_again_starts_with_the_groups_that_it_found(
     monkeypatch: pytest.MonkeyPatch, offloads_at_start: bool
