@@ -413,9 +413,12 @@ class Stepper:
             self.replays = replays
 
     def _forget_replay(self) -> None:
+        """Drops what keeps tensors of the model to replay its passes and updates, or to start over."""
         if self._replay is not None:
             self._replay.release()
-            self._replay = None
+        self._replay = self._update = self._as_built = None
+        if isinstance(self.meter, SimulatedMeter):
+            self.meter.forget_remembered()
 
     def step(
         self,

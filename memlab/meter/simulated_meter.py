@@ -249,6 +249,10 @@ class SimulatedMeter(StorageMeter):
         blocks = [copies.get(id(self._blocks.get(id(allocation)))) for allocation in live]
         self._remembered = _Remembered(allocator, live, [each.requested_bytes for each in live], blocks)
 
+    def forget_remembered(self) -> None:
+        """Forgets what `remember` has kept: the model is gone."""
+        self._remembered = None
+
     def restore(self) -> bool:
         """Gives each storage the block again that it had at `remember`, in an allocator of the state at that time.
 
