@@ -195,19 +195,19 @@ class Lab:
         self._session.apply(settings)
 
     def start_over(self) -> bool:
-        """Makes a simulated lab as it was when it was opened, with plain settings: its next step is its first one.
+        """Makes a simulated lab as it was when it was opened, with plain settings.
 
-        So the next step is that of a new process: the allocator is in the state that it had after the model was built,
-        and the optimizer has no state yet. The workload and the limit of memory stay. Records stay too; later ones are
-        numbered from 1 again.
+        The next step is then that of a new process: the allocator is in the state that it had after the model was
+        built, and the optimizer has no state yet. The workload, the training state, `device_memory_bytes`,
+        `pinned_host_memory` and the records stay. The steps that follow are numbered from the beginning again.
 
         Returns:
-            Whether it is. False if only another lab can begin anew: that of another backend, one that has rebuilt its
-            model, and one in which steps have left what memlab cannot free, such as the state of a CPU optimizer. Its
-            settings are plain then, and its next step takes a warm-up first.
+            Whether that was possible. It is not on another backend, with a CPU optimizer, after a change of the
+            training state that rebuilt something, within the block of a `tap` or `residency_fault`, and where steps
+            leave what memlab does not free, as in FP8. Its settings may be plain then.
 
         Raises:
-            ValueError: If the lab is busy or closed.
+            ValueError: If the lab is busy or closed, or has ranks in other processes.
         """
         return self._one_rank("start_over").start_over()
 

@@ -2,8 +2,8 @@
 
 The simulated backend replaces torch's CUDA calls for the whole process, so a panel on a live lab cannot predict in its
 own. `PredictionProcess` starts a process that runs `main`, and sends it one question per line. That process keeps its
-simulated lab as long as the questions are about the same scenario and backend: the next answer then takes no longer
-than a step.
+simulated lab as long as the questions are about the same scenario and backend, and the lab can start over: the next
+answer then takes no longer than a step and its warm-up.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def stepping(
     That function raises `StepInterrupted` at Ctrl-C, if a step was running.
 
     Each step is the one that a new process would take, so that it depends neither on the steps before it nor on how
-    many processes a search has: the lab starts over (`Stepper.start_over`), or another one is opened where it cannot.
+    many processes a search has: the lab starts over (`Lab.start_over`), or another one is opened where it cannot.
     What earlier steps have left in the allocator could otherwise change peaks (by up to 15.7 MB of 68 GB,
     `labs/LOG.md`, 2026-11-24, night), and let a step with a limit fail or fit where it would not in a new process.
     """
@@ -62,10 +62,11 @@ def stepping(
 
         def step(settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
             nonlocal lab, is_new
-            if not is_new and not lab.start_over():
+            if not is_new and (lab.closed or not lab.start_over()):
                 opened.close()
                 lab = opened.enter_context(_simulated_lab(scenario, backend, replay=replay))
             is_new = False
+            lab.records.clear()  # the timelines of a hundred steps of a large model exceed a laptop's memory
             lab.device_memory_bytes = limit_bytes
             try:
                 if forward_only:
@@ -76,7 +77,6 @@ def stepping(
                 if lab.records and lab.records[-1].status == "interrupted":
                     raise StepInterrupted(lab.records[-1]) from None
                 raise
-            lab.records.clear()  # the timelines of a hundred steps of a large model exceed a laptop's memory
             return record
 
         yield step

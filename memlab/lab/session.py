@@ -118,7 +118,7 @@ class Session:
         self.run_exclusive(lambda: self.stepper.apply(settings), disturbs=True)
 
     def start_over(self) -> bool:
-        """Makes a simulated model as it was when it was built; see `Stepper.start_over`."""
+        """Makes a simulated model as it was when it was built; see `Lab.start_over`."""
         return self.run_exclusive(self.stepper.start_over, disturbs=True)
 
     def set_workload(self, scenario: Scenario) -> None:

@@ -32,6 +32,7 @@ from memlab.lab.progress import StepStopped
 from memlab.meter.labels import Labels, labelled_by
 from memlab.meter.protocol import Meter
 from memlab.meter.simulated_meter import SimulatedMeter
+from memlab.meter.storage_meter import StorageMeter
 from memlab.model import apply_settings, data_parallel_overlap
 from memlab.model.activation_offload.transfer_watch import OffloadWatch
 from memlab.model.as_built import AsBuilt
@@ -114,7 +115,8 @@ class Stepper:
             live = build(self.scenario, self.backend.provider_for(self.scenario), self.backend.join)
             self._adopt(live, self.settings)
             # Megatron keeps parameters of its CPU optimizer where `AsBuilt` does not look.
-            if isinstance(self.meter, SimulatedMeter) and not self.scenario.state.optimizer_cpu_offload:
+            may_start_over = not self.backend.computes and not self.scenario.state.optimizer_cpu_offload
+            if may_start_over and isinstance(self.meter, StorageMeter):
                 self._as_built = AsBuilt(live)
                 self.meter.remember()
         except BaseException as error:
@@ -139,23 +141,24 @@ class Stepper:
     def start_over(self) -> bool:
         """Implements `Lab.start_over`."""
         meter = self.meter
-        if self._as_built is None or not isinstance(meter, SimulatedMeter):
+        if self._as_built is None or self._num_taps or self.transfers.has_fault:
             return False
-        limit_bytes = meter.device_memory_bytes
-        meter.device_memory_bytes = None  # a step may have ended because not all groups fit
-        self.transfers.load()
-        self.transfers.residency.forget(GROUPS)
-        if self._update is not None:
-            self._update.start_over(self.live)
-        self.apply(MemorySettings())
-        self._as_built.restore()
-        self.release_garbage()
-        meter.free_cached_pinned_memory()
-        is_restored = meter.restore()
-        if limit_bytes is not None:
-            meter.device_memory_bytes = limit_bytes
-        if not is_restored:
-            return False
+        assert isinstance(meter, StorageMeter), "only simulated models are remembered"
+        limit_bytes, meter.device_memory_bytes = meter.device_memory_bytes, None  # a step may have exceeded it
+        try:
+            self.transfers.load()
+            self.transfers.end_step(MemorySettings())
+            if self._update is not None:
+                self._update.start_over(self.live)
+            self.apply(MemorySettings())
+            self._as_built.restore()
+            self.release_garbage()
+            meter.free_cached_pinned_memory()
+            if not meter.restore():
+                return False
+        finally:
+            if limit_bytes is not None:
+                meter.device_memory_bytes = limit_bytes
         self._follows_full_recompute = False
         self.num_steps = 0
         return True
@@ -243,6 +246,7 @@ class Stepper:
 
     def _rebuild_optimizer(self, scenario: Scenario, settings: MemorySettings) -> None:
         self._enter(scenario)
+        self._as_built = None
         set_in_place(self.live, scenario)
         release_optimizer(self.live)
         self._make_transfers()
@@ -417,7 +421,7 @@ class Stepper:
         if self._replay is not None:
             self._replay.release()
         self._replay = self._update = self._as_built = None
-        if isinstance(self.meter, SimulatedMeter):
+        if isinstance(self.meter, StorageMeter):
             self.meter.forget_remembered()
 
     def step(

@@ -87,22 +87,21 @@ class _Remembered(NamedTuple):
     """Of the allocator; None for a storage that has none."""
 
     def among(self, live: list[StorageAllocation]) -> list[StorageAllocation] | None:
-        """Returns what takes the place of each storage now: itself, or other host memory of its size.
+        """Returns what takes the place of each storage now: itself, or new host memory of its size.
 
         Args:
             live: What is allocated now, in the order of births.
 
         Returns:
-            The storages in the order of these; None if anything else is allocated, or something is not.
+            The storages in the remembered order; None if something else is allocated, or something remembered is not.
         """
-        on_device = {id(each) for each in self.live if each.pool == _DEVICE}
-        others = [each for each in live if id(each) not in on_device]
-        if len(others) != len(self.live) - len(on_device) or len(live) != len(self.live):
-            return None
-        if any(each.pool == _DEVICE for each in others):
+        known, alive = {id(each) for each in self.live}, {id(each) for each in live}
+        others = [each for each in live if id(each) not in known]
+        gone = [each for each in self.live if id(each) not in alive]
+        if len(gone) != len(others) or any(each.pool == _DEVICE for each in (*gone, *others)):
             return None
         following = iter(others)
-        now = [each if each.pool == _DEVICE else next(following) for each in self.live]
+        now = [each if id(each) in alive else next(following) for each in self.live]
         return now if [each.requested_bytes for each in now] == self.requested_bytes else None
 
 
@@ -243,21 +242,22 @@ class SimulatedMeter(StorageMeter):
         self._limit_bytes = num_bytes
 
     def remember(self) -> None:
-        """Remembers the allocator's state, and which block each storage has, for `restore`."""
+        super().remember()
         allocator, copies = self._allocator.copy(self._blocks.values())
         live = self._in_order()
         blocks = [copies.get(id(self._blocks.get(id(allocation)))) for allocation in live]
         self._remembered = _Remembered(allocator, live, [each.requested_bytes for each in live], blocks)
 
     def forget_remembered(self) -> None:
-        """Forgets what `remember` has kept: the model is gone."""
+        super().forget_remembered()
         self._remembered = None
 
     def restore(self) -> bool:
-        """Gives each storage the block again that it had at `remember`, in an allocator of the state at that time.
+        """Gives each storage the block that it had at `remember`, in an allocator that is in the state of that time.
 
         Returns:
-            Whether it has; not if other device storages exist now than then, or host memory of other sizes.
+            Whether it was possible. If other device storages exist now than then, or host memory of other sizes,
+            nothing has changed.
         """
         remembered = self._remembered
         assert remembered is not None, "`remember` comes first"
@@ -722,10 +722,12 @@ class SimulatedMeter(StorageMeter):
         allocation.reference = None
         return None if storage is None else weakref.ref(storage)
 
-    def hand_over_all(self, storages: Iterable[Any]) -> None:
-        """Stops following storages whose blocks `restore` takes back."""
+    def free_all(self, storages: Iterable[Any]) -> None:
+        """Counts storages as freed, although something refers to them; `follow` counts them again."""
         for storage in storages:
-            self._live.pop(storage._cdata).reference = None
+            allocation = self._live.get(storage._cdata)
+            if allocation is not None:
+                self._on_free(allocation)
 
     def follow(self, storage: Any, allocation: StorageAllocation) -> None:
         """Lets a storage stand for an allocation: the allocation is freed when the storage is."""

@@ -73,6 +73,7 @@ class StorageMeter:
         self._events: list[Any] = []
         """In order: an `Event`, or what stands for several (`memlab.meter.recording.Replay`)."""
         self._opening = Opening([])
+        self._remembered_bytes: tuple[int, int] | None = None
         self._in_kernel: list[StorageAllocation] = []
         self._started = time.perf_counter_ns()
         labels.on_kernel_end = self._end_kernel
@@ -80,6 +81,18 @@ class StorageMeter:
 
     def use_allocator(self, settings: AllocatorSettings) -> None:
         """Does nothing: a CPU has no caching allocator."""
+
+    def remember(self) -> None:
+        """Remembers what is allocated, for `restore`."""
+        self._remembered_bytes = self.live_bytes("device"), self.live_bytes("host")
+
+    def restore(self) -> bool:
+        """Returns whether as much is allocated as at `remember`: without an allocator, nothing else can be restored."""
+        return self._remembered_bytes == (self.live_bytes("device"), self.live_bytes("host"))
+
+    def forget_remembered(self) -> None:
+        """Forgets what `remember` has kept: the model is gone."""
+        self._remembered_bytes = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:

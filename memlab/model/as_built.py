@@ -1,12 +1,11 @@
-"""A live model as it was when it was built: what its steps have left on it is taken off again."""
+"""A live model as it was when it was built: memlab removes what its steps have left on it."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
 from memlab.model.build import LiveModel
+from memlab.model.recover_failed_step import forget_discarded_outputs
 from memlab.model.retention import megatron_globals
 
 
@@ -19,16 +18,20 @@ class AsBuilt:
 
     def __init__(self, live: LiveModel) -> None:
         self._live = live
-        self._tensors = [(owner, _tensors_of(owner)) for owner in megatron_globals.owners_of_tensors(live)]
+        self._attributes = [(owner, dict(vars(owner))) for owner in megatron_globals.owners_of_tensors(live)]
 
     def restore(self) -> None:
-        """Frees what steps have left: the optimizer's state, and what modules and Megatron's caches keep."""
+        """Frees the optimizer's state, and what modules and Megatron's caches keep since a step."""
         live = self._live
-        for owner, before in self._tensors:
+        for owner, before in self._attributes:
             attributes = vars(owner)
-            for name in _tensors_of(owner).keys() - before.keys():
-                del attributes[name]
-            attributes.update(before)
+            for name in [name for name, value in attributes.items() if isinstance(value, torch.Tensor)]:
+                if name in before:
+                    attributes[name] = before[name]
+                else:
+                    del attributes[name]
+        for module in live.modules():
+            forget_discarded_outputs(module)
         for part in live.optimizers:
             part.optimizer.state.clear()
             getattr(part.optimizer, "_scales", {}).clear()
@@ -36,7 +39,3 @@ class AsBuilt:
                 for main_parameter in group["params"]:
                     main_parameter.grad = None
         megatron_globals.empty_caches_of_steps()
-
-
-def _tensors_of(owner: Any) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in vars(owner).items() if isinstance(value, torch.Tensor)}

@@ -34,14 +34,14 @@ def recover(live: LiveModel, settings: MemorySettings, error: BaseException) -> 
     forget_communication(live)
     for module in live.modules():
         forget_pending_offload(module)
-        _forget_discarded_outputs(module)
+        forget_discarded_outputs(module)
     drop_graphs(live)
     offload_manager.empty_groups()
     apply_settings.apply(live, settings)
     gc.collect()
 
 
-def _forget_discarded_outputs(module: torch.nn.Module) -> None:
+def forget_discarded_outputs(module: torch.nn.Module) -> None:
     """Drops what a checkpoint keeps from forward until backward recomputes the output that it discarded.
 
     A module keeps its last ``CheckpointWithoutOutput`` as an attribute, and that keeps the inputs with the graph of the

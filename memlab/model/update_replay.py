@@ -61,9 +61,9 @@ class UpdateReplay:
         self._first = self._known = None
 
     def start_over(self, live: LiveModel) -> None:
-        """Takes Adam's state from the optimizers and from the meter, so that the next update is the first one again."""
-        if self._first is not None and _has_state(live):
-            self._meter.hand_over_all(storage for _, storage in self._first.storages)
+        """Takes Adam's state from the optimizers and frees it, so that the next update is the first one again."""
+        if self._first is not None:
+            self._meter.free_all(storage for _, storage in self._first.storages)
         for part in live.optimizers:
             part.optimizer.state.clear()
             _scales_of(part.optimizer).clear()

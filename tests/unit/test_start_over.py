@@ -46,6 +46,10 @@ CASES = {
 }
 
 
+def small_lab() -> Lab:
+    return Lab("phi-4-tiny", num_layers=1, seq_length=32, backend="simulated")
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_step_after_others_is_that_of_a_new_lab(case: Case) -> None:
     number = 0
@@ -79,7 +83,7 @@ def test_where_a_lab_cannot_start_over_a_search_opens_another(
 
 def test_a_lab_keeps_its_records_and_its_limit_when_it_starts_over() -> None:
     limit = 1 << 40
-    with Lab("phi-4-tiny", num_layers=1, seq_length=32, backend="simulated") as lab:
+    with small_lab() as lab:
         lab.device_memory_bytes = limit
         first = lab.step(FULL)
         assert lab.start_over()
@@ -89,10 +93,50 @@ def test_a_lab_keeps_its_records_and_its_limit_when_it_starts_over() -> None:
         lab.start_over()
 
 
-def test_a_model_that_was_built_anew_cannot_start_over() -> None:
-    with Lab("phi-4-tiny", num_layers=1, seq_length=32, backend="simulated") as lab:
-        lab.set_state(TrainingState(grad_reduce_in_bf16=True))
+@pytest.mark.parametrize(
+    "state",
+    [TrainingState(grad_reduce_in_bf16=True), TrainingState(use_precision_aware_optimizer=True, exp_avg_dtype="bf16")],
+)
+def test_a_model_that_was_built_anew_cannot_start_over(state: TrainingState) -> None:
+    with small_lab() as lab:
+        lab.set_state(state)
         assert not lab.start_over()
+
+
+def test_an_update_that_replay_did_not_see_is_undone_too() -> None:
+    with small_lab() as lab:
+        first = lab.step()
+        assert lab.start_over()
+        lab.groups_used()  # takes a step that nothing records
+        assert lab.start_over()
+        require_identical(first, lab.step())
+
+
+def test_under_a_tap_a_lab_does_not_start_over_and_loses_no_memory() -> None:
+    with small_lab() as lab:
+        reserved = lab.step().peak_reserved_bytes
+        with lab.tap(0):
+            lab.step(FULL)
+            assert not lab.start_over()
+        assert lab.start_over()
+        assert lab.step().peak_reserved_bytes == reserved
+
+
+def test_an_audit_after_starting_over_expects_no_host_copies() -> None:
+    with small_lab() as lab:
+        lab.step(MemorySettings(offload_parameters=True))
+        assert lab.start_over()
+        assert not lab.audit_residency().complaints
+
+
+def test_passes_without_backward_start_over() -> None:
+    """A recompute of the norms that no backward ends keeps what it would recompute from."""
+    selective = MemorySettings(recompute_granularity="selective", recompute_modules=("layernorm",))
+    with small_lab() as lab:
+        first = lab.forward_only(selective, warm_up=True)
+        lab.step(selective)
+        assert lab.start_over()
+        require_identical(first, lab.forward_only(selective, warm_up=True))
 
 
 def test_real_tensors_do_not_start_over() -> None:
