@@ -44,7 +44,7 @@ class Layout:
     expert_tensor_parallel_size: int | None = None
     """Ranks that share each expert's matrices; None takes `tensor_model_parallel_size`."""
     data_parallel_size: int = 1
-    """Copies of the model, each with its own batch; the optimizer state is sharded over them."""
+    """Copies of the model, each with its own batch; the distributed optimizer shards its state over them."""
     num_layers_in_first_pipeline_stage: int | None = None
     """Layers of the first stage; None splits the layers evenly."""
     num_layers_in_last_pipeline_stage: int | None = None
