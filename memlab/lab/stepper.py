@@ -149,7 +149,7 @@ class Stepper:
             self.transfers.load()
             self.transfers.end_step(MemorySettings())
             if self._update is not None:
-                self._update.start_over(self.live)
+                self._update.free_state()
             self.apply(MemorySettings())
             self._as_built.restore()
             self.release_garbage()

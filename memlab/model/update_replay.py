@@ -60,13 +60,10 @@ class UpdateReplay:
         """Forgets what was recorded: the training state changes, or a step ended early."""
         self._first = self._known = None
 
-    def start_over(self, live: LiveModel) -> None:
-        """Takes Adam's state from the optimizers and frees it, so that the next update is the first one again."""
+    def free_state(self) -> None:
+        """Frees Adam's state for the meter, but keeps its tensors for the next first update."""
         if self._first is not None:
             self._meter.free_all(storage for _, storage in self._first.storages)
-        for part in live.optimizers:
-            part.optimizer.state.clear()
-            _scales_of(part.optimizer).clear()
 
     def __call__(self, live: LiveModel) -> None:
         """Takes the place of `update_parameters`."""
