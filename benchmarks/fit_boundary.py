@@ -237,7 +237,13 @@ def measure(out: Path, names: list[str], expected: dict[str, int], jobs: int, le
             print(f"{name}: left out, it has {scenario.layout.world_size} ranks", flush=True)
             return
         room = expected.get(name, 100 * GIB) * 23 // 20 + _BESIDE_A_CAP_BYTES  # without a cap more is reserved
-        limit = Limit.find(partial(take_step_in_processes, name, gpus, room), expected_bytes=expected.get(name))
+        attempt = partial(take_step_in_processes, name, gpus, room)
+
+        def completes(limit_bytes: int) -> bool:
+            record = attempt(limit_bytes)
+            return record is not None and record.status == "ok"
+
+        limit = Limit.find(attempt(None), completes, expected_bytes=expected.get(name))
         with writing, out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(limit.to_dict()) + "\n")
             print(f"{name}: {limit.fails_bytes / 1e9:.2f} to {limit.fits_bytes / 1e9:.2f} GB", flush=True)

@@ -31,6 +31,8 @@ class Block:
     after: Block | None = None
     free_since: int = 0
     """When a simulated pool got it back, on the pool's clock."""
+    number: int = -1
+    """In a `RequestLog`: of the request that got it."""
 
 
 class Blocks:

@@ -9,11 +9,13 @@ A block belongs to the stream that was current when its segment was reserved, an
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from memlab.allocator.pools import ExpandablePool, SegmentPool, pool_number
 from memlab.allocator.replay import Block
+from memlab.allocator.request_log import RequestLog
 from memlab.allocator.rules import LARGE_SEGMENT_BYTES, SMALL_REQUEST_BYTES, rounded_bytes, segment_bytes
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.units import MIB
@@ -36,6 +38,7 @@ class CachingAllocator:
         self._small, self._large = self._kind(0), self._kind(1)
         self._of_streams: dict[int, SegmentPool] = {}
         """The pools of other streams, by number."""
+        self._log: RequestLog | None = None
 
     @property
     def reserved_bytes(self) -> int:
@@ -73,6 +76,8 @@ class CachingAllocator:
                 block.after.before = after
             block.after, block.num_bytes = after, num_bytes
             pool.offer(after)
+        if self._log is not None:
+            self._log.allocated(block, requested_bytes, stream)
         return block
 
     def makes_space(self, requested_bytes: int, limit_bytes: int, stream: int = 0) -> bool:
@@ -99,15 +104,32 @@ class CachingAllocator:
 
     def free(self, block: Block) -> None:
         """Frees a block, and merges it with its free neighbours."""
+        if self._log is not None:
+            self._log.freed(block)
         number = pool_number(block)
         (self._large if number == 1 else self._small if number == 0 else self._of_streams[number]).free(block)
 
     def empty_cache(self) -> None:
         """Returns the segments or pages in which nothing is allocated to the device."""
+        if self._log is not None:
+            self._log.emptied()
         for pool in self._pools():
             pool.empty()
         # A stream that is used again gets a pool again; programs make new streams, and each pool takes time.
         self._of_streams = {number: pool for number, pool in self._of_streams.items() if pool.reserved_bytes}
+
+    @contextmanager
+    def logging_requests(self, blocks: Iterable[Block]) -> Iterator[RequestLog]:
+        """Logs what is asked of this allocator in the block.
+
+        Args:
+            blocks: All that are allocated.
+        """
+        log = self._log = RequestLog(self, blocks)
+        try:
+            yield log
+        finally:
+            self._log = None
 
     def state(self) -> tuple[Any, ...]:
         """Returns what decides about later requests, beside the allocated blocks."""
@@ -116,7 +138,7 @@ class CachingAllocator:
         return *(pool.state() for pool in self._pools()), clock
 
     def copy(self, blocks: Iterable[Block]) -> tuple[CachingAllocator, dict[int, Block]]:
-        """Returns an allocator in the same state, for requests that may have to be undone.
+        """Returns an allocator in the same state and without a log, for requests that may have to be undone.
 
         Args:
             blocks: All that are allocated.

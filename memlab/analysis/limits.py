@@ -16,10 +16,6 @@ _TOLERANCE = 0.0005
 _AROUND_THE_EXPECTED = tuple(share * _TOLERANCE for share in (0.5, -0.5, 2, -2, 8, -8))
 """Where a bisection begins if it knows what to expect: as shares of the expected limit, off it."""
 
-Attempt = Callable[[int | None], StepRecord | None]
-"""Takes a step with so many bytes that torch may reserve (None: without a limit), in a fresh process or lab; None if
-even the model did not fit."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
@@ -49,17 +45,19 @@ class Limit:
             )
 
     @classmethod
-    def find(cls, attempt: Attempt, *, expected_bytes: int | None = None) -> Limit:
+    def find(
+        cls, free: StepRecord | None, completes: Callable[[int], bool], *, expected_bytes: int | None = None
+    ) -> Limit:
         """Bisects the limit of a step.
 
         Args:
-            attempt: Takes the step.
+            free: The step without a limit; None if it ended with an error.
+            completes: Says whether the step completes if torch may reserve so many bytes, in a process of its own.
             expected_bytes: A prediction, near which the bisection begins; it saves attempts and changes no result.
 
         Raises:
             ValueError: If the step does not complete without a limit.
         """
-        free = attempt(None)
         if free is None or free.status != "ok" or free.peak_reserved_bytes is None:
             raise ValueError(f"{free or 'the step'} did not complete on a GPU, so it has no limit: choose another step")
         fails = int(free.peak_allocated_bytes * (1 - _TOLERANCE))
@@ -68,8 +66,7 @@ class Limit:
         while fits - fails > _TOLERANCE * fits:
             near = [num_bytes for num_bytes in near if fails < num_bytes < fits]
             middle = near.pop(0) if near else (fails + fits) // 2
-            record = attempt(middle)
-            if record is not None and record.status == "ok":
+            if completes(middle):
                 fits = middle
             else:
                 fails = middle

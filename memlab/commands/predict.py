@@ -169,14 +169,14 @@ def _take_steps(
         progress = ProgressLines(f"rank {rank}")
         with stepping(
             scenario, forward_only=arguments.forward_only, replay=arguments.replay, on_progress=progress
-        ) as step:
-            record = step(settings, arguments.device_memory)
+        ) as steps:
+            record = steps(settings, arguments.device_memory)
             if arguments.out is not None:
                 folder = arguments.out / f"rank-{rank}" if len(scenarios) > 1 else arguments.out
                 save_record(record, folder, snapshot=arguments.snapshot)
             found.records.append(record)
             if arguments.gpu_memory is not None:
-                found.verdicts.append(judge(record, step, limit_for_torch(arguments.gpu_memory, scenario.layout)))
+                found.verdicts.append(judge(record, steps, limit_for_torch(arguments.gpu_memory, scenario.layout)))
         if len(scenarios) > 1:
             left = remaining(time.monotonic() - started, number, len(scenarios) - number)
             peak = format_bytes(record.peak_allocated_bytes)
@@ -216,8 +216,8 @@ def _fit(judged: StepRecord, records: list[StepRecord], arguments: argparse.Name
     others = [record.scenario for record in records if record is not judged]
     fit = None
     try:
-        with stepping(judged.scenario, replay=arguments.replay, on_progress=progress) as step:
-            fit = judge_fit(judged, step, arguments.gpu_memory)
+        with stepping(judged.scenario, replay=arguments.replay, on_progress=progress) as steps:
+            fit = judge_fit(judged, steps, arguments.gpu_memory)
         fit = _with_expandable_segments(fit, records, replay=arguments.replay)
         return _on_all_ranks(fit, others, replay=arguments.replay)
     except FitInterrupted as interrupted:
@@ -237,8 +237,8 @@ def _with_expandable_segments(fit: Fit, records: list[StepRecord], *, replay: bo
     worst_verdict: Verdict = "fits"
     for record in records:
         scenario = replace(record.scenario, allocator=replace(own, expandable_segments=True))
-        with stepping(scenario, replay=replay) as step:
-            verdict = judge(step(record.settings, None), step, fit.limit_bytes)
+        with stepping(scenario, replay=replay) as steps:
+            verdict = judge(steps(record.settings), steps, fit.limit_bytes)
         worst_verdict = max(worst_verdict, verdict, key=VERDICTS.index)
         if verdict == "does not fit":
             break
@@ -250,10 +250,10 @@ def _on_all_ranks(fit: Fit, others: list[Scenario], *, replay: bool) -> Fit:
     left = list(fit.alternatives)
     for scenario in others if left else []:
         tried, left = left, []
-        with stepping(scenario, replay=replay) as step:
+        with stepping(scenario, replay=replay) as steps:
             for choice in tried:
-                record = step(choice.settings, None)
-                if fits(record, step, fit.limit_bytes):
+                record = steps(choice.settings)
+                if fits(record, steps, fit.limit_bytes):
                     peak = max(choice.peak_allocated_bytes, record.peak_allocated_bytes)
                     left.append(replace(choice, peak_allocated_bytes=peak))
     return replace(fit, alternatives=tuple(left))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -13,20 +13,26 @@ from memlab.fitting.measured_margin import gathers_fp8, limit_with_margin, measu
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.fitting.recompute_cost import recomputed_operations
 from memlab.record.step_record import StepRecord
-from memlab.units import MIB, format_bytes
+from memlab.units import format_bytes
 
-Step = Callable[[MemorySettings, int | None], StepRecord]
-"""Takes a step under settings, with a limit in bytes for what torch may reserve, or without one."""
+
+class Steps(Protocol):
+    """Takes steps of one rank, or passes without backward."""
+
+    def __call__(self, settings: MemorySettings, limit_bytes: int | None = None) -> StepRecord:
+        """Takes a step under settings, with a limit for what torch may reserve, or without one."""
+
+    def completes(self, record: StepRecord, limit_bytes: int) -> bool:
+        """Returns whether a step, taken without a limit, completes if torch may reserve only so many bytes.
+
+        Between what it allocated and what it reserved, torch releases cached memory when it must, and may then find no
+        block for a request.
+        """
 
 
 Verdict = Literal["fits", "may fit", "does not fit"]
 """On a measured or predicted step. "may fit": the predicted step completes within the limit, but it would not with the
 margin of `memlab.fitting.measured_margin`, or with as many FP8 gathers as torch may keep."""
-_STEPS_BEFORE_IN_A_NEW_PROCESS = 1
-"""The warm-up step."""
-_MOST_SAVED_BY_OTHER_STEPS, _LEAST_ROOM_BYTES = 10, 64 * MIB
-"""A step reserved up to 9 % less in a process that had taken other steps than in a new process (`labs/LOG.md`,
-2026-11-24, night). If a tenth more, plus some segments, is still within the limit, no step is taken to find out."""
 VERDICTS: tuple[Verdict, ...] = ("fits", "may fit", "does not fit")
 """From the best to the worst."""
 
@@ -163,12 +169,12 @@ class FitInterrupted(KeyboardInterrupt):
         self.fit = fit
 
 
-def judge_fit(record: StepRecord, step: Step, gpu_memory_bytes: int) -> Fit:
+def judge_fit(record: StepRecord, steps: Steps, gpu_memory_bytes: int) -> Fit:
     """Compares a step with a GPU's memory, and where it does not fit, predicts what would.
 
     Args:
         record: A step that finished.
-        step: Takes another step of the same scenario.
+        steps: Takes further steps of the same scenario.
         gpu_memory_bytes: Of the whole GPU.
 
     Raises:
@@ -179,7 +185,7 @@ def judge_fit(record: StepRecord, step: Step, gpu_memory_bytes: int) -> Fit:
     is_measured = record.backend != "simulated"
 
     def verdict_within(bytes_for_torch: int) -> Verdict:
-        return judge(record, step, bytes_for_torch, with_margin=not is_measured)
+        return judge(record, steps, bytes_for_torch, with_margin=not is_measured)
 
     verdict = verdict_within(limit_bytes)
     may_be_less = verdict != "does not fit" and outside.most_bytes > outside.total_bytes
@@ -198,7 +204,7 @@ def judge_fit(record: StepRecord, step: Step, gpu_memory_bytes: int) -> Fit:
     )
     fitting: list[Alternative] = []
     try:
-        fitting.extend(_alternatives(record, step, limit_bytes) if can_be_helped else ())
+        fitting.extend(_alternatives(record, steps, limit_bytes) if can_be_helped else ())
     except KeyboardInterrupt:
         raise FitInterrupted(replace(fit, alternatives=_by_cost(fitting))) from None
     return replace(fit, alternatives=_by_cost(fitting))
@@ -208,13 +214,13 @@ def _by_cost(alternatives: list[Alternative]) -> tuple[Alternative, ...]:
     return tuple(sorted(alternatives, key=lambda one: (one.recomputed_operations, one.transferred_bytes)))
 
 
-def _alternatives(record: StepRecord, step: Step, limit_bytes: int) -> Iterator[Alternative]:
+def _alternatives(record: StepRecord, steps: Steps, limit_bytes: int) -> Iterator[Alternative]:
     """Takes a step under each setting that does one thing more, and yields those that fit."""
     own, *others = candidates(record.settings, record.scenario, depth=1, with_remedy=record.residual_bytes > 0)
     assert own == record.settings
     for settings in others:
-        other = step(settings, None)
-        if fits(other, step, limit_bytes):
+        other = steps(settings)
+        if fits(other, steps, limit_bytes):
             yield Alternative(
                 settings=settings,
                 peak_allocated_bytes=other.peak_allocated_bytes,
@@ -223,39 +229,27 @@ def _alternatives(record: StepRecord, step: Step, limit_bytes: int) -> Iterator[
             )
 
 
-def judge(record: StepRecord, step: Step, limit_bytes: int, *, with_margin: bool = True) -> Verdict:
-    """Returns the verdict on a step within a limit; takes further steps if that is unclear.
+def judge(record: StepRecord, steps: Steps, limit_bytes: int, *, with_margin: bool = True) -> Verdict:
+    """Returns the verdict on a step within a limit.
 
     Args:
         record: Of the step, without a limit.
-        step: Takes the step again with a limit.
+        steps: Says whether it completes within less.
         limit_bytes: What torch may hold.
         with_margin: Whether to leave the measured margin, which is that of predictions for GPUs. A measured step, and
             one that was predicted for a CPU, have none.
     """
     least_bytes = limit_with_margin(limit_bytes, record.scenario) if with_margin else limit_bytes
-    if fits(record, step, least_bytes - record.kept_gather_bytes):
+    if fits(record, steps, least_bytes - record.kept_gather_bytes):
         return "fits"
-    return "may fit" if with_margin and fits(record, step, limit_bytes) else "does not fit"
+    return "may fit" if with_margin and fits(record, steps, limit_bytes) else "does not fit"
 
 
-def fits(record: StepRecord, step: Step, limit_bytes: int) -> bool:
-    """Whether a step completes with so many bytes that torch may reserve; takes another step if that is unclear.
-
-    A step that reserved no more than the limit in a new process fits; one that allocated more does not. Between the
-    two, torch releases cached memory when it must, and only a step with that limit shows whether it then finds a block
-    for each request. In a new process, the first step allocates the optimizer state between its activations. So the
-    blocks that it leaves free for the next step are smaller than those in a process that has taken steps under other
-    settings.
-    """
+def fits(record: StepRecord, steps: Steps, limit_bytes: int) -> bool:
+    """Whether a step completes with so many bytes that torch may reserve: never with less than it allocated."""
     if record.peak_allocated_bytes > limit_bytes:
         return False
-    reserved = record.peak_reserved_bytes
-    if reserved is None:
-        return True
-    if record.step_index > _STEPS_BEFORE_IN_A_NEW_PROCESS:
-        reserved += reserved // _MOST_SAVED_BY_OTHER_STEPS + _LEAST_ROOM_BYTES
-    return reserved <= limit_bytes or step(record.settings, limit_bytes).status == "ok"
+    return record.peak_reserved_bytes is None or steps.completes(record, limit_bytes)
 
 
 def transferred_bytes(record: StepRecord) -> int:

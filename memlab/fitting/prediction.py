@@ -8,7 +8,7 @@ from typing import Self
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.fitting.does_it_fit import Step, Verdict, judge, transferred_bytes
+from memlab.fitting.does_it_fit import Steps, Verdict, judge, transferred_bytes
 from memlab.record.step_record import StepRecord
 
 
@@ -39,12 +39,12 @@ class Prediction:
         return self.verdict != "does not fit"
 
     @classmethod
-    def of(cls, record: StepRecord, step: Step, limit_bytes: int, *, on_cpu: bool = False) -> Self:
+    def of(cls, record: StepRecord, steps: Steps, limit_bytes: int, *, on_cpu: bool = False) -> Self:
         """Judges a step that was taken without a limit.
 
         Args:
             record: Of the step.
-            step: Takes the step again with the limit, if only that shows whether it fits.
+            steps: Says whether it completes within the limit.
             limit_bytes: What torch may reserve.
             on_cpu: Whether the step was predicted for a CPU.
         """
@@ -55,7 +55,7 @@ class Prediction:
             start_bytes=record.static_bytes - record.residual_bytes,
             transferred_bytes=transferred_bytes(record),
             host_bytes=record.host_bytes,
-            verdict=judge(record, step, limit_bytes, with_margin=not on_cpu),
+            verdict=judge(record, steps, limit_bytes, with_margin=not on_cpu),
             without_effect=frozenset(record.without_effect),
             peak_phase=record.peak_phase,
         )

@@ -21,9 +21,8 @@ from typing import Any
 from memlab.backends.simulated import predicting
 from memlab.config.scenario import Scenario, routed_by_chance
 from memlab.config.settings import MemorySettings
-from memlab.fitting.does_it_fit import Step
 from memlab.lab.environment import variables_that_import_memlab
-from memlab.lab.search_steps import NO_GPU, stepping
+from memlab.lab.search_steps import NO_GPU, SimulatedSteps, stepping
 from memlab.record.step_record import StepRecord
 
 _PROGRAM = "from memlab.quiet_import import imported; imported('memlab.lab.prediction_process').main()"
@@ -98,18 +97,18 @@ def main() -> None:
     gc.freeze()  # as in memlab/__init__.py: this process is the predictions' own
     answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
     open_for: tuple[Scenario, str] | None = None
-    step: Step | None = None
+    steps: SimulatedSteps | None = None
     with ExitStack() as opened:
         for line in sys.stdin:
             question = json.loads(line)
             scenario, backend_name = Scenario.from_dict(question["scenario"]), question["backend"]
             try:
-                if step is None or (scenario, backend_name) != open_for:
-                    step = None
+                if steps is None or (scenario, backend_name) != open_for:
+                    steps = None
                     opened.close()
-                    step = opened.enter_context(stepping(scenario, backend=predicting(backend_name)))
+                    steps = opened.enter_context(stepping(scenario, backend=predicting(backend_name)))
                     open_for = scenario, backend_name
-                record = step(MemorySettings.from_dict(question["settings"]), None)
+                record = steps(MemorySettings.from_dict(question["settings"]))
                 answer = replace(record, timeline=None).to_dict()
             except ValueError as error:
                 answer = {"refused": str(error)}

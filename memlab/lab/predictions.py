@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from memlab.allocator.request_log import RequestLog
 from memlab.analysis.limits import Limit
 from memlab.config.architectures import Architecture
 from memlab.config.layout import Layout
@@ -15,6 +16,7 @@ from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario, routed_by_chance
 from memlab.config.settings import MemorySettings
 from memlab.lab.lab import Lab
+from memlab.lab.search_steps import stepping
 from memlab.record.step_record import StepRecord
 
 _DRAWS = 3
@@ -106,7 +108,7 @@ def _predictions(measured: Sequence[StepRecord]) -> Iterator[StepRecord]:
 
 
 def predict_limit(scenario: Scenario, settings: MemorySettings) -> Limit:
-    """Predicts the smallest memory with which a step completes; each attempt has labs of its own.
+    """Predicts the smallest memory with which a step completes in a process of its own.
 
     Where experts are spread over ranks, the limit depends on how many rows the experts of each layer get: it is the one
     with which the step completes under each of several random routings.
@@ -119,22 +121,14 @@ def predict_limit(scenario: Scenario, settings: MemorySettings) -> Limit:
     draws = chance.routing.kind == "random" and chance.rows_vary
     routings = [replace(chance.routing, seed=seed) for seed in range(_DRAWS)] if draws else [chance.routing]
 
-    def attempt(limit_bytes: int | None) -> StepRecord:
-        most: StepRecord | None = None
-        for routing, rank in product(routings, chance.ranks_of_every_kind):
-            one = replace(chance, routing=routing, layout=replace(chance.layout, rank=rank))
-            model, workload = _split(one)
-            with Lab(**model, **workload, backend="simulated") as lab:
-                lab.device_memory_bytes = limit_bytes
-                record = lab.step(settings)
-            if record.status != "ok":
-                return record
-            if most is None or (record.peak_reserved_bytes or 0) > (most.peak_reserved_bytes or 0):
-                most = record
-        assert most is not None, "a job has ranks"
-        return most
-
-    return Limit.find(attempt)
+    taken: list[tuple[StepRecord, RequestLog]] = []
+    for routing, rank in product(routings, chance.ranks_of_every_kind):
+        with stepping(replace(chance, routing=routing, layout=replace(chance.layout, rank=rank))) as steps:
+            record = steps(settings)
+            assert steps.requests is not None, "torch's allocator is simulated"
+            taken.append((record, steps.requests))
+    most, _ = max(taken, key=lambda each: each[0].peak_reserved_bytes or 0)
+    return Limit.find(most, lambda limit_bytes: all(log.completes_within(limit_bytes) for _, log in taken))
 
 
 def _split(scenario: Scenario) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -23,7 +23,7 @@ from memlab.model.training_step import train_step
 from memlab.record.job_record import JobRecord
 from memlab.record.offload_audit import OffloadAudit
 from memlab.record.step_record import StepRecord
-from memlab.units import parse_bytes
+from memlab.units import MIB, parse_bytes
 
 
 class Probes:
@@ -103,11 +103,16 @@ def check_device_memory(num_bytes: int | None) -> None:
         )
 
 
+_STEPS_BEFORE_IN_A_NEW_PROCESS = 1
+"""The warm-up step."""
+_MOST_SAVED_BY_OTHER_STEPS, _LEAST_ROOM_BYTES = 10, 64 * MIB
+"""A step reserved up to 9 % less in a process that had taken other steps than in a new process (`labs/LOG.md`,
+2026-11-24, night). If a tenth more, plus some segments, is still within the limit, no step is taken to find out."""
 _WORKLOAD_OF_A_PASS = ("seq_length", "micro_batch_size", "num_microbatches")
 
 
-class _Steps(Protocol):
-    """What `judge_with_steps` needs of a lab."""
+class _LabOrRanks(Protocol):
+    """What `judge_with_steps` needs of a lab, of one rank or several."""
 
     device_memory_bytes: int | None
 
@@ -129,7 +134,33 @@ class _Steps(Protocol):
     def apply(self, settings: MemorySettings) -> None: ...
 
 
-def judge_with_steps(lab: _Steps, record: StepRecord, gpu_memory: str | int, own: Scenario) -> Fit:
+class _StepsOfLab:
+    """Takes steps on a lab that has taken others, like the step of a record."""
+
+    def __init__(self, lab: _LabOrRanks, record: StepRecord) -> None:
+        self._lab, self._forward_only = lab, record.forward_only
+        self._workload: dict[str, int] = {name: getattr(record.scenario, name) for name in _WORKLOAD_OF_A_PASS}
+
+    def __call__(self, settings: MemorySettings, limit_bytes: int | None = None) -> StepRecord:
+        """Takes a step, or a pass without backward."""
+        self._lab.device_memory_bytes = limit_bytes
+        if self._forward_only:
+            return self._lab.forward_only(settings, warm_up=True, **self._workload)
+        return self._lab.step(settings)
+
+    def completes(self, record: StepRecord, limit_bytes: int) -> bool:
+        """Implements `memlab.fitting.does_it_fit.Steps.completes`: takes the step with the limit, if that may decide.
+
+        In a new process, the first step allocates the optimizer state between its activations. So the blocks that it
+        leaves free for the next step are smaller than those in a process that has taken steps under other settings.
+        """
+        reserved_bytes = record.peak_reserved_bytes or 0
+        if record.step_index > _STEPS_BEFORE_IN_A_NEW_PROCESS:
+            reserved_bytes += reserved_bytes // _MOST_SAVED_BY_OTHER_STEPS + _LEAST_ROOM_BYTES
+        return reserved_bytes <= limit_bytes or self(record.settings, limit_bytes).status == "ok"
+
+
+def judge_with_steps(lab: _LabOrRanks, record: StepRecord, gpu_memory: str | int, own: Scenario) -> Fit:
     """Implements `Lab.fit`; `own` is the scenario of the lab's further steps, or of its passes like the record's."""
     num_bytes = parse_bytes(gpu_memory) if isinstance(gpu_memory, str) else gpu_memory
     if not is_whole_number(num_bytes):
@@ -137,15 +168,9 @@ def judge_with_steps(lab: _Steps, record: StepRecord, gpu_memory: str | int, own
     if record.status != "ok":
         raise ValueError(f"{record} did not finish, so memlab cannot compare it with a GPU: take a step that fits")
     _check_same_scenario(own, record)
-    workload: dict[str, int] = {name: getattr(record.scenario, name) for name in _WORKLOAD_OF_A_PASS}
     limit_before, settings_before = lab.device_memory_bytes, lab.settings
-
-    def step(settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
-        lab.device_memory_bytes = limit_bytes
-        return lab.forward_only(settings, warm_up=True, **workload) if record.forward_only else lab.step(settings)
-
     try:
-        return judge_fit(record, step, num_bytes)
+        return judge_fit(record, _StepsOfLab(lab, record), num_bytes)
     finally:
         lab.device_memory_bytes = limit_before
         if lab.settings != settings_before:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.fitting.does_it_fit import Step
 from memlab.fitting.prediction import Prediction
 from memlab.quiet_import import imported
 from memlab.record.step_record import StepRecord
 
 if TYPE_CHECKING:
+    from memlab.allocator.request_log import RequestLog
     from memlab.backends import Backend
     from memlab.lab.lab import Lab
     from memlab.lab.progress import Progress
@@ -38,6 +39,80 @@ class StepInterrupted(KeyboardInterrupt):
         self.record = record
 
 
+class SimulatedSteps:
+    """Takes steps of one rank on a simulated lab: each is the one that a new process would take.
+
+    So it depends neither on the steps before it nor on how many processes a search has: the lab starts over
+    (`Lab.start_over`), or another one is opened where it cannot. What earlier steps have left in the allocator could
+    otherwise change peaks (by up to 15.7 MB of 68 GB, `labs/LOG.md`, 2026-11-24, night), and let a step fit where it
+    would not in a new process.
+
+    Args:
+        open_lab: Opens a lab.
+        forward_only: Takes passes without backward.
+        on_progress: As for `Lab.step`.
+    """
+
+    def __init__(
+        self,
+        open_lab: Callable[[], AbstractContextManager[Lab]],
+        *,
+        forward_only: bool,
+        on_progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self._open_lab, self._forward_only, self._on_progress = open_lab, forward_only, on_progress
+        self._opened = ExitStack()
+        self._lab: Lab | None = None
+        self._last: StepRecord | None = None
+        self.requests: RequestLog | None = None
+        """What the last step, if it had no limit, has asked of the allocator, with its warm-up step; None on a backend
+        that has no allocator."""
+
+    def __call__(self, settings: MemorySettings, limit_bytes: int | None = None) -> StepRecord:
+        """Takes a step, and keeps no record.
+
+        Raises:
+            StepInterrupted: At Ctrl-C, if a step was running.
+        """
+        lab = self._new_lab()
+        lab.device_memory_bytes = limit_bytes
+        session: Any = lab._session
+        self.requests = None
+        try:
+            with session.logging_requests() if limit_bytes is None else nullcontext() as self.requests:
+                if self._forward_only:
+                    record = lab.forward_only(settings, warm_up=True)
+                else:
+                    record = lab.step(settings, on_progress=self._on_progress)
+        except KeyboardInterrupt:
+            if lab.records and lab.records[-1].status == "interrupted":
+                raise StepInterrupted(lab.records[-1]) from None
+            raise
+        lab.records.clear()  # the timelines of a hundred steps of a large model exceed a laptop's memory
+        self._last = record
+        return record
+
+    def completes(self, record: StepRecord, limit_bytes: int) -> bool:
+        """Implements `Steps.completes`: asks an allocator with the limit for what the step has asked its own."""
+        if record is not self._last or self.requests is None:
+            record = self(record.settings)
+        reserved_bytes = record.peak_reserved_bytes
+        if self.requests is None or reserved_bytes is None or reserved_bytes <= limit_bytes:
+            return True
+        return self.requests.completes_within(limit_bytes)
+
+    def close(self) -> None:
+        """Closes the lab."""
+        self._opened.close()
+
+    def _new_lab(self) -> Lab:
+        """Returns a lab as it is when it is opened."""
+        if self._lab is None or self._lab.closed or not self._lab.start_over():
+            self._opened.close()
+            self._lab = self._opened.enter_context(self._open_lab())
+        return self._lab
+
+
 @contextmanager
 def stepping(
     scenario: Scenario,
@@ -46,40 +121,13 @@ def stepping(
     backend: str | Backend = "simulated",
     replay: bool = True,
     on_progress: Callable[[Progress], None] | None = None,
-) -> Iterator[Step]:
-    """Opens a simulated lab for the block, and yields a function that takes a step and keeps no record.
-
-    That function raises `StepInterrupted` at Ctrl-C, if a step was running.
-
-    Each step is the one that a new process would take, so that it depends neither on the steps before it nor on how
-    many processes a search has: the lab starts over (`Lab.start_over`), or another one is opened where it cannot.
-    What earlier steps have left in the allocator could otherwise change peaks (by up to 15.7 MB of 68 GB,
-    `labs/LOG.md`, 2026-11-24, night), and let a step with a limit fail or fit where it would not in a new process.
-    """
-    with ExitStack() as opened:
-        lab = opened.enter_context(_simulated_lab(scenario, backend, replay=replay))
-        is_new = True
-
-        def step(settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
-            nonlocal lab, is_new
-            if not is_new and (lab.closed or not lab.start_over()):
-                opened.close()
-                lab = opened.enter_context(_simulated_lab(scenario, backend, replay=replay))
-            is_new = False
-            lab.records.clear()  # the timelines of a hundred steps of a large model exceed a laptop's memory
-            lab.device_memory_bytes = limit_bytes
-            try:
-                if forward_only:
-                    record = lab.forward_only(settings, warm_up=True)
-                else:
-                    record = lab.step(settings, on_progress=on_progress)
-            except KeyboardInterrupt:
-                if lab.records and lab.records[-1].status == "interrupted":
-                    raise StepInterrupted(lab.records[-1]) from None
-                raise
-            return record
-
-        yield step
+) -> Iterator[SimulatedSteps]:
+    """Takes steps of a scenario in the block, on a simulated lab."""
+    steps = SimulatedSteps(
+        partial(_simulated_lab, scenario, backend, replay=replay), forward_only=forward_only, on_progress=on_progress
+    )
+    with closing(steps):
+        yield steps
 
 
 @contextmanager
@@ -118,7 +166,7 @@ class Predictor:
         del report
         self._lab = ExitStack()
         self._open_for: tuple[Scenario, str] | None = None
-        self._step: Step | None = None
+        self._steps: SimulatedSteps | None = None
         imported("memlab.lab.lab")  # with torch and Megatron
 
         # As in memlab/__init__.py: this process is the search's own.
@@ -144,11 +192,11 @@ class Predictor:
         """
         from memlab.backends.simulated import predicting
 
-        if self._step is None or (scenario, backend) != self._open_for:
+        if self._steps is None or (scenario, backend) != self._open_for:
             self.close()
             opened = stepping(scenario, replay=replay, backend=predicting(backend))
-            self._step, self._open_for = self._lab.enter_context(opened), (scenario, backend)
-        return Prediction.of(self._step(settings, None), self._step, limit_bytes, on_cpu=backend == "cpu")
+            self._steps, self._open_for = self._lab.enter_context(opened), (scenario, backend)
+        return Prediction.of(self._steps(settings), self._steps, limit_bytes, on_cpu=backend == "cpu")
 
     def communicate(self, scenario: Scenario, settings: MemorySettings) -> dict[str, int]:
         """Counts what a rank sends in a step, by kind of collective, on a lab of its own."""
@@ -159,5 +207,5 @@ class Predictor:
 
     def close(self) -> None:
         """Closes the lab."""
-        self._step = None
+        self._steps = None
         self._lab.close()

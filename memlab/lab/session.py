@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TypeVar
 
+from memlab.allocator.request_log import RequestLog
 from memlab.backends import Backend
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.model_restrictions import check_on_model
@@ -18,6 +20,7 @@ from memlab.fitting.out_of_memory_verdict import judge, name_smaller_loss
 from memlab.lab.progress import Progress, StepMonitor
 from memlab.lab.stepper import ModelLost, Stepper
 from memlab.lab.worker import Worker
+from memlab.meter.simulated_meter import SimulatedMeter
 from memlab.model.process_group import agreed_with_rank_0
 from memlab.record.state_change import StateChange
 from memlab.record.step_record import StepRecord
@@ -116,6 +119,11 @@ class Session:
         """Implements `Lab.apply`."""
         self.check(settings)
         self.run_exclusive(lambda: self.stepper.apply(settings), disturbs=True)
+
+    def logging_requests(self) -> AbstractContextManager[RequestLog | None]:
+        """Returns a context that logs what is asked of a simulated allocator; None on another backend."""
+        meter = self.stepper.meter
+        return meter.logging_requests() if isinstance(meter, SimulatedMeter) else nullcontext()
 
     def start_over(self) -> bool:
         """Makes a simulated model as it was when it was built; see `Lab.start_over`."""

@@ -622,7 +622,7 @@ class Stepper:
         settings = self.settings
         return (
             self.scenario.layout.pipeline_model_parallel_size == 1
-            and settings.recompute_granularity != "full"
+            and not self._recomputes_all_of_moe
             and settings.activation_offload_fraction == 1
             and self.meter.device_memory_bytes is None
         )

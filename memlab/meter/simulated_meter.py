@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import compress, count
 from operator import attrgetter, is_not, not_
 from types import MappingProxyType
@@ -18,6 +18,7 @@ import torch
 
 from memlab.allocator.pinned import PinnedMemory
 from memlab.allocator.replay import Block
+from memlab.allocator.request_log import RequestLog
 from memlab.allocator.simulator import CachingAllocator
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.meter.allocations import Allocation, Event, Opening, columns_of, timeline_of_columns
@@ -240,6 +241,11 @@ class SimulatedMeter(StorageMeter):
     def device_memory_bytes(self, num_bytes: int | None) -> None:
         self._allocator.empty_cache()  # the limit applies to new segments only
         self._limit_bytes = num_bytes
+
+    def logging_requests(self) -> AbstractContextManager[RequestLog]:
+        """Returns a context that logs what is asked of the allocator. The device has no limit."""
+        assert self._limit_bytes is None, "with a limit, requests are tried on copies of the allocator"
+        return self._allocator.logging_requests(self._blocks.values())
 
     def remember(self) -> None:
         super().remember()
@@ -650,7 +656,7 @@ class SimulatedMeter(StorageMeter):
         for allocates, owner, role, requested, stream in done.recording.operations:
             table = tables[owner]
             if allocates:
-                if limit is not None and not allocator.makes_space(requested, limit):
+                if limit is not None and not allocator.makes_space(requested, limit, stream):
                     self._device_bytes = device_bytes
                     self._fail_replay(done, requested, limit)
                 block = table[role] = allocator.allocate(requested, stream)
