@@ -456,6 +456,8 @@ class LayerReplay:
         unit = one.unit
         if not self._replays or not known.is_proven or one.input is None:
             return False
+        if unit.is_checkpoint and self._calls.is_noting:  # the recomputed layers offload in backward
+            return False
         # What a stage has received from another one is the result of no node, which would report its gradient.
         if given.grad_fn is None or not torch.is_grad_enabled():
             return False
