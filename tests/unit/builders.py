@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -245,3 +246,25 @@ def out_of_memory(record: StepRecord) -> StepRecord:
         step_seconds=0.0,
         tokens_per_second=0.0,
     )
+
+
+class AnsweredSteps:
+    """Steps of a search that functions answer.
+
+    Args:
+        step: Returns the record of a step under settings.
+        completes: Says whether a step completes within a limit; None if nobody should ask.
+    """
+
+    def __init__(
+        self, step: Callable[[MemorySettings], StepRecord], completes: Callable[[StepRecord, int], bool] | None = None
+    ) -> None:
+        self._step, self._completes = step, completes
+
+    def __call__(self, settings: MemorySettings, limit_bytes: int | None = None) -> StepRecord:
+        assert limit_bytes is None, "a verdict takes no step with a limit"
+        return self._step(settings)
+
+    def completes(self, record: StepRecord, limit_bytes: int) -> bool:
+        assert self._completes is not None, "what the step has reserved decides"
+        return self._completes(record, limit_bytes)

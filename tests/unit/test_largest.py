@@ -152,8 +152,8 @@ def test_the_command_s_limit_and_the_next_value_are_those_of_single_steps(capfd:
     limit, over = found["largest_that_may_fit"], found["smallest_that_does_not_fit"]
     assert over == limit + found["unit"] == limit + 1
     for tokens, fit in ((limit, True), (over, False)):
-        with stepping(Scenario.of("phi-4-tiny", num_layers=1, seq_length=tokens)) as step:
-            assert fits(step(MemorySettings(), None), step, memory_bytes) == fit
+        with stepping(Scenario.of("phi-4-tiny", num_layers=1, seq_length=tokens)) as steps:
+            assert fits(steps(MemorySettings()), steps, memory_bytes) == fit
     assert f"{limit:,} tokens in a micro-batch of one packed row" in found["verdict"]
     along = [*flags, f"--gpu-memory={OUTSIDE_BYTES + memory_bytes}B", "--along-front", "--max-steps", "1", "--json"]
     assert main(["search", *along]) == 0

@@ -30,6 +30,13 @@ _CORE = MemorySettings(offload_modules=("core_attn",), min_offloaded_tensor_size
 _CORE_QKV = MemorySettings(offload_modules=("core_attn", "qkv_linear"), min_offloaded_tensor_size=5000)
 _EXPERTS = MemorySettings(offload_modules=("expert_fc1", "moe_act", "mlp_norm"), min_offloaded_tensor_size=0)
 _ALL_ATTENTION = replace(_MLP, offload_modules=("core_attn", "attn_proj", "qkv_linear"), min_offloaded_tensor_size=0)
+_BESIDE_BLOCK = MemorySettings(
+    recompute_granularity="full",
+    recompute_method="block",
+    recompute_num_layers=6,
+    offload_modules=("qkv_linear",),
+    min_offloaded_tensor_size=0,
+)
 _STAGES = Layout(pipeline_model_parallel_size=2)
 _MIDDLE = Layout(pipeline_model_parallel_size=3, rank=1)
 _CHUNKS = Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
@@ -98,6 +105,7 @@ def test_replayed_layers_have_the_events_of_stepped_ones(
     [
         ("phi-4-tiny", {"num_layers": 6}, [MemorySettings(), _CORE, _CORE_QKV]),
         ("phi-4-tiny", {"num_layers": 5, "num_microbatches": 4}, [_ALL_ATTENTION, _MLP]),
+        ("phi-4-tiny", {"num_layers": 11}, [_BESIDE_BLOCK, _CORE]),
         ("qwen3-moe-tiny", {"num_layers": 8}, [_EXPERTS, replace(_EXPERTS, **_LAYERNORM.changed())]),
         ("qwen3-moe-tiny", {"num_layers": 7, "num_microbatches": 2}, [_MOE, _CORE_QKV]),
     ],

@@ -27,11 +27,12 @@ from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.lab.lab import Lab
 from memlab.lab.predictions import predict_measured, predict_ranks
 from memlab.lab.progress import Progress
+from memlab.lab.search_steps import stepping
 from memlab.record.step_record import StepRecord
 from memlab.units import GIB, MIB, parse_bytes
 from tests.unit.live import FULL
 
-from .builders import record_of
+from .builders import AnsweredSteps, record_of
 
 OUTSIDE_BYTES = estimate_outside_torch(Layout()).total_bytes
 
@@ -180,31 +181,30 @@ def test_what_is_outside_torch_stands_apart_as_an_estimate(capfd: pytest.Capture
 
 
 def test_a_step_that_does_not_fit_names_what_does() -> None:
-    with Lab("phi-4-tiny", num_layers=4, seq_length=2048, backend="simulated") as lab:
+    with stepping(Scenario.of("phi-4-tiny", num_layers=4, seq_length=2048)) as taken:
         tried: list[MemorySettings] = []
 
-        def step(settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
-            lab.device_memory_bytes = limit_bytes
+        def step(settings: MemorySettings) -> StepRecord:
             tried.append(settings)
-            return lab.step(settings)
+            return taken(settings)
 
-        plain = step(MemorySettings(), None)
-        roomy = judge_fit(plain, step, GIB + OUTSIDE_BYTES)
+        steps = AnsweredSteps(step, taken.completes)
+        plain = steps(MemorySettings())
+        roomy = judge_fit(plain, steps, GIB + OUTSIDE_BYTES)
         assert roomy.fits and roomy.alternatives == () and len(tried) == 1
         assert roomy.margin_bytes == GIB - plain.peak_allocated_bytes
 
-        tight = judge_fit(plain, step, plain.peak_allocated_bytes - 8 * MIB + OUTSIDE_BYTES)
+        tight = judge_fit(plain, steps, plain.peak_allocated_bytes - 8 * MIB + OUTSIDE_BYTES)
         assert not tight.fits and tight.margin_bytes == -8 * MIB
         assert tight.alternatives
         costs = [(choice.recomputed_operations, choice.transferred_bytes) for choice in tight.alternatives]
         assert costs == sorted(costs)
-        lab.device_memory_bytes = None
         for choice in tight.alternatives:
-            assert lab.step(choice.settings).peak_allocated_bytes == choice.peak_allocated_bytes
+            assert taken(choice.settings).peak_allocated_bytes == choice.peak_allocated_bytes
             assert choice.peak_allocated_bytes <= plain.peak_allocated_bytes - 8 * MIB
 
         tried.clear()
-        hopeless = judge_fit(plain, step, plain.static_bytes - MIB + OUTSIDE_BYTES)
+        hopeless = judge_fit(plain, steps, plain.static_bytes - MIB + OUTSIDE_BYTES)
         assert not hopeless.fits and hopeless.alternatives == () and tried == []
 
 
@@ -356,7 +356,7 @@ def test_a_rank_that_was_taken_by_default_says_that_others_differ(capfd: pytest.
 def test_an_alternative_of_a_small_model_may_be_to_offload() -> None:
     scenario = Scenario.of(architecture="phi-4-tiny", seq_length=512)
 
-    def step(settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
+    def step(settings: MemorySettings) -> StepRecord:
         # No tensor of the model has as many elements as Megatron's default requires.
         transferred = {name: MIB for name in settings.offload_modules or () if not settings.min_offloaded_tensor_size}
         peak = 100 * MIB - sum(transferred.values())
@@ -364,7 +364,7 @@ def test_an_alternative_of_a_small_model_may_be_to_offload() -> None:
             None, settings, scenario=scenario, peak_allocated_bytes=peak, offloaded_bytes_by_module=transferred
         )
 
-    fit = judge_fit(step(MemorySettings(), None), step, 100 * MIB - 1 + OUTSIDE_BYTES)
+    fit = judge_fit(step(MemorySettings()), AnsweredSteps(step), 100 * MIB - 1 + OUTSIDE_BYTES)
     assert not fit.fits and fit.alternatives
     assert all(choice.settings.offload_modules and choice.transferred_bytes == MIB for choice in fit.alternatives)
 

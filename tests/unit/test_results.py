@@ -132,16 +132,15 @@ def test_a_page_in_no_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_limit_is_bisected_and_read_back() -> None:
-    def attempt(limit_bytes: int | None) -> StepRecord | None:
-        if limit_bytes is not None and limit_bytes < 11 * GIB:
-            return None  # the model did not fit
-        completes = limit_bytes is None or limit_bytes >= 12 * GIB
-        return replace(PLAIN, peak_reserved_bytes=20 * GIB, status="ok" if completes else "out_of_memory")
+    free = replace(PLAIN, peak_reserved_bytes=20 * GIB)
 
-    found = Limit.find(attempt)
+    def completes(limit_bytes: int) -> bool:
+        return limit_bytes >= 12 * GIB
+
+    found = Limit.find(free, completes)
     assert found.fails_bytes < 12 * GIB <= found.fits_bytes <= found.fails_bytes * 1.0006
     for expected_gib in (11.999, 12.001, 12.05, 15, 30):  # what is expected may be wrong
-        near = Limit.find(attempt, expected_bytes=int(expected_gib * GIB))
+        near = Limit.find(free, completes, expected_bytes=int(expected_gib * GIB))
         assert near.fails_bytes < 12 * GIB <= near.fits_bytes <= near.fails_bytes * 1.0006
     text = json.dumps(found.to_dict())
     assert Limit.from_dict(json.loads(text)) == found
@@ -153,7 +152,7 @@ def test_a_limit_is_bisected_and_read_back() -> None:
     with pytest.raises(ValueError, match="must be two positive numbers in ascending order"):
         Limit.from_dict(found.to_dict() | {"fails_bytes": found.fits_bytes})
     with pytest.raises(ValueError, match="so it has no limit"):
-        Limit.find(lambda _: replace(PLAIN, status="out_of_memory"))
+        Limit.find(replace(PLAIN, status="out_of_memory"), completes)
 
 
 def test_the_page_in_the_repository_explains_its_columns_as_memlab_does() -> None:

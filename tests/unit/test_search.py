@@ -12,9 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +20,14 @@ import psutil
 import pytest
 
 from memlab.cli import main
+from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.layout import Layout
 from memlab.config.model_restrictions import check_on_model, checkpoints_moe_layers, without_effect
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.fitting.candidates import added_offload, candidates
-from memlab.fitting.does_it_fit import Fit, Step, basis_of, fits, judge, judge_fit, transferred_bytes
+from memlab.fitting.does_it_fit import Fit, Steps, basis_of, judge, judge_fit, transferred_bytes
 from memlab.fitting.measured_margin import MARGIN_WITH_EXPERTS, MARGIN_WITHOUT_EXPERTS, measured_margin
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.fitting.pareto_front import Point, SearchResult
@@ -45,7 +44,7 @@ from memlab.units import GIB, MIB, format_bytes, remaining
 from memlab.views.text.search import search_table
 from tests.unit.live import FULL, offload, recompute
 
-from .builders import record_of
+from .builders import AnsweredSteps, record_of
 
 OUTSIDE_BYTES = estimate_outside_torch(Layout()).total_bytes
 PLAIN = MemorySettings()
@@ -53,9 +52,12 @@ TINY = ["phi-4-tiny", "--num-layers", "2", "--seq-length", "64"]
 Figures = tuple[int, float, int]
 
 
-def predicting(step: Step, limit_bytes: int) -> Predict:
+NO_OTHER = AnsweredSteps(lambda _: pytest.fail("no other step is needed"))
+
+
+def predicting(steps: Steps, limit_bytes: int) -> Predict:
     """On whatever rank a search asks for."""
-    return lambda scenario, settings: Prediction.of(step(settings, None), step, limit_bytes)
+    return lambda scenario, settings: Prediction.of(steps(settings), steps, limit_bytes)
 
 
 def pareto(rows: list[Figures]) -> set[Figures]:
@@ -88,10 +90,9 @@ def figures(found: SearchResult) -> set[Figures]:
     ids=["dense", "moe with a base"],
 )
 def test_the_front_is_that_of_every_candidate_s_own_step(scenario: Scenario, base: MemorySettings) -> None:
-    with stepping(scenario) as take_step:
-        step = cache(take_step)
-        found = search(base, [scenario], predicting(step, GIB), GIB)
-        records = [step(settings, None) for settings in candidates(base, scenario)]
+    with stepping(scenario) as steps:
+        found = search(base, [scenario], predicting(steps, GIB), GIB)
+        records = [steps(settings) for settings in candidates(base, scenario)]
     before = records[0].without_effect.keys()
     records = [record for record in records if not record.without_effect.keys() - before]
     rows = {
@@ -112,13 +113,13 @@ def test_the_front_is_that_of_every_candidate_s_own_step(scenario: Scenario, bas
             assert lab.step(one.settings).peak_allocated_bytes == one.peak_allocated_bytes
 
 
-def machine(seed: int, scenario: Scenario) -> Callable[[MemorySettings, int | None], StepRecord]:
+def machine(seed: int, scenario: Scenario) -> AnsweredSteps:
     """A model of steps: each module frees and transfers its own bytes, with a little noise, as real ones were seen to."""
     drawn = random.Random(seed)
     frees = {name: drawn.randint(1, 400) * MIB for name in sorted({*recompute_names(), *offload_names()})}
     moves = {name: drawn.randint(1, 400) * MIB for name in offload_names()}
 
-    def step(settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
+    def step(settings: MemorySettings) -> StepRecord:
         noise = random.Random(f"{seed} {settings}").randint(0, MIB // 8)
         offloaded = {name: moves[name] for name in settings.offload_modules or ()}
         freed = sum(frees[name] for name in settings.recompute_modules or ()) + sum(frees[name] for name in offloaded)
@@ -133,7 +134,7 @@ def machine(seed: int, scenario: Scenario) -> Callable[[MemorySettings, int | No
             offloaded_bytes_by_module=offloaded,
         )
 
-    return step
+    return AnsweredSteps(step)
 
 
 def recompute_names() -> tuple[str, ...]:
@@ -153,7 +154,7 @@ def test_what_is_pruned_is_not_on_the_front_of_a_job_whose_ranks_save_by_differe
 
     def predict(scenario: Scenario, settings: MemorySettings) -> Prediction:
         step = steps[scenario.layout.rank]
-        return Prediction.of(step(settings, None), step, 59 * GIB)
+        return Prediction.of(step(settings), step, 59 * GIB)
 
     found = search(PLAIN, scenarios, predict, 59 * GIB)
     every = []
@@ -173,7 +174,7 @@ def test_what_is_pruned_is_not_on_the_front(seed: int) -> None:
     step = machine(seed, scenario)
     found = search(PLAIN, [scenario], predicting(step, 59 * GIB), 59 * GIB)
     wanted = candidates(PLAIN, scenario)
-    records = [step(settings, None) for settings in wanted]
+    records = [step(settings) for settings in wanted]
     every = [
         (r.peak_allocated_bytes, recomputed_operations(r.settings, scenario), transferred_bytes(r)) for r in records
     ]
@@ -251,15 +252,13 @@ def test_a_base_that_offloads_too_little_is_searched_without_estimates_of_its_ow
     base = MemorySettings(offload_modules=("qkv_linear",))
     drawn = machine(0, small)
 
-    def step(settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
-        return drawn(
-            settings if settings.min_offloaded_tensor_size == 0 else replace(settings, offload_modules=None), None
-        )
+    def step(settings: MemorySettings) -> StepRecord:
+        return drawn(settings if settings.min_offloaded_tensor_size == 0 else replace(settings, offload_modules=None))
 
     every = candidates(base, small)
-    records = [replace(step(settings, None), settings=settings) for settings in every]
+    records = [replace(step(settings), settings=settings) for settings in every]
     rows = [(r.peak_allocated_bytes, recomputed_operations(r.settings, small), transferred_bytes(r)) for r in records]
-    found = search(base, [small], predicting(step, 59 * GIB), 59 * GIB)
+    found = search(base, [small], predicting(AnsweredSteps(step), 59 * GIB), 59 * GIB)
     assert figures(found) == pareto(rows)
 
 
@@ -385,9 +384,9 @@ def test_a_step_may_fit_where_its_peak_is_within_the_limit_but_not_within_the_li
     for family, margin in (("qwen3-moe-tiny", MARGIN_WITH_EXPERTS), ("phi-4-tiny", MARGIN_WITHOUT_EXPERTS)):
         record = record_of(None, scenario=Scenario.of(family), peak_allocated_bytes=GIB)
         limits = (GIB - 1, GIB, int(GIB * (1 + margin.share)) - 2, int(GIB * (1 + margin.share)) + 2)
-        found = [judge(record, lambda *_: pytest.fail("no other step is needed"), limit) for limit in limits]
+        found = [judge(record, NO_OTHER, limit) for limit in limits]
         assert found == ["does not fit", "may fit", "may fit", "fits"]
-        on_cpu = [judge(record, lambda *_: pytest.fail("none is needed"), limit, with_margin=False) for limit in limits]
+        on_cpu = [judge(record, NO_OTHER, limit, with_margin=False) for limit in limits]
         assert on_cpu == ["does not fit", "fits", "fits", "fits"], "the margin was measured on GPUs"
 
 
@@ -400,32 +399,13 @@ def test_the_margin_is_wider_where_experts_are_spread_and_micro_batches_follow_e
     assert margins == sorted(set(margins))
 
 
-def test_what_a_used_lab_has_reserved_is_tried_again_in_a_new_one_where_that_may_decide() -> None:
-    tried: list[int | None] = []
-
-    def step(_: MemorySettings, limit_bytes: int | None) -> StepRecord:
-        tried.append(limit_bytes)
-        return record_of(None, status="out_of_memory", message="fragmentation")
-
-    for step_index, limit, is_tried in (
-        (1, GIB, False),
-        (2, GIB, True),
-        (2, 11 * GIB // 10, True),
-        (2, 2 * GIB, False),
-    ):
-        record = record_of(None, peak_allocated_bytes=GIB // 2, peak_reserved_bytes=GIB, step_index=step_index)
-        assert fits(record, step, limit) is not is_tried
-        assert tried == ([limit] if is_tried else [])
-        tried.clear()
-
-
 def test_a_step_fits_only_with_all_fp8_gathers_that_torch_may_keep() -> None:
     job = Scenario.of("phi-4-tiny")
     record = record_of(None, scenario=job, peak_allocated_bytes=GIB, peak_reserved_bytes=GIB, kept_gather_bytes=MIB)
     needed = int((GIB + MIB) * (1 + MARGIN_WITHOUT_EXPERTS.share)) + 2
     limits = (GIB - 1, GIB, needed - 4, needed)
-    completes = record_of(None, scenario=job)
-    verdicts = [judge(record, lambda *_: completes, limit) for limit in limits]
+    steps = AnsweredSteps(lambda _: pytest.fail("no other step is needed"), lambda *_: True)
+    verdicts = [judge(record, steps, limit) for limit in limits]
     assert verdicts == ["does not fit", "may fit", "may fit", "fits"]
 
 
@@ -443,7 +423,7 @@ def test_a_verdict_that_more_memory_outside_torch_would_change_says_so() -> None
     record = record_of(None, scenario=job, peak_allocated_bytes=GIB, static_bytes=GIB // 2)
 
     def judged(gpu_memory_bytes: int) -> Fit:
-        return judge_fit(record, lambda *_: pytest.fail("no other step is needed"), gpu_memory_bytes)
+        return judge_fit(record, NO_OTHER, gpu_memory_bytes)
 
     between = judged((outside.total_bytes + outside.most_bytes) // 2 + GIB)
     assert (between.verdict, between.verdict_with_most_outside) == ("fits", "does not fit")
@@ -661,26 +641,65 @@ def test_ctrl_c_shows_what_was_found_until_then() -> None:
 def test_a_step_with_a_limit_starts_in_a_process_of_its_own() -> None:
     # What a step without a limit has reserved is in pieces: within it, a later step would seem to need more.
     scenario = Scenario.of(architecture="phi-4-tiny", num_layers=1, seq_length=512)
-    with stepping(scenario) as step:
-        unlimited = step(PLAIN, None)
+    with stepping(scenario) as steps:
+        unlimited = steps(PLAIN)
         reserved = unlimited.peak_reserved_bytes
         assert reserved is not None
         limit = (unlimited.peak_allocated_bytes + reserved) // 2
-        after_others = step(PLAIN, limit)
-        again = step(PLAIN, None)
-    with stepping(scenario) as step:
-        alone = step(PLAIN, limit)
+        after_others = steps(PLAIN, limit)
+        again = steps(PLAIN)
+    with stepping(scenario) as steps:
+        alone = steps(PLAIN, limit)
     assert (after_others.status, after_others.peak_reserved_bytes) == (alone.status, alone.peak_reserved_bytes)
     assert again.peak_reserved_bytes == reserved
 
 
+@pytest.mark.parametrize(
+    "allocator",
+    [
+        AllocatorSettings(),
+        AllocatorSettings(expandable_segments=True),
+        AllocatorSettings(max_split_size_mb=21),
+        AllocatorSettings(garbage_collection_threshold=0.8),
+    ],
+    ids=["default", "expandable", "whole blocks", "collected"],
+)
+def test_the_requests_of_a_step_complete_within_a_limit_if_and_only_if_a_step_with_the_limit_does(
+    allocator: AllocatorSettings,
+) -> None:
+    offloads = replace(offload("qkv_linear", "core_attn"), min_offloaded_tensor_size=0)
+    scenario = Scenario.of("phi-4-tiny", num_layers=3, seq_length=1024, allocator=allocator)
+    answers = set()
+    with stepping(scenario) as steps:
+        for settings in (PLAIN, FULL, offloads):
+            record, requests = steps(settings), steps.requests
+            assert requests is not None and record.peak_reserved_bytes is not None
+            tried = record.peak_reserved_bytes - record.peak_allocated_bytes
+            for limit in (record.peak_allocated_bytes + tried * part // 8 for part in range(9)):
+                completes = steps(settings, limit).status == "ok"
+                assert requests.completes_within(limit) == completes, f"{settings} within {limit}"
+                answers.add(completes)
+    assert answers == {True, False}
+
+
+def test_a_record_of_other_steps_is_judged_by_a_step_of_its_own() -> None:
+    scenario = Scenario.of(architecture="phi-4-tiny", num_layers=1, seq_length=512)
+    with stepping(scenario) as steps:
+        record = steps(PLAIN)
+        assert record.peak_reserved_bytes is not None
+        limits = [*range(record.peak_allocated_bytes, record.peak_reserved_bytes, MIB), record.peak_reserved_bytes]
+        own = [steps.completes(record, limit) for limit in limits]
+        steps(FULL)
+        assert [steps.completes(record, limit) for limit in limits] == own and True in own and False in own
+
+
 def test_ctrl_c_before_anything_was_found_is_no_search() -> None:
-    def interrupted(settings: MemorySettings, limit_bytes: int | None) -> StepRecord:
+    def interrupted(settings: MemorySettings) -> StepRecord:
         raise KeyboardInterrupt
 
     scenario = Scenario.of(architecture="phi-4-tiny", num_layers=2, seq_length=64)
     with pytest.raises(KeyboardInterrupt) as error:
-        search(PLAIN, [scenario], predicting(interrupted, GIB), GIB)
+        search(PLAIN, [scenario], predicting(AnsweredSteps(interrupted), GIB), GIB)
     assert not isinstance(error.value, SearchInterrupted)
 
 
