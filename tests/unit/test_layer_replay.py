@@ -105,7 +105,7 @@ def test_replayed_layers_have_the_events_of_stepped_ones(
     [
         ("phi-4-tiny", {"num_layers": 6}, [MemorySettings(), _CORE, _CORE_QKV]),
         ("phi-4-tiny", {"num_layers": 5, "num_microbatches": 4}, [_ALL_ATTENTION, _MLP]),
-        ("phi-4-tiny", {"num_layers": 11}, [_BESIDE_BLOCK, _CORE]),
+        ("phi-4-tiny", {"num_layers": 14}, [_BESIDE_BLOCK, _CORE]),
         ("qwen3-moe-tiny", {"num_layers": 8}, [_EXPERTS, replace(_EXPERTS, **_LAYERNORM.changed())]),
         ("qwen3-moe-tiny", {"num_layers": 7, "num_microbatches": 2}, [_MOE, _CORE_QKV]),
     ],
