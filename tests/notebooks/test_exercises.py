@@ -56,14 +56,14 @@ def selective(*modules: str, others: str = "") -> str:
     return step(f'MemorySettings(recompute_granularity="selective", recompute_modules={list(modules)}{others})')
 
 
-def offload(*modules: str) -> str:
-    return step(f"MemorySettings(offload_modules={list(modules)}, min_offloaded_tensor_size=0)")
+def offload(*modules: str, others: str = "") -> str:
+    return step(f"MemorySettings(offload_modules={list(modules)}, min_offloaded_tensor_size=0{others})")
 
 
-def full_detach(method: str, num_layers: int) -> str:
+def full_detach(method: str, num_layers: int, others: str = "") -> str:
     return (
         f'mine = lab.step(MemorySettings(recompute_granularity="full", recompute_method="{method}", '
-        f'recompute_num_layers={num_layers}, checkpoint_input_remedy="detach"))'
+        f'recompute_num_layers={num_layers}, checkpoint_input_remedy="detach"{others}))'
     )
 
 
@@ -111,6 +111,8 @@ OTHER_STATES = (
 )
 """Training states that lower a peak: no exercise about memory settings allows them."""
 ALL_AWAY = ", offload_parameters=True, offload_gradients=True, offload_optimizer=True"
+AWAY_IN_THE_STEP = ", offload_optimizer=True, offload_optimizer_except_update=True"
+RECOMPUTE_MOE = ', recompute_granularity="selective", recompute_modules=["moe"]'
 CORE_ATTN = 'MemorySettings(recompute_granularity="selective", recompute_modules=["core_attn"])'
 ALL_MODULES = ("qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 EXERCISES = {
@@ -125,6 +127,8 @@ EXERCISES = {
                 *(in_state(options) for options in OTHER_STATES),
                 in_state("grad_reduce_in_bf16=True", "half.settings"),
                 selective("moe", others=", offload_optimizer=True"),
+                selective("moe", others=', checkpoint_input_remedy="detach"'),
+                selective("moe", others=', checkpoint_input_remedy="release_storage"'),
                 shorter(selective("layernorm")),
             ),
         ),
@@ -180,6 +184,8 @@ EXERCISES = {
                 step(f"MemorySettings(offload_modules={list(ALL_MODULES)})"),
                 step('MemorySettings(offload_modules=["expert_fc1", "moe_act"])'),
                 *(in_state(options) for options in OTHER_STATES),
+                offload(*ALL_MODULES, others=", offload_parameters=True"),
+                offload(*ALL_MODULES, others=AWAY_IN_THE_STEP),
                 shorter(step("MemorySettings()")),
                 shorter(step("everything.settings")),
             ),
@@ -190,6 +196,8 @@ EXERCISES = {
                 offload("qkv_linear"),
                 offload("core_attn", "attn_proj"),
                 step('MemorySettings(offload_modules=["core_attn", "qkv_linear"])'),
+                offload("core_attn", "qkv_linear", others=RECOMPUTE_MOE),
+                offload("core_attn", "qkv_linear", others=", offload_optimizer=True"),
             ),
         ),
     ],
@@ -230,6 +238,8 @@ EXERCISES = {
                 step('remedies["release_storage"].settings'),
                 "mine = unguarded",  # a use after free, which the record does not show
                 full_detach("block", 2),
+                full_detach("uniform", 1, ", offload_parameters=True, offload_optimizer=True"),
+                full_detach("uniform", 1, ', offload_modules=["core_attn"], min_offloaded_tensor_size=0'),
                 shorter(step('remedies["detach"].settings')),
             ),
             also_right=(full_detach("uniform", 2), full_detach("block", 4)),
@@ -243,13 +253,12 @@ EXERCISES = {
                 selective("layernorm"),
                 selective("core_attn"),
                 *(in_state(options) for options in OTHER_STATES),
+                # They lower the start of the step, and not the spike.
+                step(f"MemorySettings({AWAY_IN_THE_STEP.removeprefix(', ')})"),
+                selective("mlp", others=", offload_optimizer=True"),
                 shorter(step("MemorySettings()")),
             ),
             also_right=(
-                step(
-                    'MemorySettings(recompute_granularity="full", recompute_method="block", recompute_num_layers=1, '
-                    "offload_optimizer=True)"  # between two steps, which the text allows
-                ),
                 step(
                     'MemorySettings(recompute_granularity="full", recompute_method="block", '
                     "recompute_num_layers=num_layers // 2)"
@@ -467,7 +476,7 @@ DENSE_ANSWERS = {
 """The same for the dense model, which has no residual, in labs whose exercises are others with it."""
 SMALLER: dict[str, dict[str, Any]] = {
     "01_recompute": {"num_layers": 2, "seq_length": 256},
-    "02_activation_offload": {"num_layers": 2, "seq_length": 256},
+    "02_activation_offload": {"seq_length": 1024},  # with fewer tokens, parameters outweigh activations
     "03_parameters_gradients_optimizer": {"num_layers": 2},
     "04_moe_checkpoint_retention": {"seq_length": 128},
     "05_phi4_activation_peak": {"num_layers": 2, "longest": 256},

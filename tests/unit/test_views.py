@@ -730,6 +730,16 @@ def test_a_table_is_the_same_as_text_and_as_html() -> None:
     assert "full uniform 1: offload_modules attn_norm had no effect (<fused>)" in view.table
 
 
+def test_modules_without_effect_for_one_reason_share_a_line() -> None:
+    idle = {"offload_modules:core_attn": "one", "offload_modules:qkv_linear": "two", "offload_modules:attn_proj": "one"}
+    lines = compare(PLAIN, replace(RECOMPUTED, without_effect=idle | {"fp8_recipe": "one"})).table.splitlines()
+    assert [line for line in lines if "no effect" in line] == [
+        "full uniform 1: offload_modules core_attn, attn_proj had no effect (one)",
+        "full uniform 1: offload_modules qkv_linear had no effect (two)",
+        "full uniform 1: fp8_recipe had no effect (one)",
+    ]
+
+
 def test_a_page_writes_the_minus_sign_and_text_the_hyphen() -> None:
     blocks = [Table([["setting", "saved"], ["full-size", "-5.09"], ["-1", "-<0.01 (-3%)"], ["none", "-"]])]
     cells = re.findall(r"<td[^>]*>(.*?)</td>", as_html(blocks))
@@ -888,6 +898,11 @@ def test_audit_table_shows_terms_that_add_up_and_who_holds_what() -> None:
     assert "peaks in backward of mlp, without offload in forward of gpt_model" in table
     assert "expected, by Megatron's rules = still resident + peak elsewhere + saved;" in table
     assert max(len(line) for line in table.splitlines()) <= LINE_WIDTH
+
+
+def test_audit_table_has_no_share_of_nothing() -> None:
+    idle = replace(account(0), modules=())
+    assert re.search(r"^offload core_attn [ 0]+ -$", audit_table(idle), re.MULTILINE)
 
 
 def test_audit_table_of_every_term_is_no_wider_than_a_line() -> None:

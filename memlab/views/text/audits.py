@@ -131,7 +131,7 @@ def offload_blocks(*audits: OffloadAudit) -> list[Block]:
     columns = [
         ["", "setting", "", *(f"{audit.offloaded.settings}" for audit in audits)],
         *([*head, unit, *(in_unit(size, unit_bytes) for size in column)] for head, column in sizes.items()),
-        ["", "R", "", *(f"{audit.saved_of_expected:.2f}" for audit in audits)],
+        ["", "R", "", *(f"{audit.saved_of_expected:.2f}" if audit.expected_bytes else "-" for audit in audits)],
     ]
     heads = [" ".join(filter(None, _TERM_HEADS[name])) for name in names]
     meaning = [

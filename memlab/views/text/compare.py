@@ -210,11 +210,16 @@ def message_lines(records: Iterable[StepRecord | WatchRecord], names: Iterable[s
 
 
 def without_effect_lines(records: Iterable[StepRecord], names: Iterable[str]) -> list[str]:
-    """Says once which settings did nothing, and in which rows."""
+    """Says once which settings did nothing, and in which rows; modules of one setting share a line and its reason."""
     rows: dict[str, list[str]] = {}
     for record, name in zip(records, names, strict=True):
+        alike: dict[tuple[str, str], list[str]] = {}
         for setting, reason in record.without_effect.items():
-            rows.setdefault(f"{setting.replace(':', ' ')} had no effect ({reason})", []).append(name)
+            field, _, module = setting.partition(":")
+            alike.setdefault((field, reason), []).append(module)
+        for (field, reason), modules in alike.items():
+            which = f"{field} {', '.join(modules)}".rstrip()
+            rows.setdefault(f"{which} had no effect ({reason})", []).append(name)
     return [f"{', '.join(which)}: {words}" for words, which in rows.items()]
 
 
