@@ -262,8 +262,8 @@ class Check(_Goals):
         mine = self._record.scenario.state
         added = [field.name for field in fields(state) if getattr(mine, field.name) != getattr(state, field.name)]
         if len(added) <= at_most:
-            return self._goal(True, f"the options that are new: {_listed(added) or 'none'}")
-        what = f"{_listed(added)} are other options than at the beginning, must be at most {at_most}"
+            return self._goal(True, f"options that differ from the first state: {_listed(added) or 'none'}")
+        what = f"{len(added)} options differ from the first state ({_listed(added)}), must be at most {at_most}"
         return self._goal(False, what, "leave out what the goals do not need")
 
     def without_remedy(self) -> Self:
@@ -430,7 +430,8 @@ class ResidencyCheck(_Goals):
             what = f"the device holds {', '.join(resident) or 'none of the groups'}, must hold only {', '.join(groups)}"
             return self._goal(False, what, "offload what the phase does not use, and load what it uses")
         if self._audit.complaints:
-            return self._goal(False, f"the device holds the right groups, but the audit finds: {self._audit.complaints[0]}")
+            what = f"the device holds the right groups, but the audit finds: {self._audit.complaints[0]}"
+            return self._goal(False, what)
         return self._goal(True, f"the device holds only {', '.join(groups)}")
 
     def complains_like(self, other: ResidencyAudit) -> Self:
