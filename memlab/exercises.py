@@ -11,6 +11,7 @@ from typing import Any, Self, overload
 from memlab.analysis.loss_tolerance import loss_tolerance
 from memlab.config.scenario import Scenario
 from memlab.config.settings import KEPT_ON_HOST
+from memlab.config.training_state import TrainingState
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.record.job_record import JobRecord
 from memlab.record.residency_audit import ResidencyAudit
@@ -199,6 +200,14 @@ class Check(_Goals):
         hint = "leave them out; an open Lab keeps earlier settings until lab.apply(MemorySettings()) removes them"
         return self._goal(False, f"the memory settings are '{settings}', must be none", hint)
 
+    def leaves_activations_alone(self) -> Self:
+        """Requires settings that neither recompute nor offload activations."""
+        settings = self._record.settings
+        if settings.recompute_granularity is None and not settings.offload_modules:
+            return self._goal(True, "no activation is recomputed or offloaded")
+        what = f"the settings are '{settings}', must not recompute or offload activations"
+        return self._goal(False, what, "choose only what is on the device between steps")
+
     def recomputes_less_than(self, num_bytes: int) -> Self:
         """Requires fewer recomputed bytes than a number; with 1, it requires that nothing is recomputed."""
         if num_bytes == 1:
@@ -242,6 +251,20 @@ class Check(_Goals):
                 return self._goal(False, f"{name} is {value!r}, must be {needed!r}")
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         return self._goal(True, f"the training state has {given}")
+
+    def adds_options_to(self, state: TrainingState, at_most: int) -> Self:
+        """Requires a training state that differs from another one in a number of options or fewer.
+
+        Args:
+            state: The training state that the exercise begins with.
+            at_most: How many fields of `TrainingState` may have another value.
+        """
+        mine = self._record.scenario.state
+        added = [field.name for field in fields(state) if getattr(mine, field.name) != getattr(state, field.name)]
+        if len(added) <= at_most:
+            return self._goal(True, f"options that differ from the first state: {_listed(added) or 'none'}")
+        what = f"{len(added)} options differ from the first state ({_listed(added)}), must be at most {at_most}"
+        return self._goal(False, what, "leave out what the goals do not need")
 
     def without_remedy(self) -> Self:
         """Requires that no remedy for the inputs of checkpoints is set."""
@@ -308,8 +331,10 @@ class Check(_Goals):
         return self._goal(False, f"the loss is {mine!r}, must be {theirs!r}: a memory setting changes no number")
 
     def _below(self, what: str, now: int, goal: int, hint: str) -> Self:
+        if now == goal:
+            return self._goal(False, f"{what} is still {format_bytes(now)}, must be lower", hint)
         texts = format_bytes(now), format_bytes(goal)
-        if len(set(texts)) == 1:  # they differ by less than the text shows, or are equal
+        if len(set(texts)) == 1:  # they differ by less than the text shows
             texts = f"{now:,} bytes", f"{goal:,} bytes"
         if now < goal:
             return self._goal(True, f"{what} is {texts[0]}, below {texts[1]}")
@@ -405,7 +430,8 @@ class ResidencyCheck(_Goals):
             what = f"the device holds {', '.join(resident) or 'none of the groups'}, must hold only {', '.join(groups)}"
             return self._goal(False, what, "offload what the phase does not use, and load what it uses")
         if self._audit.complaints:
-            return self._goal(False, f"the device holds the right groups, but {self._audit.complaints[0]}")
+            what = f"the device holds the right groups, but the audit finds: {self._audit.complaints[0]}"
+            return self._goal(False, what)
         return self._goal(True, f"the device holds only {', '.join(groups)}")
 
     def complains_like(self, other: ResidencyAudit) -> Self:
@@ -530,6 +556,11 @@ def check(
     numbers: Sequence[Any] = measured if isinstance(measured, (list, tuple)) else [measured]
     if numbers and all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in numbers):
         return FormulaCheck(numbers)
+    if isinstance(measured, (list, tuple)):
+        kinds = sorted({type(each).__name__ for each in numbers})
+        raise ValueError(
+            f"check got a list of {_listed(kinds) or 'nothing'}, must be a list of numbers: give the bytes of each case"
+        )
     raise ValueError(
         f"check got a {type(measured).__name__}, must be a record (or an audit, or the bytes that a formula "
         "gives): pass what lab.step(...) returned, or a number"

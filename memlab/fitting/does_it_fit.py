@@ -108,17 +108,15 @@ class Fit:
         return asdict(self) | {"fits": self.fits, "margin_bytes": self.margin_bytes, "alternatives": alternatives}
 
     def __str__(self) -> str:
-        limit = (
-            f"{format_bytes(self.gpu_memory_bytes)} minus about {format_bytes(self.outside_torch_bytes)} outside torch"
-        )
+        size, outside = format_bytes(self.gpu_memory_bytes), format_bytes(self.outside_torch_bytes)
         margin = verdict_margin(self.verdict, self.margin_bytes)
-        most = ""
-        if self.verdict_with_most_outside != self.verdict:
-            most = (
-                f"; with {format_bytes(self.most_outside_torch_bytes)} outside torch, the most that is likely, it "
-                f"{self.verdict_with_most_outside}"
-            )
-        return f"{self.verdict} {limit}{margin}{most}; based on {self.basis}"
+        if self.verdict_with_most_outside == self.verdict:
+            return f"{self.verdict} {size} minus about {outside} outside torch{margin}; based on {self.basis}"
+        most = f"{self.verdict_with_most_outside} if they take {format_bytes(self.most_outside_torch_bytes)}"
+        return (
+            f"{self.verdict} {size} if CUDA and NCCL take {outside}, as expected{margin}; {most}, the most that is "
+            f"likely; based on {self.basis}"
+        )
 
 
 def verdict_margin(verdict: Verdict, margin_bytes: int) -> str:

@@ -277,6 +277,9 @@ EXERCISES = {
                 'mine = resident; lab.offload("gradients", "optimizer state")',
                 'mine = lab.step(MemorySettings()); lab.offload("gradients", "optimizer state")',
                 'mine = lab.step(away.settings); lab.load("parameters")',
+                # The right groups leave, and activations as well.
+                step('MemorySettings(offload_optimizer=True, offload_modules=["expert_fc1"])'),
+                step(f"MemorySettings(offload_optimizer=True, {FULL_RECOMPUTE})"),
             ),
             also_right=(step("MemorySettings(offload_optimizer=True, offload_gradients=True)"),),
         ),
@@ -315,6 +318,7 @@ EXERCISES = {
                 f'{layout(tp=2, dp=4)}; job = job | {{"seq_length": 2048}}',
                 f'{layout(tp=2, dp=4)}; job = job | {{"num_layers": 4}}',
                 f'{layout(tp=2, dp=4)}; gpu_memory = "139GiB"',
+                f'{layout(tp=2, dp=4)}; gpus = ["139GiB", "139GiB"]',
                 (
                     "from memlab import TrainingState; "
                     f'{layout(tp=2, dp=4)}; job = job | {{"state": TrainingState(use_precision_aware_optimizer=True)}}'
@@ -363,6 +367,7 @@ EXERCISES = {
                 state('**aware, exp_avg_dtype="fp8", cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te"'),
                 state('**aware, fp8_format="hybrid", fp8_recipe="blockwise"'),
                 state("**aware, optimizer_cpu_offload=True"),
+                state(f"**aware, {TE_LOSS}, apply_rope_fusion=True"),  # one option too many
                 f"lab.set_workload(seq_length=2048); {state('**aware')}",
                 plus(FULL_RECOMPUTE, "**aware"),
             ),
@@ -379,9 +384,11 @@ EXERCISES = {
                 state("**aware, optimizer_cpu_offload=True, optimizer_offload_fraction=0.25"),
                 state("**aware, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5"),
                 plus(FULL_RECOMPUTE, "**half_on_cpu, manual_gc=True"),
+                # More than one option.
+                state(f"**half_on_cpu, manual_gc=True, {TE_LOSS}"),
+                state("**aware, **half_on_cpu, manual_gc=True"),
                 shorter(state("**half_on_cpu, manual_gc=True")),
             ),
-            also_right=(state("**aware, **half_on_cpu, manual_gc=True"),),
         ),
     ],
     "09_ranks": [

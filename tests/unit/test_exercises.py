@@ -50,8 +50,9 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
     away = with_settings(MemorySettings(offload_optimizer=True), offloaded_bytes_by_group=AWAY)
     assert check(away).leaves_on_device("parameters")
     assert check(PLAIN).with_state(exp_avg_dtype="fp32", manual_gc=False)
+    assert check(away).leaves_activations_alone().adds_options_to(TrainingState(), 0)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 22
+    assert len(lines) == 24
     assert all(line.startswith("reached: ") for line in lines)
 
 
@@ -102,7 +103,7 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
         (
             replace(PLAIN, recomputed_bytes=2),
             ("recomputes_less_than", 2),
-            "what backward recomputes is 2 bytes, must be",
+            "what backward recomputes is still 2 B, must be lower",
         ),
         (replace(PLAIN, recomputed_bytes=2), ("recomputes_less_than", 1), "recomputes 2 B, must recompute nothing"),
         (PLAIN, ("moves", "moe_act"), "moe_act transferred nothing to the host: it is not among offload_modules"),
@@ -143,7 +144,19 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
             ("without_settings",),
             "the memory settings are 'full uniform 1', must be none. Hint: leave them out; an open Lab keeps ",
         ),
-        (PLAIN, ("peak_below", PLAIN.peak_allocated_bytes), f"is {PLAIN.peak_allocated_bytes:,} bytes, must be below "),
+        (PLAIN, ("peak_below", PLAIN.peak_allocated_bytes), "the peak of the step is still "),
+        (
+            PLAIN,
+            ("peak_below", PLAIN.peak_allocated_bytes - 1),
+            f"is {PLAIN.peak_allocated_bytes:,} bytes, must be below ",
+        ),
+        (with_settings(FULL), ("leaves_activations_alone",), "are 'full uniform 1', must not recompute or offload"),
+        (with_settings(offload("moe_act")), ("leaves_activations_alone",), "must not recompute or offload activations"),
+        (
+            PLAIN,
+            ("adds_options_to", TrainingState(manual_gc=True), 0),
+            "1 options differ from the first state (manual_gc)",
+        ),
         (
             replace(PLAIN, forward_only=True),
             ("peak_below", 10**15),
@@ -266,6 +279,9 @@ def test_a_check_as_the_last_expression_of_a_cell_shows_nothing_more() -> None:
 def test_settings_in_place_of_a_record_are_refused_with_what_to_pass() -> None:
     with pytest.raises(ValueError, match=r"check got a MemorySettings, must be a record .* lab\.step"):
         check(MemorySettings())  # type: ignore[call-overload]
+    for wrong, kinds in (([], "nothing"), (["2*h*t", 3], "int and str"), ([True], "bool")):
+        with pytest.raises(ValueError, match=f"check got a list of {kinds}, must be a list of numbers: "):
+            check(wrong)  # type: ignore[call-overload]
 
 
 def test_a_formula_must_hold_for_every_model(capsys: pytest.CaptureFixture[str]) -> None:
