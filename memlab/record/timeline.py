@@ -119,6 +119,22 @@ class Timeline:
             peak = in_step if total[in_step] > total[peak] - _REMAINDERS_BYTES else peak
         return PHASES[self.phase[peak]]
 
+    def categories_near_peak(self, within_bytes: int) -> dict[str, tuple[int, int]]:
+        """Returns each category's fewest and most bytes at the moments at which the device nearly reaches its peak.
+
+        A step can nearly reach its peak several times, with other things allocated. Which moment is the peak may then
+        depend on unsplit remainders.
+
+        Args:
+            within_bytes: How far below the peak a moment may be.
+        """
+        first = self.first_step_event
+        total = self.total_bytes()[first:]
+        near = total >= total.max(initial=0) - within_bytes
+        by_category = self.category_bytes()[:, first:][:, near]
+        rows = zip(CATEGORIES, by_category, strict=True)
+        return {name: (int(row.min()), int(row.max())) for name, row in rows if row.any()}
+
     def peak_active_bytes(self) -> int:
         """Returns the most bytes in use on the device, including those that only another stream still uses."""
         first = self.first_step_event

@@ -19,6 +19,9 @@ from memlab.regression.suite.parameters import ParameterValue
 
 MetricValue: TypeAlias = int | float | str
 
+CUDA_SLACK_BYTES = 4 * 1024**2
+"""The caching allocator leaves remainders of up to 1 MiB unsplit, depending on the blocks that happen to be cached: a
+difference of two large peaks on a GPU is off by a few of them."""
 LAB = "(lab)"
 """In the place of a record's name: the metrics that a lab passed to `finish` in addition to its records."""
 
@@ -48,6 +51,9 @@ class RecordMeasured:
     residual_by_module: dict[str, int] = field(default_factory=dict)
     recomputed_by_module: dict[str, int] = field(default_factory=dict)
     """Like `peak_by_module`, for the bytes left at the end of the step and the bytes that backward recomputed."""
+    least_near_peak: dict[str, int] = field(default_factory=dict)
+    most_near_peak: dict[str, int] = field(default_factory=dict)
+    """Of a GPU's record, by category: see `Timeline.categories_near_peak`, within `CUDA_SLACK_BYTES`."""
     scenario: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     """The settings that are on."""
@@ -129,11 +135,16 @@ def read_measured(folder: Path, lab: str, parameters: Mapping[str, ParameterValu
         metrics = {key: values[key] for key in _METRICS if values[key] is not None}
         for key in _METRICS_BY_NAME:
             metrics |= {f"{key}/{part}": num_bytes for part, num_bytes in values[key].items()}
+        near_peak = {}
+        if backend == "cuda" and record.timeline is not None:
+            near_peak = record.timeline.categories_near_peak(CUDA_SLACK_BYTES)
         records[name] = RecordMeasured(
             metrics=metrics,
             peak_by_module=values["peak_by_module"],
             residual_by_module=record.residual_by_module,
             recomputed_by_module=record.recomputed_by_module,
+            least_near_peak={name: least for name, (least, _) in near_peak.items()},
+            most_near_peak={name: most for name, (_, most) in near_peak.items()},
             scenario=_unusual(values["scenario"]),
             settings=_on(values["settings"]),
         )

@@ -3,6 +3,7 @@
 | metric | cpu, simulated | cuda |
 | --- | --- | --- |
 | bytes, counts and other numbers | exactly | within 0.1 %, bytes (and parts of a peak) also within 4 MiB |
+| bytes of a category at the peak | exactly | as above, or as at another moment within 4 MiB of the peak |
 | a record's status | exactly | exactly |
 | loss | exactly if torch, megatron-core and the processor are those of the baseline; else reported | reported |
 | reserved bytes, times and rates | reported | reported |
@@ -21,13 +22,10 @@ from typing import Any
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.layout import Layout
 from memlab.config.training_state import TrainingState
-from memlab.regression.case_measurements import Measured, MetricValue, RecordMeasured
+from memlab.regression.case_measurements import CUDA_SLACK_BYTES, Measured, MetricValue, RecordMeasured
 from memlab.units import format_bytes
 
 _CUDA_TOLERANCE = 0.001
-# The caching allocator leaves remainders of up to 1 MiB unsplit, depending on the blocks that happen to be cached: a
-# difference of two large peaks is off by a few of them.
-_CUDA_SLACK_BYTES = 4 * 1024**2
 _MODULES_OF = {
     "peak_": "peak_by_module",
     "activation_peak": "peak_by_module",
@@ -119,8 +117,10 @@ def compare_with_baseline(baseline: Measured, now: Measured, backend: str) -> li
             share = tolerance(metric, backend, same_rounding=same_rounding)
             old, new = before.metrics.get(metric), after.metrics.get(metric)
             is_whole = isinstance(old, int) or isinstance(new, int)  # a ratio of bytes is not a number of bytes
-            slack = _CUDA_SLACK_BYTES if backend == "cuda" and is_whole and _counts_bytes(metric) else 0
+            slack = CUDA_SLACK_BYTES if backend == "cuda" and is_whole and _counts_bytes(metric) else 0
             if share is None or _agree(old, new, share, slack):
+                continue
+            if slack and (_is_near_peak(metric, old, after) or _is_near_peak(metric, new, before)):
                 continue
             module = _module(metric, before, after)
             change = MetricChange(record=record, metric=metric, baseline=old, now=new, module=module, changed=changed)
@@ -138,6 +138,15 @@ def _agree(old: MetricValue | None, new: MetricValue | None, share: float, slack
     if isinstance(old, (int, float)) and isinstance(new, (int, float)):
         return abs(new - old) <= max(share * abs(old), slack)
     return old == new
+
+
+def _is_near_peak(metric: str, value: MetricValue | None, record: RecordMeasured) -> bool:
+    """Whether a category has so many bytes at some moment at which a record's step nearly reaches its peak."""
+    group, _, category = metric.partition("/")
+    if group != "peak_by_category" or not record.most_near_peak or isinstance(value, str):
+        return False
+    least, most = record.least_near_peak.get(category, 0), record.most_near_peak.get(category, 0)
+    return least - CUDA_SLACK_BYTES <= (value or 0) <= most + CUDA_SLACK_BYTES
 
 
 def _changes(baseline: Measured, now: Measured, before: RecordMeasured, after: RecordMeasured) -> Iterator[str]:

@@ -13,11 +13,13 @@ import pytest
 
 from memlab.cli import main
 from memlab.regression.baseline import Baseline, baseline_path, read_baseline, write_baseline
-from memlab.regression.case_measurements import Measured, MetricValue
+from memlab.regression.case_measurements import CUDA_SLACK_BYTES, Measured, MetricValue
 from memlab.regression.compare import compare_with_baseline
 from memlab.regression.report.summary_text import changes
 from memlab.regression.summary import read_summary
+from memlab.units import MIB
 from tests.notebooks.small_suites import measured, result_of, summary_of, write_suite
+from tests.unit.builders import TimelineBuilder
 
 PEAK = "peak_allocated_bytes"
 SUITE = "backend: cpu\ncases:\n  - {lab: small, name: one, parameters: {count: 1}}\n  - {lab: small, name: two}\n"
@@ -69,6 +71,30 @@ def test_a_part_of_a_gpu_s_peak_may_be_off_by_the_allocator_s_remainders(before:
     sides = [measured(**({metric: mebibytes * 2**20} if mebibytes else {})) for mebibytes in (before, after)]
     assert [d.metric for d in compare_with_baseline(*sides, "cuda")] == ([metric] if is_red else [])
     assert [d.metric for d in compare_with_baseline(*sides, "cpu")] == [metric]
+
+
+def test_the_parts_of_a_gpu_s_peak_may_be_those_of_another_moment_that_nearly_reaches_it() -> None:
+    # Unsplit remainders decide which of the two moments is the peak.
+    step = TimelineBuilder()
+    step.opening("parameters", 300 * MIB)
+    for mebibytes, category in ((30, "workspace"), (-30, "workspace"), (28, "activations")):
+        step.event(mebibytes * MIB, category)
+    near_peak = step.build().categories_near_peak(CUDA_SLACK_BYTES)
+    assert near_peak == {
+        "parameters": (300 * MIB, 300 * MIB),
+        "activations": (0, 28 * MIB),
+        "workspace": (0, 30 * MIB),
+    }
+    metric = "peak_by_category/workspace"
+    before, after = measured(**{metric: 30 * MIB}), measured(**{metric: 0})
+    assert [d.metric for d in compare_with_baseline(before, after, "cuda")] == [metric]
+    least, most = ({name: ends[end] for name, ends in near_peak.items()} for end in (0, 1))
+    (name, record), *_ = after.records.items()
+    after.records[name] = replace(record, least_near_peak=least, most_near_peak=most)
+    assert compare_with_baseline(before, after, "cuda") == []
+    assert [d.metric for d in compare_with_baseline(before, after, "cpu")] == [metric]
+    more = measured(**{metric: 36 * MIB})
+    assert [d.metric for d in compare_with_baseline(more, after, "cuda")] == [metric]
 
 
 def test_a_loss_is_only_gated_where_packages_and_processor_are_the_same() -> None:
