@@ -596,11 +596,12 @@ class Stepper:
             return nullcontext()
         offloads = bool(self.settings.offload_modules)
         needs_real_passes = forward_only or self._needs_real_passes()
+        layout, is_recomputed = self.scenario.layout, False
         if self.scenario.architecture.is_moe:
             needs_real_passes |= self.settings.recompute_method == "block" or self._follows_full_recompute
             needs_real_passes |= meter.device_memory_bytes is not None
             is_recomputed = checkpoints_moe_layers(self.settings, self.scenario.architecture)
-            needs_real_passes |= is_recomputed and self.scenario.layout.pipeline_model_parallel_size > 1
+            needs_real_passes |= is_recomputed and layout.virtual_pipeline_model_parallel_size > 1
         if offloads:
             needs_real_passes |= not self._offload_repeats()
         if forward_only:
@@ -610,7 +611,10 @@ class Stepper:
             return nullcontext()
         num_microbatches = self.scenario.num_microbatches
         return self._replay.during_step(
-            replays=replays, num_microbatches=num_microbatches, offloads=replays and offloads
+            replays=replays,
+            num_microbatches=num_microbatches,
+            offloads=replays and offloads,
+            recomputes_moe=is_recomputed,
         )
 
     @property

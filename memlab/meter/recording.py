@@ -238,10 +238,12 @@ class Replay:
         recording, rows = self.recording, self.num_rows
         requested = [0] * len(recording.births)
         of_own = recording.owner[:rows] == OWN
-        for role, size in zip(recording.role[:rows][of_own], recording.requested_bytes[:rows][of_own], strict=True):
+        others = [False] * len(requested)
+        columns = (column[:rows][of_own] for column in (recording.role, recording.requested_bytes, recording.pool))
+        for role, size, pool in zip(*columns, strict=True):
             requested[role] += int(size)
+            others[role] = pool != _DEVICE and not self.is_over
         on_device = [self.blocks[role] is not None for role in range(len(requested))]
-        others = [False] * len(requested) if self.is_over else [birth.pool != _DEVICE for birth in recording.births]
         return [
             (role, size)
             for role, size in enumerate(requested)
