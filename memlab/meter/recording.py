@@ -21,9 +21,9 @@ from memlab.vocabulary import POOLS
 _DEVICE, _HOST, _RESERVED = (POOLS.index(name) for name in ("device", "host", "reserved"))
 OWN, FORWARD, INPUT, GRADIENT, RETAINED, PREVIOUS, RELOADED, HOST_COPY = range(8)
 """Whose storage a role is: allocated in this pass, or in the same layer's forward pass, before it; the layer's input;
-the gradient of its output; what the layer retained when its last backward ended; what its previous forward pass, whose
-backward has not ended yet, allocated; what the backward pass of the layer after it has copied back from the host; what
-other layers have on the host, outside of a pool, when its backward begins."""
+the gradient of its output; what the layer retained when its last backward ended; what its latest other forward pass
+whose backward has not ended yet allocated; what the backward pass of the layer after it has copied back from the host;
+what other layers have on the host, outside of a pool, when its backward begins."""
 
 
 class Role(NamedTuple):

@@ -14,6 +14,10 @@ What repeats is a *unit*: a layer, or under full recompute the layers of one che
   unit's earlier pass left allocated, what the backward pass before it has copied back from the host, or the host copies
   of the layers before it.
 
+On a pipeline stage, an MoE layer that is recomputed in the backward pass of one micro-batch frees what the layer's pass
+before it, the forward or the backward pass of another micro-batch, has left to its token dispatcher. While several
+passes are in flight there, such a unit is replayed or stepped for a whole step.
+
 Otherwise it is stepped. What autograd's graph keeps (random states of checkpoints) is freed with the stand-in's node.
 What an MoE layer's token dispatcher keeps until the layer's next pass, as an attribute or in an attribute's graph, is
 kept by a stand-in of that attribute, so that a pass that is stepped later, perhaps in another unit, frees it too.
@@ -23,6 +27,7 @@ from __future__ import annotations
 
 import re
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -33,6 +38,7 @@ import numpy.typing as npt
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from memlab.meter import collectives
 from memlab.meter.allocations import Allocation
 from memlab.meter.labels import Labels
 from memlab.meter.recording import (
@@ -104,7 +110,7 @@ class _Unit:
     last_backward: _Pass | None = None
     """The pass whose backward has ended last."""
     held: list[weakref.ref[Any] | None] = field(default_factory=list)
-    """What stands for what its last pass left allocated: the storages, in the order of `_Pass.left`."""
+    """What stands for what its last backward pass left allocated: the storages, in the order of `_Pass.left`."""
     keeps_states: bool = False
     """Whether its token dispatchers refer to a graph that keeps random states of checkpoints."""
     is_replayed: bool = False
@@ -127,6 +133,8 @@ class _Pass:
     backward_from: int = -1
     """The meter's position when backward reached it."""
     span: int = 0
+    sent_before: Counter[str] = field(default_factory=Counter)
+    """What the rank had sent when this direction of the pass began."""
     gradient: StorageAllocation | None = None
     end: Any = None
     source: _Pass | None = None
@@ -184,6 +192,8 @@ class _Known:
     """As in `_Unit`, at the end of a forward pass."""
     calls: Calls
     """To Megatron's offload manager."""
+    sent: Counter[str]
+    """What the rank has sent, by kind of collective."""
     has_checkpoint: bool
     """Whether a checkpoint in the graph of its output keeps random states, those of Megatron's tracker among them."""
 
@@ -212,8 +222,10 @@ class LayerReplay:
         self._places = [self._places_of(number) for number in range(len(live.layers))]
         self._units: dict[tuple[int, ...], _Unit] = {}
         self._retained: list[list[StorageAllocation]] = [[] for _ in live.layers]
-        """What the last pass through each layer left allocated."""
-        self._learns = self._replays = self._refills = False
+        """What the last backward pass through each layer left allocated, as far as no later pass has freed it."""
+        self._learns = self._replays = False
+        self._refills = False
+        """Whether backward passes on a stage recompute MoE layers, and give their dispatchers new tensors."""
         self._calls = RepeatedCalls(meter)
         self._num_microbatches = 1
         self._reference: dict[tuple[Any, ...], list[tuple[int, Role]]] = {}
@@ -240,8 +252,7 @@ class LayerReplay:
                 is then needed only if an earlier step has replayed passes.
             num_microbatches: How many forward passes of each layer the schedule makes.
             offloads: Whether Megatron offloads activations, and replayed passes have to tell its manager.
-            recomputes_moe: Whether MoE layers are recomputed, so that a backward pass gives their dispatchers new
-                tensors.
+            recomputes_moe: Whether MoE layers are recomputed as a whole.
         """
         self._learns, self._num_microbatches = replays, num_microbatches
         self._replays, self._refills = replays, self._is_moe_stage and recomputes_moe
@@ -440,6 +451,7 @@ class LayerReplay:
         return "backward", unit.run, unit.is_first, unit.is_last, *self._of_backward(one, is_latest=is_latest)
 
     def _of_backward(self, one: _Pass, *, is_latest: bool) -> tuple[Any, ...]:
+        """Returns that part of the key that does not depend on the unit's place."""
         follows_backward = self._refills and self._overlaps and bool(self._retained_by(one.unit))
         return one.number > 0, is_latest, follows_backward, one.groups
 
@@ -497,10 +509,11 @@ class LayerReplay:
 
     @staticmethod
     def _replays_throughout(one: _Pass) -> bool:
-        """Whether all passes of a unit in this step are replayed, if this one is.
+        """Whether a pass of an MoE layer that is recomputed on a stage is replayed: all in this step, or none.
 
-        What a recompute frees belongs to another pass, which has to be replayed or stepped as well. Three units at
-        either end of a run are stepped, so that two between others have shown each pass before it comes to this unit.
+        What a recompute frees belongs to another micro-batch's pass, and is freed by a replayed one only if that was
+        replayed too. So the three units at either end of a run are stepped: of them, two between others have shown
+        every pass, forward or backward, before it comes to this unit.
         """
         unit = one.unit
         is_between = unit.start_distance >= 3 and unit.end_distance >= 3
@@ -569,7 +582,7 @@ class LayerReplay:
         at, span, calls_from = self._meter.position(), self._labels.span, self._calls.position()
         if torch.is_grad_enabled() and given.grad_fn is not None:
             given.grad_fn.register_prehook(lambda gradients: self._end_backward(one, gradients[0]))
-        one.unit.held = []
+        one.unit.held, one.sent_before = [], collectives.sent_bytes.copy()
         self._inside = True
         reference = self._latest_of_run.get(one.unit.run, []) if reference is None else reference
         self._meter.after_event = self._frees_of_orphans(one.unit, reference, of_previous)
@@ -721,17 +734,19 @@ class LayerReplay:
             return
         former = self._known.get(key)
         of_run = one.unit.run, is_backward, self._is_latest(one)
-        signature = recording.signature, calls
+        sent = collectives.sent_since(one.sent_before)
+        signature = recording.signature, calls, sent
         same = self._last_signature.get(of_run) == signature
-        same |= former is not None and (former.recording.signature, former.calls) == signature
+        same |= former is not None and (former.recording.signature, former.calls, former.sent) == signature
         self._last_signature[of_run] = signature
         self._known[key] = _Known(
-            recording, result, _spec(tensor), same, one, one.unit.keeps_states, calls, one.has_checkpoint
+            recording, result, _spec(tensor), same, one, one.unit.keeps_states, calls, sent, one.has_checkpoint
         )
 
     def _begin_backward(self, one: _Pass, gradient: torch.Tensor) -> None:
         self._retain_result(one.unit)
         one.backward_from, one.span = self._meter.position(), self._labels.span
+        one.sent_before = collectives.sent_bytes.copy()
         one.gradient = self._meter.allocation_of(gradient)
         one.saves_input = one.input is not None and one.input.num_bytes > 0
         one.calls_from, one.reloaded = self._calls.position(), one.saved.reloaded(self._meter)
@@ -816,6 +831,7 @@ class LayerReplay:
         dispatchers = self._dispatchers(one.unit)
         self._in_flight.append(one)
         one.replay = self._run(one, known.recording, None)
+        collectives.send_again(known.sent)
         if self._calls.is_noting:
             one.saved, copies = self._calls.repeat_forward(known.calls)
             for allocation in self._copied(one.replay, known.calls, copies):
@@ -874,7 +890,10 @@ class LayerReplay:
             vars(tensor).pop(_KEPT, None)
 
     def _holders(self, one: _Pass) -> list[_Holder]:
-        """Returns `_Pass.holders`; none if something else keeps a part of what is left, as on a stage."""
+        """Returns `_Pass.holders`; none if something else keeps a part of what is left, as on a stage.
+
+        The graph of a recompute ends at the checkpoint's input, and nothing else keeps that.
+        """
         if (self._is_moe_stage and not self._refills) or not self._learns:
             return []
         meter, places = self._meter, {id(each): place for place, each in enumerate(one.left)}
@@ -944,6 +963,7 @@ class LayerReplay:
         of_backward = self._of_backward(one, is_latest=is_latest)
         known = self._known_backward(one, is_latest=is_latest)
         done = self._run_backward(one, known.recording, forward)
+        collectives.send_again(known.sent)
         if self._calls.is_noting:
             self._copied(done, known.calls, self._calls.repeat_backward(known.calls, one.saved))
         result = self._result(done, known)

@@ -35,6 +35,8 @@ from memlab.lab.search_workers import Workers
 from memlab.units import GIB, MIB
 
 PLAIN = MemorySettings()
+FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+MOE = MemorySettings(recompute_granularity="selective", recompute_modules=("moe",))
 STATES = (TrainingState(), TrainingState(grad_reduce_in_bf16=True, use_precision_aware_optimizer=True))
 
 
@@ -82,6 +84,32 @@ def test_the_first_or_the_last_stage_needs_the_most() -> None:
 def test_what_a_rank_sends_is_what_it_has_that_others_need(layout: Layout, kind: str, expected: int) -> None:
     job = Scenario.of("qwen3-moe-tiny", num_layers=2, seq_length=64, num_microbatches=2, layout=layout)
     assert communicated_bytes(job, PLAIN)[kind] == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "num_microbatches", "settings"),
+    [
+        ("phi-4-tiny", Layout(context_parallel_size=2, data_parallel_size=2), 1, PLAIN),
+        ("qwen3-moe-tiny", Layout(tensor_model_parallel_size=2, context_parallel_size=2), 6, FULL),
+        ("qwen3-moe-tiny", Layout(expert_model_parallel_size=2, data_parallel_size=2), 6, MOE),
+        # Micro-batches are inserted.
+        ("qwen3-moe-tiny", Layout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), 9, PLAIN),
+        ("qwen3-moe-tiny", Layout(context_parallel_size=2, pipeline_model_parallel_size=2, rank=3), 9, MOE),
+    ],
+)
+def test_replayed_passes_send_what_stepped_ones_do(
+    family: str, layout: Layout, num_microbatches: int, settings: MemorySettings
+) -> None:
+    job = Scenario.of(family, num_layers=16, seq_length=64, num_microbatches=num_microbatches, layout=layout)
+    assert communicated_bytes(job, settings) == communicated_bytes(job, settings, replay=False)
+
+
+@pytest.mark.parametrize("state", [*STATES[:1], TrainingState(overlap_grad_reduce=True, overlap_param_gather=True)])
+def test_a_step_that_repeats_another_sends_as_much(state: TrainingState) -> None:
+    layout = Layout(data_parallel_size=2, context_parallel_size=2)
+    job = Scenario.of("phi-4-tiny", num_layers=4, seq_length=64, layout=layout, state=state)
+    sent = communicated_bytes(job, PLAIN)
+    assert sent == communicated_bytes(job, PLAIN, replay=False) and sent.keys() >= {"all-gather", "reduce-scatter"}
 
 
 def test_every_layout_keeps_the_ranks_and_the_sequences_of_a_step() -> None:
