@@ -193,7 +193,7 @@ def test_moe_layers_under_full_recompute_are_replayed(
         (replace(_STAGES, rank=1), 16, 3, [_FULL, _MOE, _FULL]),
         (_MIDDLE, 24, 2, [_FULL, _MOE_LAYERNORM]),
         # A micro-batch is inserted while a forward pass is in flight of which a recompute has freed what was on chip.
-        (replace(_STAGES, context_parallel_size=2, expert_model_parallel_size=2), 16, 9, [_MOE]),
+        (replace(_STAGES, context_parallel_size=2, expert_model_parallel_size=2), 16, 9, [_MOE, _MOE]),
     ],
 )
 def test_moe_layers_of_a_stage_that_are_recomputed_are_replayed(

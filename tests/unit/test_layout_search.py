@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 
+from memlab import Lab
 from memlab.cli import main
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
@@ -104,12 +106,20 @@ def test_replayed_passes_send_what_stepped_ones_do(
     assert communicated_bytes(job, settings) == communicated_bytes(job, settings, replay=False)
 
 
-@pytest.mark.parametrize("state", [*STATES[:1], TrainingState(overlap_grad_reduce=True, overlap_param_gather=True)])
-def test_a_step_that_repeats_another_sends_as_much(state: TrainingState) -> None:
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_each_step_of_a_lab_sends_as_much_if_passes_updates_or_the_whole_step_are_repeated(overlaps: bool) -> None:
+    sent: dict[bool, list[Counter[str]]] = {False: [], True: []}
     layout = Layout(data_parallel_size=2, context_parallel_size=2)
-    job = Scenario.of("phi-4-tiny", num_layers=4, seq_length=64, layout=layout, state=state)
-    sent = communicated_bytes(job, PLAIN)
-    assert sent == communicated_bytes(job, PLAIN, replay=False) and sent.keys() >= {"all-gather", "reduce-scatter"}
+    state = TrainingState(overlap_grad_reduce=overlaps, overlap_param_gather=overlaps)
+    arguments: dict[str, Any] = {"num_layers": 6, "seq_length": 64, "layout": layout, "state": state}
+    for replay, of_steps in sent.items():
+        with Lab("phi-4-tiny", **arguments, backend="simulated", replay=replay) as lab:
+            stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+            for settings in (PLAIN, PLAIN, FULL, FULL, FULL):
+                lab.step(settings, warm_up=False)
+                of_steps.append(stepper.sent_bytes)
+    assert sent[True] == sent[False]
+    assert (sent[True][0] == sent[True][1]) != overlaps, "the first step gathers no parameters before its passes"
 
 
 def test_every_layout_keeps_the_ranks_and_the_sequences_of_a_step() -> None:
