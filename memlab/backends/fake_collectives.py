@@ -1,12 +1,11 @@
 """Collectives on fake tensors: kernels for torch's meta device, on which the ``fake`` process group has none.
 
 The group answers for the other ranks at once, and allocates nothing, like NCCL where Megatron brings the buffers. What
-a rank would send is counted on request.
+a rank would send is counted in `memlab.meter.collectives`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from memlab.meter.collectives import sent_bytes
 
 _Shares = Callable[[Any, Any], float]
 """Takes a collective's arguments and its group, and returns the bytes that the group's own rank sends."""
@@ -52,24 +53,6 @@ _SENT: dict[str, tuple[str, _Shares]] = {
 """The kind of each collective, and the bytes that a rank sends in it. Those are the data that a ring of the group's
 ranks passes on, by which nccl-tests computes its bus bandwidth (doc/PERFORMANCE.md of NVIDIA/nccl-tests)."""
 
-_counted: list[Counter[str]] = []
-
-
-@contextmanager
-def counted_collectives() -> Iterator[Counter[str]]:
-    """Counts what the rank sends in the block.
-
-    Yields:
-        Bytes by kind of collective, such as ``all-to-all``. Repeated passes call no collective, so a lab whose
-        communication is counted needs ``replay=False``.
-    """
-    counter = Counter[str]()
-    _counted.append(counter)
-    try:
-        yield counter
-    finally:
-        _counted.remove(counter)
-
 
 @contextmanager
 def collectives_on_fake_tensors() -> Iterator[None]:
@@ -89,8 +72,7 @@ def _kernel(name: str) -> Any:
     operation = getattr(torch.ops.c10d, name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if _counted:
-            _count(name, args)
+        _count(name, args)
         if name == "alltoall_base_":
             args = (*args[:3], [], [], *args[5:])  # how the rows are split is checked against the tensors
         # With empty tensors in place of the fake ones: only the Work that the group returns is needed.
@@ -102,9 +84,7 @@ def _kernel(name: str) -> Any:
 def _count(name: str, args: tuple[Any, ...]) -> None:
     group = next(each for each in args if isinstance(each, torch.ScriptObject))
     kind, sent = _SENT[name]
-    num_bytes = round(sent(args, torch.distributed.ProcessGroup.unbox(group)))
-    for counter in _counted:
-        counter[kind] += num_bytes
+    sent_bytes[kind] += round(sent(args, torch.distributed.ProcessGroup.unbox(group)))
 
 
 def exchange(operations: list[Any]) -> list[Any]:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import fields
 from typing import Any
 
-from memlab.backends.fake_collectives import counted_collectives
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 
 
-def communicated_bytes(scenario: Scenario, settings: MemorySettings) -> dict[str, int]:
-    """Takes two steps, the second without repeated passes, and counts that: the first one gathers no parameters.
+def communicated_bytes(scenario: Scenario, settings: MemorySettings, *, replay: bool = True) -> dict[str, int]:
+    """Takes two steps, and counts the second: the first one gathers no parameters.
 
     Args:
         scenario: On the rank whose communication is counted.
         settings: Of the steps.
+        replay: As for `Lab`.
 
     Returns:
         Bytes that the rank sends in a step, by kind of collective.
@@ -23,10 +24,8 @@ def communicated_bytes(scenario: Scenario, settings: MemorySettings) -> dict[str
     from memlab.lab.lab import Lab
 
     values = {field.name: getattr(scenario, field.name) for field in fields(Scenario)}
-    with Lab(**values, backend="simulated") as lab:
-        lab.step(settings, warm_up=False)
+    with Lab(**values, backend="simulated", replay=replay) as lab:
+        lab.step(settings)
         session: Any = lab._session
-        session.stepper.replays = False
-        with counted_collectives() as counted:
-            lab.step(settings, warm_up=False)
+        counted: Counter[str] = session.stepper.sent_bytes
     return {kind: num_bytes for kind, num_bytes in sorted(counted.items()) if num_bytes}

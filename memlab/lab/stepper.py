@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -29,6 +30,7 @@ from memlab.config.training_state import TrainingState
 from memlab.lab.environment import hardware, versions
 from memlab.lab.garbage import Garbage
 from memlab.lab.progress import StepStopped
+from memlab.meter import collectives
 from memlab.meter.labels import Labels, labelled_by
 from memlab.meter.protocol import Meter
 from memlab.meter.simulated_meter import SimulatedMeter
@@ -83,6 +85,8 @@ class Stepper:
         self._hardware = hardware(local_rank() if backend.name == "cuda" else None)
         self._offload_watch = OffloadWatch()
         self._remedy = CheckpointRemedy()
+        self.sent_bytes = Counter[str]()
+        """What the rank sent in the last step that ended well, by kind of collective."""
         self._num_taps = 0
         self._bookkeeping_seconds = 0.0
         self.replays = replays
@@ -445,7 +449,7 @@ class Stepper:
         if not forward_only and (repeated := self._repeated(on_move)) is not None:
             return repeated
         self._repeatable = None
-        on_host = self.transfers.residency.on_host
+        on_host, sent_before = self.transfers.residency.on_host, collectives.sent_bytes.copy()
         torch.cuda.synchronize()
         meter.start(self._categories())
         self._bookkeeping_seconds = 0.0
@@ -473,6 +477,7 @@ class Stepper:
         torch.cuda.synchronize()
         measured["step_seconds"] = time.perf_counter() - started - self._bookkeeping_seconds
         self.num_steps += 1
+        self.sent_bytes = collectives.sent_since(sent_before)
         record = self._record(measured | {"forward_only": forward_only})
         if record.status == "ok" and not forward_only:
             self._follows_full_recompute = False
@@ -587,20 +592,22 @@ class Stepper:
         Each pass must start its own communication if that overlaps with computation. FP8 keeps state between passes,
         and taps and `Meter.at_event` look at real tensors. The graph that an MoE layer's dispatcher retains behind a
         block of recomputed layers keeps their random states; after an out-of-memory, what it keeps depends on where
-        that happened. On a pipeline stage, an MoE layer that is recomputed in the backward pass of one
-        micro-batch frees what its dispatcher retains of another's forward pass. The first step after full recompute
-        frees its graphs: each may cover layers that are in different units now, or keep what other layers have made.
+        that happened. On a pipeline stage, an MoE layer that is recomputed in the backward pass of one micro-batch
+        frees what its dispatcher retains of another's pass; with several model chunks, that may be any. The first step
+        after full recompute frees its graphs: each may cover layers that are in different units now, or keep what other
+        layers have made.
         """
         meter = self.meter
         if self._replay is None or not isinstance(meter, SimulatedMeter):
             return nullcontext()
         offloads = bool(self.settings.offload_modules)
         needs_real_passes = forward_only or self._needs_real_passes()
+        layout, is_recomputed = self.scenario.layout, False
         if self.scenario.architecture.is_moe:
             needs_real_passes |= self.settings.recompute_method == "block" or self._follows_full_recompute
             needs_real_passes |= meter.device_memory_bytes is not None
             is_recomputed = checkpoints_moe_layers(self.settings, self.scenario.architecture)
-            needs_real_passes |= is_recomputed and self.scenario.layout.pipeline_model_parallel_size > 1
+            needs_real_passes |= is_recomputed and layout.virtual_pipeline_model_parallel_size > 1
         if offloads:
             needs_real_passes |= not self._offload_repeats()
         if forward_only:
@@ -610,7 +617,10 @@ class Stepper:
             return nullcontext()
         num_microbatches = self.scenario.num_microbatches
         return self._replay.during_step(
-            replays=replays, num_microbatches=num_microbatches, offloads=replays and offloads
+            replays=replays,
+            num_microbatches=num_microbatches,
+            offloads=replays and offloads,
+            recomputes_moe=replays and is_recomputed,
         )
 
     @property

@@ -21,9 +21,9 @@ from memlab.vocabulary import POOLS
 _DEVICE, _HOST, _RESERVED = (POOLS.index(name) for name in ("device", "host", "reserved"))
 OWN, FORWARD, INPUT, GRADIENT, RETAINED, PREVIOUS, RELOADED, HOST_COPY = range(8)
 """Whose storage a role is: allocated in this pass, or in the same layer's forward pass, before it; the layer's input;
-the gradient of its output; what the layer retained when its last backward ended; what its previous forward pass, whose
-backward has not ended yet, allocated; what the backward pass of the layer after it has copied back from the host; what
-other layers have on the host, outside of a pool, when its backward begins."""
+the gradient of its output; what the layer retained when its last backward ended; what its latest other forward pass
+whose backward has not ended yet allocated; what the backward pass of the layer after it has copied back from the host;
+what other layers have on the host, outside of a pool, when its backward begins."""
 
 
 class Role(NamedTuple):
@@ -238,10 +238,12 @@ class Replay:
         recording, rows = self.recording, self.num_rows
         requested = [0] * len(recording.births)
         of_own = recording.owner[:rows] == OWN
-        for role, size in zip(recording.role[:rows][of_own], recording.requested_bytes[:rows][of_own], strict=True):
+        others = [False] * len(requested)
+        columns = (column[:rows][of_own] for column in (recording.role, recording.requested_bytes, recording.pool))
+        for role, size, pool in zip(*columns, strict=True):
             requested[role] += int(size)
+            others[role] = pool != _DEVICE and not self.is_over
         on_device = [self.blocks[role] is not None for role in range(len(requested))]
-        others = [False] * len(requested) if self.is_over else [birth.pool != _DEVICE for birth in recording.births]
         return [
             (role, size)
             for role, size in enumerate(requested)

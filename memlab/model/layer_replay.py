@@ -14,6 +14,10 @@ What repeats is a *unit*: a layer, or under full recompute the layers of one che
   unit's earlier pass left allocated, what the backward pass before it has copied back from the host, or the host copies
   of the layers before it.
 
+On a pipeline stage, an MoE layer that is recomputed in the backward pass of one micro-batch frees what the layer's pass
+before it, the forward or the backward pass of another micro-batch, has left to its token dispatcher. While several
+passes are in flight there, such a unit is replayed or stepped for a whole step.
+
 Otherwise it is stepped. What autograd's graph keeps (random states of checkpoints) is freed with the stand-in's node.
 What an MoE layer's token dispatcher keeps until the layer's next pass, as an attribute or in an attribute's graph, is
 kept by a stand-in of that attribute, so that a pass that is stepped later, perhaps in another unit, frees it too.
@@ -23,6 +27,7 @@ from __future__ import annotations
 
 import re
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -33,6 +38,7 @@ import numpy.typing as npt
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from memlab.meter import collectives
 from memlab.meter.allocations import Allocation
 from memlab.meter.labels import Labels
 from memlab.meter.recording import (
@@ -89,6 +95,8 @@ class _Unit:
     """Whether full recompute steps its layers again in backward."""
     is_first: bool = False
     is_last: bool = False
+    start_distance: int = 0
+    """Units of its run before it."""
     end_distance: int = 0
     """Units of its run that follow it."""
     ends_chunk: bool = False
@@ -99,10 +107,14 @@ class _Unit:
     places: dict[int, int] = field(default_factory=dict)
     kind: Any = None
     last_pass: _Pass | None = None
+    last_backward: _Pass | None = None
+    """The pass whose backward has ended last."""
     held: list[weakref.ref[Any] | None] = field(default_factory=list)
-    """What stands for what its last pass left allocated: the storages, in the order of `_Pass.left`."""
+    """What stands for what its last backward pass left allocated: the storages, in the order of `_Pass.left`."""
     keeps_states: bool = False
     """Whether its token dispatchers refer to a graph that keeps random states of checkpoints."""
+    is_replayed: bool = False
+    """Whether its first pass in this step was replayed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +133,8 @@ class _Pass:
     backward_from: int = -1
     """The meter's position when backward reached it."""
     span: int = 0
+    sent_before: Counter[str] = field(default_factory=Counter)
+    """What the rank had sent when this direction of the pass began."""
     gradient: StorageAllocation | None = None
     end: Any = None
     source: _Pass | None = None
@@ -178,6 +192,8 @@ class _Known:
     """As in `_Unit`, at the end of a forward pass."""
     calls: Calls
     """To Megatron's offload manager."""
+    sent: Counter[str]
+    """What the rank has sent, by kind of collective."""
     has_checkpoint: bool
     """Whether a checkpoint in the graph of its output keeps random states, those of Megatron's tracker among them."""
 
@@ -206,8 +222,10 @@ class LayerReplay:
         self._places = [self._places_of(number) for number in range(len(live.layers))]
         self._units: dict[tuple[int, ...], _Unit] = {}
         self._retained: list[list[StorageAllocation]] = [[] for _ in live.layers]
-        """What the last pass through each layer left allocated."""
+        """What the last backward pass through each layer left allocated, as far as no later pass has freed it."""
         self._learns = self._replays = False
+        self._refills = False
+        """Whether backward passes on a stage recompute MoE layers, and give their dispatchers new tensors."""
         self._calls = RepeatedCalls(meter)
         self._num_microbatches = 1
         self._reference: dict[tuple[Any, ...], list[tuple[int, Role]]] = {}
@@ -224,7 +242,9 @@ class LayerReplay:
         """Forward passes through layers that the last step replayed."""
 
     @contextmanager
-    def during_step(self, *, replays: bool, num_microbatches: int = 1, offloads: bool = False) -> Iterator[None]:
+    def during_step(
+        self, *, replays: bool, num_microbatches: int = 1, offloads: bool = False, recomputes_moe: bool = False
+    ) -> Iterator[None]:
         """Replays in the block, which takes one step.
 
         Args:
@@ -232,15 +252,17 @@ class LayerReplay:
                 is then needed only if an earlier step has replayed passes.
             num_microbatches: How many forward passes of each layer the schedule makes.
             offloads: Whether Megatron offloads activations, and replayed passes have to tell its manager.
+            recomputes_moe: Whether MoE layers are recomputed as a whole.
         """
         self._learns, self._num_microbatches = replays, num_microbatches
-        self._replays = replays
+        self._replays, self._refills = replays, self._is_moe_stage and recomputes_moe
         self._plan()
         self._in_flight.clear()
         self._latest_of_run.clear()
         self._inside, self.num_replayed = False, 0
         for unit in self._units.values():
-            unit.last_pass = None
+            unit.last_pass = unit.last_backward = None
+            unit.is_replayed = False
             self._drop_freed(unit)  # by what is no step
         originals = [(layer, layer.forward) for layer in self._live.layers]
         checkpoint = torch_checkpoint()
@@ -343,13 +365,16 @@ class LayerReplay:
                     config.recompute_method == "uniform" or layers[0] < config.recompute_num_layers
                 )
                 kinds.append((is_checkpoint, *(self._kinds[first + layer] for layer in layers)))
+            started = 0
             for place, layers in enumerate(units):
                 starts = place == 0 or kinds[place] != kinds[place - 1]
                 ends = place == len(units) - 1 or kinds[place] != kinds[place + 1]
                 run += starts
+                started = place if starts else started
                 after = next((n for n, kind in enumerate(kinds[place:]) if kind != kinds[place]), len(kinds) - place)
                 key = tuple(first + layer for layer in layers)
                 unit = self._units[key] = self._unit(key, former, run, starts, ends, after - 1)
+                unit.start_distance = place - started
                 unit.ends_chunk, unit.is_checkpoint = place == len(units) - 1, kinds[place][0]
             first += num_layers
 
@@ -408,7 +433,10 @@ class LayerReplay:
         unit.last_pass = one
         known = self._known.get(self._key(one, given))
         if known is not None and self._can_replay(one, known, given):
+            unit.is_replayed = True
             return self._replay_forward(one, known, given)
+        if unit.is_replayed and self._refills and self._overlaps:
+            raise NotReplayableError(f"a later forward pass of layer {unit.layers[0]} is not known")
         return self._step_forward(one, previous, given, step)
 
     def _backward_key(self, one: _Pass, *, is_latest: bool) -> tuple[Any, ...]:
@@ -420,7 +448,12 @@ class LayerReplay:
                 refers to tensors of the latest one; those of an earlier one are freed by its backward.
         """
         unit = one.unit
-        return "backward", unit.run, unit.is_first, unit.is_last, one.number > 0, is_latest, one.groups
+        return "backward", unit.run, unit.is_first, unit.is_last, *self._of_backward(one, is_latest=is_latest)
+
+    def _of_backward(self, one: _Pass, *, is_latest: bool) -> tuple[Any, ...]:
+        """Returns that part of the key that does not depend on the unit's place."""
+        follows_backward = self._refills and self._overlaps and bool(self._retained_by(one.unit))
+        return one.number > 0, is_latest, follows_backward, one.groups
 
     def _is_latest(self, one: _Pass) -> bool:
         return not self._overlaps or one.unit.last_pass is one
@@ -465,12 +498,26 @@ class LayerReplay:
             return False
         if known.calls.copies and not self._calls.has_buffers_of(known.calls):
             return False
+        if self._refills and self._overlaps and not self._replays_throughout(one):
+            return False
         # What the last dispatcher of a stage refers to keeps the whole graph: what the stage has received and its
         # gradient, and the random states of all checkpoints. The dispatchers before it must not keep them longer.
         keeps_graph = self._previous(one) is None or True in self._may_be_latest(one)
         if unit.ends_chunk and keeps_graph and self._keeps_others(unit, known):
             return False
         return all(self._will_know_backward(one, is_latest=is_latest) for is_latest in self._may_be_latest(one))
+
+    @staticmethod
+    def _replays_throughout(one: _Pass) -> bool:
+        """Whether a pass of an MoE layer that is recomputed on a stage is replayed: all in this step, or none.
+
+        What a recompute frees belongs to another micro-batch's pass, and is freed by a replayed one only if that was
+        replayed too. So the three units at either end of a run are stepped: of them, two between others have shown
+        every pass, forward or backward, before it comes to this unit.
+        """
+        unit = one.unit
+        is_between = unit.start_distance >= 3 and unit.end_distance >= 3
+        return is_between and (unit.is_replayed or one.number == 0)
 
     def _keeps_others(self, unit: _Unit, known: _Known) -> bool:
         """Whether what a unit's dispatchers refer to, before the pass or after it, keeps what other units have made."""
@@ -535,7 +582,7 @@ class LayerReplay:
         at, span, calls_from = self._meter.position(), self._labels.span, self._calls.position()
         if torch.is_grad_enabled() and given.grad_fn is not None:
             given.grad_fn.register_prehook(lambda gradients: self._end_backward(one, gradients[0]))
-        one.unit.held = []
+        one.unit.held, one.sent_before = [], collectives.sent_bytes.copy()
         self._inside = True
         reference = self._latest_of_run.get(one.unit.run, []) if reference is None else reference
         self._meter.after_event = self._frees_of_orphans(one.unit, reference, of_previous)
@@ -590,10 +637,10 @@ class LayerReplay:
 
     def _retain_result(self, unit: _Unit) -> None:
         """Counts what a unit's last pass returned as retained, if it is still allocated: a checkpoint's leaf has it."""
-        one = unit.last_pass
-        if one is None or not one.is_over:
-            return
         self._drop_freed(unit)
+        one = unit.last_backward
+        if one is None or not (one is unit.last_pass or self._refills):
+            return
         retained = self._retained_by(unit)
         result = one.result
         if result is not None and result.num_bytes and not any(result is known for known in retained):
@@ -687,16 +734,19 @@ class LayerReplay:
             return
         former = self._known.get(key)
         of_run = one.unit.run, is_backward, self._is_latest(one)
-        signature = recording.signature, calls
+        sent = collectives.sent_since(one.sent_before)
+        signature = recording.signature, calls, sent
         same = self._last_signature.get(of_run) == signature
-        same |= former is not None and (former.recording.signature, former.calls) == signature
+        same |= former is not None and (former.recording.signature, former.calls, former.sent) == signature
         self._last_signature[of_run] = signature
         self._known[key] = _Known(
-            recording, result, _spec(tensor), same, one, one.unit.keeps_states, calls, one.has_checkpoint
+            recording, result, _spec(tensor), same, one, one.unit.keeps_states, calls, sent, one.has_checkpoint
         )
 
     def _begin_backward(self, one: _Pass, gradient: torch.Tensor) -> None:
+        self._retain_result(one.unit)
         one.backward_from, one.span = self._meter.position(), self._labels.span
+        one.sent_before = collectives.sent_bytes.copy()
         one.gradient = self._meter.allocation_of(gradient)
         one.saves_input = one.input is not None and one.input.num_bytes > 0
         one.calls_from, one.reloaded = self._calls.position(), one.saved.reloaded(self._meter)
@@ -708,8 +758,11 @@ class LayerReplay:
         if one.is_over or one.backward_from < 0:
             return
         one.is_over = True
+        unit.last_backward = one
         self._in_flight = [other for other in self._in_flight if other is not one]
-        known = {id(allocation): Role(HOST_COPY, number) for number, allocation in enumerate(one.host_copies)}
+        key = self._backward_key(one, is_latest=self._is_latest(one))
+        known = self._roles_of_others(one) if self._refills else {}
+        known |= {id(allocation): Role(HOST_COPY, number) for number, allocation in enumerate(one.host_copies)}
         known |= {id(allocation): Role(RELOADED, number) for number, allocation in enumerate(one.reloaded)}
         known |= {id(allocation): Role(FORWARD, role) for role, allocation in enumerate(one.roles)}
         if one.input is not None:
@@ -738,7 +791,8 @@ class LayerReplay:
         one.referred = self._references_to_left(one)
         on_host = {place for place, each in enumerate(left) if each.pool == _HOST}
         one.in_graph = frozenset(on_host - {place for place, *_ in one.referred})
-        if unit.last_pass is one:
+        if unit.last_pass is one or self._refills:
+            self._drop_freed(unit, by_pass=self._refills)
             unit.held = [_storage_of(each) for each in one.left]
             self._retain(unit, one.retained())
         one.holders = self._holders(one)
@@ -748,7 +802,6 @@ class LayerReplay:
             one.in_graphs = [(place, each) for place, of_layer in modules for each in retained_by(of_layer, seen)]
         if result < 0 or calls is None or not self._may_be_repeated(one, recording):
             return
-        key = self._backward_key(one, is_latest=self._is_latest(one))
         self._learn(key, one, True, recording, result, gradient, calls)
 
     def _may_be_repeated(self, one: _Pass, recording: Recording) -> bool:
@@ -778,6 +831,7 @@ class LayerReplay:
         dispatchers = self._dispatchers(one.unit)
         self._in_flight.append(one)
         one.replay = self._run(one, known.recording, None)
+        collectives.send_again(known.sent)
         if self._calls.is_noting:
             one.saved, copies = self._calls.repeat_forward(known.calls)
             for allocation in self._copied(one.replay, known.calls, copies):
@@ -836,8 +890,11 @@ class LayerReplay:
             vars(tensor).pop(_KEPT, None)
 
     def _holders(self, one: _Pass) -> list[_Holder]:
-        """Returns `_Pass.holders`; none if something else keeps a part of what is left, as on a stage."""
-        if self._is_moe_stage or not self._learns:
+        """Returns `_Pass.holders`; none if something else keeps a part of what is left, as on a stage.
+
+        The graph of a recompute ends at the checkpoint's input, and nothing else keeps that.
+        """
+        if (self._is_moe_stage and not self._refills) or not self._learns:
             return []
         meter, places = self._meter, {id(each): place for place, each in enumerate(one.left)}
         missing = set(range(len(one.left))) - one.in_graph
@@ -902,17 +959,21 @@ class LayerReplay:
         self._enter(reversed(unit.layers))
         one.gradient = meter.allocation_of(gradient)
         is_latest = self._is_latest(one)
+        self._retain_result(unit)
+        of_backward = self._of_backward(one, is_latest=is_latest)
         known = self._known_backward(one, is_latest=is_latest)
         done = self._run_backward(one, known.recording, forward)
+        collectives.send_again(known.sent)
         if self._calls.is_noting:
             self._copied(done, known.calls, self._calls.repeat_backward(known.calls, one.saved))
         result = self._result(done, known)
         one.result = meter.allocation_of(result)
-        between = self._known.get(("backward", unit.run, False, False, one.number > 0, is_latest, one.groups))
+        between = self._known.get(("backward", unit.run, False, False, *of_backward))
         if between is not None and Role(GRADIENT, 0) not in between.recording.freed:
             one.kept = result
         left = self._left_by(forward, done)
         forward.is_over = done.is_over = one.is_over = True
+        unit.last_backward = one
         self._in_flight = [other for other in self._in_flight if other is not one]
         for replay, role, size in left:
             one.left.append(meter.separate(replay, role, size))
@@ -925,7 +986,8 @@ class LayerReplay:
             self._hold_in_dispatchers(one, known.source, result)
             self._retain(unit, one.retained())
             return result
-        if unit.last_pass is one:
+        is_retained = unit.last_pass is one or self._refills
+        if is_retained:
             self._refer_to_what_is_left(one, known.source)
         for place, allocation in enumerate(one.left):
             if place in one.in_graph:
@@ -933,7 +995,7 @@ class LayerReplay:
                 meter.keep(allocation)
             else:
                 self._hold(unit, allocation, place)
-        if unit.last_pass is one:
+        if is_retained:
             self._retain(unit, one.retained())
         return result
 
@@ -999,7 +1061,7 @@ class LayerReplay:
             if isinstance(other, StorageAllocation):
                 self._meter.hand_over(other)
         done = self._meter.replay(recording, one.unit.modules, forward, others)
-        if forward is None:
+        if forward is None or self._refills:
             self._drop_freed(one.unit, by_pass=True)
         return done
 

@@ -8,9 +8,11 @@ an earlier one. If no micro-batch is known to repeat, the schedule steps all of 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from memlab.config.scenario import Scenario
+from memlab.meter import collectives
 from memlab.meter.labels import Labels
 from memlab.meter.simulated_meter import SimulatedMeter
 
@@ -36,6 +38,8 @@ class MicrobatchReplay:
         self._num_microbatches = scenario.num_microbatches
         self._passes_of_a_microbatch = 2 * scenario.num_layers_of_stage
         self._starts: list[int] = []
+        self._sent: list[Counter[str]] = []
+        """`collectives.sent_bytes` at each of them."""
         self._num_inserted = 0
         # A period frees what up to `num_before` + 2 periods before it have allocated: the schedule holds for a while
         # what it has sent and received. The first period of a full pipeline, and those before it, number their storages
@@ -46,11 +50,14 @@ class MicrobatchReplay:
     def before_forward(self) -> None:
         """Called before each forward pass."""
         self._starts.append(self._meter.position())
+        self._sent.append(collectives.sent_bytes.copy())
         num_left = self._num_microbatches - len(self._starts) - 1  # without the one that begins, and the last one
         if num_left <= 0 or self._num_inserted or len(self._starts) not in self._tries:
             return
-        if self._meter.insert_periods(self._starts, num_left):
+        before, sent = self._sent[-2] - self._sent[-3], self._sent[-1] - self._sent[-2]
+        if before == sent and self._meter.insert_periods(self._starts, num_left):
             self._num_inserted = num_left
+            collectives.send_again(sent, num_left)
             self._labels.num_repeated += num_left * self._passes_of_a_microbatch
             self._on_insertion(num_left)
 

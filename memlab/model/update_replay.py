@@ -11,12 +11,14 @@ the first update allocates the same again, for the same tensors.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from memlab.meter import collectives
 from memlab.meter.labels import Labels
 from memlab.meter.recording import Recording
 from memlab.meter.simulated_meter import SimulatedMeter
@@ -32,6 +34,7 @@ class _FirstUpdate:
     """What the first update of a model allocates: Adam's state."""
 
     recording: Recording
+    sent: Counter[str]
     storages: list[tuple[int, torch.UntypedStorage]]
     """Those of the state, each with its role."""
     states: list[dict[Any, Any]]
@@ -50,7 +53,8 @@ class UpdateReplay:
     def __init__(self, labels: Labels, meter: SimulatedMeter) -> None:
         self._labels, self._meter = labels, meter
         self._first: _FirstUpdate | None = None
-        self._known: Recording | None = None
+        self._known: tuple[Recording, Counter[str]] | None = None
+        """With what the rank sends."""
 
     def is_known(self, live: LiveModel) -> bool:
         """Whether the next update is replayed, and leaves nothing allocated."""
@@ -73,20 +77,24 @@ class UpdateReplay:
             self._replay_first(live, self._first)
             return
         if self._known is not None and not is_first:
-            meter.replay(self._known, _NO_MODULES, None, {})
+            recording, sent = self._known
+            meter.replay(recording, _NO_MODULES, None, {})
+            collectives.send_again(sent)
             return
-        at, span = meter.position(), labels.span
+        at, span, sent_before = meter.position(), labels.span, collectives.sent_bytes.copy()
         update_parameters(live)
         recorded = meter.record(at, meter.position(), {}, (span, labels.span), {})
+        sent = collectives.sent_since(sent_before)
         if is_first:
-            self._first = None if recorded is None else _first_of(live, *recorded)
+            self._first = None if recorded is None else _first_of(live, *recorded, sent)
         elif recorded is not None and not recorded[0].live:
-            self._known = recorded[0]
+            self._known = recorded[0], sent
 
     def _replay_first(self, live: LiveModel, first: _FirstUpdate) -> None:
         """Lets a first update's events happen again, and gives the optimizers the state that it had made."""
         meter = self._meter
         done = meter.replay(first.recording, _NO_MODULES, None, {})
+        collectives.send_again(first.sent)
         requested_bytes = dict(done.left_allocated())
         for role, storage in first.storages:
             meter.follow(storage, meter.separate(done, role, requested_bytes[role]))
@@ -95,7 +103,7 @@ class UpdateReplay:
             _scales_of(part.optimizer).update(scales)
 
 
-def _first_of(live: LiveModel, recording: Recording, allocations: list[Any]) -> _FirstUpdate | None:
+def _first_of(live: LiveModel, recording: Recording, allocations: list[Any], sent: Counter[str]) -> _FirstUpdate | None:
     """Returns what a first update has allocated; None if that is not just Adam's state."""
     states = [dict(part.optimizer.state) for part in live.optimizers]
     scales = [dict(_scales_of(part.optimizer)) for part in live.optimizers]
@@ -104,7 +112,7 @@ def _first_of(live: LiveModel, recording: Recording, allocations: list[Any]) -> 
     roles = {allocations[role].key: role for role in recording.live}
     if storages.keys() != roles.keys():
         return None
-    return _FirstUpdate(recording, [(role, storages[key]) for key, role in roles.items()], states, scales)
+    return _FirstUpdate(recording, sent, [(role, storages[key]) for key, role in roles.items()], states, scales)
 
 
 def _has_state(live: LiveModel) -> bool:

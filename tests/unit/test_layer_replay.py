@@ -21,6 +21,7 @@ _MOE = MemorySettings(recompute_granularity="selective", recompute_modules=("moe
 _ATTENTION = MemorySettings(recompute_granularity="selective", recompute_modules=("core_attn",))
 _ATTENTION_MOE = MemorySettings(recompute_granularity="selective", recompute_modules=("core_attn", "moe"))
 _ALL_THREE = MemorySettings(recompute_granularity="selective", recompute_modules=("core_attn", "layernorm", "moe"))
+_MOE_LAYERNORM = MemorySettings(recompute_granularity="selective", recompute_modules=("layernorm", "moe"))
 _LAYERNORM = MemorySettings(recompute_granularity="selective", recompute_modules=("layernorm",))
 _FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 _GROUPS = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
@@ -189,6 +190,32 @@ def test_moe_layers_under_full_recompute_are_replayed(
     assert not any(none)
     assert found == are_replayed
     for one, other in zip(stepped, replayed, strict=True):
+        require_identical(one, other)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_layers", "num_microbatches", "settings"),
+    [
+        (_STAGES, 16, 5, [_MOE, _MOE, _MOE_LAYERNORM, _FULL, MemorySettings(), _ATTENTION_MOE]),
+        (replace(_STAGES, rank=1), 16, 3, [_FULL, _MOE, _FULL]),
+        (_MIDDLE, 24, 2, [_FULL, _MOE_LAYERNORM]),
+        # A micro-batch is inserted while a forward pass is in flight of which a recompute has freed what was on chip.
+        (replace(_STAGES, context_parallel_size=2, expert_model_parallel_size=2), 16, 9, [_MOE, _MOE]),
+    ],
+)
+def test_moe_layers_of_a_stage_that_are_recomputed_are_replayed(
+    layout: Layout, num_layers: int, num_microbatches: int, settings: list[MemorySettings]
+) -> None:
+    """A recompute frees what another micro-batch's pass through the layer has left to its dispatcher."""
+    records: dict[bool, list[StepRecord]] = {False: [], True: []}
+    arguments: dict[str, Any] = {"num_layers": num_layers, "num_microbatches": num_microbatches, "layout": layout}
+    for replay, taken in records.items():
+        with Lab("qwen3-moe-tiny", seq_length=64, **arguments, backend="simulated", replay=replay) as lab:
+            stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+            for each in settings:
+                taken.append(lab.step(each, warm_up=False))
+                assert (stepper.replays, stepper.num_replayed > 0) == (replay, replay)
+    for one, other in zip(*records.values(), strict=True):
         require_identical(one, other)
 
 

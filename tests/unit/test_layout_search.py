@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 
+from memlab import Lab
 from memlab.cli import main
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
@@ -35,6 +37,8 @@ from memlab.lab.search_workers import Workers
 from memlab.units import GIB, MIB
 
 PLAIN = MemorySettings()
+FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+MOE = MemorySettings(recompute_granularity="selective", recompute_modules=("moe",))
 STATES = (TrainingState(), TrainingState(grad_reduce_in_bf16=True, use_precision_aware_optimizer=True))
 
 
@@ -82,6 +86,40 @@ def test_the_first_or_the_last_stage_needs_the_most() -> None:
 def test_what_a_rank_sends_is_what_it_has_that_others_need(layout: Layout, kind: str, expected: int) -> None:
     job = Scenario.of("qwen3-moe-tiny", num_layers=2, seq_length=64, num_microbatches=2, layout=layout)
     assert communicated_bytes(job, PLAIN)[kind] == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "num_microbatches", "settings"),
+    [
+        ("phi-4-tiny", Layout(context_parallel_size=2, data_parallel_size=2), 1, PLAIN),
+        ("qwen3-moe-tiny", Layout(tensor_model_parallel_size=2, context_parallel_size=2), 6, FULL),
+        ("qwen3-moe-tiny", Layout(expert_model_parallel_size=2, data_parallel_size=2), 6, MOE),
+        # Micro-batches are inserted.
+        ("qwen3-moe-tiny", Layout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), 9, PLAIN),
+        ("qwen3-moe-tiny", Layout(context_parallel_size=2, pipeline_model_parallel_size=2, rank=3), 9, MOE),
+    ],
+)
+def test_replayed_passes_send_what_stepped_ones_do(
+    family: str, layout: Layout, num_microbatches: int, settings: MemorySettings
+) -> None:
+    job = Scenario.of(family, num_layers=16, seq_length=64, num_microbatches=num_microbatches, layout=layout)
+    assert communicated_bytes(job, settings) == communicated_bytes(job, settings, replay=False)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_each_step_of_a_lab_sends_as_much_if_passes_updates_or_the_whole_step_are_repeated(overlaps: bool) -> None:
+    sent: dict[bool, list[Counter[str]]] = {False: [], True: []}
+    layout = Layout(data_parallel_size=2, context_parallel_size=2)
+    state = TrainingState(overlap_grad_reduce=overlaps, overlap_param_gather=overlaps)
+    arguments: dict[str, Any] = {"num_layers": 6, "seq_length": 64, "layout": layout, "state": state}
+    for replay, of_steps in sent.items():
+        with Lab("phi-4-tiny", **arguments, backend="simulated", replay=replay) as lab:
+            stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+            for settings in (PLAIN, PLAIN, FULL, FULL, FULL):
+                lab.step(settings, warm_up=False)
+                of_steps.append(stepper.sent_bytes)
+    assert sent[True] == sent[False]
+    assert (sent[True][0] == sent[True][1]) != overlaps, "the first step gathers no parameters before its passes"
 
 
 def test_every_layout_keeps_the_ranks_and_the_sequences_of_a_step() -> None:
