@@ -135,7 +135,7 @@ class _LabOrRanks(Protocol):
 
 
 class _StepsOfLab:
-    """Takes steps on a lab that may have taken others: passes without backward if a record is of such a pass."""
+    """Takes steps on a lab that may have taken others; for the record of a pass without backward, such passes."""
 
     def __init__(self, lab: _LabOrRanks, record: StepRecord) -> None:
         self._lab, self._forward_only = lab, record.forward_only

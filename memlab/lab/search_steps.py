@@ -65,7 +65,7 @@ class SimulatedSteps:
         self._lab: Lab | None = None
         self._last: StepRecord | None = None
         self.requests: RequestLog | None = None
-        """Those of the last step and of its warm-up step to the allocator; None if that step had a limit, or if the
+        """The requests of the last step and its warm-up step to the allocator; None if that step had a limit, or if the
         backend has no allocator."""
 
     def __call__(self, settings: MemorySettings, limit_bytes: int | None = None) -> StepRecord:
