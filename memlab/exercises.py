@@ -253,7 +253,7 @@ class Check(_Goals):
         return self._goal(True, f"the training state has {given}")
 
     def adds_options_to(self, state: TrainingState, at_most: int) -> Self:
-        """Requires a training state that differs from another one in a number of options or fewer.
+        """Requires a training state that differs from another one in at most so many options.
 
         Args:
             state: The training state that the exercise begins with.
@@ -262,8 +262,9 @@ class Check(_Goals):
         mine = self._record.scenario.state
         added = [field.name for field in fields(state) if getattr(mine, field.name) != getattr(state, field.name)]
         if len(added) <= at_most:
-            return self._goal(True, f"options that differ from the first state: {_listed(added) or 'none'}")
-        what = f"{len(added)} options differ from the first state ({_listed(added)}), must be at most {at_most}"
+            return self._goal(True, f"options that differ from those of the exercise: {_listed(added) or 'none'}")
+        listed = f"{len(added)} ({_listed(added)})"
+        what = f"options that differ from those of the exercise: {listed}, must be at most {at_most}"
         return self._goal(False, what, "leave out what the goals do not need")
 
     def without_remedy(self) -> Self:

@@ -32,7 +32,7 @@ class Block:
     free_since: int = 0
     """When a simulated pool got it back, on the pool's clock."""
     number: int = -1
-    """In a `RequestLog`: of the request that got it."""
+    """Of the block in a `RequestLog`."""
 
 
 class Blocks:

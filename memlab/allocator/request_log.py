@@ -1,7 +1,7 @@
-"""What a process has asked of torch's caching allocator, so that one with less memory can be asked the same.
+"""The requests of a process to torch's caching allocator, so that an allocator with less memory can get the same ones.
 
-What a program requests does not depend on the limit of its memory, as long as each request is served. So whether its
-steps complete within a limit is a question to the allocator alone, and takes no step.
+What a program requests does not depend on the limit of its memory, as long as each request is served. So the allocator
+alone decides whether a step completes within a limit, and nobody has to take the step again.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class RequestLog:
             block.number = number
         self._num_blocks = len(allocated)
         self._entries = array("q")
-        """Requested bytes; below 0, -1 - the number of the block that is freed; or `_EMPTY_CACHE`."""
+        """For a request, its bytes; for a free, -1 minus the number of the block; else `_EMPTY_CACHE`."""
         self._streams: dict[int, int] = {}
-        """Of requests on another stream than the default one, by the number of their blocks."""
+        """The streams of the requests that are not on the default one, by the numbers of their blocks."""
 
     def allocated(self, block: Block, requested_bytes: int, stream: int) -> None:
         """Notes a request, and numbers the block that it got."""
@@ -54,7 +54,7 @@ class RequestLog:
         self._entries.append(_EMPTY_CACHE)
 
     def completes_within(self, limit_bytes: int) -> bool:
-        """Returns whether an allocator that may reserve so many bytes serves each request."""
+        """Returns whether an allocator that may reserve `limit_bytes` serves each request."""
         allocator, copies = self._allocator.copy(self._blocks)
         blocks = [copies[id(block)] for block in self._blocks]
         streams = self._streams

@@ -120,7 +120,7 @@ class CachingAllocator:
 
     @contextmanager
     def logging_requests(self, blocks: Iterable[Block]) -> Iterator[RequestLog]:
-        """Logs what is asked of this allocator in the block.
+        """Logs the requests to this allocator until the context ends.
 
         Args:
             blocks: All that are allocated.

@@ -52,7 +52,7 @@ class Limit:
 
         Args:
             free: The step without a limit; None if it ended with an error.
-            completes: Says whether the step completes if torch may reserve so many bytes, in a process of its own.
+            completes: Says whether the step completes in a new process in which torch may reserve so many bytes.
             expected_bytes: A prediction, near which the bisection begins; it saves attempts and changes no result.
 
         Raises:

@@ -23,10 +23,10 @@ class Steps(Protocol):
         """Takes a step under settings, with a limit for what torch may reserve, or without one."""
 
     def completes(self, record: StepRecord, limit_bytes: int) -> bool:
-        """Returns whether a step, taken without a limit, completes if torch may reserve only so many bytes.
+        """Returns whether a step that was taken without a limit also completes if torch may reserve only `limit_bytes`.
 
-        Between what it allocated and what it reserved, torch releases cached memory when it must, and may then find no
-        block for a request.
+        If this is less than the step reserved, torch releases cached memory when it must, and may then find no block
+        for a request.
         """
 
 
@@ -232,7 +232,7 @@ def judge(record: StepRecord, steps: Steps, limit_bytes: int, *, with_margin: bo
 
     Args:
         record: Of the step, without a limit.
-        steps: Says whether it completes within less.
+        steps: Says whether the step completes within a limit.
         limit_bytes: What torch may hold.
         with_margin: Whether to leave the measured margin, which is that of predictions for GPUs. A measured step, and
             one that was predicted for a CPU, have none.
@@ -244,7 +244,7 @@ def judge(record: StepRecord, steps: Steps, limit_bytes: int, *, with_margin: bo
 
 
 def fits(record: StepRecord, steps: Steps, limit_bytes: int) -> bool:
-    """Whether a step completes with so many bytes that torch may reserve: never with less than it allocated."""
+    """Whether a step completes if torch may reserve `limit_bytes`. With less than it allocated, it never does."""
     if record.peak_allocated_bytes > limit_bytes:
         return False
     return record.peak_reserved_bytes is None or steps.completes(record, limit_bytes)

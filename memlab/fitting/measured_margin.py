@@ -2,9 +2,9 @@
 
 This is the only place that has these shares. They are measurements and not guarantees: of one kind of GPU, and of the
 two families of models that memlab knows. Each is the largest error of the limits in
-``labs/results/h200_limits.jsonl`` (`benchmarks/fit_boundary.py`), rounded up. Where experts are spread over ranks, it is
-that of predictions with random routing (0.59 %, ``labs/LOG.md``, 2026-11-24, night): who predicts a job does not know
-its router's counts. With these counts the error is 0.04 %.
+``labs/results/h200_limits.jsonl`` (`benchmarks/fit_boundary.py`), rounded up. Where experts are spread over ranks, this
+is the error of predictions with random routing (0.59 %, ``labs/LOG.md``, 2026-11-24, night), because nobody knows the
+router's counts before the job has run. With these counts the error is 0.04 %.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ _WORKLOAD_OF_A_PASS = ("seq_length", "micro_batch_size", "num_microbatches")
 
 
 class _LabOrRanks(Protocol):
-    """What `judge_with_steps` needs of a lab, of one rank or several."""
+    """What `judge_with_steps` needs of a lab that has one rank, or of one that has several."""
 
     device_memory_bytes: int | None
 
@@ -135,7 +135,7 @@ class _LabOrRanks(Protocol):
 
 
 class _StepsOfLab:
-    """Takes steps on a lab that has taken others, like the step of a record."""
+    """Takes steps on a lab that may have taken others; for the record of a pass without backward, such passes."""
 
     def __init__(self, lab: _LabOrRanks, record: StepRecord) -> None:
         self._lab, self._forward_only = lab, record.forward_only
@@ -149,7 +149,7 @@ class _StepsOfLab:
         return self._lab.step(settings)
 
     def completes(self, record: StepRecord, limit_bytes: int) -> bool:
-        """Implements `memlab.fitting.does_it_fit.Steps.completes`: takes the step with the limit, if that may decide.
+        """Implements `memlab.fitting.does_it_fit.Steps.completes`: takes the step again where that may decide.
 
         In a new process, the first step allocates the optimizer state between its activations. So the blocks that it
         leaves free for the next step are smaller than those in a process that has taken steps under other settings.

@@ -49,7 +49,7 @@ class SimulatedSteps:
 
     Args:
         open_lab: Opens a lab.
-        forward_only: Takes passes without backward.
+        forward_only: Whether to take passes without backward.
         on_progress: As for `Lab.step`.
     """
 
@@ -65,8 +65,8 @@ class SimulatedSteps:
         self._lab: Lab | None = None
         self._last: StepRecord | None = None
         self.requests: RequestLog | None = None
-        """What the last step, if it had no limit, has asked of the allocator, with its warm-up step; None on a backend
-        that has no allocator."""
+        """The requests of the last step and its warm-up step to the allocator; None if that step had a limit, or if the
+        backend has no allocator."""
 
     def __call__(self, settings: MemorySettings, limit_bytes: int | None = None) -> StepRecord:
         """Takes a step, and keeps no record.
@@ -77,7 +77,7 @@ class SimulatedSteps:
         lab = self._new_lab()
         lab.device_memory_bytes = limit_bytes
         session: Any = lab._session
-        self.requests = None
+        self._last = self.requests = None
         try:
             with session.logging_requests() if limit_bytes is None else nullcontext() as self.requests:
                 if self._forward_only:
@@ -93,7 +93,7 @@ class SimulatedSteps:
         return record
 
     def completes(self, record: StepRecord, limit_bytes: int) -> bool:
-        """Implements `Steps.completes`: asks an allocator with the limit for what the step has asked its own."""
+        """Implements `Steps.completes`: sends the requests of the step to an allocator with the limit."""
         if record is not self._last or self.requests is None:
             record = self(record.settings)
         reserved_bytes = record.peak_reserved_bytes
@@ -122,7 +122,7 @@ def stepping(
     replay: bool = True,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Iterator[SimulatedSteps]:
-    """Takes steps of a scenario in the block, on a simulated lab."""
+    """Returns a context whose value takes steps of a scenario, on simulated labs that the context closes."""
     steps = SimulatedSteps(
         partial(_simulated_lab, scenario, backend, replay=replay), forward_only=forward_only, on_progress=on_progress
     )

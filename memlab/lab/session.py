@@ -121,7 +121,7 @@ class Session:
         self.run_exclusive(lambda: self.stepper.apply(settings), disturbs=True)
 
     def logging_requests(self) -> AbstractContextManager[RequestLog | None]:
-        """Returns a context that logs what is asked of a simulated allocator; None on another backend."""
+        """Returns a context that logs the requests to a simulated allocator; on other backends, its value is None."""
         meter = self.stepper.meter
         return meter.logging_requests() if isinstance(meter, SimulatedMeter) else nullcontext()
 

@@ -243,7 +243,7 @@ class SimulatedMeter(StorageMeter):
         self._limit_bytes = num_bytes
 
     def logging_requests(self) -> AbstractContextManager[RequestLog]:
-        """Returns a context that logs what is asked of the allocator. The device has no limit."""
+        """Returns a context that logs the requests to the allocator, on a device without a limit."""
         assert self._limit_bytes is None, "with a limit, requests are tried on copies of the allocator"
         return self._allocator.logging_requests(self._blocks.values())
 

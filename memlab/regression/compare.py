@@ -3,7 +3,7 @@
 | metric | cpu, simulated | cuda |
 | --- | --- | --- |
 | bytes, counts and other numbers | exactly | within 0.1 %, bytes (and parts of a peak) also within 4 MiB |
-| bytes of a category at the peak | exactly | as above, or as at another moment within 4 MiB of the peak |
+| bytes of a category at the peak | exactly | as above, or as at another moment less than 4 MiB below the peak |
 | a record's status | exactly | exactly |
 | loss | exactly if torch, megatron-core and the processor are those of the baseline; else reported | reported |
 | reserved bytes, times and rates | reported | reported |
@@ -141,7 +141,7 @@ def _agree(old: MetricValue | None, new: MetricValue | None, share: float, slack
 
 
 def _is_near_peak(metric: str, value: MetricValue | None, record: RecordMeasured) -> bool:
-    """Whether a category has so many bytes at some moment at which a record's step nearly reaches its peak."""
+    """Whether a category may have so many bytes at a moment at which the step of a record nearly reaches its peak."""
     group, _, category = metric.partition("/")
     if group != "peak_by_category" or not record.most_near_peak or isinstance(value, str):
         return False

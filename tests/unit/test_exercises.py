@@ -155,7 +155,7 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
         (
             PLAIN,
             ("adds_options_to", TrainingState(manual_gc=True), 0),
-            "1 options differ from the first state (manual_gc)",
+            "options that differ from those of the exercise: 1 (manual_gc), must be at most 0",
         ),
         (
             replace(PLAIN, forward_only=True),

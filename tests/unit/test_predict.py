@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,6 +27,7 @@ from memlab.fitting.does_it_fit import Alternative, judge_fit
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.lab.lab import Lab
 from memlab.lab.predictions import predict_measured, predict_ranks
+from memlab.lab.probes import _StepsOfLab
 from memlab.lab.progress import Progress
 from memlab.lab.search_steps import stepping
 from memlab.record.step_record import StepRecord
@@ -268,6 +270,20 @@ def test_a_record_of_another_scenario_is_not_judged_by_steps_of_this_one() -> No
         with pytest.raises(ValueError, match=refused.format("seq_length, another layout")):
             lab.fit(replace(record, scenario=rank), "80GiB")
         assert len(lab.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("step_index", "limit", "is_tried"),
+    [(1, GIB, False), (2, GIB, True), (2, 11 * GIB // 10, True), (2, 2 * GIB, False)],
+)
+def test_what_a_used_lab_has_reserved_is_tried_again_where_that_may_decide(
+    step_index: int, limit: int, is_tried: bool
+) -> None:
+    record = record_of(None, peak_allocated_bytes=GIB // 2, peak_reserved_bytes=GIB, step_index=step_index)
+    lab = Mock()
+    lab.step.return_value = replace(record, status="out_of_memory", message="fragmentation")
+    assert _StepsOfLab(lab, record).completes(record, limit) is not is_tried
+    assert lab.step.called is is_tried and (not is_tried or lab.device_memory_bytes == limit)
 
 
 def test_a_pass_is_judged_by_passes_of_its_own_workload() -> None:

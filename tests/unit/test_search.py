@@ -690,6 +690,11 @@ def test_a_record_of_other_steps_is_judged_by_a_step_of_its_own() -> None:
         own = [steps.completes(record, limit) for limit in limits]
         steps(FULL)
         assert [steps.completes(record, limit) for limit in limits] == own and True in own and False in own
+        again = steps(PLAIN)
+        with pytest.raises(ValueError, match="moe"):
+            steps(MemorySettings(recompute_granularity="selective", recompute_modules=("moe",)))
+        # The refused step has sent no requests, which complete within any limit.
+        assert [steps.completes(again, limit) for limit in limits] == own
 
 
 def test_ctrl_c_before_anything_was_found_is_no_search() -> None:

@@ -210,7 +210,7 @@ def message_lines(records: Iterable[StepRecord | WatchRecord], names: Iterable[s
 
 
 def without_effect_lines(records: Iterable[StepRecord], names: Iterable[str]) -> list[str]:
-    """Says once which settings did nothing, and in which rows; modules of one setting share a line and its reason."""
+    """Says once which settings did nothing, and in which rows. A setting's modules with one reason share a line."""
     rows: dict[str, list[str]] = {}
     for record, name in zip(records, names, strict=True):
         alike: dict[tuple[str, str], list[str]] = {}
