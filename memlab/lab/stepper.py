@@ -91,6 +91,8 @@ class Stepper:
         self._bookkeeping_seconds = 0.0
         self.replays = replays
         """Whether a simulated step replays passes through equal layers."""
+        self._has_stopped_replay = False
+        """Whether a pass was replayed whose backward was not known: all are stepped until the model starts over."""
         self._replay: LayerReplay | None = None
         self._update: UpdateReplay | None = None
         self._as_built: AsBuilt | None = None
@@ -164,6 +166,9 @@ class Stepper:
             if limit_bytes is not None:
                 meter.device_memory_bytes = limit_bytes
         self._follows_full_recompute = False
+        if self._has_stopped_replay and self._replay is not None:
+            self._replay.forget()
+            self.replays, self._has_stopped_replay = True, False
         self.num_steps = 0
         return True
 
@@ -467,7 +472,7 @@ class Stepper:
             self._recover(error)
             # The step begins again, with each group where it was.
             self.transfers.put_on_host(on_host)
-            self.replays = False
+            self.replays, self._has_stopped_replay = False, True
             return self.step(on_move, forward_only=forward_only, suspend_offload=suspend_offload)
         except BaseException as error:
             self._recover(error)

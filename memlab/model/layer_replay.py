@@ -529,10 +529,11 @@ class LayerReplay:
         backward = self._known.get(key)
         if backward is not None and backward.is_proven:
             return True
-        # Backward begins at the last unit, with the earliest micro-batch.
+        # Backward begins at the last unit, with the earliest micro-batch. Until it has ended there, a pass of the first
+        # or last unit may still turn out to free what has no role.
         waiting = [each for each in self._in_flight if each.unit is unit and each.replay is None and each.output >= 0]
         equal = [each for each in waiting if self._may_be_latest(each) == (is_latest,)]
-        if sum(self._backward_key(each, is_latest=is_latest) == key for each in equal) + (backward is not None) >= 2:
+        if backward is not None and any(self._backward_key(each, is_latest=is_latest) == key for each in equal):
             return True
         return not unit.is_first and not unit.is_last and unit.end_distance >= 3
 

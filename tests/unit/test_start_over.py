@@ -12,6 +12,7 @@ from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.scenario import Scenario
 from memlab.lab import search_steps
 from memlab.lab.search_steps import stepping
+from memlab.model.layer_replay import LayerReplay, NotReplayableError
 from tests.unit.live import FULL
 from tests.unit.replayed import Case, require_identical, take_anew
 
@@ -143,3 +144,23 @@ def test_real_tensors_do_not_start_over() -> None:
     with Lab("phi-4-tiny", num_layers=1, seq_length=32, backend="cpu") as lab:
         lab.step()
         assert not lab.start_over()
+
+
+def test_a_lab_that_could_not_replay_a_step_replays_again_after_it_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Lab("phi-4-tiny", num_layers=5, seq_length=32, backend="simulated") as lab:
+        stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+        expected = lab.step()
+        assert stepper.num_replayed
+        assert lab.start_over()
+        with monkeypatch.context() as patch:
+            patch.setattr(LayerReplay, "backward_of", _is_not_known)
+            lab.step(FULL)
+        lab.step(PLAIN)
+        assert not stepper.num_replayed, "what replay knows is wrong somewhere"
+        assert lab.start_over()
+        require_identical(expected, lab.step())
+        assert stepper.num_replayed
+
+
+def _is_not_known(*_: Any) -> Any:
+    raise NotReplayableError("the backward is not known")
