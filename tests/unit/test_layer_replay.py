@@ -196,11 +196,11 @@ def test_moe_layers_under_full_recompute_are_replayed(
 @pytest.mark.parametrize(
     ("layout", "num_layers", "num_microbatches", "settings"),
     [
-        (_STAGES, 16, 5, [_MOE, _MOE, _MOE_LAYERNORM, _FULL, MemorySettings(), _ATTENTION_MOE]),
-        (replace(_STAGES, rank=1), 16, 3, [_FULL, _MOE, _FULL]),
-        (_MIDDLE, 24, 2, [_FULL, _MOE_LAYERNORM]),
+        (_STAGES, 14, 4, [_MOE, _MOE_LAYERNORM, _FULL, MemorySettings(), _ATTENTION_MOE]),
+        (replace(_STAGES, rank=1), 14, 3, [_FULL, _MOE]),
+        (_MIDDLE, 21, 2, [_FULL, _MOE_LAYERNORM]),
         # A micro-batch is inserted while a forward pass is in flight of which a recompute has freed what was on chip.
-        (replace(_STAGES, context_parallel_size=2, expert_model_parallel_size=2), 16, 9, [_MOE, _MOE]),
+        (replace(_STAGES, context_parallel_size=2, expert_model_parallel_size=2), 14, 8, [_MOE, _MOE]),
     ],
 )
 def test_moe_layers_of_a_stage_that_are_recomputed_are_replayed(
