@@ -609,7 +609,7 @@ class Stepper:
         needs_real_passes = forward_only or self._needs_real_passes()
         layout, is_recomputed = self.scenario.layout, False
         if self.scenario.architecture.is_moe:
-            needs_real_passes |= self.settings.recompute_method == "block" or self._follows_full_recompute
+            needs_real_passes |= self._follows_full_recompute
             needs_real_passes |= meter.device_memory_bytes is not None
             is_recomputed = checkpoints_moe_layers(self.settings, self.scenario.architecture)
             needs_real_passes |= is_recomputed and layout.virtual_pipeline_model_parallel_size > 1
@@ -637,7 +637,6 @@ class Stepper:
         settings = self.settings
         return (
             self.scenario.layout.pipeline_model_parallel_size == 1
-            and not self._recomputes_all_of_moe
             and settings.activation_offload_fraction == 1
             and self.meter.device_memory_bytes is None
         )

@@ -159,7 +159,7 @@ class _Pass:
     saved: Saved = field(default_factory=Saved)
     """What it has saved with Megatron's offload manager."""
     calls_from: tuple[int, int] = (0, 0)
-    """The number of calls to that manager when backward reached it."""
+    """The numbers of calls and copies of that manager when this direction of the pass began."""
     buffers: set[int] = field(default_factory=set)
     """Identities of the manager's host buffers that it has taken."""
     reloaded: list[StorageAllocation | None] = field(default_factory=list)
@@ -227,6 +227,8 @@ class LayerReplay:
         self._refills = False
         """Whether backward passes on a stage recompute MoE layers, and give their dispatchers new tensors."""
         self._calls = RepeatedCalls(meter)
+        self._num_recomputed = 0
+        """Layers of checkpoints."""
         self._num_microbatches = 1
         self._reference: dict[tuple[Any, ...], list[tuple[int, Role]]] = {}
         """What the forward pass that was stepped last has freed, by its key without the unit's place."""
@@ -269,7 +271,8 @@ class LayerReplay:
         try:
             for layer, forward in originals:
                 layer.forward = self._layer_forward(layer, forward)
-            noting = self._calls.noting(len(self._live.layers)) if offloads else nullcontext()
+            num_passes = len(self._live.layers) + self._num_recomputed
+            noting = self._calls.noting(num_passes) if offloads else nullcontext()
             with patched({"megatron.core.tensor_parallel.checkpoint": self._checkpoint(checkpoint)}), noting:
                 yield
             for unit in self._units.values():
@@ -351,6 +354,9 @@ class LayerReplay:
     def _plan(self) -> None:
         """Divides the layers into units, as Megatron's transformer block does under the current settings."""
         config, first = self._live.config, 0
+        self._is_behind_checkpoints = (
+            self._is_moe and config.recompute_granularity == "full" and config.recompute_method == "block"
+        )
         former, self._units = self._units, {}
         run = 0
         for chunk in self._live.chunks:
@@ -377,6 +383,7 @@ class LayerReplay:
                 unit.start_distance = place - started
                 unit.ends_chunk, unit.is_checkpoint = place == len(units) - 1, kinds[place][0]
             first += num_layers
+        self._num_recomputed = sum(len(unit.layers) for unit in self._units.values() if unit.is_checkpoint)
 
     def _unit(
         self, key: tuple[int, ...], former: dict[tuple[int, ...], _Unit], run: int, starts: bool, ends: bool, after: int
@@ -430,6 +437,9 @@ class LayerReplay:
         one = _Pass(unit, 0 if previous is None else previous.number + 1)
         one.input = self._meter.allocation_of(given)
         one.groups = self._calls.next_groups()
+        if unit.is_checkpoint:
+            num_before = len(self._live.layers) + self._num_recomputed - unit.layers[-1] - 1
+            one.groups += self._calls.recomputed_groups(num_before, len(unit.layers))
         unit.last_pass = one
         known = self._known.get(self._key(one, given))
         if known is not None and self._can_replay(one, known, given):
@@ -489,8 +499,6 @@ class LayerReplay:
         unit = one.unit
         if not self._replays or not known.is_proven or one.input is None:
             return False
-        if unit.is_checkpoint and self._calls.is_noting:  # the recomputed layers offload in backward
-            return False
         # What a stage has received from another one is the result of no node, which would report its gradient.
         if given.grad_fn is None or not torch.is_grad_enabled():
             return False
@@ -521,7 +529,7 @@ class LayerReplay:
 
     def _keeps_others(self, unit: _Unit, known: _Known) -> bool:
         """Whether what a unit's dispatchers refer to, before the pass or after it, keeps what other units have made."""
-        return self._is_moe_stage or unit.keeps_states or known.keeps_states
+        return self._is_moe_stage or self._is_behind_checkpoints or unit.keeps_states or known.keeps_states
 
     def _will_know_backward(self, one: _Pass, *, is_latest: bool) -> bool:
         """Whether two equal backward passes will have been stepped before that of a pass which begins now."""
@@ -580,7 +588,7 @@ class LayerReplay:
         in_flight = self._previous(one)
         of_previous = self._left_to_next(in_flight, reference)
         known |= {id(allocation): role for role, allocation in of_previous.items()}
-        at, span, calls_from = self._meter.position(), self._labels.span, self._calls.position()
+        at, span, one.calls_from = self._meter.position(), self._labels.span, self._calls.position()
         if torch.is_grad_enabled() and given.grad_fn is not None:
             given.grad_fn.register_prehook(lambda gradients: self._end_backward(one, gradients[0]))
         one.unit.held, one.sent_before = [], collectives.sent_bytes.copy()
@@ -600,11 +608,11 @@ class LayerReplay:
         self._drop_freed(one.unit, by_pass=True)
         one.unit.keeps_states = self._keeps_states(one.unit, given)
         one.has_checkpoint = self._have_checkpoint([result], given)
-        one.buffers, spans = self._calls.copied_since(calls_from), (span, self._labels.span)
+        one.buffers, spans = self._calls.copied_since(one.calls_from), (span, self._labels.span)
         recorded = self._record(one, at, known, spans)
         if recorded is not None:
             recording, one.roles = recorded
-            calls, one.saved = self._calls.forward_since(calls_from, _places_of(one.roles))
+            calls, one.saved = self._calls.forward_since(one.calls_from, _places_of(one.roles))
             of_result = self._meter.allocation_of(result)
             one.output = next((role for role, each in enumerate(one.roles) if each is of_result), -1)
             if one.output >= 0:
@@ -717,7 +725,7 @@ class LayerReplay:
         self, one: _Pass, first: int, known: Mapping[int, Role], spans: tuple[int, int]
     ) -> tuple[Recording, list[StorageAllocation]] | None:
         """Records the events since a position; without replay, only to know what the pass leaves allocated."""
-        buffers = one.buffers if self._calls.is_noting else None
+        buffers = one.buffers | self._calls.copied_since(one.calls_from) if self._calls.is_noting else None
         until, places = self._meter.position(), one.unit.places
         return self._meter.record(first, until, known, spans, places, buffers, ignores_unknown=not self._learns)
 
@@ -966,7 +974,12 @@ class LayerReplay:
         done = self._run_backward(one, known.recording, forward)
         collectives.send_again(known.sent)
         if self._calls.is_noting:
-            self._copied(done, known.calls, self._calls.repeat_backward(known.calls, one.saved))
+            copies = self._calls.repeat_backward(known.calls, one.saved)
+            for allocation in self._copied(done, known.calls, copies):
+                if allocation.pool == _HOST:
+                    meter.pin(allocation)
+            own = {role for role, _ in known.calls.copies if role >= 0}
+            meter.pin_meanwhile(known.recording, own - set(known.recording.live))
         result = self._result(done, known)
         one.result = meter.allocation_of(result)
         between = self._known.get(("backward", unit.run, False, False, *of_backward))

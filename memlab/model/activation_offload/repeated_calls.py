@@ -31,7 +31,8 @@ class Calls:
     """What a pass has asked of the manager."""
 
     made: tuple[tuple[Any, ...], ...]
-    """The calls in order: method and arguments. Saved tensors are numbered in the order in which forward saved them."""
+    """The calls in order: method and arguments. Saved tensors are numbered in the order in which the forward pass, and
+    then the recompute of its backward pass, saved them."""
     copies: tuple[tuple[int, tuple[Any, ...]], ...]
     """For each tensor that was copied to the host or back: the role of the copy in the pass's recording, -1 if the pass
     did not allocate it; and its shape and dtype."""
@@ -77,14 +78,19 @@ class RepeatedCalls:
         """The copies that a replayed pass makes, while it does."""
         self._stand_ins: dict[tuple[_Spec, bool], torch.Tensor] = {}
         """What replayed passes save, by shape, strides and dtype, and whether it stays on the device."""
-        self._num_layers_of_chunk = 1
+        self._num_passes = 1
         self.is_noting = False
         """Whether the step offloads activations."""
 
     @contextmanager
-    def noting(self, num_layers_of_chunk: int) -> Iterator[None]:
-        """Notes the calls of the block, which takes one step that offloads activations."""
-        self._num_layers_of_chunk, self.is_noting = num_layers_of_chunk, True
+    def noting(self, num_passes: int) -> Iterator[None]:
+        """Notes the calls of the block, which takes one step that offloads activations.
+
+        Args:
+            num_passes: How many passes through layers tell the manager of their groups, for each micro-batch: forward
+                passes, and those that a checkpoint's backward steps again.
+        """
+        self._num_passes, self.is_noting = num_passes, True
         handler = upstream.ChunkOffloadHandler
         methods: dict[str, Callable[..., Any]] = {name: self._noted(name, getattr(handler, name)) for name in _CALLS}
         methods |= {"tensor_push": self._noted_push(handler.tensor_push)}
@@ -164,7 +170,10 @@ class RepeatedCalls:
         return Calls(tuple(made), self._copies_since(position, roles)), saved
 
     def backward_since(self, position: tuple[int, int], roles: Mapping[int, int], saved: Saved) -> Calls | None:
-        """Returns the calls of a stepped backward pass; None if it has not only used what its forward has saved."""
+        """Returns the calls of a stepped backward pass; None if it has used what another forward pass has saved.
+
+        The backward pass of a checkpoint first makes the calls of a forward pass.
+        """
         numbers, made = {tag: number for number, tag in enumerate(saved.tags)}, []
         for name, chunk, *given in self._made[position[0] :]:
             if chunk is not saved.chunk:
@@ -173,8 +182,10 @@ class RepeatedCalls:
                 if given[0] not in numbers:
                     return None
                 made.append((name, numbers[given[0]]))
-            else:
-                made.append((name, *given))
+                continue
+            if name == "tensor_push":
+                numbers[given.pop(0)] = len(numbers)
+            made.append((name, *given))
         return Calls(tuple(made), self._copies_since(position, roles))
 
     def _copies_since(
@@ -192,12 +203,27 @@ class RepeatedCalls:
         if manager._is_warmup:  # everything is copied
             return streams
         chunk, groups, first = self._next_chunk(manager)
-        last = first + len(groups) // self._num_layers_of_chunk
+        last = first + len(groups) // self._num_passes
         later = {group._name for group in groups[last:]}
         return *streams, *(
             (group._name, group.offload, group._name in later or manager.front_backward_chunk(group._name) is not chunk)
             for group in groups[first:last]
         )
+
+    def recomputed_groups(self, num_before: int, num_layers: int) -> tuple[Any, ...]:
+        """Returns what decides about the copies that the backward pass of a checkpoint makes.
+
+        Args:
+            num_before: How many passes through layers come before the recompute, of this micro-batch.
+            num_layers: Of the checkpoint.
+        """
+        manager = upstream.PipelineOffloadManager.get_instance()
+        if not self.is_noting or manager._is_warmup:
+            return ()
+        _, groups, _ = self._next_chunk(manager)
+        width = len(groups) // self._num_passes
+        recomputed = groups[num_before * width : (num_before + num_layers) * width]
+        return tuple((group._name, group.offload) for group in recomputed)
 
     def _next_chunk(self, manager: Any) -> tuple[Any, list[Any], int]:
         chunk, place = manager._cur_forward_chunk, manager._cached_chunks_index_forward
@@ -230,13 +256,21 @@ class RepeatedCalls:
         return saved, copies
 
     def repeat_backward(self, calls: Calls, saved: Saved) -> list[torch.Tensor]:
-        """Makes the calls of a backward pass, and returns what they have copied back, in order."""
+        """Makes the calls of a backward pass, and returns what they have copied to the host and back, in order."""
+        chunk, tags = saved.chunk, saved.tags.copy()
         with self._repeating() as copies:
             for name, *given in calls.made:
                 if name == "tensor_pop":
-                    saved.chunk.tensor_pop(saved.tags[given[0]])
+                    chunk.tensor_pop(tags[given[0]])
+                elif name == "tensor_push":
+                    tags.append(chunk.tensor_push(self._stand_in(*given)))
+                elif name == "on_group_commit_forward":
+                    chunk.on_group_commit_forward(*given, [])
                 else:
-                    getattr(saved.chunk, name)(*given)
+                    if name == "on_group_start_forward":
+                        recomputed = upstream.PipelineOffloadManager.get_instance().pop_forward_chunk(name=given[0])
+                        assert recomputed is chunk, "passes of micro-batches that offload do not overlap"
+                    getattr(chunk, name)(*given)
         return copies
 
     def _stand_in(self, spec: _Spec, stays: bool) -> torch.Tensor:
