@@ -65,6 +65,9 @@ from memlab.vocabulary import PHASES, POOLS
 _HOST, _BACKWARD = POOLS.index("host"), PHASES.index("backward")
 _LAYER = re.compile(r"^decoder\.layers\.\d+")
 _Spec = tuple[torch.Size, tuple[int, ...], torch.dtype]
+_MOST_UNOPENED = 2
+"""Layers of a checkpoint that is a unit as a whole. In a larger one the layers are: recompute steps the first layer of
+each checkpoint, for its input is the result of no node, but of the others only some of the first checkpoint."""
 _KEPT = "memlab_kept"
 """Attribute of a stand-in of a token dispatcher: stand-ins of what its graph would keep."""
 
@@ -115,6 +118,8 @@ class _Unit:
     """Whether its token dispatchers refer to a graph that keeps random states of checkpoints."""
     is_replayed: bool = False
     """Whether its first pass in this step was replayed."""
+    is_in_checkpoint: bool = False
+    """Whether it is a layer of a checkpoint that is opened: its layers are units, and not the checkpoint."""
 
 
 @dataclass(slots=True, eq=False)
@@ -234,11 +239,11 @@ class LayerReplay:
         """What the forward pass that was stepped last has freed, by its key without the unit's place."""
         self._latest_of_run: dict[int, list[tuple[int, Role]]] = {}
         """What the forward pass that was stepped last in this step has freed, whatever its key."""
-        self._inside = False
+        self._inside = self._in_checkpoint = False
         self._known: dict[tuple[Any, ...], _Known] = {}
         self._freed_by_pass: dict[int, StorageAllocation] = {}
         """What a unit's next pass freed, by its identity."""
-        self._last_signature: dict[tuple[int, bool, bool], Any] = {}
+        self._last_signature: dict[tuple[str, int, bool], Any] = {}
         self._in_flight: list[_Pass] = []
         self.num_replayed = 0
         """Forward passes through layers that the last step replayed."""
@@ -258,10 +263,10 @@ class LayerReplay:
         """
         self._learns, self._num_microbatches = replays, num_microbatches
         self._replays, self._refills = replays, self._is_moe_stage and recomputes_moe
-        self._plan()
+        self._plan(opens=replays and not offloads and not self._is_moe)
         self._in_flight.clear()
         self._latest_of_run.clear()
-        self._inside, self.num_replayed = False, 0
+        self._inside, self._in_checkpoint, self.num_replayed = False, False, 0
         for unit in self._units.values():
             unit.last_pass = unit.last_backward = None
             unit.is_replayed = False
@@ -351,8 +356,12 @@ class LayerReplay:
                 places[code] = self._names.setdefault(name[len(prefix) :], len(self._names))
         return places
 
-    def _plan(self) -> None:
-        """Divides the layers into units, as Megatron's transformer block does under the current settings."""
+    def _plan(self, *, opens: bool) -> None:
+        """Divides the layers into units, as Megatron's transformer block does under the current settings.
+
+        Args:
+            opens: Whether checkpoints of many layers are opened.
+        """
         config, first = self._live.config, 0
         self._is_behind_checkpoints = (
             self._is_moe and config.recompute_granularity == "full" and config.recompute_method == "block"
@@ -382,8 +391,22 @@ class LayerReplay:
                 unit = self._units[key] = self._unit(key, former, run, starts, ends, after - 1)
                 unit.start_distance = place - started
                 unit.ends_chunk, unit.is_checkpoint = place == len(units) - 1, kinds[place][0]
+                unit.is_in_checkpoint = False
+                if opens and unit.is_checkpoint and len(layers) > _MOST_UNOPENED and len(set(kinds[place][1:])) == 1:
+                    self._open(key, former, -run)
             first += num_layers
         self._num_recomputed = sum(len(unit.layers) for unit in self._units.values() if unit.is_checkpoint)
+
+    def _open(self, layers: tuple[int, ...], former: dict[tuple[int, ...], _Unit], run: int) -> None:
+        """Makes the layers of a checkpoint units of their own.
+
+        They are the same run in each checkpoint: what the layers of one have shown holds for those of the next one.
+        """
+        last = len(layers) - 1
+        for place, layer in enumerate(layers):
+            unit = self._units[layer,] = self._unit((layer,), former, run, place == 0, place == last, last - place)
+            unit.start_distance, unit.ends_chunk, unit.is_checkpoint = place, False, False
+            unit.is_in_checkpoint = True
 
     def _unit(
         self, key: tuple[int, ...], former: dict[tuple[int, ...], _Unit], run: int, starts: bool, ends: bool, after: int
@@ -406,7 +429,14 @@ class LayerReplay:
         def forward(*args: Any, **kwargs: Any) -> Any:
             unit = self._units.get(key)
             hidden_states: Any = kwargs.get("hidden_states", args[0] if args else None)
-            if self._inside or self._labels.recomputing or unit is None or kwargs.get("context") is not None:
+            if self._inside or unit is None or kwargs.get("context") is not None:
+                return original(*args, **kwargs)
+            if unit.is_in_checkpoint:
+                if self._in_checkpoint:
+                    return self._pass_without_graph(unit, hidden_states, lambda: original(*args, **kwargs)[0]), None
+                if not self._labels.recomputing:
+                    return original(*args, **kwargs)
+            elif self._labels.recomputing:
                 return original(*args, **kwargs)
             result = self._pass(unit, hidden_states, lambda: original(*args, **kwargs)[0])
             return result, None
@@ -418,6 +448,12 @@ class LayerReplay:
             unit = None if self._inside or self._labels.recomputing else self._unit_of_checkpoint(function)
             if unit is None:
                 return original(function, distribute, *args)
+            if self._units.get((unit.layers[0],), unit).is_in_checkpoint:
+                self._in_checkpoint = True
+                try:
+                    return original(function, distribute, *args)
+                finally:
+                    self._in_checkpoint = False
             return self._pass(unit, args[0], lambda: original(function, distribute, *args)[0]), None
 
         return checkpoint
@@ -448,6 +484,36 @@ class LayerReplay:
         if unit.is_replayed and self._refills and self._overlaps:
             raise NotReplayableError(f"a later forward pass of layer {unit.layers[0]} is not known")
         return self._step_forward(one, previous, given, step)
+
+    def _pass_without_graph(
+        self, unit: _Unit, given: torch.Tensor, step: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """Steps or replays a layer in the forward pass of its checkpoint, which leaves nothing but its output."""
+        one = _Pass(unit, 0, input=self._meter.allocation_of(given))
+        key = "without graph", unit.run, *_spec(given)
+        known = self._known.get(key)
+        if known is not None and known.is_proven and one.input is not None:
+            self.num_replayed += 1
+            self._enter(unit.layers)
+            replay = self._run(one, known.recording, None)
+            replay.is_over = True
+            collectives.send_again(known.sent)
+            return self._result(replay, known)
+        at, span, one.sent_before = self._meter.position(), self._labels.span, collectives.sent_bytes.copy()
+        self._inside = True
+        try:
+            result = step()
+        finally:
+            self._inside = False
+        roles = {} if one.input is None else {id(one.input): Role(INPUT, 0)}
+        recorded = self._record(one, at, roles, (span, self._labels.span))
+        if recorded is not None:
+            recording, allocations = recorded
+            of_result = self._meter.allocation_of(result)
+            if [allocations[role] for role in recording.live] == [of_result]:
+                calls = Calls((), ())
+                self._learn(key, one, recording, recording.live[0], result, calls)
+        return result
 
     def _backward_key(self, one: _Pass, *, is_latest: bool) -> tuple[Any, ...]:
         """Returns what decides about a backward pass beside the model and the settings.
@@ -616,9 +682,9 @@ class LayerReplay:
             of_result = self._meter.allocation_of(result)
             one.output = next((role for role, each in enumerate(one.roles) if each is of_result), -1)
             if one.output >= 0:
-                self._learn(key, one, False, recording, one.output, result, calls)
+                self._learn(key, one, recording, one.output, result, calls)
         else:
-            self._last_signature.pop((one.unit.run, False, True), None)
+            self._last_signature.pop((*key[:2], True), None)
         node = result.grad_fn
         if node is not None:
             self._in_flight.append(one)
@@ -733,7 +799,6 @@ class LayerReplay:
         self,
         key: tuple[Any, ...],
         one: _Pass,
-        is_backward: bool,
         recording: Recording,
         result: int,
         tensor: Any,
@@ -742,7 +807,7 @@ class LayerReplay:
         if not self._learns:
             return
         former = self._known.get(key)
-        of_run = one.unit.run, is_backward, self._is_latest(one)
+        of_run = *key[:2], self._is_latest(one)
         sent = collectives.sent_since(one.sent_before)
         signature = recording.signature, calls, sent
         same = self._last_signature.get(of_run) == signature
@@ -783,7 +848,7 @@ class LayerReplay:
         if one.output >= 0 and one.gradient is not None:
             recorded = self._record(one, one.backward_from, known, spans)
         if recorded is None:
-            self._last_signature.pop((unit.run, True, self._is_latest(one)), None)
+            self._last_signature.pop((*key[:2], self._is_latest(one)), None)
             return
         recording, own = recorded
         of_result = meter.allocation_of(gradient)
@@ -811,7 +876,7 @@ class LayerReplay:
             one.in_graphs = [(place, each) for place, of_layer in modules for each in retained_by(of_layer, seen)]
         if result < 0 or calls is None or not self._may_be_repeated(one, recording):
             return
-        self._learn(key, one, True, recording, result, gradient, calls)
+        self._learn(key, one, recording, result, gradient, calls)
 
     def _may_be_repeated(self, one: _Pass, recording: Recording) -> bool:
         """Whether it is known what frees all that a backward pass has left."""
