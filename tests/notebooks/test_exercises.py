@@ -339,6 +339,7 @@ EXERCISES = {
                 step("full_recompute"),
                 step('MemorySettings(offload_modules=["mlp_norm"])'),
                 'mine = bought["offload-experts"]',  # with balanced routing
+                not_steady(step("MemorySettings()")),
                 shorter(step("MemorySettings()")),
                 step("MemorySettings(offload_optimizer_except_update=True)"),
                 in_state("use_precision_aware_optimizer=True"),
