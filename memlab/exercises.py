@@ -66,6 +66,9 @@ class Check(_Goals):
             self._goal(False, f"the step ended early ({record.message})", "change the settings so that the step ends")
         elif record.forward_only:
             self._goal(False, "the record is that of a forward-only pass, must be that of a training step")
+        elif self._allocated_moments():
+            hint = "leave out warm_up=False: memlab then records the next step, which begins with the moments"
+            self._goal(False, "the step itself allocates Adam's moments, must be a steady step", hint)
 
     def peak_below(self, num_bytes: int, hint: str = "") -> Self:
         """Requires `peak_allocated_bytes` below a number of bytes.
@@ -363,6 +366,18 @@ class Check(_Goals):
         # Each module has its reason; the first one is what to act on.
         reason = self._record.without_effect.get(f"offload_modules:{modules[0]}", "")
         return f"{modules[0]} transferred nothing to the host: {reason}" if reason else ""
+
+    def _allocated_moments(self) -> bool:
+        """Whether the step's own optimizer allocated its state: before that, start and peak are lower than later."""
+        timeline = self._record.timeline
+        if timeline is None or not len(timeline):
+            return False
+        places = timeline.first_step_event, len(timeline) - 1
+        before, after = (timeline.breakdown(place).get("optimizer state", 0) for place in places)
+        # Where the state comes from the host, it is there before the optimizer runs.
+        in_forward = timeline.breakdown(timeline.peak_index(phases=["forward"])).get("optimizer state", 0)
+        # A few bytes more are unsplit remainders.
+        return after - max(before, in_forward) > after // 10
 
     def _start_fell(self) -> str:
         """Says why the activation peak rose, if parameters, gradients or optimizer state leave between steps."""

@@ -89,6 +89,11 @@ def shorter(answer: str) -> str:
     return f"lab.set_workload(seq_length=64); {answer}"
 
 
+def not_steady(answer: str) -> str:
+    """A step without the one before it that allocates Adam's moments, so that its peak is lower."""
+    return f"{answer.removesuffix(')')}, warm_up=False)"
+
+
 def plus(settings: str, options: str) -> str:
     """A step in another training state and under memory settings."""
     return f"from memlab import MemorySettings; mine = lab.step(MemorySettings({settings}), state=TrainingState({options}))"
@@ -334,6 +339,7 @@ EXERCISES = {
                 step("full_recompute"),
                 step('MemorySettings(offload_modules=["mlp_norm"])'),
                 'mine = bought["offload-experts"]',  # with balanced routing
+                not_steady(step("MemorySettings()")),
                 shorter(step("MemorySettings()")),
                 step("MemorySettings(offload_optimizer_except_update=True)"),
                 in_state("use_precision_aware_optimizer=True"),
@@ -345,6 +351,7 @@ EXERCISES = {
         Exercise(
             solution=state('**aware, exp_avg_dtype="bf16"'),
             wrong=(
+                not_steady(state("**aware")),
                 state("**aware"),
                 state('**aware, exp_avg_dtype="fp16", exp_avg_sq_dtype="fp16"'),
                 state("**aware, optimizer_cpu_offload=True"),
@@ -363,6 +370,7 @@ EXERCISES = {
                 state("**aware, cross_entropy_loss_fusion=True"),
                 state("**aware, **bf16_moments"),
                 state("**aware, apply_rope_fusion=True"),
+                not_steady(state("**aware, manual_gc=True")),
                 state('**aware, exp_avg_dtype="fp8"'),
                 state('**aware, exp_avg_dtype="fp8", cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te"'),
                 state('**aware, fp8_format="hybrid", fp8_recipe="blockwise"'),
