@@ -72,15 +72,16 @@ class Check(_Goals):
 
         Args:
             num_bytes: The limit.
-            hint: What to look at, in the words of the exercise; by default, why nothing was offloaded, or the largest
-                part that settings change.
+            hint: What to look at, in the words of the exercise; by default, why nothing was offloaded or recomputed, or
+                the largest part that settings change.
         """
         now = self._record.peak_allocated_bytes
-        return self._below("the peak of the step", now, num_bytes, hint or self._nothing_moved() or self._largest())
+        hint = hint or self._nothing_moved() or self._nothing_recomputed() or self._largest()
+        return self._below("the peak of the step", now, num_bytes, hint)
 
     def activation_peak_below(self, num_bytes: int) -> Self:
         """Requires `activation_peak_bytes` below a number of bytes."""
-        hint = self._nothing_moved() or self._start_fell() or self._largest()
+        hint = self._nothing_moved() or self._nothing_recomputed() or self._start_fell() or self._largest()
         return self._below("the activation peak", self._record.activation_peak_bytes, num_bytes, hint)
 
     def fits(self, gpu_memory: str, hint: str = "") -> Self:
@@ -225,7 +226,7 @@ class Check(_Goals):
         what = (
             f"backward recomputes {format_bytes(now)}, {'' if is_above else 'must be '}above {format_bytes(num_bytes)}"
         )
-        return self._goal(is_above, what, "set recompute_granularity")
+        return self._goal(is_above, what, self._nothing_recomputed() or "set recompute_granularity")
 
     def recomputes_whole_layers(self) -> Self:
         """Requires ``recompute_granularity="full"`` on every layer."""
@@ -363,6 +364,15 @@ class Check(_Goals):
         # Each module has its reason; the first one is what to act on.
         reason = self._record.without_effect.get(f"offload_modules:{modules[0]}", "")
         return f"{modules[0]} transferred nothing to the host: {reason}" if reason else ""
+
+    def _nothing_recomputed(self) -> str:
+        """Says why backward recomputes nothing, if modules are recomputed that this model does not have."""
+        if self._record.recomputed_bytes:
+            return ""
+        for module in self._record.settings.recompute_modules or ():
+            if reason := self._record.without_effect.get(f"recompute_modules:{module}"):
+                return f"recompute of {module} had no effect: {reason}"
+        return ""
 
     def _start_fell(self) -> str:
         """Says why the activation peak rose, if parameters, gradients or optimizer state leave between steps."""

@@ -122,6 +122,7 @@ EXERCISES = {
             wrong=(
                 step("full.settings"),
                 selective("core_attn"),
+                selective("mlp"),  # every layer of this model is MoE
                 selective("layernorm", "moe_act"),
                 offload(*ALL_MODULES),  # it recomputes nothing
                 *(in_state(options) for options in OTHER_STATES),
