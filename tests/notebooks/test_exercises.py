@@ -223,6 +223,7 @@ EXERCISES = {
                     "core_attn", others=', offload_modules=["expert_fc1", "moe_act"], min_offloaded_tensor_size=0'
                 ),
                 selective("moe"),
+                selective("mlp"),
                 selective("core_attn"),
                 *(in_state(options, CORE_ATTN) for options in OTHER_STATES),
                 selective("moe_act", others=", offload_optimizer=True"),
