@@ -84,6 +84,20 @@ class Check(_Goals):
         hint = self._nothing_moved() or self._nothing_recomputed() or self._start_fell() or self._largest()
         return self._below("the activation peak", self._record.activation_peak_bytes, num_bytes, hint)
 
+    def stays_below(self, num_bytes: int, again: StepRecord) -> Self:
+        """Requires the `activation_peak_bytes` of a later step under the same settings below a number of bytes.
+
+        A step without a warm-up step can have a lower activation peak than every step after it: Megatron then offloads
+        the last offload group of each module too.
+
+        Args:
+            num_bytes: The limit.
+            again: The later step.
+        """
+        hint = "leave out warm_up=False: in its own warm-up, Megatron also offloads the last offload group of a module"
+        what = "the activation peak of the next step under these settings"
+        return self._below(what, again.activation_peak_bytes, num_bytes, hint)
+
     def fits(self, gpu_memory: str, hint: str = "") -> Self:
         """Requires `peak_allocated_bytes` below what a GPU of a size (``79GiB``) leaves for torch in this layout.
 

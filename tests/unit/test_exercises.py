@@ -61,6 +61,7 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
     [
         (PLAIN, ("activation_peak_below", 1), "the activation peak is "),
         (PLAIN, ("peak_below", 1), "the peak of the step is "),
+        (PLAIN, ("stays_below", 1, PLAIN), "the activation peak of the next step under these settings is "),
         (PLAIN, ("starts_below", 1), "the start of the step is "),
         # CUDA and its libraries take more than the 2 GiB, so nothing is left for the step.
         (PLAIN, ("fits", "2GiB"), "the peak of the step is "),
