@@ -260,6 +260,11 @@ EXERCISES = {
                 selective("layernorm"),
                 selective("core_attn"),
                 *(in_state(options) for options in OTHER_STATES),
+                # Only Megatron's warm-up step fits: it offloads the last offload groups too.
+                step(
+                    'MemorySettings(offload_modules=["qkv_linear", "core_attn"], min_offloaded_tensor_size=0), '
+                    "warm_up=False"
+                ),
                 # They lower the start of the step, and not the spike.
                 step(f"MemorySettings({AWAY_IN_THE_STEP.removeprefix(', ')})"),
                 selective("mlp", others=", offload_optimizer=True"),
