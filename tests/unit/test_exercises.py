@@ -61,6 +61,7 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
     [
         (PLAIN, ("activation_peak_below", 1), "the activation peak is "),
         (PLAIN, ("peak_below", 1), "the peak of the step is "),
+        (PLAIN, ("stays_below", 1, PLAIN), "the activation peak of the next step under these settings is "),
         (PLAIN, ("starts_below", 1), "the start of the step is "),
         # CUDA and its libraries take more than the 2 GiB, so nothing is left for the step.
         (PLAIN, ("fits", "2GiB"), "the peak of the step is "),
@@ -71,6 +72,16 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
             "the peak of the host is 3.00 MiB, must be below 1.0",
         ),
         (PLAIN, ("recomputes_more_than", 0), "backward recomputes 0 B, must be above 0 B. Hint: set recompute_granul"),
+        *(
+            (
+                replace(
+                    with_settings(recompute("mlp")), without_effect={"recompute_modules:mlp": "all layers are MoE"}
+                ),
+                goal,
+                "Hint: recompute of mlp had no effect: all layers are MoE.",
+            )
+            for goal in (("recomputes_more_than", 0), ("peak_below", 1), ("activation_peak_below", 1))
+        ),
         (PLAIN, ("recomputes_whole_layers",), "the settings are 'none', must recompute every layer as a whole"),
         (with_settings(recompute("mlp")), ("recomputes_whole_layers",), "the settings are 'recompute mlp', must"),
         (with_settings(HALF_OF_THE_LAYERS), ("recomputes_whole_layers",), "the settings are 'full block"),
