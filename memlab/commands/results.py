@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="file of measured limits, such as labs/results/h200_limits.jsonl. A limit is the smallest memory with "
-        "which a step completes. memlab predicts each limit and compares it with the measured one; this takes minutes",
+        "which a step completes. memlab predicts each limit (this takes seconds) and compares it with the measured one",
     )
     parser.add_argument(
         "--hardware",

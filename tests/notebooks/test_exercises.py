@@ -89,6 +89,11 @@ def shorter(answer: str) -> str:
     return f"lab.set_workload(seq_length=64); {answer}"
 
 
+def not_steady(answer: str) -> str:
+    """A step without the one before it that allocates Adam's moments, so that its peak is lower."""
+    return f"{answer.removesuffix(')')}, warm_up=False)"
+
+
 def plus(settings: str, options: str) -> str:
     """A step in another training state and under memory settings."""
     return f"from memlab import MemorySettings; mine = lab.step(MemorySettings({settings}), state=TrainingState({options}))"
@@ -122,6 +127,7 @@ EXERCISES = {
             wrong=(
                 step("full.settings"),
                 selective("core_attn"),
+                selective("mlp"),  # every layer of this model is MoE
                 selective("layernorm", "moe_act"),
                 offload(*ALL_MODULES),  # it recomputes nothing
                 *(in_state(options) for options in OTHER_STATES),
@@ -183,6 +189,11 @@ EXERCISES = {
                 offload("moe_act"),
                 step(f"MemorySettings(offload_modules={list(ALL_MODULES)})"),
                 step('MemorySettings(offload_modules=["expert_fc1", "moe_act"])'),
+                # Only Megatron's warm-up step peaks below the goal: it offloads the last offload groups too.
+                step(
+                    'MemorySettings(offload_modules=["expert_fc1", "moe_act"], min_offloaded_tensor_size=0), '
+                    "warm_up=False"
+                ),
                 *(in_state(options) for options in OTHER_STATES),
                 offload(*ALL_MODULES, others=", offload_parameters=True"),
                 offload(*ALL_MODULES, others=AWAY_IN_THE_STEP),
@@ -222,6 +233,7 @@ EXERCISES = {
                     "core_attn", others=', offload_modules=["expert_fc1", "moe_act"], min_offloaded_tensor_size=0'
                 ),
                 selective("moe"),
+                selective("mlp"),
                 selective("core_attn"),
                 *(in_state(options, CORE_ATTN) for options in OTHER_STATES),
                 selective("moe_act", others=", offload_optimizer=True"),
@@ -253,6 +265,11 @@ EXERCISES = {
                 selective("layernorm"),
                 selective("core_attn"),
                 *(in_state(options) for options in OTHER_STATES),
+                # Only Megatron's warm-up step fits: it offloads the last offload groups too.
+                step(
+                    'MemorySettings(offload_modules=["qkv_linear", "core_attn"], min_offloaded_tensor_size=0), '
+                    "warm_up=False"
+                ),
                 # They lower the start of the step, and not the spike.
                 step(f"MemorySettings({AWAY_IN_THE_STEP.removeprefix(', ')})"),
                 selective("mlp", others=", offload_optimizer=True"),
@@ -334,6 +351,7 @@ EXERCISES = {
                 step("full_recompute"),
                 step('MemorySettings(offload_modules=["mlp_norm"])'),
                 'mine = bought["offload-experts"]',  # with balanced routing
+                not_steady(step("MemorySettings()")),
                 shorter(step("MemorySettings()")),
                 step("MemorySettings(offload_optimizer_except_update=True)"),
                 in_state("use_precision_aware_optimizer=True"),
@@ -345,6 +363,7 @@ EXERCISES = {
         Exercise(
             solution=state('**aware, exp_avg_dtype="bf16"'),
             wrong=(
+                not_steady(state("**aware")),
                 state("**aware"),
                 state('**aware, exp_avg_dtype="fp16", exp_avg_sq_dtype="fp16"'),
                 state("**aware, optimizer_cpu_offload=True"),
@@ -363,6 +382,7 @@ EXERCISES = {
                 state("**aware, cross_entropy_loss_fusion=True"),
                 state("**aware, **bf16_moments"),
                 state("**aware, apply_rope_fusion=True"),
+                not_steady(state("**aware, manual_gc=True")),
                 state('**aware, exp_avg_dtype="fp8"'),
                 state('**aware, exp_avg_dtype="fp8", cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te"'),
                 state('**aware, fp8_format="hybrid", fp8_recipe="blockwise"'),

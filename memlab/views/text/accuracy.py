@@ -77,11 +77,14 @@ def _steps(pairs: Sequence[Pair]) -> list[str]:
 _LIMITS_HEAD = """
 ## The limit of what fits
 A limit is the smallest memory with which a step completes. Bisection finds it: each attempt limits the memory that
-torch may reserve, and takes the step in a fresh process on the GPU, or in a fresh lab for a prediction. The error is
-below zero if the predicted limit is lower than the measured one. Because this happens, memlab adds a margin to the
-predicted limit, and says "fits" only if there is more memory than the sum of both. The last column says whether memlab
-still says "fits" for too little memory, that is, for less than the step needs. Where experts are spread over ranks, the
-predicted limit is the highest of three random routings.
+torch may reserve. For a measured limit, each attempt takes the step in a fresh process on the GPU. For a predicted
+limit, memlab takes the step once, without a limit, and each attempt repeats the step's requests for memory in a
+simulated allocator with so much memory. The error is below zero if the predicted limit is lower than the measured one.
+Because this happens, memlab adds a margin to the predicted limit, and says "fits" only if there is more memory than the
+sum of both. The last column says whether memlab still says "fits" for too little memory, that is, for less than the
+step needs. Where experts are spread over ranks, the predicted limit is the highest of three random routings. If the
+name of a step has "routing counts", its prediction instead uses the numbers of tokens that the measured router sent to
+each expert.
 """
 
 
