@@ -16,9 +16,10 @@ import numpy.typing as npt
 
 from memlab.allocator.replay import Block
 from memlab.meter.allocations import Allocation, Event, category_of
-from memlab.vocabulary import POOLS
+from memlab.vocabulary import CATEGORIES, POOLS
 
 _DEVICE, _HOST, _RESERVED = (POOLS.index(name) for name in ("device", "host", "reserved"))
+_TEMPORARY = CATEGORIES.index("temporary")
 OWN, FORWARD, INPUT, GRADIENT, RETAINED, PREVIOUS, RELOADED, HOST_COPY = range(8)
 """Whose storage a role is: allocated in this pass, or in the same layer's forward pass, before it; the layer's input;
 the gradient of its output; what the layer retained when its last backward ended; what its latest other forward pass
@@ -285,6 +286,11 @@ class Replay:
         if self.forward is not None:
             of_forward = owner == FORWARD
             number[of_forward] = role[of_forward] + self.forward.number
+        if rows < len(recording.pool) and recording.owner[rows] == OWN:
+            # What a fused kernel has left on chip did not reach the device: it is freed in the span of its birth.
+            failed = int(recording.role[rows])
+            if recording.births[failed].category is None:
+                category[(owner == OWN) & (role == failed)] = _TEMPORARY
         for of_own, allocation in self.attached.items():
             numbers[id(allocation)] = next_number + of_own
             category[(owner == OWN) & (role == of_own)] = allocation.final_category
