@@ -566,8 +566,8 @@ class PredictedJob:
         routing = "random:7" if layout.expert_model_parallel_size > 1 else "balanced"
         self.scenario = Scenario.of(architecture, routing=routing, **job)
         num_microbatches = self.scenario.num_microbatches
-        if layout.pipeline_model_parallel_size > 1:  # more are never in flight
-            num_microbatches = min(num_microbatches, layout.pipeline_model_parallel_size)
+        # More are never in flight. Without stages, every micro-batch after the second one repeats the second one.
+        num_microbatches = min(num_microbatches, max(2, layout.pipeline_model_parallel_size))
         if layout.num_layers_in_first_pipeline_stage == layout.num_layers_in_last_pipeline_stage == self.even_layers:
             layout = replace(layout, num_layers_in_first_pipeline_stage=None, num_layers_in_last_pipeline_stage=None)
         predicted = {"layout": layout, "num_microbatches": num_microbatches}
