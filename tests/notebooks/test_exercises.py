@@ -503,7 +503,7 @@ DENSE_ANSWERS = {
 """The same for the dense model, which has no residual, in labs whose exercises are others with it."""
 SMALLER: dict[str, dict[str, Any]] = {
     "01_recompute": {"num_layers": 2, "seq_length": 256},
-    "02_activation_offload": {"seq_length": 1024},  # with fewer tokens, parameters outweigh activations
+    "02_activation_offload": {"num_layers": 3, "seq_length": 256},  # of two layers, one is offloaded, which is too few
     "03_parameters_gradients_optimizer": {"num_layers": 2},
     "04_moe_checkpoint_retention": {"seq_length": 128},
     "05_phi4_activation_peak": {"num_layers": 2, "longest": 256},
@@ -586,8 +586,8 @@ class PredictedJob:
         routing = "random:7" if layout.expert_model_parallel_size > 1 else "balanced"
         self.scenario = Scenario.of(architecture, routing=routing, **job)
         num_microbatches = self.scenario.num_microbatches
-        if layout.pipeline_model_parallel_size > 1:  # more are never in flight
-            num_microbatches = min(num_microbatches, layout.pipeline_model_parallel_size)
+        # More are never in flight. Without stages, every micro-batch after the second one repeats the second one.
+        num_microbatches = min(num_microbatches, max(2, layout.pipeline_model_parallel_size))
         if layout.num_layers_in_first_pipeline_stage == layout.num_layers_in_last_pipeline_stage == self.even_layers:
             layout = replace(layout, num_layers_in_first_pipeline_stage=None, num_layers_in_last_pipeline_stage=None)
         predicted = {"layout": layout, "num_microbatches": num_microbatches}

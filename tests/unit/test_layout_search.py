@@ -102,7 +102,7 @@ def test_what_a_rank_sends_is_what_it_has_that_others_need(layout: Layout, kind:
 def test_replayed_passes_send_what_stepped_ones_do(
     family: str, layout: Layout, num_microbatches: int, settings: MemorySettings
 ) -> None:
-    job = Scenario.of(family, num_layers=14, seq_length=64, num_microbatches=num_microbatches, layout=layout)
+    job = Scenario.of(family, num_layers=8, seq_length=64, num_microbatches=num_microbatches, layout=layout)
     assert communicated_bytes(job, settings) == communicated_bytes(job, settings, replay=False)
 
 
