@@ -595,12 +595,11 @@ class Stepper:
         """Returns a context for a step: its layers are replayed, where that is known to give the same events.
 
         Each pass must start its own communication if that overlaps with computation. FP8 keeps state between passes,
-        and taps and `Meter.at_event` look at real tensors. The graph that an MoE layer's dispatcher retains behind a
-        block of recomputed layers keeps their random states; after an out-of-memory, what it keeps depends on where
-        that happened. On a pipeline stage, an MoE layer that is recomputed in the backward pass of one micro-batch
-        frees what its dispatcher retains of another's pass; with several model chunks, that may be any. The first step
-        after full recompute frees its graphs: each may cover layers that are in different units now, or keep what other
-        layers have made.
+        and taps and `Meter.at_event` look at real tensors. After an out-of-memory, what the graph that an MoE layer's
+        dispatcher retains keeps depends on where that happened. On a pipeline stage, an MoE layer that is recomputed in
+        the backward pass of one micro-batch frees what its dispatcher retains of another's pass; with several model
+        chunks, that may be any. The first step after full recompute frees its graphs: each may cover layers that are in
+        different units now, or keep what other layers have made.
         """
         meter = self.meter
         if self._replay is None or not isinstance(meter, SimulatedMeter):

@@ -6,7 +6,9 @@ recording: a stand-in takes the layer's place in Megatron's model. It returns a 
 backward a tensor like the gradient of the layer's input. The schedule, the embedding, the loss and the optimizer are
 Megatron's own, and the allocator gets every request.
 
-What repeats is a *unit*: a layer, or under full recompute the layers of one checkpoint. A pass is replayed only if
+What repeats is a *unit*: a layer, or under full recompute the layers of one checkpoint. A checkpoint of many layers is
+opened: its layers are units, once in the checkpoint's forward pass, and again in the recompute and the backward that
+follows it. A pass is replayed only if
 
 - a pass of a unit at the same kind of place (first, last or between others) has been recorded,
 - the recorded pass had the same events as the recorded pass before it,
@@ -234,12 +236,16 @@ class LayerReplay:
         self._calls = RepeatedCalls(meter)
         self._num_recomputed = 0
         """Layers of checkpoints."""
+        self._is_behind_checkpoints = False
+        """Whether MoE layers follow checkpoints: what their dispatchers refer to keeps random states of these."""
         self._num_microbatches = 1
         self._reference: dict[tuple[Any, ...], list[tuple[int, Role]]] = {}
         """What the forward pass that was stepped last has freed, by its key without the unit's place."""
         self._latest_of_run: dict[int, list[tuple[int, Role]]] = {}
         """What the forward pass that was stepped last in this step has freed, whatever its key."""
-        self._inside = self._in_checkpoint = False
+        self._inside = False
+        self._in_checkpoint = False
+        """Whether the forward pass of an opened checkpoint runs."""
         self._known: dict[tuple[Any, ...], _Known] = {}
         self._freed_by_pass: dict[int, StorageAllocation] = {}
         """What a unit's next pass freed, by its identity."""
@@ -485,9 +491,7 @@ class LayerReplay:
             raise NotReplayableError(f"a later forward pass of layer {unit.layers[0]} is not known")
         return self._step_forward(one, previous, given, step)
 
-    def _pass_without_graph(
-        self, unit: _Unit, given: torch.Tensor, step: Callable[[], torch.Tensor]
-    ) -> torch.Tensor:
+    def _pass_without_graph(self, unit: _Unit, given: torch.Tensor, step: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Steps or replays a layer in the forward pass of its checkpoint, which leaves nothing but its output."""
         one = _Pass(unit, 0, input=self._meter.allocation_of(given))
         key = "without graph", unit.run, *_spec(given)
@@ -1039,12 +1043,7 @@ class LayerReplay:
         done = self._run_backward(one, known.recording, forward)
         collectives.send_again(known.sent)
         if self._calls.is_noting:
-            copies = self._calls.repeat_backward(known.calls, one.saved)
-            for allocation in self._copied(done, known.calls, copies):
-                if allocation.pool == _HOST:
-                    meter.pin(allocation)
-            own = {role for role, _ in known.calls.copies if role >= 0}
-            meter.pin_meanwhile(known.recording, own - set(known.recording.live))
+            self._copy_in_backward(one, known, done)
         result = self._result(done, known)
         one.result = meter.allocation_of(result)
         between = self._known.get(("backward", unit.run, False, False, *of_backward))
@@ -1077,6 +1076,15 @@ class LayerReplay:
         if is_retained:
             self._retain(unit, one.retained())
         return result
+
+    def _copy_in_backward(self, one: _Pass, known: _Known, done: Replay) -> None:
+        """Makes the calls of a backward pass to the offload manager; a checkpoint's copies to the host, and back."""
+        recording = known.recording
+        for allocation in self._copied(done, known.calls, self._calls.repeat_backward(known.calls, one.saved)):
+            if allocation.pool == _HOST:
+                self._meter.pin(allocation)
+        own = {role for role, _ in known.calls.copies if role >= 0}
+        self._meter.pin_meanwhile(recording, own.difference(recording.live))
 
     def _run_backward(self, one: _Pass, recording: Recording, forward: Replay) -> Replay:
         """Runs a backward pass, which may free host copies of its own forward pass.

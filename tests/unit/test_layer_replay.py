@@ -26,6 +26,7 @@ _LAYERNORM = MemorySettings(recompute_granularity="selective", recompute_modules
 _FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 _GROUPS = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
 _BLOCK = MemorySettings(recompute_granularity="full", recompute_method="block", recompute_num_layers=3)
+_BLOCK_OF_7 = replace(_BLOCK, recompute_num_layers=7)
 _OFFLOAD = MemorySettings(offload_modules=("expert_fc1",), min_offloaded_tensor_size=0)
 _CORE = MemorySettings(offload_modules=("core_attn",), min_offloaded_tensor_size=0)
 _CORE_QKV = MemorySettings(offload_modules=("core_attn", "qkv_linear"), min_offloaded_tensor_size=5000)
@@ -107,6 +108,9 @@ def test_replayed_layers_have_the_events_of_stepped_ones(
         ("phi-4-tiny", {"num_layers": 6}, [MemorySettings(), _CORE, _CORE_QKV]),
         ("phi-4-tiny", {"num_layers": 5, "num_microbatches": 4}, [_ALL_ATTENTION, _MLP]),
         ("phi-4-tiny", {"num_layers": 14}, [_BESIDE_BLOCK, _CORE]),
+        # The recompute of a block's layers copies to the host too, and back at once.
+        ("phi-4-tiny", {"num_layers": 9, "num_microbatches": 2}, [replace(_BESIDE_BLOCK, recompute_num_layers=9)]),
+        ("qwen3-moe-tiny", {"num_layers": 14}, [replace(_EXPERTS, **_BLOCK_OF_7.changed())]),
         ("qwen3-moe-tiny", {"num_layers": 8}, [_EXPERTS, replace(_EXPERTS, **_LAYERNORM.changed())]),
         ("qwen3-moe-tiny", {"num_layers": 7, "num_microbatches": 2}, [_MOE, _CORE_QKV]),
     ],
@@ -177,7 +181,7 @@ def test_what_full_recompute_left_in_moe_layers_is_freed_before_replay_begins_ag
     ("settings", "are_replayed", "workload", "warm_up"),
     [
         ([_FULL, _GROUPS, MemorySettings(), _FULL, _LAYERNORM], [True, True, False, True, True], (14, 1), False),
-        ([MemorySettings(), _GROUPS, _FULL, _BLOCK, _GROUPS], [True, True, True, False, True], (14, 1), True),
+        ([MemorySettings(), _GROUPS, _FULL, _BLOCK, _GROUPS], [True, True, True, True, True], (14, 1), True),
         ([_MOE, _FULL], [True, True], (6, 3), True),
     ],
 )
@@ -215,6 +219,32 @@ def test_moe_layers_of_a_stage_that_are_recomputed_are_replayed(
             for each in settings:
                 taken.append(lab.step(each, warm_up=False))
                 assert (stepper.replays, stepper.num_replayed > 0) == (replay, replay)
+    for one, other in zip(*records.values(), strict=True):
+        require_identical(one, other)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "layers_per_checkpoint"),
+    [
+        ({"num_layers": 12}, (4, 12)),
+        ({"num_layers": 12, "num_microbatches": 3}, (6, 3)),
+        ({"num_layers": 16, "num_microbatches": 4, "layout": _STAGES}, (4, 8)),
+    ],
+)
+def test_the_layers_of_large_checkpoints_are_replayed(
+    arguments: dict[str, Any], layers_per_checkpoint: tuple[int, int]
+) -> None:
+    """Fewer than half of them are stepped, although there are too few checkpoints to replay one as a whole."""
+    records: dict[bool, list[StepRecord]] = {False: [], True: []}
+    for replay, taken in records.items():
+        with Lab("phi-4-tiny", seq_length=64, **arguments, backend="simulated", replay=replay) as lab:
+            stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+            num_passes = len(stepper.live.layers) * lab.scenario.num_microbatches
+            for size in layers_per_checkpoint:
+                taken.append(lab.step(replace(_FULL, recompute_num_layers=size), warm_up=False))
+                # In its forward pass, and in the recompute of its backward.
+                assert (stepper.num_replayed > num_passes) == replay
+            taken.append(lab.step(_MLP, warm_up=False))
     for one, other in zip(*records.values(), strict=True):
         require_identical(one, other)
 
@@ -315,6 +345,22 @@ def test_what_is_allocated_when_memory_runs_out_includes_the_last_event_of_a_rep
     assert stepped.out_of_memory is not None and replayed.out_of_memory is not None
     assert "decoder.layers.0" not in replayed.out_of_memory.failed_allocation.module
     assert replayed.out_of_memory.alive_by_category == stepped.out_of_memory.alive_by_category
+
+
+@pytest.mark.parametrize("settings", [replace(_FULL, recompute_num_layers=9), replace(_BLOCK, recompute_num_layers=5)])
+def test_a_step_after_one_that_ran_out_of_memory_runs_out_alike(settings: MemorySettings) -> None:
+    """A replayed pass may end where a fused kernel's result would leave the chip for the device."""
+    arguments = {"num_layers": 9, "seq_length": 64}
+    case = Case(architecture="phi-4-tiny", arguments=arguments, settings=[settings])
+    (unlimited,), _ = take(case, replay=True)
+    limit = int(unlimited.peak_allocated_bytes * 0.6)
+    case = replace(case, settings=[settings, MemorySettings()], limit_bytes=limit)
+    stepped, _ = take(case, replay=False)
+    replayed, count = take(case, replay=True)
+    assert count > 0
+    assert {record.status for record in stepped} == {"out_of_memory"}
+    for one, other in zip(stepped, replayed, strict=True):
+        require_identical(one, other)
 
 
 @pytest.mark.parametrize("offloads_at_start", [False, True])
