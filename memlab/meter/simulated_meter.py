@@ -24,7 +24,7 @@ from memlab.config.allocator_settings import AllocatorSettings
 from memlab.meter.allocations import Allocation, Event, Opening, columns_of, timeline_of_columns
 from memlab.meter.labels import Labels
 from memlab.meter.observers import Answer, computed
-from memlab.meter.recording import OWN, Recording, Replay, Role, freed_by, record
+from memlab.meter.recording import Recording, Replay, Role, freed_by, record
 from memlab.meter.repetition import DoesNotFitError, Inserted, Period, is_live, repeat, request
 from memlab.meter.storage_meter import StorageAllocation, StorageMeter
 from memlab.record.device_bytes import DeviceBytes
@@ -33,7 +33,7 @@ from memlab.record.transfer import GROUPS
 from memlab.upstream.patching import patched
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
-_DEVICE, _HOST, _RESERVED = (POOLS.index(name) for name in ("device", "host", "reserved"))
+_DEVICE, _RESERVED = POOLS.index("device"), POOLS.index("reserved")
 _MOST_KEPT_GATHERS = 100
 """Number of collectives whose tensors torch may keep at the same time. On H100s it kept those of up to 83
 (`labs/LOG.md`, 2026-11-24, night): torch looks every 100 ms which collectives the GPU has run, and the program is ahead
@@ -719,24 +719,6 @@ class SimulatedMeter(StorageMeter):
         """Makes a role of a replayed pass, which has become an allocation of its own, pinned host memory."""
         self._is_special = True
         self._pinned_blocks[id(allocation)] = self._pinned.allocate(allocation.requested_bytes)
-
-    def pin_meanwhile(self, recording: Recording, roles: AbstractSet[int]) -> None:
-        """Lets the host's allocator do what a replayed pass asks of it for pinned memory that the pass frees again.
-
-        Args:
-            recording: Of the pass.
-            roles: Own ones that the pass has freed; those that are device memory are left out.
-        """
-        blocks: dict[int, int] = {}
-        for row in np.flatnonzero((recording.pool == _HOST) & (recording.owner == OWN)).tolist():
-            role, num_bytes = int(recording.role[row]), int(recording.requested_bytes[row])
-            if role not in roles:
-                continue
-            self._is_special = True
-            if num_bytes > 0:
-                blocks[role] = self._pinned.allocate(num_bytes)
-            else:
-                self._pinned.free(blocks.pop(role))
 
     def hand_over(self, allocation: StorageAllocation) -> weakref.ref[Any] | None:
         """Stops following an allocation's storage, because a replay will free it; returns the storage, if it exists."""

@@ -479,9 +479,6 @@ class LayerReplay:
         one = _Pass(unit, 0 if previous is None else previous.number + 1)
         one.input = self._meter.allocation_of(given)
         one.groups = self._calls.next_groups()
-        if unit.is_checkpoint:
-            num_before = len(self._live.layers) + self._num_recomputed - unit.layers[-1] - 1
-            one.groups += self._calls.recomputed_groups(num_before, len(unit.layers))
         unit.last_pass = one
         known = self._known.get(self._key(one, given))
         if known is not None and self._can_replay(one, known, given):
@@ -912,8 +909,7 @@ class LayerReplay:
         collectives.send_again(known.sent)
         if self._calls.is_noting:
             one.saved, copies = self._calls.repeat_forward(known.calls)
-            for allocation in self._copied(one.replay, known.calls, copies):
-                self._meter.pin(allocation)
+            self._copied(one.replay, known.calls, copies)
         for number, name, spec in references:
             setattr(dispatchers[number], name, self._stand_in(spec))
         if one.unit.is_checkpoint or self._keeps_others(one.unit, known):
@@ -1043,7 +1039,7 @@ class LayerReplay:
         done = self._run_backward(one, known.recording, forward)
         collectives.send_again(known.sent)
         if self._calls.is_noting:
-            self._copy_in_backward(one, known, done)
+            self._copied(done, known.calls, self._calls.repeat_backward(known.calls, one.saved))
         result = self._result(done, known)
         one.result = meter.allocation_of(result)
         between = self._known.get(("backward", unit.run, False, False, *of_backward))
@@ -1076,15 +1072,6 @@ class LayerReplay:
         if is_retained:
             self._retain(unit, one.retained())
         return result
-
-    def _copy_in_backward(self, one: _Pass, known: _Known, done: Replay) -> None:
-        """Makes the calls of a backward pass to the offload manager; a checkpoint's copies to the host, and back."""
-        recording = known.recording
-        for allocation in self._copied(done, known.calls, self._calls.repeat_backward(known.calls, one.saved)):
-            if allocation.pool == _HOST:
-                self._meter.pin(allocation)
-        own = {role for role, _ in known.calls.copies if role >= 0}
-        self._meter.pin_meanwhile(recording, own.difference(recording.live))
 
     def _run_backward(self, one: _Pass, recording: Recording, forward: Replay) -> Replay:
         """Runs a backward pass, which may free host copies of its own forward pass.
@@ -1152,16 +1139,17 @@ class LayerReplay:
             self._drop_freed(one.unit, by_pass=True)
         return done
 
-    def _copied(self, replay: Replay, calls: Calls, copies: list[torch.Tensor]) -> list[StorageAllocation]:
+    def _copied(self, replay: Replay, calls: Calls, copies: list[torch.Tensor]) -> None:
         """Lets what a replayed pass has copied to the host or back stay in the offload manager's tensors."""
         if [(each.shape, each.dtype) for each in copies] != [like for _, like in calls.copies]:
             raise NotReplayableError("Megatron's offload manager has made other copies than in an equal layer's pass")
-        made, recording = [], replay.recording
+        recording = replay.recording
         for (role, _), tensor in zip(calls.copies, copies, strict=True):
             if role >= 0 and replay.has(role) and role in recording.live:
-                made.append(self._meter.separate(replay, role, recording.totals[Role(OWN, role)]))
-                self._meter.follow(tensor.untyped_storage(), made[-1])
-        return made
+                made = self._meter.separate(replay, role, recording.totals[Role(OWN, role)])
+                self._meter.follow(tensor.untyped_storage(), made)
+                if made.pool == _HOST:
+                    self._meter.pin(made)
 
     def _result(self, replay: Replay, known: _Known) -> torch.Tensor:
         tensor = self._stand_in(known.spec)

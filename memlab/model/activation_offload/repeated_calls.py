@@ -210,21 +210,6 @@ class RepeatedCalls:
             for group in groups[first:last]
         )
 
-    def recomputed_groups(self, num_before: int, num_layers: int) -> tuple[Any, ...]:
-        """Returns what decides about the copies that the backward pass of a checkpoint makes.
-
-        Args:
-            num_before: How many passes through layers come before the recompute, of this micro-batch.
-            num_layers: Of the checkpoint.
-        """
-        manager = upstream.PipelineOffloadManager.get_instance()
-        if not self.is_noting or manager._is_warmup:
-            return ()
-        _, groups, _ = self._next_chunk(manager)
-        width = len(groups) // self._num_passes
-        recomputed = groups[num_before * width : (num_before + num_layers) * width]
-        return tuple((group._name, group.offload) for group in recomputed)
-
     def _next_chunk(self, manager: Any) -> tuple[Any, list[Any], int]:
         chunk, place = manager._cur_forward_chunk, manager._cached_chunks_index_forward
         if chunk is None or chunk._offloaded_group_index >= len(chunk.offload_groups):
