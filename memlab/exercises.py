@@ -66,9 +66,9 @@ class Check(_Goals):
             self._goal(False, f"the step ended early ({record.message})", "change the settings so that the step ends")
         elif record.forward_only:
             self._goal(False, "the record is that of a forward-only pass, must be that of a training step")
-        elif self._allocated_moments():
-            hint = "leave out warm_up=False: memlab then records the next step, which begins with the moments"
-            self._goal(False, "the step itself allocates Adam's moments, must be a steady step", hint)
+        elif not record.is_steady:
+            hint = "leave out warm_up=False: memlab then takes a warm-up step, and records the step after it"
+            self._goal(False, "the step is not steady (no equal step came right before it), must be steady", hint)
 
     def peak_below(self, num_bytes: int, hint: str = "") -> Self:
         """Requires `peak_allocated_bytes` below a number of bytes.
@@ -86,20 +86,6 @@ class Check(_Goals):
         """Requires `activation_peak_bytes` below a number of bytes."""
         hint = self._nothing_moved() or self._nothing_recomputed() or self._start_fell() or self._largest()
         return self._below("the activation peak", self._record.activation_peak_bytes, num_bytes, hint)
-
-    def stays_below(self, num_bytes: int, again: StepRecord) -> Self:
-        """Requires the `activation_peak_bytes` of a later step under the same settings below a number of bytes.
-
-        A step without a warm-up step can have a lower activation peak than every step after it: Megatron then offloads
-        the last offload group of each module too.
-
-        Args:
-            num_bytes: The limit.
-            again: The later step.
-        """
-        hint = "leave out warm_up=False: in its own warm-up, Megatron also offloads the last offload group of a module"
-        what = "the activation peak of the next step under these settings"
-        return self._below(what, again.activation_peak_bytes, num_bytes, hint)
 
     def fits(self, gpu_memory: str, hint: str = "") -> Self:
         """Requires `peak_allocated_bytes` below what a GPU of a size (``79GiB``) leaves for torch in this layout.
@@ -381,18 +367,6 @@ class Check(_Goals):
         # Each module has its reason; the first one is what to act on.
         reason = self._record.without_effect.get(f"offload_modules:{modules[0]}", "")
         return f"{modules[0]} transferred nothing to the host: {reason}" if reason else ""
-
-    def _allocated_moments(self) -> bool:
-        """Whether the step's own optimizer allocated its state: before that, start and peak are lower than later."""
-        timeline = self._record.timeline
-        if timeline is None or not len(timeline):
-            return False
-        places = timeline.first_step_event, len(timeline) - 1
-        before, after = (timeline.breakdown(place).get("optimizer state", 0) for place in places)
-        # Where the state comes from the host, it is there before the optimizer runs.
-        in_forward = timeline.breakdown(timeline.peak_index(phases=["forward"])).get("optimizer state", 0)
-        # A few bytes more are unsplit remainders.
-        return after - max(before, in_forward) > after // 10
 
     def _nothing_recomputed(self) -> str:
         """Says why backward recomputes nothing, if modules are recomputed that this model does not have."""

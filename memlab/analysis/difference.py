@@ -159,7 +159,8 @@ def obstacles(records: Sequence[StepRecord]) -> list[str]:
 def _values(record: StepRecord) -> Iterator[tuple[str, object]]:
     """What has to be equal in both."""
     scenario = {name: value for name, value in record.scenario.to_dict().items() if name not in _WITHOUT_VALUES}
-    for name, value in (scenario | record.settings.to_dict() | {"forward_only": record.forward_only}).items():
+    kind = {name: getattr(record, name) for name in ("forward_only", "is_steady")}
+    for name, value in (scenario | record.settings.to_dict() | kind).items():
         if isinstance(value, Mapping):
             yield from ((f"{name}.{inner}", size) for inner, size in value.items())
         else:

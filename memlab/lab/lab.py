@@ -303,7 +303,7 @@ class Lab:
             allocator: Options of torch's allocator. A simulated lab rebuilds its model under other ones; a process on a
                 GPU has those that it was started with. None keeps the current ones.
             warm_up: After a change, take one step that is not recorded first: it allocates Adam's moments and fills
-                Megatron's offload manager, so that the recorded step equals all that follow.
+                Megatron's offload manager, so that the recorded step equals all that follow (`StepRecord.is_steady`).
             on_progress: Called on the lab's thread at each phase and layer.
 
         Returns:

@@ -195,14 +195,15 @@ class Session:
             self._apply_if_changed(requested)
             is_other = scenario != self.stepper.scenario
             monitor = StepMonitor(self.stepper.labels, scenario, 2 if warm_up else 1, self._stops, None)
+            is_steady, self._is_steady = self._is_steady and not is_other, False
             with self.stepper.workload_of_a_pass(scenario):
                 if warm_up:
                     self.stepper.release_garbage()
                     record = self.stepper.step(monitor, forward_only=True, suspend_offload=suspend_offload)
                 if not warm_up or record.status == "ok":
                     record = self.stepper.step(monitor, forward_only=True, suspend_offload=suspend_offload)
-            self._is_steady = self._is_steady and record.status == "ok" and not is_other
-            record = name_smaller_loss(record)
+            self._is_steady = is_steady and record.status == "ok"
+            record = name_smaller_loss(replace(record, is_steady=warm_up and record.status == "ok"))
             self.records.append(record)
             return record
 
@@ -279,6 +280,7 @@ class Session:
         stepper = self.stepper
         is_collected = stepper.is_collected
         self._apply_if_changed(settings)
+        is_repeated = warm_up or self._is_steady
         warms_up = warm_up and not self._is_steady
         monitor = StepMonitor(stepper.labels, stepper.scenario, 2 if warms_up else 1, self._stops, on_progress)
         self._is_steady = False
@@ -293,6 +295,6 @@ class Session:
             if not warms_up or record.status == "ok":
                 record = stepper.step(monitor)
         self._is_steady = record.status == "ok"
-        record = judge(record, self.records)
+        record = judge(replace(record, is_steady=is_repeated and self._is_steady), self.records)
         self.records.append(record)
         return record

@@ -15,9 +15,9 @@ from memlab.units import format_bytes
 class JobRecord(StepRecord):
     """A step of a job. Its own numbers are those of its worst rank, which runs out of memory first.
 
-    Exceptions are `loss`, the mean over the ranks that compute one, `step_seconds`, the longest of all ranks, and
-    `tokens_per_second`, which counts the tokens of all copies of the model. If a rank ended the step early, that
-    rank is the worst rank.
+    Exceptions are `loss`, the mean over the ranks that compute one, `step_seconds`, the longest of all ranks,
+    `tokens_per_second`, which counts the tokens of all copies of the model, and `is_steady`, which is true if it is
+    true of all ranks. If a rank ended the step early, that rank is the worst rank.
     """
 
     ranks: tuple[StepRecord, ...]
@@ -38,6 +38,7 @@ class JobRecord(StepRecord):
         values |= {
             "loss": sum(losses) / len(losses) if losses and not early else None,
             "step_seconds": seconds,
+            "is_steady": all(record.is_steady for record in ranks),
             "tokens_per_second": scenario.tokens_per_step / seconds if is_timed else 0.0,
         }
         if worst.status != "ok":

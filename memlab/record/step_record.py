@@ -85,6 +85,14 @@ class StepRecord:
     loss has the same one. None on pipeline stages before the last, in a prediction, and if the step ended early."""
     forward_only: bool = False
     """Whether the step was a pass without gradients, backward and optimizer (`Lab.forward_only`)."""
+    is_steady: bool = True
+    """Whether later steps repeat this one. They do if it finished, and if the step before it, a warm-up step or not,
+    finished with the same settings, training state, allocator options, workload and device memory. Between the two,
+    nothing may have rebuilt the model, moved its tensors or applied the settings again, and no forward-only pass may
+    have had another workload. (A pass with ``suspend_offload=False`` can change the next step. This is not noticed.)
+    A forward-only pass is steady if it finished after a warm-up of its own (``warm_up=True``). Records of older
+    versions do not have the field and count as steady: commands always take the warm-up step, and `Lab.step` does by
+    default."""
     status: Status = "ok"
     hardware: dict[str, str] = field(default_factory=dict)
     """What the step ran on, such as the GPU's model and memory, driver and processor; empty in records of 0.1.0."""

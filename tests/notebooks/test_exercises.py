@@ -90,7 +90,7 @@ def shorter(answer: str) -> str:
 
 
 def not_steady(answer: str) -> str:
-    """A step without the one before it that allocates Adam's moments, so that its peak is lower."""
+    """A step without the equal one before it that allocates Adam's moments, and that is Megatron's warm-up."""
     return f"{answer.removesuffix(')')}, warm_up=False)"
 
 
@@ -183,6 +183,7 @@ EXERCISES = {
     "02_activation_offload": [
         Exercise(
             solution=step("everything.settings"),
+            also_right=("lab.step(everything.settings); mine = lab.step(warm_up=False)",),  # steady, as the solution is
             wrong=(
                 "mine = log_probabilities",  # a forward-only pass keeps nothing for backward
                 selective("moe"),
@@ -190,10 +191,7 @@ EXERCISES = {
                 step(f"MemorySettings(offload_modules={list(ALL_MODULES)})"),
                 step('MemorySettings(offload_modules=["expert_fc1", "moe_act"])'),
                 # Only Megatron's warm-up step peaks below the goal: it offloads the last offload groups too.
-                step(
-                    'MemorySettings(offload_modules=["expert_fc1", "moe_act"], min_offloaded_tensor_size=0), '
-                    "warm_up=False"
-                ),
+                not_steady(offload("expert_fc1", "moe_act")),
                 *(in_state(options) for options in OTHER_STATES),
                 offload(*ALL_MODULES, others=", offload_parameters=True"),
                 offload(*ALL_MODULES, others=AWAY_IN_THE_STEP),
@@ -266,10 +264,7 @@ EXERCISES = {
                 selective("core_attn"),
                 *(in_state(options) for options in OTHER_STATES),
                 # Only Megatron's warm-up step fits: it offloads the last offload groups too.
-                step(
-                    'MemorySettings(offload_modules=["qkv_linear", "core_attn"], min_offloaded_tensor_size=0), '
-                    "warm_up=False"
-                ),
+                not_steady(offload("qkv_linear", "core_attn")),
                 # They lower the start of the step, and not the spike.
                 step(f"MemorySettings({AWAY_IN_THE_STEP.removeprefix(', ')})"),
                 selective("mlp", others=", offload_optimizer=True"),
@@ -417,6 +412,7 @@ EXERCISES = {
             wrong=(
                 stages(3, 1),
                 stages(1, 1),
+                OtherLine(stages(1, 3), "lab.step()", "lab.step(warm_up=False)"),
                 # The stages as they are, or others, in another job.
                 OtherLine(stages(2, 2), "num_microbatches=2 * num_ranks", "num_microbatches=1"),
                 f'{stages(2, 2)}; job = job | {{"seq_length": 64}}',
@@ -613,7 +609,11 @@ class PredictedJob:
             self.known[key] = predict_ranks(settings=settings, **self.job)
         # The record of a live rank names no routing, because the router decides.
         live = [
-            replace(rank, scenario=replace(self.scenario, layout=self.layout_of(rank), routing=Routing()))
+            replace(
+                rank,
+                scenario=replace(self.scenario, layout=self.layout_of(rank), routing=Routing()),
+                is_steady=warm_up,  # no answer takes two steps
+            )
             for rank in self.known[key].values()
         ]
         return JobRecord.of(live)

@@ -162,16 +162,16 @@ def test_files_of_memlab_0_1_0_are_read() -> None:
 
 
 def test_files_of_memlab_0_2_0_are_read(saved: Path) -> None:
-    """They have format 1, and neither a training state nor a phase of the peak."""
+    """They have format 1, and neither a training state nor a phase of the peak, and do not say that a step is steady."""
 
     def as_0_2_0_wrote_it(values: dict[str, Any]) -> None:
-        del values["peak_phase"], values["scenario"]["state"], values["scenario"]["allocator"]
+        del values["peak_phase"], values["is_steady"], values["scenario"]["state"], values["scenario"]["allocator"]
         del values["settings"]["offload_optimizer_except_update"]
         values["format"] = 1
 
     edited(saved, as_0_2_0_wrote_it)
     record = StepRecord.load(saved)
-    assert (record.peak_phase, record.scenario.state) == ("", TrainingState())
+    assert (record.peak_phase, record.scenario.state, record.is_steady) == ("", TrainingState(), True)
 
 
 def test_a_newer_format_is_refused_with_the_version_that_wrote_it(saved: Path) -> None:

@@ -187,6 +187,7 @@ def test_the_order_does_not_matter_and_a_third_record_ends_it() -> None:
         ({"scenario": scenario(architecture="phi-4")}, "differ in architecture.name (qwen3-30b-a3b predicted, phi-4"),
         ({"settings": MemorySettings(offload_optimizer=True)}, "offload_optimizer (False predicted, True measured)"),
         ({"forward_only": True}, "differ in forward_only (False predicted, True measured)"),
+        ({"is_steady": False}, "differ in is_steady (True predicted, False measured)"),
         ({"status": "interrupted"}, "a step did not finish; take two steps that do"),
     ],
 )

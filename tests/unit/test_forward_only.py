@@ -55,11 +55,28 @@ def test_a_warm_pass_equals_all_that_follow_as_the_first_of_a_model_does_not(ope
     assert warm.peak_allocated_bytes == second.peak_allocated_bytes
 
 
+def test_a_pass_is_steady_after_its_warm_up_and_does_not_replace_that_of_a_step(
+    open_lab: Callable[..., Lab], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    assert [lab.forward_only(warm_up=warm_up).is_steady for warm_up in (False, True)] == [False, True]
+    assert not lab.step(warm_up=False).is_steady
+    lab.forward_only()
+    assert lab.step(warm_up=False).is_steady
+    lab.forward_only(seq_length=64)
+    assert [lab.step(warm_up=False).is_steady for _ in range(2)] == [False, True]
+    with monkeypatch.context() as patched:
+        patched.setattr(stepper, "forward_only_step", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            lab.forward_only()
+    assert not lab.step(warm_up=False).is_steady
+
+
 def test_a_warm_up_that_does_not_fit_is_the_record(open_lab: Callable[..., Lab]) -> None:
     lab = open_lab("qwen3-moe-tiny")
     lab.device_memory_bytes = lab.forward_only().peak_allocated_bytes - 1
     record = lab.forward_only(warm_up=True)
-    assert (record.status, record.step_index) == ("out_of_memory", 1)
+    assert (record.status, record.step_index, record.is_steady) == ("out_of_memory", 1, False)
 
 
 def test_ctrl_c_ends_a_pass_at_its_next_layer(open_lab: Callable[..., Lab], monkeypatch: pytest.MonkeyPatch) -> None:

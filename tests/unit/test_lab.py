@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.layout import Layout
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -115,6 +116,47 @@ def test_warm_up_steps_are_taken_only_after_a_change(open_lab: Callable[..., Any
     assert indices == [1, 2, 4, 5]
     assert lab.step(MemorySettings(), warm_up=False).step_index == 6
     assert [record.step_index for record in lab.records] == [1, 2, 4, 5, 6]
+
+
+def test_a_record_says_whether_later_steps_repeat_its_step(open_lab: Callable[..., Any]) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    for settings in (MemorySettings(), offload("core_attn", "attn_proj", "expert_fc1")):
+        first, second, third = (lab.step(settings, warm_up=False) for _ in range(3))
+        assert [record.is_steady for record in (first, second, third)] == [False, True, True]
+        assert first.peak_allocated_bytes < second.peak_allocated_bytes == third.peak_allocated_bytes
+    assert lab.step(FULL).is_steady
+
+    def stop() -> None:
+        stopped = lab.step(on_progress=lambda progress: progress.phase == "backward" and lab.stop())
+        assert (stopped.status, stopped.is_steady) == ("interrupted", False)
+
+    def run_out_of_memory() -> None:
+        lab.device_memory_bytes = 1000
+        assert [(record.status, record.is_steady) for record in (lab.step(), lab.step(warm_up=False))] == [
+            ("out_of_memory", False)
+        ] * 2
+        lab.device_memory_bytes = None
+
+    for change in (
+        stop,
+        run_out_of_memory,
+        lambda: lab.apply(lab.settings),
+        lambda: lab.set_workload(seq_length=64),
+        lambda: lab.set_state(TrainingState(cross_entropy_loss_fusion=True)),
+        lambda: lab.offload("gradients"),
+    ):
+        change()
+        assert [lab.step(warm_up=False).is_steady for _ in range(2)] == [False, True]
+
+
+def test_a_simulated_step_is_not_steady_after_starting_over_or_under_other_options_of_the_allocator() -> None:
+    with Lab("phi-4-tiny", num_layers=1, seq_length=32, backend="simulated") as lab:
+        steps = [lab.step(), lab.step(), lab.step(warm_up=False)]  # the later ones repeat the first
+        assert lab.start_over()
+        steps += [lab.step(warm_up=False) for _ in range(2)]
+        other = AllocatorSettings(expandable_segments=True)
+        steps += [lab.step(allocator=other, warm_up=False) for _ in range(2)]
+        assert [record.is_steady for record in steps] == [True, True, True, False, True, False, True]
 
 
 def test_work_happens_on_one_thread_of_the_lab_s_own(open_lab: Callable[..., Any]) -> None:

@@ -555,11 +555,13 @@ def test_a_step_that_one_rank_cannot_finish_ends_on_all_and_the_job_is_built_aga
     ranks.refresh()
     layout = Layout(pipeline_model_parallel_size=2)
     with Lab(**TINY, layout=layout, num_microbatches=2, ranks=ranks) as lab:
-        plain = lab.step()
+        assert not lab.step(warm_up=False).is_steady
+        plain = lab.step(warm_up=False)
+        assert [record.is_steady for record in (plain, *plain.ranks)] == [True] * 3
         lower, higher = sorted(record.peak_allocated_bytes for record in plain.ranks)
         lab.device_memory_bytes = (lower + higher) // 2
         failed = lab.step(MemorySettings())
-        assert failed.status == "out_of_memory"
+        assert (failed.status, failed.is_steady) == ("out_of_memory", False)
         assert failed.message.startswith(f"rank {plain.worst_rank}: ")
         lab.device_memory_bytes = None
         again = lab.step()
@@ -582,7 +584,7 @@ def test_a_step_that_one_rank_cannot_finish_ends_on_all_and_the_job_is_built_aga
         assert running.result(timeout=60).status == "interrupted"
         running = lab.submit(on_progress=lambda _: lab.stop() and None)
         assert running.result(timeout=60).status == "interrupted"
-        assert lab.step(warm_up=False).status == "ok"
+        assert [lab.step(warm_up=False).is_steady for _ in range(2)] == [False, True]
         assert processes == [process_of(ranks, rank).pid for rank in range(2)]
 
 
