@@ -93,18 +93,26 @@ class FaultyRank(Rank):
         return super().step(forward_only, kwargs)
 
 
+def own_process() -> int | None:
+    """Returns, in an engine, the number of its rank's process."""
+    from memlab.ranks import engine  # an engine gets a function of the main module without what that has imported
+
+    return None if engine._own is None else engine._own.pid
+
+
 def _process_of_rank(ranks: Ranks, rank: int) -> int:
-    children = psutil.Process(ranks.engines[rank].pid).children()
-    return next(child.pid for child in children if "rank_process" in " ".join(child.cmdline()))
+    number: int | None = ranks.call(ranks.engines[rank].number, own_process).get()
+    assert number is not None, f"engine {ranks.engines[rank].number} has no process of its own"
+    return number
 
 
-FROM_OUTSIDE: dict[str, Callable[[Ranks], object]] = {
-    "kill_rank": lambda ranks: os.kill(_process_of_rank(ranks, 1), signal.SIGKILL),
-    "stop_rank": lambda ranks: os.kill(_process_of_rank(ranks, 1), signal.SIGSTOP),
-    "kill_engine": lambda ranks: os.kill(ranks.engines[1].pid, signal.SIGKILL),
-    "stop_engine": lambda ranks: os.kill(ranks.engines[1].pid, signal.SIGSTOP),
-    "engine_memory": lambda ranks: ranks.call(ranks.engines[1].number, take_host_memory),
-    "ctrl_c": lambda _: os.kill(os.getpid(), signal.SIGINT),
+FROM_OUTSIDE: dict[str, Callable[[Ranks], Callable[[], object]]] = {
+    "kill_rank": lambda ranks: partial(os.kill, _process_of_rank(ranks, 1), signal.SIGKILL),
+    "stop_rank": lambda ranks: partial(os.kill, _process_of_rank(ranks, 1), signal.SIGSTOP),
+    "kill_engine": lambda ranks: partial(os.kill, ranks.engines[1].pid, signal.SIGKILL),
+    "stop_engine": lambda ranks: partial(os.kill, ranks.engines[1].pid, signal.SIGSTOP),
+    "engine_memory": lambda ranks: partial(ranks.call, ranks.engines[1].number, take_host_memory),
+    "ctrl_c": lambda _: partial(os.kill, os.getpid(), signal.SIGINT),
 }
 """What happens to rank 1, or to this process, while a step runs."""
 
@@ -152,7 +160,7 @@ def on_local_engines(kind: str) -> Iterator[Callable[[int], Ended]]:
         def provoke(number: int) -> Ended:
             with Lab(**JOB, layout=_layout(number), ranks=ranks) as lab:
                 lab.step(warm_up=False)
-                happen = partial(FROM_OUTSIDE[kind], ranks) if kind in FROM_OUTSIDE else None
+                happen = FROM_OUTSIDE[kind](ranks) if kind in FROM_OUTSIDE else None
                 seconds, words, is_named = step_until_it_fails(lab, happen, _delay(number))
                 return Ended(seconds, words, is_named, lab.step(warm_up=False).status)
 
@@ -350,7 +358,11 @@ def rank_processes() -> list[psutil.Process]:
     found = []
     for process in processes_left(os.environ[MARK]):
         with suppress(psutil.Error):
-            if "rank_process" in " ".join(process.cmdline()):
+            parent = process.parent()
+            is_forked = parent is not None and all(
+                "memlab.ranks.fork_server" in each.cmdline() for each in (process, parent)
+            )
+            if is_forked or "rank_process" in " ".join(process.cmdline()):
                 found.append(process)
     return found
 
