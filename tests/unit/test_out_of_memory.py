@@ -383,8 +383,14 @@ PIPELINES = [
 def test_what_is_proposed_to_a_rank_of_a_job_can_be_set_and_frees_no_more_than_that(layout: Layout) -> None:
     # As many micro-batches as fill the pipeline.
     passes = layout.pipeline_model_parallel_size * layout.virtual_pipeline_model_parallel_size
+    num_layers = 2 * layout.pipeline_model_parallel_size
     with Lab(
-        "qwen3-moe-tiny", num_layers=4, seq_length=2048, num_microbatches=passes, layout=layout, backend="simulated"
+        "qwen3-moe-tiny",
+        num_layers=num_layers,
+        seq_length=2048,
+        num_microbatches=passes,
+        layout=layout,
+        backend="simulated",
     ) as lab:
         plain = lab.step()
         lab.device_memory_bytes = plain.peak_allocated_bytes - plain.peak_by_category["activations"] // 3
@@ -406,8 +412,9 @@ def test_what_is_proposed_to_a_rank_of_a_job_can_be_set_and_frees_no_more_than_t
 
 def test_the_most_passes_in_flight_are_seen_in_a_step_that_ends_at_its_peak() -> None:
     for layout in PIPELINES:
+        chunks = layout.pipeline_model_parallel_size * layout.virtual_pipeline_model_parallel_size
         with Lab(
-            "qwen3-moe-tiny", num_layers=4, seq_length=64, num_microbatches=8, layout=layout, backend="simulated"
+            "qwen3-moe-tiny", num_layers=chunks, seq_length=64, num_microbatches=8, layout=layout, backend="simulated"
         ) as lab:
             labels, most = lab._stepper.labels, 0
 

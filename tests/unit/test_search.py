@@ -674,7 +674,7 @@ def test_the_requests_of_a_step_complete_within_a_limit_if_and_only_if_a_step_wi
     allocator: AllocatorSettings,
 ) -> None:
     offloads = replace(offload("qkv_linear", "core_attn"), min_offloaded_tensor_size=0)
-    scenario = Scenario.of("phi-4-tiny", num_layers=3, seq_length=1024, allocator=allocator)
+    scenario = Scenario.of("phi-4-tiny", num_layers=2, seq_length=1024, allocator=allocator)
     answers = set()
     with stepping(scenario) as steps:
         for settings in (PLAIN, FULL, offloads):
