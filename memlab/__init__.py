@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # the one list of public names; the module reads it below
     from memlab.record.timeline import Timeline as Timeline
     from memlab.record.transfer import GROUPS as GROUPS
     from memlab.units import format_bytes as format_bytes
+    from memlab.views.calculator import calculator as calculator
     from memlab.views.display import compare as compare
     from memlab.views.display import line_by_line as line_by_line
     from memlab.views.display import over_steps as over_steps

@@ -582,9 +582,9 @@ def check(
 
 
 def failure(call: Callable[[], object]) -> str:
-    """Returns the text of the assertion of Megatron with which a call fails; an empty text if the call succeeds."""
+    """Returns the text of the assertion or of the dead weak reference with which a call fails; empty if it succeeds."""
     try:
         call()
-    except AssertionError as error:
+    except (AssertionError, ReferenceError) as error:
         return re.sub(r" object at 0x[0-9a-f]+", "", f"{type(error).__name__}: {error}")
     return ""

@@ -31,6 +31,7 @@ from memlab.views.text.audits import (
     groups_used_blocks,
     offload_blocks,
     residency_blocks,
+    residency_lines_blocks,
     residency_moments_blocks,
     retained_blocks,
 )
@@ -120,8 +121,9 @@ def show(*things: Any, pool: str = "device", axis: Axis = "time", above_start: b
         *things: One of: a `StepRecord`, a `Timeline` or what `memlab.watch` yields; a `JobRecord`, of which the figure
             shows a small timeline per rank, and the table has a row per rank; one audit or several, of activation
             offload or of residency; a dict of moments to audits of residency, of which the figure shows a bar per
-            moment; an `OutOfMemory`; what `Lab.groups_used`, `Lab.retained`, `Lab.release_recipe`, `Lab.fit` or
-            `diagnose` returned; a dict of names to bytes (int) or words.
+            moment; a dict of names to such dicts of the same moments, of which the figure shows a line each; an
+            `OutOfMemory`; what `Lab.groups_used`, `Lab.retained`, `Lab.release_recipe`, `Lab.fit` or `diagnose`
+            returned; a dict of names to bytes (int) or words.
         pool: The pool that a step's figure shows: ``"device"``, ``"host"`` or ``"on_chip"``. The table has all pools.
         axis: The axis of a step's figure: ``"time"`` in milliseconds, or ``"event"``.
         above_start: Starts the figure's bytes axis at what the pool held throughout the step, as in
@@ -151,8 +153,19 @@ def show(*things: Any, pool: str = "device", axis: Axis = "time", above_start: b
 
         blocks = residency_moments_blocks(things[0])
         return View(residency_figure(things[0]), as_text(blocks), as_html(blocks))
+    if len(things) == 1 and isinstance(things[0], Mapping) and _are_runs(things[0]):
+        from memlab.views.figures.residency import residency_lines_figure
+
+        blocks = residency_lines_blocks(things[0])
+        return View(residency_lines_figure(things[0]), as_text(blocks), as_html(blocks))
     blocks = _blocks_of(things)
     return View(None, as_text(blocks), as_html(blocks))
+
+
+def _are_runs(values: Mapping[Any, Any]) -> bool:
+    """Whether these are audits of the same moments in each of several versions."""
+    every = [[*audits] if isinstance(audits, Mapping) and _are_audits(audits) else [] for audits in values.values()]
+    return bool(every) and bool(every[0]) and all(moments == every[0] for moments in every)
 
 
 def _are_audits(values: Mapping[Any, Any]) -> bool:

@@ -162,6 +162,8 @@ def test_running_out_of_memory_is_a_row_and_the_panel_lives(panel: PanelPage) ->
     expect(message).to_have_count(1)
     words = " ".join(panel.notebook.ask("lab.records[-1].message").split())
     expect(message).to_contain_text(words)
+    panel.root.evaluate("panel => panel.scrollIntoView()")
+    expect(message).to_be_in_viewport(ratio=0.8)
     assert "Traceback" not in panel.root.inner_text()
     panel.notebook.ask("setattr(lab, 'device_memory_bytes', None)")
     assert panel.run() == peak

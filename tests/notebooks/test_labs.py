@@ -82,6 +82,9 @@ def test_a_lab_has_its_parts_in_order(path: Path) -> None:
     predict = next(index for index, cell in enumerate(notebook.cells) if cell.source.startswith("## Predict"))
     first_step = next(index for index, cell in enumerate(notebook.cells) if ".step(" in cell.source)
     assert predict < first_step, "the reader guesses before the first figure"
+    (summary,) = (cell.source for cell in notebook.cells if "## What you can take away\n" in cell.source)
+    numbers = re.findall(r"^(\d+)\. ", summary.partition("## What you can take away\n")[2], flags=re.MULTILINE)
+    assert numbers == ["1", "2", "3", "4", "5"], "five things to take away"
 
 
 @every_lab

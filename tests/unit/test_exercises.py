@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -336,6 +337,8 @@ def test_a_failure_of_megatron_s_is_a_text_without_addresses() -> None:
 
     assert failure(mismatch) == "AssertionError: Chunk mismatch <megatron.Handler>"
     assert failure(lambda: None) == ""
+    dead = weakref.proxy({1})  # nothing else refers to the set
+    assert failure(lambda: len(dead)) == "ReferenceError: weakly-referenced object no longer exists"
     with pytest.raises(ValueError, match="is a user's mistake"):
         failure(lambda: (_ for _ in ()).throw(ValueError("is a user's mistake")))
 

@@ -525,7 +525,7 @@ def test_a_chart_that_starts_elsewhere_than_the_one_before_says_so(make_panel: C
     lab.timeline = training_step(scale=1024 * 4)
     press(shown.run_bar.run)
     starts = [format_bytes(size) for size in (shown.state.shown.record.static_bytes, before)]
-    words = f"The bytes axis starts at {starts[0]}. In the previous chart it started at {starts[1]}."
+    words = f"The bytes axis starts at {starts[0]} (before: {starts[1]})."
     assert start.value == words
     shown.state.look_at(3)
     assert start.value == words, "the same run is drawn again"

@@ -358,3 +358,19 @@ def test_several_moments_are_a_table_and_bars_that_add_up() -> None:
     rows = [line.split() for line in str(view).splitlines()]
     assert ["weight", "sync", "1.00", "4.00", "0.00", "5.00"] in rows
     assert f"weight sync: {late.complaint}" in str(view)
+
+
+def test_versions_of_a_program_are_lines_over_the_same_moments_and_columns_of_a_table() -> None:
+    def one(num_mib: int) -> ResidencyAudit:
+        size = num_mib * 2**20
+        return audit_of(Holding(group="gradients", holder="here", expected_bytes=size, device_bytes=size))
+
+    view = show({"before": {"training": one(7), "sync": one(5)}, "since": {"training": one(7), "sync": one(1)}})
+    assert view.figure is not None
+    assert {line.name: line.y for line in view.figure.data} == {"before": (7, 7, 5, 5), "since": (7, 7, 1, 1)}
+    assert len({(line.line.color, line.line.dash) for line in view.figure.data}) == 2
+    labels = [(note.x, note.text) for note in view.figure.layout.annotations]
+    assert labels == [(0, "<b>7.00</b>"), (1, "<b>1.00</b>"), (1, "<b>5.00</b>")]
+    rows = [line.split() for line in str(view).splitlines()]
+    assert ["training", "7.00", "7.00"] in rows
+    assert ["sync", "5.00", "1.00"] in rows

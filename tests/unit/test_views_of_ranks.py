@@ -92,7 +92,7 @@ def test_of_many_ranks_the_fullest_are_drawn_and_the_figure_says_so() -> None:
     ]
     figure = ranks_figure(JobRecord.of(ranks))
     assert list(totals(figure)) == list(range(MOST_DRAWN))
-    assert f"the {MOST_DRAWN} ranks with the highest peaks are drawn, of {MOST_DRAWN + 8}" in figure.layout.title.text
+    assert f"The {MOST_DRAWN} ranks with the highest peaks, of {MOST_DRAWN + 8}" in figure.layout.title.text
 
 
 def test_a_job_that_ran_out_of_memory_names_the_rank_and_those_without_a_record() -> None:

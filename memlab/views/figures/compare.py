@@ -85,7 +85,7 @@ def compare_figure(*records: StepRecord | WatchRecord, axis: CompareAxis | None 
     title = "Memory allocated on the device, steps compared"
     lines = [common_scenario(steps) if steps else watched_models(watched), *messages(records), *obstacles(steps)]
     difference = difference_of(steps)
-    lines += [] if difference is None else difference_lines(difference)
+    lines += [] if difference is None else difference_lines(difference)[:1]  # the table above the figure has all
     if any(len(timeline) == timeline.num_opening_events for _, timeline in named if timeline):
         axis = "event" if axis == "phase" else axis  # a block in which nothing was allocated has no phases
     drawn, spans = _drawn([(name, timeline) for name, timeline in named if timeline], axis)

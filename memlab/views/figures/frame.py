@@ -40,7 +40,7 @@ _USUAL_LETTER_SHARE = 5.5 / 700
 """The same in a notebook of usual width, where the mean letter has 5.5 pixels."""
 SHARE_AFTER_END = 0.01
 """Of the time axis, beyond the last event: what happens there would otherwise be covered by the figure's border."""
-_LETTERS_ACROSS = 90
+_LETTERS_ACROSS = 96
 LABEL_ON_THE_RIGHT: dict[str, Any] = {"xanchor": "left", "align": "left", "xshift": 8}
 """A peak's label is next to its mark, on the side that has more space."""
 _LABEL_ON_THE_LEFT: dict[str, Any] = {"xanchor": "right", "align": "right", "xshift": -8}

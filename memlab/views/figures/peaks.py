@@ -9,11 +9,11 @@ from collections.abc import Mapping
 import plotly.graph_objects as go
 
 from memlab.record.step_record import StepRecord
-from memlab.units import binary_unit
+from memlab.units import binary_unit, format_bytes
 from memlab.views.figures.frame import LINE_HEIGHT, PLOT_HEIGHT, frame, messages
 from memlab.views.figures.palette import CATEGORY_LOOKS, INK, PATTERN_INK
 from memlab.views.text.columns import in_unit
-from memlab.views.text.compare import gpu_name, left_for_torch, peak_phase
+from memlab.views.text.compare import gpu_name, peak_phase
 
 _LETTERS_OF_NAMES = 96
 """Across the plot."""
@@ -35,12 +35,13 @@ def peak_figure(records: Mapping[str, StepRecord], limits: Mapping[str, int]) ->
     highest = max(record.peak_allocated_bytes for record in records.values())
     unit_bytes, unit = binary_unit(highest)
     drawn = {size: limit for size, limit in limits.items() if limit <= _MOST_ABOVE * highest}
-    lines = ["dashed: what a GPU of this size leaves for torch"] if drawn else []
-    lines += [f"{left_for_torch(size, limit)}, above all bars" for size, limit in limits.items() if size not in drawn]
+    above = ", ".join(
+        f"{gpu_name(size)} ({format_bytes(limit)})" for size, limit in limits.items() if size not in drawn
+    )
+    left = "dashed: left for torch" if drawn else "left for torch" if above else ""
+    line = left + (f"; above all bars: {above}" if drawn and above else f", above all bars: {above}" if above else "")
     title = "What makes up each step's peak of allocated bytes"
-    figure = frame(
-        title, [*common_words(records), *lines, *messages([*records.values()])], "", f"peak ({unit})"
-    ).figure()
+    figure = frame(title, [*common_words(records), line, *messages([*records.values()])], "", f"peak ({unit})").figure()
     places = list(range(len(records)))
     for category, look in CATEGORY_LOOKS.items():
         sizes = [record.peak_by_category.get(category, 0) for record in records.values()]

@@ -90,9 +90,7 @@ def ranks_drawing(job: JobRecord, pool: str, axis: Axis, *, above_start: bool, p
     title, lines = _words(job, pool)
     ranks = _drawn_ranks(job)
     if len(ranks) < len(job.ranks):
-        lines.append(
-            f"the {len(ranks)} ranks with the highest peaks are drawn, of {len(job.ranks)}: the table has all of them"
-        )
+        title = f"The {len(ranks)} ranks with the highest peaks, of {len(job.ranks)}: memory {POOL_TITLES[pool]}"
     timelines = [timeline_of(record) for record in ranks]
     drawn = [resample(timeline, pool, axis, _NUM_BINS) if timeline else None for timeline in timelines]
     peaks = [int(points.total_bytes[points.peak]) if points else 0 for points in drawn]
@@ -105,12 +103,9 @@ def ranks_drawing(job: JobRecord, pool: str, axis: Axis, *, above_start: bool, p
     unit_bytes, unit = binary_unit(highest)
     floor = min(int(points.held_bytes.sum()) for points in drawn if points) if above_start else 0
     floor = floor if floor * 4 > max(peaks) else 0
-    if floor:
-        lines.append(
-            f"the axes start at {in_unit(floor, unit_bytes)} {unit}, the least that a rank holds throughout the step; "
-            "grey is what a rank holds throughout the step in addition to that"
-        )
-    lines.append("bar above each rank: light in forward, darker in backward, darkest in the optimizer")
+    settings = "no recompute, no offload" if str(job.settings) == "none" else str(job.settings)
+    lines[0] += f"; axes from {in_unit(floor, unit_bytes)} {unit}" if floor else ""
+    lines.insert(1, f"{settings}; bars: light in forward, darker in backward, darkest in the optimizer")
     x_title = "time since each rank's start (ms)" if axis == "time" else AXIS_TITLES[axis]
     drawing = frame(title, lines, "", "", plot_height=grid.height)
     end = axis_end([points for points in [*drawn, *others] if points])
@@ -147,10 +142,9 @@ def ranks_drawing(job: JobRecord, pool: str, axis: Axis, *, above_start: bool, p
 
 
 def _words(job: JobRecord, pool: str) -> tuple[str, list[str]]:
-    settings = "no recompute, no offload" if str(job.settings) == "none" else str(job.settings)
     title = f"All ranks of the job: memory {POOL_TITLES[pool]}"
     missing = missing_ranks(job)
-    lines = [f"{job_words(job.scenario)}, on {job.backend}; {settings}", *messages([job])]
+    lines = [f"{job_words(job.scenario)}, on {job.backend}", *messages([job])]
     return title, [*lines, *([missing] if missing else [])]
 
 

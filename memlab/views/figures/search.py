@@ -17,16 +17,11 @@ from memlab.fitting.recompute_cost import share_text
 from memlab.units import binary_unit, format_bytes
 from memlab.views.figures.frame import PLOT_HEIGHT, frame
 from memlab.views.figures.palette import GRID, INK, series_look
-from memlab.views.text.search import counts_line, limit_line, nothing_fits_line
+from memlab.views.text.search import limit_line, short_verdict
 
 CHOICE = "choice"
 """The uids of traces whose points are settings begin with this; their customdata is the place in the result."""
 
-_LEGEND = (
-    "star: no extra work; circle: recomputes; square: copies; diamond: both; open: does not fit; "
-    "number: settings in one place"
-)
-"""Above the plots: the legend is below them, where a low page does not show it."""
 _BELOW_ZERO = 0.06
 """Of a cost axis: a mark on its zero line is inside the plot as a whole, where it can be pointed at."""
 _GAP = 0.08
@@ -57,17 +52,7 @@ def search_figure(found: SearchResult) -> go.Figure:
     """
     unit_bytes, unit = binary_unit(max(point.peak_allocated_bytes for point in found.points))
     transfer_unit_bytes, transfer_unit = binary_unit(max(1, *(point.transferred_bytes for point in found.points)))
-    verdict = (
-        f"ringed: fits with the least extra work ({len(found.cheapest)}); faint: not on the front"
-        if found.cheapest
-        else nothing_fits_line(found)
-    )
-    lines = [
-        verdict,
-        _LEGEND,
-        f"{found.scenario}; {limit_line(found)}",
-        *([counts_line(found)] if found.num_left else []),
-    ]
+    lines = [f"{found.scenario}", short_verdict(found) or "a number beside a mark counts the settings in that place"]
     figure = frame("What fits, and the extra work that it costs", lines, "", "", num_legend_lines=3).figure()
     height = figure.layout.height + PLOT_HEIGHT // 2
     figure.update_layout(
@@ -129,9 +114,11 @@ def _draw_points(figure: go.Figure, found: SearchResult, heights: list[float], a
             | {"line": {"width": 1.5 if not is_fitting else 0.5, "color": colour if not is_fitting else "white"}},
             yaxis=axis,
             uid=f"{CHOICE}-{axis}-{on_front}-{is_fitting}-{kind}",
-            name=_NAMES[kind] + (", fits" if is_fitting else ", does not fit"),
-            legendgroup=f"{on_front} {is_fitting} {kind}",
-            showlegend=on_front and axis == "y",
+            name=f"{_NAMES[kind]}, {'fits' if is_fitting else 'does not fit'}"
+            if on_front
+            else "faint: not on the front",
+            legendgroup=f"{is_fitting} {kind}" if on_front else "faint",
+            showlegend=axis == "y" and (on_front or all(trace.legendgroup != "faint" for trace in figure.data)),
             customdata=[places[point] for point in points],
             text=[_hover(point, found.recomputed_share(point), together[point]) for point in points],
             hovertemplate="%{text}<extra></extra>",
@@ -231,7 +218,7 @@ def _set_peak_range(figure: go.Figure, found: SearchResult, unit_bytes: int) -> 
     low, high = min(low, limit) if is_near else low, max(high, limit) if is_near else high
     margin = 0.04 * (high - low or 1.0)
     figure.update_xaxes(range=[low - margin, high + margin])
-    words = f"limit: {format_bytes(found.limit_bytes)}"
+    words = limit_line(found)
     note: dict[str, Any] = {"showarrow": False, "yref": "paper", "y": 1.0, "yanchor": "bottom", "font": {"color": INK}}
     if is_near:
         figure.add_shape(
@@ -243,7 +230,8 @@ def _set_peak_range(figure: go.Figure, found: SearchResult, unit_bytes: int) -> 
             yref="paper",
             line={"color": INK, "width": 2, "dash": "7px,2px"},
         )
-        figure.add_annotation(x=limit, text=words, xanchor="left" if limit < (low + high) / 2 else "right", **note)
+        share = (limit - low) / (high - low or 1.0)
+        figure.add_annotation(x=limit, text=words, xanchor=("left", "center", "right")[min(2, int(share * 3))], **note)
         return
     is_left = limit < low
     figure.add_annotation(

@@ -182,9 +182,7 @@ class TimelineView:
         (_, pool, before), *_ = self._starts
         if pool != state.pool or abs(low - before) < _SAME_START * (high - low):
             return ""
-        return (
-            f"The bytes axis starts at {format_bytes(low)}. In the previous chart it started at {format_bytes(before)}."
-        )
+        return f"The bytes axis starts at {format_bytes(low)} (before: {format_bytes(before)})."
 
     def _show_moment(self) -> None:
         state = self._state

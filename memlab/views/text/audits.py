@@ -61,6 +61,28 @@ def residency_moments_blocks(audits: Mapping[str, ResidencyAudit]) -> list[Block
     return [Table(rows), *([complaints] if complaints else [])]
 
 
+def residency_lines_blocks(runs: Mapping[str, Mapping[str, ResidencyAudit]]) -> list[Block]:
+    """Describes what is on the device in several versions of a program, one row per moment.
+
+    Args:
+        runs: Audits by the names of their moments, which all versions share, by the name of the version.
+
+    Returns:
+        A table of the bytes of all three tensor groups together, with a column per version.
+    """
+    sums = {
+        name: {moment: sum(audit.device_bytes(group) for group in GROUPS) for moment, audit in audits.items()}
+        for name, audits in runs.items()
+    }
+    unit_bytes, unit = binary_unit(max(max(sizes.values()) for sizes in sums.values()))
+    rows = [["on the device", *(f"{name} {unit}" for name in sums)]]
+    rows += [
+        [moment, *(in_unit(sizes[moment], unit_bytes) for sizes in sums.values())]
+        for moment in next(iter(sums.values()))
+    ]
+    return [Table(rows)]
+
+
 def device_bytes_blocks(moments: Mapping[str, DeviceBytes]) -> list[Block]:
     """Describes how many bytes are allocated, active and reserved at several moments, one row per moment.
 

@@ -117,6 +117,18 @@ def nothing_fits_line(found: SearchResult) -> str:
     )
 
 
+def short_verdict(found: SearchResult) -> str:
+    """Says in one line for a figure that nothing fits or that settings are left to try; empty if neither is so."""
+    words = []
+    if not found.cheapest:
+        short_by = min(point.peak_allocated_bytes for point in found.front) - found.limit_bytes
+        why = f"the lowest peak is {format_bytes(short_by)} above the limit" if short_by > 0 else "fragmentation"
+        words.append(f"nothing fits: {why}")
+    if found.num_left:
+        words.append(f"CUT SHORT: {found.num_left} not tried")
+    return "; ".join(words)
+
+
 def _table(found: SearchResult, points: Sequence[Point], saved: Sequence[int] = ()) -> Table:
     peaks = [point.peak_allocated_bytes for point in points]
     columns = [

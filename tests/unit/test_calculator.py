@@ -1,0 +1,94 @@
+"""The calculator of lab 10: its formulas are those of the cheat sheet, and its sum is that of a predicted step."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from memlab import Lab, MemorySettings, calculator
+from memlab.analysis.by_hand import DENSE_RECOMPUTE, MOE_RECOMPUTE, bytes_by_hand
+from memlab.config.architectures import ARCHITECTURES
+from memlab.units import GIB
+from tests.unit.live import recompute
+from tests.unit.test_cheat_sheet import formulas
+
+SIZES = {"phi-4": (4, 4096), "qwen3-30b-a3b": (2, 1024), "phi-4-tiny": (2, 256), "qwen3-moe-tiny": (3, 512)}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_each_part_is_what_the_cheat_sheet_s_formula_gives(name: str) -> None:
+    model, (num_layers, tokens) = ARCHITECTURES[name], SIZES[name]
+    kind, heading = ("MoE", "MoE layer (Qwen3's kind)") if model.is_moe else ("dense", "Dense layer (phi-4's kind)")
+    letters = {
+        "s": tokens,
+        "t": tokens,
+        "h": model.hidden_size,
+        "f": model.ffn_hidden_size,
+        "a": model.num_attention_heads,
+        "g": model.num_query_groups,
+        "d": model.kv_channels,
+        "E": model.num_moe_experts or 0,
+        "k": model.moe_router_topk,
+        "m": model.moe_ffn_hidden_size,
+        "V": model.vocab_size,
+        "L": num_layers,
+    }
+
+    def value(formula: str) -> int:
+        return int(eval(formula, {}, letters))  # noqa: S307  # a line of the cheat sheet
+
+    sheet = formulas()
+    rest = sheet["The rest of a step"]
+    letters["P"] = value(rest[f"P of {'an MoE' if model.is_moe else 'a dense'} model"])
+    layer = {"none": sum(value(formula) for row, formula in sheet[heading].items() if row != "dense layer")}
+    for row, formula in sheet["What a layer keeps under a setting"].items():
+        if row.startswith(f"{kind}, "):
+            layer[row.rpartition(" ")[2] if "full" not in row else "full"] = value(formula)
+    choices = MOE_RECOMPUTE if model.is_moe else DENSE_RECOMPUTE
+    assert {*layer} == {*choices}
+    for choice in choices:
+        parts = bytes_by_hand(model, num_layers, tokens, choice)
+        assert parts["kept by the layers"] == num_layers * layer[choice]
+        for part, row in (("parameters", "bf16"), ("gradients", "fp32"), ("optimizer state", "fp32")):
+            assert parts[part] == value(rest[f"{part}, {row}"])
+
+
+@pytest.mark.parametrize("settings", [MemorySettings(), recompute("mlp")], ids=str)
+def test_the_sum_is_within_a_hundredth_of_the_peak_of_a_predicted_step(settings: MemorySettings) -> None:
+    with Lab("phi-4", num_layers=4, seq_length=4096, backend="simulated") as lab:
+        peak = lab.step(settings).peak_allocated_bytes
+    parts = bytes_by_hand(ARCHITECTURES["phi-4"], 4, 4096, "none" if settings == MemorySettings() else "mlp")
+    assert sum(parts.values()) == pytest.approx(peak, rel=0.01)
+
+
+def test_a_slider_changes_the_line_and_the_bar() -> None:
+    shown = calculator("phi-4")
+    assert repr(shown) == shown.line == shown._repr_mimebundle_()["text/plain"]
+    assert shown.line.startswith("phi-4, 4 layers, 4,096 tokens, no recompute: 45.")
+    assert "less than 80 GiB" in shown.line and "left:100.0000%" in shown.bar.value
+    before = shown.parts
+    shown.num_layers.value, shown.tokens.value = 8, 32_768
+    assert sum(shown.parts.values()) > 80 * GIB
+    assert "more than 80 GiB" in shown.line and "left:100.0000%" not in shown.bar.value
+    assert shown.line.partition(" (")[0] in shown.bar.value
+    shown.recompute.value = "full"
+    assert "8 layers, 32,768 tokens, full recompute" in shown.line
+    assert shown.parts["kept by the layers"] == 8 * 32_768 * 2 * 5120
+    assert shown.parts["gradients"] > before["gradients"]
+    widths = [float(width) for width in re.findall(r"width:([\d.]+)%;background", shown.bar.value)]
+    assert sum(widths) == pytest.approx(
+        100 if "more than" in shown.line else 100 * sum(shown.parts.values()) / 80 / GIB
+    )
+
+
+def test_a_calculator_for_experts_offers_what_has_a_formula() -> None:
+    assert [value for _, value in calculator("qwen3-30b-a3b").recompute.options] == ["none", "full"]
+    with pytest.raises(ValueError, match="recompute is 'mlp', must be one of none, full"):
+        bytes_by_hand(ARCHITECTURES["qwen3-30b-a3b"], 1, 256, "mlp")
+    for wrong, words in (
+        ({"num_layers": 41}, "num_layers is 41, must be from 1 to 40"),
+        ({"tokens": 0}, "tokens is 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            calculator("phi-4", **wrong)
