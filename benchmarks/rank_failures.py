@@ -35,6 +35,7 @@ from memlab import Lab, Layout, MemorySettings, Ranks
 from memlab.lab import job_session, stepper
 from memlab.lab.rank import Rank
 from memlab.ranks.group import RankFailed
+from tests.unit.served import number_of_process
 
 MOST_SECONDS = 30.0
 """Within which a failure must end the call."""
@@ -93,15 +94,8 @@ class FaultyRank(Rank):
         return super().step(forward_only, kwargs)
 
 
-def own_process() -> int | None:
-    """Returns, in an engine, the number of its rank's process."""
-    from memlab.ranks import engine  # an engine gets a function of the main module without what that has imported
-
-    return None if engine._own is None else engine._own.pid
-
-
 def _process_of_rank(ranks: Ranks, rank: int) -> int:
-    number: int | None = ranks.call(ranks.engines[rank].number, own_process).get()
+    number: int | None = ranks.call(ranks.engines[rank].number, number_of_process).get()
     assert number is not None, f"engine {ranks.engines[rank].number} has no process of its own"
     return number
 

@@ -252,7 +252,7 @@ class LayerReplay:
         self._last_signature: dict[tuple[str, int, bool], Any] = {}
         self._in_flight: list[_Pass] = []
         self.num_replayed = 0
-        """Forward passes through layers that the last step replayed."""
+        """Forward passes through layers that the last step replayed, those of a recompute included."""
 
     @contextmanager
     def during_step(

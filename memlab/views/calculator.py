@@ -1,6 +1,6 @@
 """A calculator in the text of a lab: sliders, the formulas of the cheat sheet, and one bar beside the memory of a GPU.
 
-Without a browser it is a line of text.
+Without a browser it is text.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ class Calculator(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no 
         return bytes_by_hand(self.model, self.num_layers.value, self.tokens.value, self.recompute.value)
 
     @property
-    def line(self) -> str:
-        """The current values, their bytes in total and part by part."""
-        return f"{self._total()} ({', '.join(f'{name} {format_bytes(size)}' for name, size in self.parts.items())})"
+    def text(self) -> str:
+        """A line with the current values and their bytes in total, and a line with the bytes of each part."""
+        return f"{self._total()}\n{', '.join(f'{name} {format_bytes(size)}' for name, size in self.parts.items())}"
 
     def __repr__(self) -> str:
-        return self.line
+        return self.text
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        """Returns the widget, and the line as text for a page without widgets."""
+        """Returns the widget, and the text for a page without widgets."""
         view = {"version_major": 2, "version_minor": 0, "model_id": self.model_id}
-        return {"text/plain": self.line, "application/vnd.jupyter.widget-view+json": view}
+        return {"text/plain": self.text, "application/vnd.jupyter.widget-view+json": view}
 
     def _total(self) -> str:
         total = sum(self.parts.values())
@@ -105,7 +105,7 @@ def calculator(architecture: str, *, num_layers: int = 4, tokens: int = 4096) ->
         tokens: Where the slider of tokens starts; it goes from 256 to 32,768.
 
     Returns:
-        The calculator, which is also a line of text.
+        The calculator; without a browser it is text.
 
     Raises:
         ValueError: If there is no such architecture, or a slider cannot start at a value.

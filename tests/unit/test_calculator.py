@@ -11,7 +11,7 @@ from memlab.analysis.by_hand import DENSE_RECOMPUTE, MOE_RECOMPUTE, bytes_by_han
 from memlab.config.architectures import ARCHITECTURES
 from memlab.units import GIB
 from tests.unit.live import recompute
-from tests.unit.test_cheat_sheet import formulas
+from tests.unit.test_cheat_sheet import formulas, letters
 
 SIZES = {"phi-4": (4, 4096), "qwen3-30b-a3b": (2, 1024), "phi-4-tiny": (2, 256), "qwen3-moe-tiny": (3, 512)}
 
@@ -20,27 +20,14 @@ SIZES = {"phi-4": (4, 4096), "qwen3-30b-a3b": (2, 1024), "phi-4-tiny": (2, 256),
 def test_each_part_is_what_the_cheat_sheet_s_formula_gives(name: str) -> None:
     model, (num_layers, tokens) = ARCHITECTURES[name], SIZES[name]
     kind, heading = ("MoE", "MoE layer (Qwen3's kind)") if model.is_moe else ("dense", "Dense layer (phi-4's kind)")
-    letters = {
-        "s": tokens,
-        "t": tokens,
-        "h": model.hidden_size,
-        "f": model.ffn_hidden_size,
-        "a": model.num_attention_heads,
-        "g": model.num_query_groups,
-        "d": model.kv_channels,
-        "E": model.num_moe_experts or 0,
-        "k": model.moe_router_topk,
-        "m": model.moe_ffn_hidden_size,
-        "V": model.vocab_size,
-        "L": num_layers,
-    }
+    of_model = letters(model, num_layers, tokens)
 
     def value(formula: str) -> int:
-        return int(eval(formula, {}, letters))  # noqa: S307  # a line of the cheat sheet
+        return int(eval(formula, {}, of_model))  # noqa: S307  # a line of the cheat sheet
 
     sheet = formulas()
     rest = sheet["The rest of a step"]
-    letters["P"] = value(rest[f"P of {'an MoE' if model.is_moe else 'a dense'} model"])
+    of_model["P"] = value(rest[f"P of {'an MoE' if model.is_moe else 'a dense'} model"])
     layer = {"none": sum(value(formula) for row, formula in sheet[heading].items() if row != "dense layer")}
     for row, formula in sheet["What a layer keeps under a setting"].items():
         if row.startswith(f"{kind}, "):
@@ -62,23 +49,23 @@ def test_the_sum_is_within_a_hundredth_of_the_peak_of_a_predicted_step(settings:
     assert sum(parts.values()) == pytest.approx(peak, rel=0.01)
 
 
-def test_a_slider_changes_the_line_and_the_bar() -> None:
+def test_a_slider_changes_the_text_and_the_bar() -> None:
     shown = calculator("phi-4")
-    assert repr(shown) == shown.line == shown._repr_mimebundle_()["text/plain"]
-    assert shown.line.startswith("phi-4, 4 layers, 4,096 tokens, no recompute: 45.")
-    assert "less than 80 GiB" in shown.line and "left:100.0000%" in shown.bar.value
+    assert repr(shown) == shown.text == shown._repr_mimebundle_()["text/plain"]
+    assert shown.text.startswith("phi-4, 4 layers, 4,096 tokens, no recompute: 45.")
+    assert "less than 80 GiB" in shown.text and "left:100.0000%" in shown.bar.value
     before = shown.parts
     shown.num_layers.value, shown.tokens.value = 8, 32_768
     assert sum(shown.parts.values()) > 80 * GIB
-    assert "more than 80 GiB" in shown.line and "left:100.0000%" not in shown.bar.value
-    assert shown.line.partition(" (")[0] in shown.bar.value
+    assert "more than 80 GiB" in shown.text and "left:100.0000%" not in shown.bar.value
+    assert shown.text.splitlines()[0] in shown.bar.value
     shown.recompute.value = "full"
-    assert "8 layers, 32,768 tokens, full recompute" in shown.line
+    assert "8 layers, 32,768 tokens, full recompute" in shown.text
     assert shown.parts["kept by the layers"] == 8 * 32_768 * 2 * 5120
     assert shown.parts["gradients"] > before["gradients"]
     widths = [float(width) for width in re.findall(r"width:([\d.]+)%;background", shown.bar.value)]
     assert sum(widths) == pytest.approx(
-        100 if "more than" in shown.line else 100 * sum(shown.parts.values()) / 80 / GIB
+        100 if "more than" in shown.text else 100 * sum(shown.parts.values()) / 80 / GIB
     )
 
 

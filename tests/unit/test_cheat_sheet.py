@@ -11,6 +11,7 @@ import nbformat
 import pytest
 
 from memlab import Lab, MemorySettings, StepRecord, TrainingState, kept_by_module
+from memlab.config.architectures import Architecture
 from tests.unit.live import FULL, recompute
 
 LABS = Path(__file__).parents[2] / "labs"
@@ -28,11 +29,10 @@ def formulas() -> dict[str, dict[str, str]]:
     return found
 
 
-def letters(record: StepRecord) -> dict[str, int]:
-    scenario, model = record.scenario, record.scenario.architecture
+def letters(model: Architecture, num_layers: int, seq_length: int, micro_batch_size: int = 1) -> dict[str, int]:
     return {
-        "s": scenario.seq_length,
-        "t": scenario.seq_length * scenario.micro_batch_size,
+        "s": seq_length,
+        "t": seq_length * micro_batch_size,
         "h": model.hidden_size,
         "f": model.ffn_hidden_size,
         "a": model.num_attention_heads,
@@ -42,7 +42,7 @@ def letters(record: StepRecord) -> dict[str, int]:
         "k": model.moe_router_topk,
         "m": model.moe_ffn_hidden_size,
         "V": model.vocab_size,
-        "L": scenario.num_layers,
+        "L": num_layers,
     }
 
 
@@ -59,7 +59,7 @@ def metered() -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]]]:
         for kind, all_ in (("dense", dense), ("MoE", moe))
     }
     plain = dense[""].peak_by_category
-    of_dense, of_moe = (letters(all_[""]) for all_ in (dense, moe))
+    of_dense, of_moe = (letters(all_[""].scenario.architecture, 2, 64, NUM_SEQUENCES) for all_ in (dense, moe))
     bytes_of = {
         "Dense layer (phi-4's kind)": kept_by_module(dense[""])
         | {"dense layer": sum(kept_by_module(dense[""]).values())},
