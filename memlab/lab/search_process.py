@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from pathlib import Path
 from memlab.config.scenario import Scenario, routed_by_chance
 from memlab.config.settings import MemorySettings
 from memlab.fitting.pareto_front import SearchResult
+from memlab.fitting.search import SearchInterrupted
 from memlab.lab.environment import variables_that_import_memlab
 from memlab.lab.search_workers import front_of, open_workers
 
@@ -82,9 +84,12 @@ class SearchProcess:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the process."""
-        self._stopped = True
-        self._process.terminate()
+        """Ends the search, which then has what it found until now; a second call ends the process at once."""
+        if self._stopped:
+            self._process.terminate()
+        else:
+            self._stopped = True
+            self._process.send_signal(signal.SIGINT)
 
     def wait(self) -> None:
         """Returns when the search has ended and `on_end` was called."""
@@ -118,6 +123,7 @@ class SearchProcess:
 
 def main() -> None:
     """Reads a request from stdin, as JSON, and writes the result to the file that the request names."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background ignores
     request = json.load(sys.stdin)
     answer = Path(request.pop("answer"))
     scenario, base = Scenario.from_dict(request.pop("scenario")), MemorySettings.from_dict(request.pop("base"))
@@ -125,8 +131,11 @@ def main() -> None:
     if backend == "cpu":  # as the panel predicts a single change
         scenario = routed_by_chance(scenario)
     with open_workers(backend=backend) as workers:
-        found = replace(front_of(base, [scenario], workers, **request), backend=backend)
-    answer.write_text(json.dumps(found.to_dict()))
+        try:
+            found = front_of(base, [scenario], workers, **request)
+        except SearchInterrupted as interrupt:
+            found = interrupt.found
+    answer.write_text(json.dumps(replace(found, backend=backend).to_dict()))
 
 
 if __name__ == "__main__":

@@ -308,7 +308,8 @@ def progress_on_stderr() -> Callable[[Point, int, Callable[[], int]], None]:
         if now - estimated > _NEW_ESTIMATE_SECONDS:  # counting takes time
             estimated, left = now, _between(now - started, number, count_likely(), num_left)
         peak = format_bytes(point.peak_allocated_bytes)
-        tell(f"{number} predicted, at most {num_left} to go{left}: {point.settings}: {peak}")
+        still = f"at most {num_left} to go{left}" if num_left else "none to go"
+        tell(f"{number} predicted, {still}: {point.settings}: {peak}")
 
     return report
 

@@ -77,6 +77,10 @@ class Timeline:
         in_pool = np.where(self.pool == POOLS.index(pool), self.delta_bytes, 0)
         return np.stack([np.cumsum(np.where(self.category == code, in_pool, 0)) for code in range(len(CATEGORIES))])
 
+    def categories_of(self, pool: str = "device") -> set[str]:
+        """Returns the categories of which something was allocated in a pool, before the step or in it."""
+        return {CATEGORIES[code] for code in np.unique(self.category[self.pool == POOLS.index(pool)])}
+
     @property
     def first_step_event(self) -> int:
         """Index of the event after which the step starts: the last opening event, or 0 if there is none."""

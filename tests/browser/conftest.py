@@ -31,7 +31,8 @@ def browser() -> Iterator[Browser]:
     except NoChromiumError as reason:
         pytest.skip(str(reason))
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=ARGS)
+        # Users have scrollbars, which take room.
+        browser = playwright.chromium.launch(executable_path=path, args=ARGS, ignore_default_args=["--hide-scrollbars"])
         yield browser
         browser.close()
 

@@ -20,8 +20,10 @@ from memlab.views.panel.search_state import SearchState
 from memlab.views.panel.search_view import SearchView
 from memlab.views.panel.settings_form import LABELS
 from memlab.views.panel.state import LabState
+from memlab.views.panel.what_if import WhatIf
 from memlab.views.text.columns import LINE_WIDTH, as_text
 from memlab.views.text.search import alone_blocks, ranked, search_table
+from tests.unit.builders import record_of
 from tests.unit.test_search import PLAIN, machine, predicting
 
 from .fake_lab import FakeLab
@@ -197,9 +199,23 @@ def test_the_room_that_is_proposed_lies_just_under_the_shown_run(state: SearchSt
     beside.is_open = True
     assert parse_bytes(beside.limit) == pytest.approx(0.9 * lab.records[0].peak_allocated_bytes, rel=1e-3)
     view = SearchView(beside)
-    assert "The suggested limit is 90% of the peak of run 1; you can enter another one." in view.what.value
+    assert "The suggested limit is 90% of the peak of run 1." in view.what.value
+    beside._state.lab.outcome = {"peak_allocated_bytes": 10 * GIB}
+    beside._state.run()
+    assert parse_bytes(beside.limit) == pytest.approx(9 * GIB, rel=1e-3), "the latest run's, until the user enters one"
     view.limit.value = "1 GiB"
-    assert beside.limit_source == "" and "The limit is" not in view.what.value
+    beside._state.run()
+    assert beside.limit == "1 GiB" and beside.limit_source == "" and "The suggested limit" not in view.what.value
+
+
+def test_without_a_run_the_room_is_proposed_from_what_is_predicted_for_the_controls() -> None:
+    state = LabState(FakeLab())
+    what_if = WhatIf(state)
+    search = SearchState(state, FakeProcess, what_if=what_if)
+    search.is_open = True
+    what_if.predicted = record_of(None, peak_allocated_bytes=20 * MIB)
+    assert search.limit == "18.00 MiB"
+    assert search.limit_source == "90% of the peak that is predicted for the controls"
 
 
 def test_a_search_and_the_controls_call_what_is_on_the_host_alike() -> None:
@@ -210,7 +226,7 @@ def test_a_search_and_the_controls_call_what_is_on_the_host_alike() -> None:
 
 def test_the_search_names_what_it_keeps_of_the_controls(state: SearchState) -> None:
     view, controls = SearchView(state), state._state
-    takes = "<b>A search takes this from the controls and does not change it:</b>"
+    takes = "Both keep from the controls:"
     assert f"{takes} 1 sequence of 64 tokens in a micro-batch." in view.what.value
     controls.edit(offload_optimizer_except_update=True, recompute_granularity="full", micro_batch_size=2)
     controls.edit_state(grad_reduce_in_bf16=True)
@@ -287,7 +303,7 @@ def test_a_failed_search_is_a_line_and_the_panel_lives() -> None:
     state._start_process = FakeProcess
     state.is_open = True
     assert view.toggle.value and view.table.layout.display == "none"
-    assert "on this CPU, as in the runs" in view.what.value
+    assert "the bytes that a step allocates on this CPU; a GPU also needs" in view.what.value
     state.start()
     last = "The search ended with code 1 (ValueError: so): change the memory limit or the workload, and search again."
     state._process.on_end(last)

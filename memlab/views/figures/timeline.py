@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -130,6 +130,8 @@ def timeline_drawing(
     drawing.traces += stack_of(points, held, unit_bytes, unit)
     drawing.traces.append(_total_line(timeline, points, pool, unit_bytes, unit))
     drawing.traces += _outline_traces(outlines, points, unit_bytes, unit)
+    if is_bare:
+        _shorten_hover_texts(drawing, phase_names(timeline, points), unit)
     end = axis_end([points])
     mark_phases(drawing, phase_spans(timeline, axis), end)
     if held_bytes:
@@ -252,6 +254,20 @@ def _total_line(timeline: Timeline, points: DrawnPoints, pool: str, unit_bytes: 
         "showlegend": False,
         "hovertemplate": f"%{{y:.3f}} {unit}, %{{text}}",
     }
+
+
+def _shorten_hover_texts(drawing: Drawing, phases: Sequence[str], unit: str) -> None:
+    """Leaves a bare chart's hover texts the bytes and the phase: a longer one would not fit beside the point."""
+    drawing.layout["hovermode"] = "x"
+    for trace in drawing.traces:
+        del trace["hovertemplate"]
+        if "stackgroup" in trace:
+            trace["hoverinfo"] = "skip"
+        elif trace["name"] == "total":
+            trace["text"] = list(phases[: len(trace["y"])])
+            trace["hovertemplate"] = f"%{{y:.3f}} {unit}<br>%{{text}}<extra></extra>"
+        else:
+            trace["hovertemplate"] = f"{trace['name'].split()[0]} %{{y:.3f}} {unit}<extra></extra>"
 
 
 def _allocator_outlines(timeline: Timeline, points: DrawnPoints) -> dict[str, IntArray]:

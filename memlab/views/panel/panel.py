@@ -40,8 +40,8 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
         self.state = LabState(lab)
         self.controls = SettingsControls(self.state)
         self.training_state = StateControls(self.state)
-        self.search = SearchView(SearchState(self.state))
         self.what_if = WhatIf(self.state)
+        self.search = SearchView(SearchState(self.state, what_if=self.what_if))
         self.run_bar = RunBar(self.state, self.what_if, self.search.toggle)
         self.presets = PresetChoice(self.state, self.search.state)
         self.timeline = TimelineView(self.state)
@@ -56,7 +56,7 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
         title = html.escape(f"{scenario.architecture.name}, {scenario.num_layers} layers, on {where}")
         heading = ipywidgets.HTML(f"<style>{page_code('panel.css')}</style><h3>{title}</h3>")
         controls = ipywidgets.VBox([heading, self.presets.box, self.controls.box, self.training_state.box])
-        results = ipywidgets.VBox([self.run_bar.box, self.search.box, self.timeline.box, self.runs.box, self.table])
+        results = ipywidgets.VBox([self.run_bar.box, self.search.box, self.timeline.box, self.table, self.runs.box])
         body = ipywidgets.Box([controls, results])
         super().__init__([body])
         for name, part in (("controls", controls), ("results", results), ("body", body), ("panel", self)):
@@ -65,8 +65,11 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
         self.table_toggle.observe(lambda change: state.set_trait("table_open", change["new"]), names=["value"])
         state.observe(lambda _: self._show_table(), names=["table_open", "shown", "pinned", "rank", "pinned_rank"])
         self._show_table()
-        self.search.state.observe(lambda _: self._make_room_for_search(), names=["is_open"])
-        self._make_room_for_search()
+        # What Run shows is in the place of the search.
+        self.run_bar.run.on_click(lambda _: self.search.state.set_trait("is_open", False))
+        self.search.state.observe(lambda _: self._show_one(), names=["is_open"])
+        state.observe(lambda _: self._show_one(), names=["table_open"])
+        self._show_one()
         _share_looks(self)
 
     def close(self) -> None:
@@ -103,9 +106,10 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
         text = f"{self!r}\n\n{text_twin(self.state.shown, self.state.pinned)}"
         return {"text/plain": text, "application/vnd.jupyter.widget-view+json": view}
 
-    def _make_room_for_search(self) -> None:
-        """The search is in the place of the timeline while it is open."""
-        self.timeline.box.layout.display = "none" if self.search.state.is_open else "grid"
+    def _show_one(self) -> None:
+        """The search and the text are each in the place of the timeline while they are open."""
+        is_hidden = self.search.state.is_open or self.state.table_open
+        self.timeline.box.layout.display = "none" if is_hidden else "grid"
 
     def _show_table(self) -> None:
         state = self.state

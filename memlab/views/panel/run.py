@@ -21,7 +21,7 @@ COLUMNS = {
     "peak": "peak",
     "worst_rank": "worst rank (spread)",
     "difference": "difference",
-    "recomputed": "recomputed (MFLOP per token, % of a step)",
+    "recomputed": "recomputed (of a step)",
     "copied": "host copies, each way",
     "step_time": "step time (ms)",
     "loss": "loss",
@@ -29,9 +29,9 @@ COLUMNS = {
 }
 """Of the table, in their order: a row's key to the column's heading.
 
-FLOPs recomputed per token, also as a share of those of forward and backward, and bytes that go to the host and come
-back, are the cost on every machine, as in a search (`memlab.fitting.pareto_front`). The time of a step on a CPU is no
-measure of it. Bytes of a column have one unit, which its heading names."""
+Recomputed FLOPs, as a share of those of forward and backward, and bytes that go to the host and come back, are the cost
+on every machine, as in a search (`memlab.fitting.pareto_front`). The time of a step on a CPU is no measure of it. Bytes
+of a column have one unit, which its heading names."""
 _OF_BYTES = ("peak", "difference", "copied")
 OF_JOBS = "worst_rank"
 """The column that only runs on several ranks fill."""
@@ -218,12 +218,11 @@ def _row(run: Run, base: StepRecord | None, unit_bytes: int) -> dict[str, str]:
             "message": run.message,
             "peak": f"> {in_unit(record.peak_allocated_bytes, unit_bytes)}" if record else "",
         }
-    operations, copied = recomputed_operations(record.settings, record.scenario), transferred_bytes(record)
-    share = share_text(recomputed_share(record.settings, record.scenario))
+    share, copied = recomputed_share(record.settings, record.scenario), transferred_bytes(record)
     cells |= {
         "message": "",
         "peak": in_unit(record.peak_allocated_bytes, unit_bytes),
-        "recomputed": f"{operations / 1e6:,.2f} ({share})" if operations else "",
+        "recomputed": share_text(share) if share else "",
         "copied": in_unit(copied, unit_bytes) if copied else "",
         "loss": "" if record.loss is None else f"{record.loss:.6f}",
     }

@@ -16,6 +16,7 @@ from memlab.fitting.pareto_front import SearchResult, default_resolution_bytes
 from memlab.lab.search_process import SearchProcess
 from memlab.units import GIB, format_bytes, parse_bytes
 from memlab.views.panel.state import LabState
+from memlab.views.panel.what_if import WhatIf
 
 _logger = logging.getLogger(__name__)
 _USUAL_LIMIT_BYTES = 76 * GIB
@@ -36,6 +37,7 @@ class SearchState(traitlets.HasTraits):
     Args:
         state: The panel's state; settings taken from the front go into its form.
         start_process: Starts the search.
+        what_if: What it has predicted is the scale of the first limit, if there is no run.
     """
 
     is_open = traitlets.Bool()
@@ -50,31 +52,45 @@ class SearchState(traitlets.HasTraits):
     """Whether the search that was started last predicts each setting alone, without combinations."""
     found = traitlets.Instance(SearchResult, allow_none=True)
 
-    def __init__(self, state: LabState, start_process: Callable[..., Any] = SearchProcess) -> None:
+    def __init__(
+        self, state: LabState, start_process: Callable[..., Any] = SearchProcess, *, what_if: WhatIf | None = None
+    ) -> None:
         super().__init__()
         self._state = state
+        self._what_if = what_if
         self._start_process = start_process
         self._process: Any = None
         self.lock = state.lock
+        self.observe(lambda _: self._propose_limit(), names=["is_open"])
+        state.observe(lambda _: self._propose_limit(), names=["shown"])
+        if what_if is not None:
+            what_if.observe(lambda _: self._propose_limit(), names=["predicted"])
 
     @property
     def backend(self) -> str:
         """Whose steps are predicted: the ``cpu``'s next to a lab on a CPU, so that they compare with its runs."""
         return "cpu" if self._state.lab.backend.name == "cpu" else "simulated"
 
-    @traitlets.observe("is_open")
-    def _propose_limit(self, _change: object) -> None:
-        if not self.limit:
-            shown = self._state.shown
-            device_limit = self._state.lab.device_memory_bytes
-            peak = shown.record.peak_allocated_bytes if shown is not None and shown.record is not None else 0
-            self.limit = format_bytes(device_limit or int(peak * _SHARE_OF_PEAK) or _USUAL_LIMIT_BYTES)
-            if device_limit:
-                self.limit_source = "the device's memory"
-            elif shown is not None and peak:
-                self.limit_source = f"{_SHARE_OF_PEAK:.0%} of the peak of run {shown.number}"
-            else:
-                self.limit_source = "what torch can usually hold of a GPU's 80 GB in a job of one rank"
+    def _propose_limit(self) -> None:
+        """Proposes a limit, unless the user has entered one or a search has one."""
+        if not self.is_open or self.busy or (self.limit and not self.limit_source):
+            return
+        shown = self._state.shown
+        measured = shown.record if shown is not None and shown.is_ok else None
+        predicted = self._what_if.predicted if self._what_if is not None else None
+        if device_limit := self._state.lab.device_memory_bytes:
+            proposed, source = device_limit, "the device's memory"
+        elif measured is not None:
+            assert shown is not None
+            proposed = int(measured.peak_allocated_bytes * _SHARE_OF_PEAK)
+            source = f"{_SHARE_OF_PEAK:.0%} of the peak of run {shown.number}"
+        elif predicted is not None:
+            proposed = int(predicted.peak_allocated_bytes * _SHARE_OF_PEAK)
+            source = f"{_SHARE_OF_PEAK:.0%} of the peak that is predicted for the controls"
+        else:
+            proposed, source = _USUAL_LIMIT_BYTES, "what torch can usually hold of a GPU's 80 GB in a job of one rank"
+        self.limit = format_bytes(proposed)
+        self.limit_source = source
 
     @traitlets.observe("limit")
     def _forget_source(self, _change: object) -> None:
@@ -178,15 +194,17 @@ class SearchState(traitlets.HasTraits):
                 self.notice = outcome
                 return
             self.found = outcome
+            stopped = f"Stopped: {outcome.num_left} settings are not predicted. " if outcome.num_left else ""
             if self.alone:
                 predicted = f"{len(outcome.points)} settings predicted: '{outcome.base}', and each change to it alone"
-                self.notice = f"{predicted}. {_CLICK}, to put its settings into the controls."
+                self.notice = f"{stopped}{predicted}. {_CLICK}, to put its settings into the controls."
                 return
             count = len(outcome.cheapest)
-            cheapest = f"{count} of them are the cheapest that fit (every other that fits recomputes or transfers more)"
+            are = "is the cheapest that fits" if count == 1 else "are the cheapest that fit"
+            cheapest = f"{count} of them {are} (every other that fits recomputes or transfers more)"
             front = (
                 f"{len(outcome.front)} settings are on the front (no other setting is at least as good in peak, "
                 "recompute and copies)"
             )
             fit = cheapest if count else "none of them fits"
-            self.notice = f"{front}; {fit}. {_CLICK}, to put its settings into the controls."
+            self.notice = f"{stopped}{front}; {fit}. {_CLICK}, to put its settings into the controls."

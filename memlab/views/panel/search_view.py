@@ -35,13 +35,12 @@ class SearchView:
         self.alone.tooltip = "Which single setting saves most, and the extra work that each costs"
         self.search = ipywidgets.Button(description="Combinations")
         self.search.tooltip = "Which combinations of settings fit, and which of them need the least extra work"
-        self.stop = ipywidgets.Button(description="Stop search", tooltip="Ends the search without a result")
+        self.stop = ipywidgets.Button(description="Stop search", tooltip="Ends the search, and shows what it has found")
         self.status = ipywidgets.HTML()
         self._predicts = (
-            "the bytes that a step allocates on this CPU, as in the runs. A GPU also needs memory for workspaces and "
-            "for its allocator's blocks."
+            "the bytes that a step allocates on this CPU; a GPU also needs workspaces and its allocator's blocks"
             if on_cpu
-            else "the bytes that a step needs on a GPU, with workspaces and the allocator's blocks."
+            else "the bytes that a step needs on a GPU, with workspaces and the allocator's blocks"
         )
         self.what = ipywidgets.HTML()
         self.answer, self.table = (FoundTable(state.take, state.lock) for _ in range(2))
@@ -73,6 +72,7 @@ class SearchView:
     def _show(self) -> None:
         state = self.state
         self.toggle.value = state.is_open
+        self.toggle.description = "Back to the chart" if state.is_open else "Find settings"
         # Before the section appears: a proposal that reaches the page while the user types joins what is typed.
         self.limit.value = state.limit
         self._section.layout.display = None if state.is_open else "none"
@@ -84,16 +84,13 @@ class SearchView:
 
     def _show_what(self) -> None:
         source = self.state.limit_source
-        suggested = f" The suggested limit is {source}; you can enter another one." if source else ""
+        suggested = f" The suggested limit is {source}." if source else ""
         kept = html.escape(self.state.kept, quote=False)
-        which = "A search" if self.state.found is None else "Another search"
-        takes = "takes this from the controls and does not change it:"
         self.what.value = (
-            f"<b>{which} {takes}</b> {kept}.{suggested} <b>Each setting alone</b> predicts one change "
-            "at a time, and lists the changes by how much they save. <b>Combinations</b> predicts many recompute and "
-            "offload settings together, and lists each one that no other matches or beats in all three of peak, "
-            f"recomputed FLOPs and bytes copied to the host. Both predict {self._predicts} A search takes between a "
-            "few seconds and a few minutes. Meanwhile you can use this lab: the search runs in another process."
+            "<b>Each setting alone</b> predicts one change at a time, in seconds. <b>Combinations</b> predicts many "
+            "together, in up to a few minutes, and lists each one that no other matches or beats in all three of peak, "
+            f"recomputed FLOPs and bytes copied to the host.{suggested} Both keep from the controls: {kept}. Both "
+            f"predict {self._predicts}. You can use the lab meanwhile."
         )
 
     def _show_found(self) -> None:
@@ -113,9 +110,9 @@ class SearchView:
             self.chart.show(drawing)
         self._show()
         for widget, blocks, points in (
-            (self.answer, alone_blocks(found), ranked(found))
+            (self.answer, alone_blocks(found, is_narrow=True), ranked(found))
             if self.state.alone
-            else (self.answer, answer_blocks(found), found.cheapest),
-            (self.table, searched_blocks(found), found.front),
+            else (self.answer, answer_blocks(found, is_narrow=True), found.cheapest),
+            (self.table, searched_blocks(found, is_narrow=True), found.front),
         ):
             widget.show(as_html(blocks), [found.points.index(point) for point in points])

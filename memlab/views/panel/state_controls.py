@@ -103,6 +103,7 @@ class StateControls:
         text = state.validation_error
         is_about_state = state.error_is_about_state
         self.error_box.value = f'<div role="alert">{html.escape(text, quote=False)}</div>' if is_about_state else ""
+        self.error_box.layout.display = None if is_about_state else "none"
         self.note.value = f'<div role="status">{html.escape(state.state_note, quote=False)}</div>'
 
     def _show_section(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 from typing import Any
 
 import ipywidgets
@@ -225,25 +226,33 @@ def breakdown_html(timeline: Timeline, moment: int, pool: str, *, is_peak: bool)
     where = f"event {moment:,}, {timeline.nanoseconds[index] / 1e6:,.3f} ms, {PHASES[timeline.phase[index]]}"
     head = f"Allocated on the {pool} {'at the peak' if is_peak else 'at this moment'}: {format_bytes(total)}"
     categories = timeline.breakdown(index, "category", pool)
+    elsewhere = [name for name in CATEGORY_LOOKS if name in timeline.categories_of(pool) and name not in categories]
     modules = grouped_modules(timeline.breakdown(index, "module", pool), categories)
     others = sum(list(modules.values())[_NUM_MODULES:])
     largest = dict(list(modules.items())[:_NUM_MODULES])
     if others:
         largest[f"others ({len(modules) - _NUM_MODULES})"] = others
-    tables = _table("by category", categories, total) + _table("by module that allocated it", largest, total)
+    by_category = _table("by category", categories, total, elsewhere)
+    tables = by_category + _table("by module that allocated it", largest, total)
     return (
         f'<div class="memlab-allocated" aria-live="polite"><b>{head}</b><br>{where}</div>'
         f'<div class="memlab-tables" tabindex="0">{tables}</div>'
     )
 
 
-def _table(title: str, sizes: dict[str, int], total: int) -> str:
+def _table(title: str, sizes: dict[str, int], total: int, elsewhere: Sequence[str] = ()) -> str:
+    """Writes a row for each size, and one row for the categories that the chart shows at other moments only."""
     unit_bytes, unit = binary_unit(max(sizes.values(), default=1))
     rows = ""
     for name, size in sizes.items():
-        look = CATEGORY_LOOKS.get(name)
-        swatch = f'<i style="background:{look.colour}"></i>' if look else ""
         share = f"{size / total:.1%}" if total else ""
-        words = html.escape(name).replace(".", ".<wbr>").replace("_", "_<wbr>")
-        rows += f"<tr><td>{swatch}{words}</td><td>{in_unit(size, unit_bytes)}</td><td>{share}</td></tr>"
+        rows += f"<tr><td>{_named(name)}</td><td>{in_unit(size, unit_bytes)}</td><td>{share}</td></tr>"
+    if elsewhere:
+        rows += f'<tr><td colspan="3">none of {", ".join(_named(name) for name in elsewhere)}</td></tr>'
     return f"<table><caption>{title} ({unit})</caption>{rows}</table>"
+
+
+def _named(name: str) -> str:
+    look = CATEGORY_LOOKS.get(name)
+    swatch = f'<i style="background:{look.colour}"></i>' if look else ""
+    return swatch + html.escape(name).replace(".", ".<wbr>").replace("_", "_<wbr>")

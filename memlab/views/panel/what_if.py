@@ -103,6 +103,7 @@ class WhatIf(traitlets.HasTraits):
         # In a headless run nobody changes a control, so the process is not started in advance.
         if self.is_on and not self._takes_steps and RUN_FOLDER_VARIABLE not in os.environ:
             self._process.start()
+            self._select()
 
     def _wake(self) -> None:
         with self._state.lock:

@@ -39,21 +39,63 @@ def search_blocks(found: SearchResult) -> list[Block]:
     return [*answer_blocks(found), *searched_blocks(found)]
 
 
-def answer_blocks(found: SearchResult) -> list[Block]:
-    """Returns the answer: the best setting in one line, and the table of those that fit with the least extra work."""
+def answer_blocks(found: SearchResult, *, is_narrow: bool = False) -> list[Block]:
+    """Returns the answer: the best setting in one line, and the table of those that fit with the least extra work.
+
+    Args:
+        found: The search.
+        is_narrow: Leaves out the columns that a narrow page has no room for.
+    """
     if not found.cheapest:
         return [[nothing_fits_line(found)]]
-    return [[found.verdict], ["these settings fit with the least extra work:"], _table(found, found.cheapest)]
+    table = _table(found, found.cheapest, is_narrow=is_narrow)
+    return [[found.verdict], ["these settings fit with the least extra work:"], table]
 
 
-def alone_blocks(found: SearchResult) -> list[Block]:
-    """Returns each setting alone, the lowest peak first, with what it saves of the peak without it."""
+def alone_blocks(found: SearchResult, *, is_narrow: bool = False) -> list[Block]:
+    """Returns which setting saves most, and each setting alone, the lowest peak first, with what it saves.
+
+    Args:
+        found: A search that predicted each setting alone.
+        is_narrow: As in `answer_blocks`.
+    """
     base, points = found.points[0], ranked(found)
     saved = [base.peak_allocated_bytes - point.peak_allocated_bytes for point in points]
-    peak = format_bytes(base.peak_allocated_bytes)
+    phase = f" in {base.peak_phase}" if base.peak_phase else ""
+    peak = f"{format_bytes(base.peak_allocated_bytes)}{phase}"
     title = f"each setting alone, compared with '{base.settings}', which peaks at {peak}:"
     is_copying = any(point.transferred_bytes for point in points)
-    return [[title], _table(found, points, saved), *([[_NO_SECONDS]] if is_copying else [])]
+    table = _table(found, points, saved, is_narrow=is_narrow)
+    return [most_saved_lines(found), [title], table, *([[_NO_SECONDS]] if is_copying else [])]
+
+
+def most_saved_lines(found: SearchResult) -> list[str]:
+    """Says which setting saves most, and which saves most without its kind of extra work: copies, or recompute."""
+    base = found.points[0]
+    better = [point for point in ranked(found) if point.peak_allocated_bytes < base.peak_allocated_bytes]
+    if not better:
+        return [f"no setting alone lowers the peak of '{base.settings}'"]
+
+    def saves(point: Point) -> str:
+        saved = base.peak_allocated_bytes - point.peak_allocated_bytes
+        recomputed = share_text(found.recomputed_share(point))
+        work = (
+            [f"recomputes {recomputed} of a step"] if point.recomputed_operations > base.recomputed_operations else []
+        )
+        if point.transferred_bytes > base.transferred_bytes:
+            work.append(f"copies {format_bytes(point.transferred_bytes)} to the host and back")
+        share = saved / base.peak_allocated_bytes
+        return f"{format_bytes(saved)} ({share:.0%}); it {' and '.join(work) or 'recomputes and copies nothing'}"
+
+    best = better[0]
+    lines = [f"'{best.settings}' saves most: {saves(best)}"]
+    if best.transferred_bytes > base.transferred_bytes:
+        without, others = "copies", [p for p in better if p.transferred_bytes <= base.transferred_bytes]
+    else:
+        without, others = "recompute", [p for p in better if p.recomputed_operations <= base.recomputed_operations]
+    if others and others[0] is not best:
+        lines.append(f"without {without}, '{others[0].settings}' saves most: {saves(others[0])}")
+    return lines
 
 
 def ranked(found: SearchResult) -> list[Point]:
@@ -61,9 +103,10 @@ def ranked(found: SearchResult) -> list[Point]:
     return sorted(found.points, key=lambda point: (point.peak_allocated_bytes, point.work))
 
 
-def searched_blocks(found: SearchResult) -> list[Block]:
-    """Returns what was searched, and the front."""
-    return [_searched(found), [f"the front ({front_line(found)}):"], _table(found, found.front)]
+def searched_blocks(found: SearchResult, *, is_narrow: bool = False) -> list[Block]:
+    """Returns what was searched, and the front; `is_narrow` as in `answer_blocks`."""
+    table = _table(found, found.front, is_narrow=is_narrow)
+    return [_searched(found), [f"the front ({front_line(found)}):"], table]
 
 
 def _searched(found: SearchResult) -> Block:
@@ -129,17 +172,20 @@ def short_verdict(found: SearchResult) -> str:
     return "; ".join(words)
 
 
-def _table(found: SearchResult, points: Sequence[Point], saved: Sequence[int] = ()) -> Table:
-    peaks = [point.peak_allocated_bytes for point in points]
+def _table(
+    found: SearchResult, points: Sequence[Point], saved: Sequence[int] = (), *, is_narrow: bool = False
+) -> Table:
+    phases = ["peak in", "", *(point.peak_phase for point in points)]
+    operations = ["recomputed", "MFLOP/token", *(f"{point.recomputed_operations / 1e6:,.3f}" for point in points)]
+    shares = [share_text(found.recomputed_share(point)) for point in points]
     columns = [
         ["setting", "", *(f"{point.settings}" for point in points)],
-        _bytes("peak", peaks),
-        *([["peak in", "", *(point.peak_phase for point in points)]] if any(p.peak_phase for p in points) else []),
+        _bytes("peak", [point.peak_allocated_bytes for point in points]),
+        *([phases] if any(phases[2:]) and not is_narrow else []),
         *([_bytes("saved", saved)] if saved else []),
-        ["recomputed", "MFLOP/token", *(f"{point.recomputed_operations / 1e6:,.3f}" for point in points)],
-        ["share of", "a step", *(share_text(found.recomputed_share(point)) for point in points)],
+        *([["recomputed", "of a step", *shares]] if is_narrow else [operations, ["share of", "a step", *shares]]),
         _bytes("host copies", [point.transferred_bytes for point in points], " each way"),
-        _bytes("on host", [point.host_bytes for point in points]),
+        *([] if is_narrow else [_bytes("on host", [point.host_bytes for point in points])]),
         ["", "", *(point.verdict if point.fits else "" for point in points)],
     ]
     return Table([list(row) for row in zip(*columns, strict=True)], num_head_rows=2, first_width=_SETTING_WIDTH)
