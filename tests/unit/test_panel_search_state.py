@@ -303,6 +303,10 @@ def test_a_failed_search_is_a_line_and_the_panel_lives() -> None:
     state._start_process = FakeProcess
     state.is_open = True
     assert view.toggle.value and view.table.layout.display == "none"
+    assert view.toggle.description == "Back to the chart" and shown.timeline.box.layout.display == "none"
+    shown.run_bar.run.click()
+    assert not state.is_open and shown.timeline.box.layout.display == "grid", "Run shows its chart"
+    state.is_open = True
     assert "the bytes that a step allocates on this CPU; a GPU also needs" in view.what.value
     state.start()
     last = "The search ended with code 1 (ValueError: so): change the memory limit or the workload, and search again."

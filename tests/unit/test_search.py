@@ -41,7 +41,7 @@ from memlab.lab.search_steps import stepping
 from memlab.lab.search_workers import front_of, open_workers
 from memlab.record.step_record import StepRecord
 from memlab.units import GIB, MIB, format_bytes, remaining
-from memlab.views.text.search import search_table
+from memlab.views.text.search import most_saved_lines, search_table
 from tests.unit.live import FULL, offload, recompute
 
 from .builders import AnsweredSteps, record_of
@@ -540,6 +540,51 @@ def test_a_search_in_a_process_of_its_own_ends_in_what_it_found_or_in_words() ->
     object.__setattr__(broken, "seq_length", 0)
     _, words = run(broken)
     assert isinstance(words, str) and "seq_length is 0" in words
+
+
+def test_a_search_in_a_process_of_its_own_that_is_stopped_keeps_what_it_found() -> None:
+    ended: list[SearchResult | str] = []
+    scenario = Scenario.of("phi-4-tiny", num_layers=1, seq_length=32)
+
+    def stop_at_the_second(line: str) -> None:
+        if line.startswith("2 predicted"):
+            process.stop()
+
+    process = SearchProcess(scenario, PLAIN, MIB, resolution_bytes=MIB, on_line=stop_at_the_second, on_end=ended.append)
+    process.wait()
+    assert isinstance(ended[0], SearchResult)
+    assert len(ended[0].points) >= 2 and ended[0].num_left > 0
+
+
+def test_each_setting_alone_begins_with_what_saves_most_and_what_does_without_its_kind_of_work() -> None:
+    scenario, limit_bytes = Scenario.of(architecture="qwen3-moe-tiny"), 59 * GIB
+    alone = search(PLAIN, [scenario], predicting(machine(1, scenario), limit_bytes), limit_bytes, alone=True)
+    base = replace(alone.points[0], peak_allocated_bytes=100 * MIB, recomputed_operations=0, transferred_bytes=0)
+
+    def lines(*others: tuple[MemorySettings, int, int, int]) -> list[str]:
+        points = [
+            replace(
+                base,
+                settings=settings,
+                peak_allocated_bytes=peak * MIB,
+                recomputed_operations=operations,
+                transferred_bytes=copied * MIB,
+            )
+            for settings, peak, operations, copied in others
+        ]
+        return most_saved_lines(replace(alone, points=(base, *points)))
+
+    first, second, third = offload("core_attn"), offload("moe_act"), recompute("moe")
+    share = share_text(alone.recomputed_share(replace(base, settings=third)))
+    most = "'offload core_attn' saves most: 40.00 MiB (40%); it copies 30.00 MiB to the host and back"
+    assert lines((first, 60, 0, 30), (second, 70, 0, 5), (third, 80, 9, 0)) == [
+        most,
+        f"without copies, 'recompute moe' saves most: 20.00 MiB (20%); it recomputes {share} of a step",
+    ]
+    assert lines((first, 60, 0, 30), (second, 90, 0, 5)) == [most], "nothing saves without copies"
+    (free,) = lines((first, 60, 0, 0), (third, 70, 9, 0))
+    assert free.endswith("; it recomputes and copies nothing")
+    assert lines((first, 100, 0, 30)) == ["no setting alone lowers the peak of 'none'"]
 
 
 @pytest.mark.parametrize(
