@@ -31,6 +31,7 @@ from typing import Any
 from unittest.mock import patch
 
 import psutil
+import torch
 
 from benchmarks.host_memory import take_host_memory
 from benchmarks.own_cluster import OF_BRIDGE, PROFILE, ROOT, Cluster, Host, Notebook
@@ -368,10 +369,11 @@ def rank_processes() -> list[psutil.Process]:
 
 
 def bytes_in_use() -> list[int]:
-    """Returns what all processes hold on each GPU; nothing on the CPU backend."""
+    """Returns what all processes hold on each GPU that is visible; nothing on the CPU backend."""
     if JOB["backend"] != "cuda":
         return []
-    asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
+    asked = ["nvidia-smi", f"--id={visible}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return [int(line) * MIB for line in subprocess.check_output(asked, text=True).split()]
 
 
