@@ -41,7 +41,9 @@ class Job:
 
     @property
     def num_layers(self) -> int:
-        return 4 if len(self.sizes) > 1 and "pipeline_model_parallel_size" in self.sizes else 2
+        least = 4 if len(self.sizes) > 1 and "pipeline_model_parallel_size" in self.sizes else 2
+        layout = Layout(**self.sizes)
+        return max(least, layout.pipeline_model_parallel_size * layout.virtual_pipeline_model_parallel_size)
 
     @property
     def num_microbatches(self) -> int:
