@@ -16,9 +16,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 
 from memlab.config.layout import Layout
@@ -100,7 +101,7 @@ def main() -> int:
     for num_ranks in arguments.ranks:
         jobs = [job for name in ARCHITECTURES for job in jobs_of(name, num_ranks)][:: arguments.every]
         started = time.monotonic()
-        with ThreadPoolExecutor(arguments.at_once) as pool:
+        with ProcessPoolExecutor(arguments.at_once, get_context("forkserver")) as pool:
             for job, wrong in zip(jobs, pool.map(partial(what_differs, num_ranks=num_ranks), jobs), strict=True):
                 print(f"{name_of(job)}, {num_ranks} ranks: {wrong or 'equal'}", flush=True)
                 num_wrong += bool(wrong)
