@@ -47,6 +47,13 @@ class Job:
     def num_microbatches(self) -> int:
         return 4 if "pipeline_model_parallel_size" in self.sizes else 2
 
+    def steps(self, lab: Lab) -> list[StepRecord]:
+        """Takes the steps, a recompute at once: each step finds what the one before it left, so that is compared too.
+
+        Others have a warm-up: it allocates Adam's moments, moves groups, or teaches Megatron its offload groups.
+        """
+        return [lab.step(settings, warm_up=settings.recompute_granularity is None) for settings in self.settings]
+
     def lab(self, rank: int, **others: Any) -> Lab:
         workload = {"num_layers": self.num_layers, "seq_length": 64, "num_microbatches": self.num_microbatches}
         return Lab(
@@ -90,7 +97,7 @@ def _take_steps(job: Job) -> OfRank:
         values = compute(lab)
     counts: list[list[int]] = []
     with job.lab(int(os.environ["RANK"])) as lab, _noting_routes(lab, counts):
-        records = [lab.step(settings) for settings in job.settings]
+        records = job.steps(lab)
         states = [state for part in lab._stepper.live.optimizers for state in part.optimizer.state.values()]
         return OfRank(records, counts, values, 4 * sum(isinstance(state.get("step"), torch.Tensor) for state in states))
 
@@ -127,7 +134,7 @@ def predict(job: Job, rank: int, live: list[OfRank]) -> list[StepRecord]:
         patch.object(simulated_routing, "_counts", counts_of),
         job.lab(rank) as lab,
     ):
-        return [lab.step(settings) for settings in job.settings]
+        return job.steps(lab)
 
 
 def compute(lab: Lab) -> Values:
