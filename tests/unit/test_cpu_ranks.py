@@ -48,7 +48,7 @@ class Job:
         return 4 if "pipeline_model_parallel_size" in self.sizes else 2
 
     def steps(self, lab: Lab) -> list[StepRecord]:
-        """Takes the steps, a recompute at once: each step finds what the one before it left, so that is compared too.
+        """Takes the steps: one that recomputes at once, for it does and leaves what each later one does and leaves.
 
         Others have a warm-up: it allocates Adam's moments, moves groups, or teaches Megatron its offload groups.
         """
