@@ -196,8 +196,13 @@ JOBS: dict[str, tuple[Layout, int]] = {
         Layout(tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1),
         1,
     ),
+    "TP4": (Layout(tensor_model_parallel_size=4), 1),
+    "PP4": (Layout(pipeline_model_parallel_size=4), 8),
+    "EP4": (Layout(expert_model_parallel_size=4, data_parallel_size=4), 1),
+    "TP2PP2": (Layout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), 4),
+    "TP2CP2": (Layout(tensor_model_parallel_size=2, context_parallel_size=2), 1),
 }
-"""Layouts of two ranks, and how many micro-batches a step has."""
+"""Layouts of two and four ranks, and how many micro-batches a step has."""
 
 
 def job_cases(architecture: str, job: str) -> Iterator[Case]:

@@ -2,9 +2,11 @@
 
     python -m benchmarks.rank_failures                      every kind once
     python -m benchmarks.rank_failures kill_rank --rounds 20
+    python -m benchmarks.rank_failures kill_rank --rounds 20 --backend cuda          on two GPUs
 
 After each failure, a job has to take a step on the same cluster. After each round, no process of a rank may be left but
-the two of that job, and at the end none at all. `cut_connection` needs root (`benchmarks.own_cluster.Host`).
+the two of that job, and at the end none at all. Their memory on GPUs may not grow from round to round, and at the end
+the GPUs hold what they held before. `cut_connection` needs root (`benchmarks.own_cluster.Host`).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -28,6 +31,7 @@ from typing import Any
 from unittest.mock import patch
 
 import psutil
+import torch
 
 from benchmarks.host_memory import take_host_memory
 from benchmarks.own_cluster import OF_BRIDGE, PROFILE, ROOT, Cluster, Host, Notebook
@@ -35,6 +39,7 @@ from memlab import Lab, Layout, MemorySettings, Ranks
 from memlab.lab import job_session, stepper
 from memlab.lab.rank import Rank
 from memlab.ranks.group import RankFailed
+from memlab.units import MIB
 from tests.unit.served import number_of_process
 
 MOST_SECONDS = 30.0
@@ -42,6 +47,8 @@ MOST_SECONDS = 30.0
 DELAYS = (0.0, 0.05, 0.1, 0.3, 0.7, 1.2)
 """Seconds from the start of a step to its failure, one after another: other moments of the step."""
 LAYOUTS = (Layout(tensor_model_parallel_size=2), Layout(data_parallel_size=2), Layout(pipeline_model_parallel_size=2))
+MOST_MORE_BYTES = 256 * MIB
+"""By which GPUs may hold more after a round than after the first ones. A process holds at least its CUDA context."""
 JOB: dict[str, Any] = {"architecture": "qwen3-moe-tiny", "num_layers": 2, "seq_length": 64, "backend": "cpu"}
 SETTINGS = MemorySettings(recompute_granularity="selective", recompute_modules=("core_attn",))
 WITHIN = "MEMLAB_FAILURE_WITHIN_A_STEP"
@@ -361,8 +368,24 @@ def rank_processes() -> list[psutil.Process]:
     return found
 
 
+def bytes_in_use() -> list[int]:
+    """Returns what all processes hold on each GPU that is visible; nothing on the CPU backend."""
+    if JOB["backend"] != "cuda":
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
+    asked = ["nvidia-smi", f"--id={visible}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return [int(line) * MIB for line in subprocess.check_output(asked, text=True).split()]
+
+
+def is_more(held: list[int], before: list[int]) -> bool:
+    """Returns whether a GPU holds more than before, by about a process."""
+    return any(now > then + MOST_MORE_BYTES for now, then in zip(held, before, strict=True))
+
+
 def soak(kind: str, rounds: int) -> list[str]:
     """Provokes one kind of failure so many times; returns what went wrong, and prints a line for each round."""
+    at_first = bytes_in_use()
+    in_rounds: list[list[int]] = []
     os.environ[MARK] = mark = f"{os.getpid()}-{kind}"
     os.environ[WITHIN] = kind
     wrong: list[str] = []
@@ -370,15 +393,22 @@ def soak(kind: str, rounds: int) -> list[str]:
         for number in range(rounds):
             ended = provoke(number)
             num_left = max(0, len(rank_processes()) - 2)
+            in_rounds.append(bytes_in_use())
+            on_gpus = "".join(f", {held / MIB:.0f} MiB on GPU {gpu}" for gpu, held in enumerate(in_rounds[-1]))
             line = (
                 f"{kind} {number + 1}, {_layout(number)}: ended after {ended.seconds:.1f} s, next step "
-                f"{ended.next_step}, {num_left} ranks left behind, load {os.getloadavg()[0]:.0f}: {ended.words}"
+                f"{ended.next_step}, {num_left} ranks left behind{on_gpus}, load {os.getloadavg()[0]:.0f}: "
+                f"{ended.words}"
             )
             print(line, flush=True)
             is_well = ended.is_named and ended.seconds <= MOST_SECONDS and ended.next_step == "ok" and num_left == 0
-            wrong += [] if is_well else [line]
+            of_layouts = [max(each) for each in zip(*in_rounds[: len(LAYOUTS)], strict=True)]
+            wrong += [] if is_well and not is_more(in_rounds[-1], of_layouts) else [line]
     left = psutil.wait_procs(processes_left(mark), timeout=MOST_SECONDS)[1]
-    return wrong + [f"{kind}: left behind: {each}" for each in left]
+    wrong += [f"{kind}: left behind: {each}" for each in left]
+    held = bytes_in_use()
+    print(f"{kind}: the GPUs held {at_first} bytes before the first round, and hold {held} after the last")
+    return [*wrong, f"{kind}: left on a GPU: {held}, before: {at_first}"] if is_more(held, at_first) else wrong
 
 
 def main() -> int:
@@ -388,7 +418,9 @@ def main() -> int:
         "kinds", nargs="*", default=KINDS, choices=[*KINDS, KINDS], metavar="KIND", help=", ".join(KINDS)
     )
     parser.add_argument("--rounds", type=int, default=1, help="of each kind (default: %(default)s)")
+    parser.add_argument("--backend", choices=("cpu", "cuda"), default=JOB["backend"], help="(default: %(default)s)")
     arguments = parser.parse_args()
+    JOB["backend"] = arguments.backend
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     wrong = [words for kind in arguments.kinds for words in soak(kind, arguments.rounds)]
     print("\n".join(["not ended well:", *wrong]) if wrong else "all failures ended well")

@@ -1,6 +1,6 @@
 """One job twice, on engines and under torchrun: do all ranks allocate the same bytes, and what does a change cost?
 
-    python -m benchmarks.ranks FOLDER qwen3-30b-a3b:EP2 phi-4:PP2 ...       two GPUs
+    python -m benchmarks.ranks FOLDER qwen3-30b-a3b:EP2 phi-4:PP4 ...       two and four GPUs
     python -m benchmarks.ranks FOLDER --layers 4 qwen3-moe-tiny:EP2 ...      two processes on a CPU
 
 Each job takes a step under each of some settings, each after another, so that every step changes the setting. Both ways
@@ -65,7 +65,7 @@ def note_requested(way: str) -> None:
 
 
 def requested_bytes(folder: Path, way: str) -> list[tuple[int, int]]:
-    """Returns the peak and the sum of each step but the first, of rank 0 and then of rank 1; none on a CPU."""
+    """Returns the peak and the sum of each step but the first, rank after rank; none on a CPU."""
     steps = []
     for path in sorted(folder.glob(f"{way}-?.jsonl")):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -94,11 +94,16 @@ def arguments_of(job: str, num_layers: int | None) -> dict[str, Any]:
     return {"architecture": architecture, "num_layers": num_layers, "layout": layout, **workload}
 
 
+def num_ranks(job: str) -> int:
+    """Returns how many processes a job has."""
+    return JOBS[job.partition(":")[2]][0].world_size
+
+
 def on_engines(job: str, num_layers: int | None) -> tuple[list[StepRecord], list[float]]:
     """Steps a job on new engines; returns every rank's records."""
     started = time.perf_counter()
-    with patch.object(job_session, "_SERVED", "benchmarks.ranks:CountingRank"), Ranks.start(2) as ranks:
-        print(f"two engines: {time.perf_counter() - started:.1f} s")
+    with patch.object(job_session, "_SERVED", "benchmarks.ranks:CountingRank"), Ranks.start(num_ranks(job)) as ranks:
+        print(f"{len(ranks)} engines: {time.perf_counter() - started:.1f} s")
         with Lab(**arguments_of(job, num_layers), ranks=ranks) as lab:
             steps, seconds = take_steps(lab)
     return [record for step in steps if isinstance(step, JobRecord) for record in step.ranks], seconds
@@ -116,13 +121,15 @@ def as_one_rank(job: str, num_layers: int | None, folder: Path) -> None:
 
 def under_torchrun(job: str, num_layers: int | None, folder: Path) -> tuple[list[StepRecord], list[float]]:
     """Steps a job under torchrun; returns every rank's records."""
-    own = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "benchmarks.ranks"]
+    number = num_ranks(job)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(number)]
     layers = ["--layers", str(num_layers)] if num_layers else []
-    subprocess.run([*own, str(folder), *layers, "--as-one-rank", job], check=True, timeout=300)
-    values = [json.loads((folder / f"torchrun-{job}-{rank}.json").read_text()) for rank in range(2)]
+    own = ["-m", "benchmarks.ranks", str(folder), *layers, "--as-one-rank", job]
+    subprocess.run([*torchrun, *own], check=True, timeout=300)
+    values = [json.loads((folder / f"torchrun-{job}-{rank}.json").read_text()) for rank in range(number)]
     by_step = zip(*(one["records"] for one in values), strict=True)
     records = [StepRecord.from_dict(record) for step in by_step for record in step]
-    return records, [max(both) for both in zip(*(one["seconds"] for one in values), strict=True)]
+    return records, [max(all_ranks) for all_ranks in zip(*(one["seconds"] for one in values), strict=True)]
 
 
 def held_bytes(record: StepRecord) -> tuple[Any, ...]:

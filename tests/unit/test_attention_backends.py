@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,14 +14,13 @@ import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
 import memlab.lab.lab
-from memlab.backends import find_backend
+from memlab.backends.simulated import of_the_cpu_backend
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
 from memlab.fitting.estimate import StepEstimate
 from memlab.fitting.suggestions import suggestions
 from memlab.lab.lab import Lab
-from memlab.meter.storage_meter import StorageMeter
 from memlab.model.attention_environment import (
     attention_backend_chosen,
     check_environment,
@@ -94,13 +92,12 @@ def test_a_step_has_the_default_s_loss_and_a_simulated_one_its_bytes(
     architecture: str, state: TrainingState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = {"num_layers": 2, "seq_length": 64, "micro_batch_size": 2}
-    exact = replace(find_backend("simulated"), meter=StorageMeter, fill_workspaces=lambda is_moe: None)
     settings = (None, recompute("core_attn"))
     with Lab(architecture, backend="cpu", **small) as lab:
         loss = lab.step().loss
     with Lab(architecture, backend="cpu", state=state, **small) as lab:
         real = [lab.step(each) for each in settings]
-    monkeypatch.setattr(memlab.lab.lab, "find_backend", lambda name: exact)
+    monkeypatch.setattr(memlab.lab.lab, "find_backend", lambda name: of_the_cpu_backend())
     with Lab(architecture, state=state, **small) as lab:
         fake = [lab.step(each) for each in settings]
     for on_cpu, simulated in zip(real, fake, strict=True):

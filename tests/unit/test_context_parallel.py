@@ -16,9 +16,9 @@ from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 
 import memlab.lab.lab
 from memlab.backends import find_backend
+from memlab.backends.simulated import of_the_cpu_backend
 from memlab.config.layout import Layout
 from memlab.lab.lab import Lab
-from memlab.meter.storage_meter import StorageMeter
 from memlab.model import training_step
 from memlab.model.layers import context_parallel, packed_context_parallel
 from memlab.model.layers.context_parallel import RingAttention
@@ -215,7 +215,7 @@ def made_by_attention(record: StepRecord) -> int:
 @pytest.fixture
 def exact_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulates without an allocator's rounding."""
-    exact = replace(find_backend("simulated"), meter=StorageMeter)
+    exact = replace(find_backend("simulated"), meter=of_the_cpu_backend().meter)
     monkeypatch.setattr(memlab.lab.lab, "find_backend", lambda name: exact)
 
 

@@ -6,7 +6,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -16,13 +16,13 @@ import torch
 from megatron.core import parallel_state
 
 import memlab.lab.lab
-from memlab.backends import find_backend, simulated_routing
+from memlab.backends import simulated_routing
+from memlab.backends.simulated import of_the_cpu_backend
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.lab.lab import Lab
-from memlab.meter.storage_meter import StorageMeter
 from memlab.model import training_step
 from memlab.record.step_record import StepRecord
 from tests.unit.live import FULL, offload, recompute
@@ -41,11 +41,20 @@ class Job:
 
     @property
     def num_layers(self) -> int:
-        return 4 if len(self.sizes) > 1 and "pipeline_model_parallel_size" in self.sizes else 2
+        least = 4 if len(self.sizes) > 1 and "pipeline_model_parallel_size" in self.sizes else 2
+        layout = Layout(**self.sizes)
+        return max(least, layout.pipeline_model_parallel_size * layout.virtual_pipeline_model_parallel_size)
 
     @property
     def num_microbatches(self) -> int:
         return 4 if "pipeline_model_parallel_size" in self.sizes else 2
+
+    def steps(self, lab: Lab) -> list[StepRecord]:
+        """Takes the steps: one that recomputes at once, for it does and leaves what each later one does and leaves.
+
+        Others have a warm-up: it allocates Adam's moments, moves groups, or teaches Megatron its offload groups.
+        """
+        return [lab.step(settings, warm_up=settings.recompute_granularity is None) for settings in self.settings]
 
     def lab(self, rank: int, **others: Any) -> Lab:
         workload = {"num_layers": self.num_layers, "seq_length": 64, "num_microbatches": self.num_microbatches}
@@ -90,7 +99,7 @@ def _take_steps(job: Job) -> OfRank:
         values = compute(lab)
     counts: list[list[int]] = []
     with job.lab(int(os.environ["RANK"])) as lab, _noting_routes(lab, counts):
-        records = [lab.step(settings) for settings in job.settings]
+        records = job.steps(lab)
         states = [state for part in lab._stepper.live.optimizers for state in part.optimizer.state.values()]
         return OfRank(records, counts, values, 4 * sum(isinstance(state.get("step"), torch.Tensor) for state in states))
 
@@ -112,7 +121,6 @@ def _noting_routes(lab: Lab, counts: list[list[int]]) -> Iterator[None]:
 
 def predict(job: Job, rank: int, live: list[OfRank]) -> list[StepRecord]:
     """Takes a rank's steps on fake tensors with the routes of the live ones, without an allocator's rounding."""
-    exact = replace(find_backend("simulated"), meter=StorageMeter, fill_workspaces=lambda is_moe: None)
     layout = Layout(**job.sizes, rank=rank)
     sharing = layout.expert_model_parallel_size * layout.expert_tensor_size
     per_call = 1 + sharing if sharing > 1 else 1  # a rank's own counts, and those of all that share the experts
@@ -124,11 +132,11 @@ def predict(job: Job, rank: int, live: list[OfRank]) -> list[StepRecord]:
         return live[of_rank].tokens_per_expert[(calls - 1) // per_call]
 
     with (
-        patch.object(memlab.lab.lab, "find_backend", lambda name: exact),
+        patch.object(memlab.lab.lab, "find_backend", lambda name: of_the_cpu_backend()),
         patch.object(simulated_routing, "_counts", counts_of),
         job.lab(rank) as lab,
     ):
-        return [lab.step(settings) for settings in job.settings]
+        return job.steps(lab)
 
 
 def compute(lab: Lab) -> Values:

@@ -19,11 +19,11 @@ import memlab.lab.lab
 from memlab.allocator import simulator as caching_allocator
 from memlab.analysis.difference import ROUNDING, PeakDifference, difference_of, obstacles
 from memlab.backends import find_backend
+from memlab.backends.simulated import of_the_cpu_backend
 from memlab.cli import main
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.lab.lab import Lab
-from memlab.meter.storage_meter import StorageMeter
 from memlab.model.residency import residency
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
@@ -40,6 +40,8 @@ from tests.unit.test_simulated_backend import measured_on_an_h200
 
 MEASURED = Path(__file__).parent / "data" / "measured"
 SMALL = {"num_layers": 2, "seq_length": 64}
+EXACT = {name: getattr(of_the_cpu_backend(), name) for name in ("meter", "fill_workspaces")}
+"""Of a simulated backend without an allocator."""
 
 
 def rounded(timeline: Timeline, seed: int = 0, up_to: int = KIB) -> Timeline:
@@ -232,7 +234,7 @@ def predict(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StepRecord]:
 def test_on_the_cpu_and_predicted_without_an_allocator_only_the_optimizer_s_counts_differ(
     on_cpu: StepRecord, predict: Any
 ) -> None:
-    exact = predict(meter=StorageMeter, fill_workspaces=lambda is_moe: None)
+    exact = predict(**EXACT)
     (term,) = differing(split(exact, on_cpu)).items()
     # torch's AdamW counts its steps in a tensor of 4 bytes a weight, Transformer Engine's in a number.
     assert term[0] == ("optimizer state", "") and term[1] % 4 == 0 and term[1] < KIB
@@ -250,10 +252,10 @@ def test_of_a_load_in_the_step_only_the_block_that_makes_a_segment_differs_from_
     )
     with Lab("qwen3-moe-tiny", backend="cpu", **SMALL) as lab:
         on_cpu = lab.step(settings)
-    given = predict(settings, meter=StorageMeter, fill_workspaces=lambda is_moe: None)
+    given = predict(settings, **EXACT)
     assert given.peak_allocated_bytes - on_cpu.peak_allocated_bytes > KIB
     monkeypatch.setattr(residency, "_make_segment", lambda away: away[-1][1])
-    exact = predict(settings, meter=StorageMeter, fill_workspaces=lambda is_moe: None)
+    exact = predict(settings, **EXACT)
     # The rest are AdamW's counts of steps, in tensors of 4 bytes.
     terms = differing(split(exact, on_cpu))
     assert {name for name, _ in terms} <= {"optimizer state", "temporary"}
@@ -283,7 +285,7 @@ def test_the_allocator_and_the_workspaces_are_terms_of_their_own(
     ids=str,
 )
 def test_storages_that_shrink_and_grow_in_place_leave_rounding_alone(settings: MemorySettings, predict: Any) -> None:
-    exact = predict(settings, meter=StorageMeter, fill_workspaces=lambda is_moe: None)
+    exact = predict(settings, **EXACT)
     given = predict(settings, fill_workspaces=lambda is_moe: None)
     difference = split(given, replace(exact, backend="cpu"))
     assert differing(difference).keys() == {(ROUNDING, None)}

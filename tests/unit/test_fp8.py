@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from memlab.backends import find_backend
+from memlab.backends.simulated import of_the_cpu_backend
 from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
 from memlab.config.model_restrictions import check_on_model
@@ -21,7 +21,6 @@ from memlab.lab.lab import Lab
 from memlab.meter import simulated_meter
 from memlab.meter.labels import Labels
 from memlab.meter.simulated_meter import SimulatedMeter
-from memlab.meter.storage_meter import StorageMeter
 from memlab.model.layers.fake_fp8 import Fp8Padding
 from memlab.model.training_step import _labels_in_engine_checkpoints
 from memlab.upstream.private_names import replaceable
@@ -74,8 +73,7 @@ def test_a_model_with_experts_is_an_h200_s(state: TrainingState, at_rest: float,
 @pytest.fixture
 def exact_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts bytes as they are requested, without the allocator's rounding."""
-    exact = replace(find_backend("simulated"), meter=StorageMeter, fill_workspaces=lambda is_moe: None)
-    monkeypatch.setattr("memlab.lab.lab.find_backend", lambda name: exact)
+    monkeypatch.setattr("memlab.lab.lab.find_backend", lambda name: of_the_cpu_backend())
 
 
 def _matrices(lab: Lab) -> list[tuple[int, ...]]:

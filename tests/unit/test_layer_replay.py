@@ -180,8 +180,8 @@ def test_what_full_recompute_left_in_moe_layers_is_freed_before_replay_begins_ag
 @pytest.mark.parametrize(
     ("settings", "are_replayed", "workload", "warm_up"),
     [
-        ([_FULL, _GROUPS, MemorySettings(), _FULL, _LAYERNORM], [True, True, False, True, True], (14, 1), False),
-        ([MemorySettings(), _GROUPS, _FULL, _BLOCK, _GROUPS], [True, True, True, True, True], (14, 1), True),
+        ([_FULL, _GROUPS, MemorySettings(), _FULL, _LAYERNORM], [True, True, False, True, True], (12, 1), False),
+        ([MemorySettings(), _GROUPS, _FULL, _BLOCK, _GROUPS], [True, True, True, True, True], (12, 1), True),
         ([_MOE, _FULL], [True, True], (6, 3), True),
     ],
 )
@@ -200,7 +200,7 @@ def test_moe_layers_under_full_recompute_are_replayed(
 @pytest.mark.parametrize(
     ("layout", "num_layers", "num_microbatches", "settings"),
     [
-        (_STAGES, 14, 4, [_MOE, _MOE_LAYERNORM, _FULL, MemorySettings(), _ATTENTION_MOE]),
+        (_STAGES, 14, 3, [_MOE, _MOE_LAYERNORM, _FULL, MemorySettings(), _ATTENTION_MOE]),
         (replace(_STAGES, rank=1), 14, 3, [_FULL, _MOE]),
         (_MIDDLE, 21, 2, [_FULL, _MOE_LAYERNORM]),
         # A micro-batch is inserted while a forward pass is in flight of which a recompute has freed what was on chip.

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 import memlab.lab.lab
-from memlab.backends import find_backend
 from memlab.backends.fused_adam import FusedAdam, split_remainder, with_remainder
+from memlab.backends.simulated import of_the_cpu_backend
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.lab.lab import Lab
-from memlab.meter.storage_meter import StorageMeter
 from memlab.record.transfer import GROUPS
 from tests.unit.live import random_settings
 
@@ -143,7 +142,6 @@ def test_settings_change_no_loss_and_leave_nothing_in_any_precision(
 def test_fake_tensors_take_the_same_bytes_in_any_precision(
     state: TrainingState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exact = replace(find_backend("simulated"), meter=StorageMeter, fill_workspaces=lambda is_moe: None)
     shape: dict[str, Any] = {"num_layers": 2, "seq_length": 64, "state": state}
 
     def steps(backend: str) -> list[dict[str, Any]]:
@@ -162,7 +160,7 @@ def test_fake_tensors_take_the_same_bytes_in_any_precision(
         return found
 
     real = steps("cpu")
-    monkeypatch.setattr(memlab.lab.lab, "find_backend", lambda name: exact)
+    monkeypatch.setattr(memlab.lab.lab, "find_backend", lambda name: of_the_cpu_backend())
     assert steps("simulated") == real
 
 
