@@ -79,7 +79,7 @@ def test_stop_ends_the_step_of_both_ranks_the_page_says_so_and_the_next_run_work
     ask, count = notebook.ask, panel.rows.count()
     processes = "lab.each('audit_residency') and [one.pid for one in ranks.engines]"
     before = ask(processes)
-    ask("lab.set_workload(num_microbatches=40)")
+    ask("lab.set_workload(num_microbatches=20)")
     panel.press("run")
     expect(panel.part("progress-text")).to_contain_text(re.compile(r"forward|backward"))
     panel.press("stop")
