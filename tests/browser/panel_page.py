@@ -21,9 +21,9 @@ _UNITS = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
 class PanelPage:
     """The one panel that is open in a notebook; parts are named by their hooks, without ``memlab-``."""
 
-    def __init__(self, notebook: NotebookPage) -> None:
+    def __init__(self, notebook: NotebookPage, around: str = "") -> None:
         self.notebook = notebook
-        self.root = notebook.page.locator(".memlab-panel")
+        self.root = notebook.page.locator(f"{around} .memlab-panel".strip())
         self.rows = self.root.locator(".memlab-runs tbody tr[data-run]")
         self.error_boxes = self.root.locator(".memlab-validation-error").filter(has_text=re.compile(r"\S"))
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import tinycss2
 from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import TimeoutError as PageTimeoutError
 
 from memlab.config.settings import MemorySettings
 from memlab.views.figures.frame import SHARE_AFTER_END, Drawing
+from memlab.views.figures.palette import CATEGORY_LOOKS
 from memlab.views.panel.chart_data import chart_drawing
 from memlab.views.panel.chart_widget import _PLOTLY_JS, _packed
 from memlab.views.panel.run import Run
@@ -34,7 +37,42 @@ _OPEN = """async ([code, picture]) => {
     window.closeChart = widget.render({ model, el });
     await drawn;
 }"""
-Choose = Callable[..., list[Any]]
+# Around the chart what the panel has around it.
+_IN_THE_PANEL = """([css, width, height]) => {
+    const chart = document.querySelector('#chart');
+    const looks = document.createElement('style');
+    looks.textContent = css;
+    const around = ['memlab-panel', 'memlab-timeline', 'memlab-drawing'].map(name => {
+        const part = document.createElement('div');
+        part.className = name;
+        return part;
+    });
+    around[0].append(around[1]);
+    around[1].append(around[2]);
+    around[2].append(chart);
+    document.body.replaceChildren(looks, around[0]);
+    around[1].style = 'padding: 3.2rem 0 1.8rem';  // the switches and the heading, and the selected moment
+    around[2].style = `width: ${width}px; height: ${height}px`;
+    chart.className = 'memlab-chart';
+    chart.style = '';
+}"""
+_ALONE = """() => {
+    const chart = document.querySelector('#chart');
+    chart.className = '';
+    chart.style = 'width: 1100px';
+    document.body.replaceChildren(chart);
+}"""
+# A corner is cut off if it is outside a part that hides what sticks out.
+_HIDDEN_CORNERS = """() => {
+    const label = document.querySelector('.hoverlayer .legend');
+    const { left, right, top, bottom } = label.getBoundingClientRect();
+    const parts = [];
+    for (let part = label.parentElement; part; part = part.parentElement) parts.push(part);
+    return parts.filter(part => getComputedStyle(part).overflowY !== 'visible' && part !== document.documentElement)
+        .map(part => [part.getAttribute('class'), part.getBoundingClientRect()])
+        .filter(([, box]) => left < box.left - 1 || right > box.right + 1 || top < box.top - 1 || bottom > box.bottom + 1)
+        .map(([name, box]) => `${name}: ${left - box.left} ${box.right - right} ${top - box.top} ${box.bottom - bottom}`);
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +189,44 @@ def test_of_overlapping_markers_a_click_chooses_the_one_whose_label_is_shown(pag
         assert shown == f"mark {point}"
         chosen.add(point)
     assert chosen == {7, 8}
+
+
+@pytest.mark.parametrize(("width", "height"), [(470, 248), (363, 230)], ids=["laptop", "beside the file browser"])
+def test_a_hover_text_is_not_cut_off_wherever_the_mouse_is(page: Page, width: int, height: int) -> None:
+    page.evaluate(_IN_THE_PANEL, [page_code("panel.css"), width, height])
+    pinned = run_of_all_categories(number=1)
+    open_chart(page, chart_drawing(run_of_all_categories(number=2), pinned, is_bare=True))
+    for across, down in ((0.01, 0.5), (0.99, 0.5), (0.5, 0.02), (0.5, 0.98), (0.5, 0.5)):
+        point_at(page, across, down)
+        expect(page.locator(".hoverlayer .legend")).to_contain_text("held throughout")
+        assert page.evaluate(_HIDDEN_CORNERS) == [], (across, down)
+    page.evaluate(_ALONE)
+
+
+def point_at(page: Page, across: float, down: float) -> None:
+    """Moves the mouse from outside to a place in the plot, again if plotly was still busy and labelled nothing."""
+    label = page.locator(".hoverlayer .legend")
+    for _ in range(10):
+        page.mouse.move(*place(page, 1.5))
+        expect(label).to_have_count(0)
+        page.mouse.move(*place(page, across, down), steps=3)
+        with suppress(PageTimeoutError):
+            label.wait_for(timeout=2000)
+            return
+
+
+def run_of_all_categories(number: int) -> Run:
+    """A run whose hover text is as long as any: each category grows after the start, and two modules grow at a time."""
+    step = TimelineBuilder(phase="idle")
+    for category in CATEGORY_LOOKS:
+        step.opening(category, 700 * 2**20)
+    step.phase = "backward"
+    for event in range(20):
+        for layer, category in enumerate(CATEGORY_LOOKS):
+            module = f"decoder.layers.{layer}.mlp.experts.linear_fc1"
+            step.event(2**26 if event < 10 else -(2**26), category, module, after=0.5)
+    record = record_of(step.build(), MemorySettings())
+    return Run(number=number, scenario=record.scenario, settings=record.settings, backend="cpu", record=record)
 
 
 def test_a_widget_that_jupyterlab_reports_as_missing_says_what_helps(page: Page) -> None:

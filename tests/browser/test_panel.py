@@ -14,6 +14,16 @@ from tests.browser.panel_page import PanelPage
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 HOST = "offload_optimizer=True"
+SEVERAL_DOCUMENTS = "() => window.jupyterapp.commands.execute('application:set-mode', { mode: 'multiple-document' })"
+ONE_DOCUMENT = """async () => {
+    const { commands, shell } = window.jupyterapp;
+    for (const widget of [...shell.widgets('main')]) {
+        if (widget.sessionContext) shell.activateById(widget.id);
+        else widget.close();
+    }
+    await commands.execute('application:set-mode', { mode: 'single-document' });
+}"""
+HIGHEST_TOTAL = "plot => Math.max(...plot._fullData.find(trace => trace.uid === 'total').y)"
 
 
 def test_three_settings_run_as_they_do_by_the_api(panel: PanelPage) -> None:
@@ -212,3 +222,31 @@ def test_a_page_that_is_loaded_again_has_the_panel_and_its_runs(panel: PanelPage
     panel.choose("recompute-granularity", "selective")
     panel.run()
     expect(panel.rows).to_have_count(3)
+
+
+def test_in_a_tab_beside_the_notebook_run_works_and_the_chart_is_drawn(panel: PanelPage) -> None:
+    page = panel.notebook.page
+    page.evaluate(SEVERAL_DOCUMENTS)
+    try:
+        panel.root.locator("h3").click(button="right")
+        page.get_by_role("menuitem", name="Create New View for Cell Output").click()
+        side = PanelPage(panel.notebook, ".jp-LinkedOutputView")
+        expect(side.root).to_be_visible()
+        notebook = page.locator(".jp-NotebookPanel")
+        whole = notebook.bounding_box()
+        assert whole is not None
+        right_edge = {"x": whole["width"] - 8, "y": whole["height"] / 2}
+        page.get_by_role("tab", name="Output View").drag_to(notebook, target_position=right_edge)
+        side.press("run")
+        expect(side.rows).to_have_count(1)
+        expect(side.root.locator(".memlab-timeline .nsewdrag").first).to_be_visible()
+        left, right, chart = (
+            part.bounding_box() for part in (notebook, page.locator(".jp-LinkedOutputView"), side.part("drawing"))
+        )
+        assert left is not None and right is not None and chart is not None
+        assert left["x"] + left["width"] <= right["x"] <= chart["x"], "the panel is beside the notebook"
+        assert chart["x"] + chart["width"] <= right["x"] + right["width"]
+        drawn = side.root.locator(".memlab-timeline .js-plotly-plot").evaluate(HIGHEST_TOTAL)
+    finally:
+        page.evaluate(ONE_DOCUMENT)
+    assert drawn * 2**20 == panel.notebook.ask("lab.records[-1].peak_allocated_bytes")

@@ -55,6 +55,62 @@ def test_the_keyboard_reaches_run_and_walks_the_table(panel: PanelPage) -> None:
     expect(panel.rows.first).to_be_focused()
 
 
+def test_a_preset_a_setting_two_runs_a_pin_and_a_moment_by_the_keyboard_alone_with_visible_focus(
+    panel: PanelPage,
+) -> None:
+    keyboard, ask = panel.notebook.page.keyboard, panel.notebook.ask
+    panel.root.locator("h3").click()
+    walk_to(panel, "preset")
+    keyboard.press("ArrowDown")
+    keyboard.press("ArrowDown")
+    expect(panel.part("recompute-granularity", "select")).to_have_value("full")
+    walk_to(panel, "run")
+    keyboard.press("Enter")
+    expect(panel.rows).to_have_count(1)
+    walk_to(panel, "pin")
+    keyboard.press("Space")
+    expect(panel.root.locator("tr.memlab-pinned")).to_have_count(1)
+    walk_to(panel, "preset", "Shift+Tab")
+    keyboard.press("Home")
+    keyboard.press("ArrowDown")
+    expect(panel.part("recompute-granularity", "select")).to_have_value("none")
+    walk_to(panel, "offload-modules-qkv-linear")
+    keyboard.press("Space")
+    walk_to(panel, "run")
+    keyboard.press("Enter")
+    expect(panel.rows).to_have_count(2)
+    assert ask("[str(record.settings)[:4] for record in lab.records]") == ["full", "offl"]
+    expect(panel.rows.last.locator("td").nth(3)).to_contain_text(re.compile(r"[\u2212+]?\d"))
+    panel.notebook.wait_until_ready()
+    panel.wait_for_peak(ask("lab.records[-1].peak_allocated_bytes"))
+    assert panel.highest("pinned") == ask("lab.records[0].peak_allocated_bytes"), "one over the other"
+    walk_to(panel, "moment-slider")
+    moment = panel.part("moment", "input")
+    peak = int(moment.input_value())
+    for key, shown in (("ArrowLeft", peak - 1), ("ArrowLeft", peak - 2), ("ArrowRight", peak - 1)):
+        keyboard.press(key)
+        expect(moment).to_have_value(str(shown))
+        expect(panel.part("breakdown")).to_contain_text(f"event {shown:,}")
+
+
+def walk_to(panel: PanelPage, hook: str, key: str = "Tab") -> None:
+    """Presses a key until a part of the panel has the focus, and checks that a person sees where it is."""
+    looks = """([panel, hook]) => {
+        const { activeElement } = document;
+        if (!activeElement.closest(`.memlab-${hook}`) || !panel.contains(activeElement)) return null;
+        const { outlineStyle, outlineWidth } = getComputedStyle(activeElement);
+        return [activeElement.matches(':focus-visible'), outlineStyle, outlineWidth];
+    }"""
+    for _ in range(80):
+        panel.notebook.page.keyboard.press(key)
+        found = panel.notebook.page.evaluate(looks, [panel.root.element_handle(), hook])
+        if found is not None:
+            assert found == [True, "solid", "2px"], hook
+            expect(panel.root.locator(":focus")).to_be_in_viewport(ratio=1)
+            return
+    raise AssertionError(f"the keyboard does not reach {hook}")
+
+
 def test_a_change_run_and_what_it_did_are_on_one_screen_with_the_cell_above(panel: PanelPage) -> None:
     panel.run()
     panel.press("pin")

@@ -1,14 +1,17 @@
-"""The panel of a live job of two ranks: both are on the page, a click enlarges one, and a button leads back."""
+"""The panel of a live job of two ranks: both are on the page, a click enlarges one, a button leads back, Stop ends both."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Browser, expect
 
+from tests.browser.conftest import SCREEN
 from tests.browser.notebook_page import STACKS_ON_SIGNAL, NotebookPage, write_notebook
 from tests.browser.panel_page import PanelPage
+from tests.browser.server import JupyterServer
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 CELLS = (
@@ -20,6 +23,21 @@ CELLS = (
 )
 
 
+@pytest.fixture(scope="module")
+def job(
+    browser: Browser, server: JupyterServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[PanelPage, NotebookPage]]:
+    """Opens the notebook of all tests of the job: its kernel and its engines take seconds to start."""
+    write_notebook(server.work / "job.ipynb", *CELLS)
+    notebook = NotebookPage(browser.new_page(viewport=SCREEN), server)
+    notebook.open("job.ipynb")
+    notebook.run_all()
+    assert notebook.errors() == []
+    yield PanelPage(notebook), notebook
+    notebook.ask("(lab.close(), ranks.close())[0]")
+    notebook.close(tmp_path_factory.mktemp("job") / "page.png")
+
+
 def small_charts(panel: PanelPage) -> dict[int, float]:
     """Returns the highest total of each rank that the chart shows next to others, in its unit."""
     figures = [figure for figure in panel.notebook.figures() if figure["in_panel"]]
@@ -27,21 +45,18 @@ def small_charts(panel: PanelPage) -> dict[int, float]:
     return {int(trace["uid"][5:]): max(trace["y"]) for trace in traces if trace["uid"].startswith("area-")}
 
 
-def test_both_ranks_are_shown_and_a_click_enlarges_one(notebook_page: NotebookPage) -> None:
-    write_notebook(notebook_page.server.work / "job.ipynb", *CELLS)
-    notebook_page.open("job.ipynb")
-    notebook_page.run_all()
-    assert notebook_page.errors() == []
-    panel, ask = PanelPage(notebook_page), notebook_page.ask
+def test_both_ranks_are_shown_and_a_click_enlarges_one(job: tuple[PanelPage, NotebookPage]) -> None:
+    panel, notebook = job
+    ask, count = notebook.ask, panel.rows.count()
     panel.press("run")
-    expect(panel.rows).to_have_count(1)
+    expect(panel.rows).to_have_count(count + 1)
     second = panel.root.locator(".nsewdrag[data-subplot='x2y2']")
     expect(second).to_be_visible()
     peaks = ask("[record.peak_allocated_bytes for record in lab.records[-1].ranks]")
     drawn = small_charts(panel)
     assert drawn[0] / drawn[1] == pytest.approx(peaks[0] / peaks[1], rel=1e-3)
     worst = ask("lab.records[-1].worst_rank")
-    expect(panel.rows.locator("[data-column=worst_rank]")).to_contain_text(re.compile(rf"^{worst} \("))
+    expect(panel.rows.last.locator("[data-column=worst_rank]")).to_contain_text(re.compile(rf"^{worst} \("))
     expect(panel.part("breakdown")).to_contain_text("<- worst")
     second.click()
     expect(second).to_have_count(0)
@@ -53,5 +68,31 @@ def test_both_ranks_are_shown_and_a_click_enlarges_one(notebook_page: NotebookPa
     expect(second).to_have_count(0)
     panel.wait_for_peak(peaks[0])
     expect(panel.part("repeat")).to_contain_text("--ranks 2")
-    assert notebook_page.complaints == [], "what the page wrote on its console"
-    ask("(lab.close(), ranks.close())[0]")
+    panel.press("all-ranks")
+    assert notebook.complaints == [], "what the page wrote on its console"
+
+
+def test_stop_ends_the_step_of_both_ranks_the_page_says_so_and_the_next_run_works(
+    job: tuple[PanelPage, NotebookPage],
+) -> None:
+    panel, notebook = job
+    ask, count = notebook.ask, panel.rows.count()
+    processes = "lab.each('audit_residency') and [one.pid for one in ranks.engines]"
+    before = ask(processes)
+    ask("lab.set_workload(num_microbatches=20)")
+    panel.press("run")
+    expect(panel.part("progress-text")).to_contain_text(re.compile(r"forward|backward"))
+    panel.press("stop")
+    expect(panel.part("status")).to_contain_text("the step ends on all ranks together, before its optimizer")
+    expect(panel.rows).to_have_count(count + 1)
+    assert ask("[record.status for record in lab.records[-1].ranks]") == ["interrupted"] * 2
+    expect(panel.root.locator("tr.memlab-message")).to_contain_text(re.compile(r"rank \d: stopped in \w+"))
+    expect(panel.part("status")).to_contain_text("stopped")
+    expect(panel.part("stop")).to_be_disabled()
+    ask("lab.set_workload(num_microbatches=2)")
+    panel.press("run")
+    expect(panel.rows).to_have_count(count + 2)
+    assert ask("[record.status for record in lab.records[-1].ranks]") == ["ok"] * 2
+    assert ask(processes) == before, "the same processes"
+    expect(panel.root.locator(".nsewdrag[data-subplot='x2y2']")).to_be_visible()
+    assert notebook.complaints == [], "what the page wrote on its console"

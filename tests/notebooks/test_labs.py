@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import nbformat
 import pytest
 
 import memlab
+from memlab.record.job_record import JobRecord
+from memlab.record.step_record import StepRecord
 from memlab.regression.suite.notebooks import (
     FOLD_INPUT_TAG,
     HIDE_INPUT_TAG,
@@ -23,7 +26,8 @@ from memlab.regression.suite.notebooks import (
 from memlab.regression.suite.parameters import INTERACTIVE, read_parameters
 from tests.notebooks.small_labs import run_lab
 
-LABS = sorted((Path(__file__).parents[2] / "labs").glob("*.ipynb"))
+ROOT = Path(__file__).parents[2]
+LABS = sorted((ROOT / "labs").glob("*.ipynb"))
 TAGS = {PARAMETERS_TAG, INTERACTIVE_TAG, RECORD_TAG, "exercise", HIDE_INPUT_TAG, FOLD_INPUT_TAG}
 every_lab = pytest.mark.parametrize("path", LABS, ids=lambda path: path.stem)
 
@@ -106,6 +110,25 @@ def test_a_lab_imports_only_the_public_api_and_the_standard_library(path: Path) 
                 assert node.module == "memlab" or (node.module or "").split(".")[0] in sys.stdlib_module_names
                 assert node.module != "memlab" or {alias.name for alias in node.names} <= set(memlab.__all__)
             assert not isinstance(node, ast.Import), cell.source
+
+
+def test_every_name_attribute_and_argument_in_a_cell_exists(tmp_path: Path) -> None:
+    """Running all cells that no other test runs takes a minute, and reading them as programs a few seconds."""
+    for path in LABS:
+        # As in one program: the rules are per file, so that the package's own files stay as mypy has cached them.
+        lines = ["# mypy: no-strict-optional, allow-redefinition", "from IPython.display import display"]
+        lines += [cell.source for cell in code_cells(read_notebook(path))]
+        (tmp_path / f"lab_{path.stem}.py").write_text("\n".join(lines))
+    command = [sys.executable, "-m", "mypy", "--no-error-summary", "--no-pretty", *map(str, tmp_path.iterdir())]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode in (0, 1), ended.stderr
+    found = [
+        line for line in ended.stdout.splitlines() if line.endswith(("[attr-defined]", "[call-arg]", "[name-defined]"))
+    ]
+    # The types know neither that the record of a lab on ranks is a JobRecord, nor what a cell adds to an object.
+    of_jobs = "|".join(name for name in dir(JobRecord) if not hasattr(StepRecord, name))
+    is_right = re.compile(rf'"StepRecord" has no attribute "({of_jobs})"|"UserDict\[Any, Any\]" has no attribute')
+    assert [Path(line).name for line in found if not is_right.search(line)] == []
 
 
 @every_lab

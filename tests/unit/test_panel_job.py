@@ -44,6 +44,18 @@ def total_bytes(panel: Panel) -> float:
     return max(arrays[drawn(panel)["total"]["y"]["array"]]) * unit[title.rpartition("(")[2].partition(")")[0]]
 
 
+def test_stop_says_that_the_ranks_end_a_step_together_and_the_row_says_where_it_ended(panel: Panel) -> None:
+    state, lab = panel.state, panel.state.lab
+    assert "on all ranks together, before its optimizer" in panel.run_bar.stop.tooltip
+    lab.holds = True
+    state.run()
+    notices: list[str] = []
+    state.observe(lambda change: notices.append(change["new"]), names=["notice"])
+    state.stop()
+    assert "Stopping: the step ends on all ranks together, before its optimizer." in notices
+    assert state.shown.message.startswith("rank 0: stopped in forward. The step ended there")
+
+
 def test_a_run_shows_all_ranks_and_a_click_enlarges_one(panel: Panel) -> None:
     state = panel.state
     state.run()

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,7 @@ from memlab.ranks import engine, group, messages
 from memlab.ranks.fork_server import _ForkServer
 from memlab.ranks.forked_process import ADDRESS_VARIABLE
 from memlab.ranks.group import RankFailed, RankGroup
+from memlab.ranks.guard import PROFILE
 from memlab.ranks.process_log import ProcessLog
 from memlab.ranks.ranks import NO_ENGINE, Engine, _lacks_memory, _require_equal_versions, why_lost
 
@@ -158,6 +160,34 @@ def test_a_process_in_which_no_thread_runs_ends_with_its_engine(ranks: Ranks, pa
     time.sleep(0.5)
     os.kill(ranks.engines[1].pid, signal.SIGKILL)
     assert psutil.wait_procs([process], timeout=10)[1] == []
+
+
+def test_only_this_user_can_read_the_keys_and_only_this_machine_can_reach_the_processes(ranks: Ranks) -> None:
+    ranks.refresh()
+    assert ranks._local is not None
+    folder = Path(ranks._local.folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    files = sorted((folder / "security").glob("ipcontroller-*.json"))
+    assert [path.stem.rpartition("-")[2] for path in files] == ["client", "engine"]
+    for path in files:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert json.loads(path.read_text())["key"].encode() == ranks.client.session.key != b""
+    with Lab(**TINY, layout=Layout(data_parallel_size=2), ranks=ranks):
+        of_ranks = {process_of(ranks, rank).pid for rank in range(2)}
+        listening = listening_addresses(folder)
+    assert {one.pid for one in ranks.engines} | of_ranks <= listening.keys(), "they have sockets for others"
+    assert set().union(*listening.values()) == {"127.0.0.1"}
+
+
+def listening_addresses(folder: Path) -> dict[int, set[str]]:
+    """Returns where each process of a cluster waits for connections, by the number of the process."""
+    found = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # another user's, or it has just ended
+            if process.environ().get(PROFILE) == str(folder):
+                sockets = [one for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
+                found[process.pid] = {one.laddr.ip for one in sockets}
+    return found
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")

@@ -34,7 +34,8 @@ class RunBar:
         self.progress = ipywidgets.IntProgress(min=0, max=1)
         self.place = ipywidgets.HTML()
         self.status = ipywidgets.HTML()
-        self.stop.tooltip = "Stops the step before its next layer; the model stays usable"
+        end = "on all ranks together, before its optimizer" if state.stops_all_ranks else "before its next layer"
+        self.stop.tooltip = f"Stops the step {end}; the model stays usable"
         self.undo = ipywidgets.Button(description="Undo delete", tooltip="Brings back the run that was deleted last")
         self.undo.on_click(lambda _: state.undo_delete())
         for name in ("run", "stop", "progress", "status", "predicts", "verdict", "undo"):

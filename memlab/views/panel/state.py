@@ -390,16 +390,20 @@ class LabState(traitlets.HasTraits):
                     self.progress, self.busy = None, False
             pressed.ended.cancel()
 
+    @property
+    def stops_all_ranks(self) -> bool:
+        """Whether a step is stopped on several ranks, which end it together, before its optimizer."""
+        return self.lab.scenario.layout.world_size > 1 and self.lab.backend.name != "simulated"
+
     def stop(self) -> None:
-        """Ends the running step before its next phase or layer; its row says ``stopped``."""
+        """Ends the running step, as `Lab.stop` does; its row says ``stopped``."""
         with self.lock:
             pressed, self._pressed = self._pressed, None
         if pressed is not None:
             pressed.ended.cancel()
         was_running = self.lab.stop()
-        self._say(
-            "Stopping: the step ends after this layer." if was_running else "Nothing is running: press Run first."
-        )
+        end = "on all ranks together, before its optimizer" if self.stops_all_ranks else "after this layer"
+        self._say(f"Stopping: the step ends {end}." if was_running else "Nothing is running: press Run first.")
 
     def show(self, number: int) -> None:
         """Shows a run in the chart and in the text, and its outcome in `notice`."""

@@ -159,9 +159,10 @@ function listenForClicks(plot, choose, signal) {
   globalThis.addEventListener("pointercancel", () => { press = null; }, { capture: true, signal });
 }
 
-// In a list of choices the arrow keys choose. JupyterLab would go to another cell instead.
+// In a list of choices and on a slider the arrow keys choose. JupyterLab would go to another cell or fold one instead.
 function keepArrowKeys(event) {
-  if (event.target.tagName === "SELECT" && event.key.startsWith("Arrow")) event.stopPropagation();
+  const { target, key } = event;
+  if ((target.tagName === "SELECT" || target.type === "range") && key.startsWith("Arrow")) event.stopPropagation();
 }
 
 function sizeOf(element) {
