@@ -63,8 +63,7 @@ _ALONE = """() => {
     document.body.replaceChildren(chart);
 }"""
 # A corner is cut off if it is outside a part that hides what sticks out.
-_HIDDEN_CORNERS = """() => {
-    const label = document.querySelector('.hoverlayer .legend');
+_HIDDEN_CORNERS = """() => [...document.querySelectorAll('.hoverlayer .hovertext')].flatMap(label => {
     const { left, right, top, bottom } = label.getBoundingClientRect();
     const parts = [];
     for (let part = label.parentElement; part; part = part.parentElement) parts.push(part);
@@ -72,7 +71,7 @@ _HIDDEN_CORNERS = """() => {
         .map(part => [part.getAttribute('class'), part.getBoundingClientRect()])
         .filter(([, box]) => left < box.left - 1 || right > box.right + 1 || top < box.top - 1 || bottom > box.bottom + 1)
         .map(([name, box]) => `${name}: ${left - box.left} ${box.right - right} ${top - box.top} ${box.bottom - bottom}`);
-}"""
+})"""
 
 
 @pytest.fixture(scope="module")
@@ -198,20 +197,22 @@ def test_a_hover_text_is_not_cut_off_wherever_the_mouse_is(page: Page, width: in
     open_chart(page, chart_drawing(run_of_all_categories(number=2), pinned, is_bare=True))
     for across, down in ((0.01, 0.5), (0.99, 0.5), (0.5, 0.02), (0.5, 0.98), (0.5, 0.5)):
         point_at(page, across, down)
-        expect(page.locator(".hoverlayer .legend")).to_contain_text("held throughout")
+        # The shown run's bytes, and the pinned run's.
+        texts = page.locator(".hoverlayer .hovertext").all_text_contents()
+        assert len(texts) == 2 and any("pinned: " in each for each in texts), texts
         assert page.evaluate(_HIDDEN_CORNERS) == [], (across, down)
     page.evaluate(_ALONE)
 
 
 def point_at(page: Page, across: float, down: float) -> None:
     """Moves the mouse from outside to a place in the plot, again if plotly was still busy and labelled nothing."""
-    label = page.locator(".hoverlayer .legend")
+    label = page.locator(".hoverlayer .hovertext")
     for _ in range(10):
         page.mouse.move(*place(page, 1.5))
         expect(label).to_have_count(0)
         page.mouse.move(*place(page, across, down), steps=3)
         with suppress(PageTimeoutError):
-            label.wait_for(timeout=2000)
+            label.first.wait_for(timeout=2000)
             return
 
 

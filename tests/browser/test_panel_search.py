@@ -34,6 +34,7 @@ def test_a_click_on_the_front_sets_the_controls_and_run_takes_them(panel: PanelP
     expect(status).to_contain_text(re.compile(r"\d+ predicted"), timeout=RUN_SECONDS * 1000)
     peak = panel.run()
     assert peak > 0, "the live lab steps while the search goes on"
+    panel.press("search-toggle")  # Run had shown the chart
     expect(status).to_contain_text("are on the front", timeout=2 * RUN_SECONDS * 1000)
     plot = panel.root.locator(".memlab-search-chart .js-plotly-plot")
     expect(plot).to_be_visible()
@@ -49,6 +50,7 @@ def test_a_click_on_the_front_sets_the_controls_and_run_takes_them(panel: PanelP
     expect(panel.part("offload-optimizer", "select")).to_have_value("host")
     panel.run()
     assert panel.notebook.ask(f"lab.records[-1].settings == {found}.points[{number}].settings")
+    panel.press("search-toggle")
     rows = panel.part("search-text", "tbody tr")
     assert [panel.notebook.ask(f"str({found}.front[{number}].settings)") for number in (0, -1)] == [
         row.get_by_role("button").inner_text() for row in (rows.first, rows.last)

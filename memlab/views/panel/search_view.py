@@ -64,23 +64,31 @@ class SearchView:
         self.search.on_click(lambda _: state.start())
         self.alone.on_click(lambda _: state.start(alone=True))
         self.stop.on_click(lambda _: state.stop())
-        state.observe(lambda _: self._show(), names=["is_open", "limit", "limit_source", "busy", "notice"])
+        # Each part of the page is written when its part of the state changes: what the user has just entered has not
+        # reached the state yet, and the progress of a search, which another thread reports, would undo it.
+        state.observe(lambda _: self._show_limit(), names=["limit", "limit_source"])
+        state.observe(lambda _: self._show_section(), names=["is_open"])
+        state.observe(lambda _: self._show_progress(), names=["busy", "notice"])
         state.observe_form(self._show_what)
         state.observe(lambda _: self._show_found(), names=["found"])
-        self._show()
-
-    def _show(self) -> None:
-        state = self.state
-        self.toggle.value = state.is_open
-        self.toggle.description = "Back to the chart" if state.is_open else "Find settings"
-        # Before the section appears: a proposal that reaches the page while the user types joins what is typed.
-        self.limit.value = state.limit
-        self._section.layout.display = None if state.is_open else "none"
-        self._show_what()
-        self.stop.disabled = not state.busy
+        for show in (self._show_limit, self._show_section, self._show_progress):
+            show()
         for part in (self.answer, self.table):
-            part.layout.display = "none" if state.found is None else None
-        self.status.value = f'<div role="status">{html.escape(state.notice, quote=False)}</div>'
+            part.layout.display = "none"
+
+    def _show_limit(self) -> None:
+        self.limit.value = self.state.limit
+        self._show_what()
+
+    def _show_section(self) -> None:
+        is_open = self.state.is_open
+        self.toggle.value = is_open
+        self.toggle.description = "Back to the chart" if is_open else "Find settings"
+        self._section.layout.display = None if is_open else "none"
+
+    def _show_progress(self) -> None:
+        self.stop.disabled = not self.state.busy
+        self.status.value = f'<div role="status">{html.escape(self.state.notice, quote=False)}</div>'
 
     def _show_what(self) -> None:
         source = self.state.limit_source
@@ -108,7 +116,8 @@ class SearchView:
             self._section.children = [self._bar, self.answer, self.chart, self.what, self.table]
         else:
             self.chart.show(drawing)
-        self._show()
+        for part in (self.answer, self.table):
+            part.layout.display = None
         for widget, blocks, points in (
             (self.answer, alone_blocks(found, is_narrow=True), ranked(found))
             if self.state.alone
