@@ -163,6 +163,8 @@ class _Pass:
     """`result`, if the layer itself would keep it."""
     groups: tuple[Any, ...] = ()
     """`RepeatedCalls.next_groups` at its start."""
+    copies_allocated: tuple[bool, ...] = ()
+    """`Calls.allocated` of its forward pass. The roles of its other allocations, which backward frees, depend on it."""
     saved: Saved = field(default_factory=Saved)
     """What it has saved with Megatron's offload manager."""
     calls_from: tuple[int, int] = (0, 0)
@@ -530,7 +532,7 @@ class LayerReplay:
     def _of_backward(self, one: _Pass, *, is_latest: bool) -> tuple[Any, ...]:
         """Returns that part of the key that does not depend on the unit's place."""
         follows_backward = self._refills and self._overlaps and bool(self._retained_by(one.unit))
-        return one.number > 0, is_latest, follows_backward, one.groups
+        return one.number > 0, is_latest, follows_backward, one.groups, one.copies_allocated
 
     def _is_latest(self, one: _Pass) -> bool:
         return not self._overlaps or one.unit.last_pass is one
@@ -573,6 +575,7 @@ class LayerReplay:
             return False
         if known.calls.copies and not self._calls.has_buffers_of(known.calls):
             return False
+        one.copies_allocated = known.calls.allocated
         if self._refills and self._overlaps and not self._replays_throughout(one):
             return False
         # What the last dispatcher of a stage refers to keeps the whole graph: what the stage has received and its
@@ -680,6 +683,7 @@ class LayerReplay:
         if recorded is not None:
             recording, one.roles = recorded
             calls, one.saved = self._calls.forward_since(one.calls_from, _places_of(one.roles))
+            one.copies_allocated = calls.allocated
             of_result = self._meter.allocation_of(result)
             one.output = next((role for role, each in enumerate(one.roles) if each is of_result), -1)
             if one.output >= 0:
