@@ -326,13 +326,17 @@ class Stepper:
         return self._repeatable is not None and self.garbage.is_collected
 
     def set_workload(self, scenario: Scenario) -> None:
-        """Uses another sequence length, micro-batch size or number of micro-batches from the next step on."""
-        self._repeatable = None
-        is_rescheduled = scenario.num_microbatches != self.scenario.num_microbatches
+        """Uses another sequence length, micro-batch size or number of micro-batches from the next step on.
+
+        Megatron's offload manager has learned its groups for the passes of a step, and has host buffers of their shapes.
+        It starts over, and its buffers are freed.
+        """
+        if scenario == self.scenario:
+            return
         self._forget_passes()
         self.scenario = self.live.scenario = scenario
-        if is_rescheduled:
-            self.apply(self.settings)  # Megatron's offload manager has learned its groups for the passes of a step
+        self.apply(self.settings)
+        self.meter.free_cached_pinned_memory()
 
     @contextmanager
     def workload_of_a_pass(self, scenario: Scenario) -> Iterator[None]:
