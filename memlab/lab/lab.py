@@ -514,6 +514,9 @@ class Lab:
     def tap(self, layer: int, *, guarded: bool = True, every: bool = False) -> AbstractContextManager[Tap]:
         """Within the block, keeps one layer's output alive after each forward, as a probe or an auxiliary head does.
 
+        Steps in the block are not steady: each begins with the output that the one before it has left. After them, the
+        first step outside of the block is preceded by a warm-up step.
+
         Args:
             layer: Counted from 0.
             every: Keeps the outputs of all forwards and not only the last checkpointed one, as a program does that

@@ -147,7 +147,7 @@ class Stepper:
     def start_over(self) -> bool:
         """Implements `Lab.start_over`."""
         meter = self.meter
-        if self._as_built is None or self._num_taps or self.transfers.has_fault:
+        if self._as_built is None or self.is_tapped or self.transfers.has_fault:
             return False
         assert isinstance(meter, StorageMeter), "only simulated models are remembered"
         limit_bytes, meter.device_memory_bytes = meter.device_memory_bytes, None  # a step may have exceeded it
@@ -186,7 +186,7 @@ class Stepper:
         former, scenario = self.scenario, replace(self.scenario, state=state, allocator=allocator)
         check_configs(scenario, settings)
         rebuilt = self.what_rebuilds(state, allocator)
-        if rebuilt != "nothing" and (self._num_taps or self.transfers.has_fault):
+        if rebuilt != "nothing" and (self.is_tapped or self.transfers.has_fault):
             raise ValueError(
                 f"a tap or a residency fault is on, and the change to '{state}' rebuilds the {rebuilt}: leave the "
                 "with block of the tap or fault first"
@@ -309,6 +309,11 @@ class Stepper:
         tap.take_off()
         self._num_taps -= 1
         self._remedy.spares_shared = True
+
+    @property
+    def is_tapped(self) -> bool:
+        """Whether a tap is on."""
+        return self._num_taps > 0
 
     def release_garbage(self, *, is_collected: bool = False) -> None:
         """Frees what the previous settings left in reference cycles and in the allocator's cache.
@@ -650,7 +655,7 @@ class Stepper:
             # What a remedy frees, and when, is not known to repeat (`benchmarks/replay.py --first 27` and `38`).
             (self.scenario.architecture.is_moe and self.settings.checkpoint_input_remedy is not None)
             or self.scenario.rows_vary
-            or self._num_taps > 0
+            or self.is_tapped
             or self._needs_real_update()
         )
 
