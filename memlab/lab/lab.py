@@ -521,8 +521,9 @@ class Lab:
             layer: Counted from 0.
             every: Keeps the outputs of all forwards and not only the last checkpointed one, as a program does that
                 appends them to a list: a leak, until the block ends.
-            guarded: False lets ``release_storage`` empty the tapped storage too, as upstream's patch does (verl #7328);
-                `Tap.look` then shows what a probe would have read, without a read.
+            guarded: False lets ``release_storage`` empty the tapped storage too, as upstream's patch does (verl #7328),
+                and also those of other taps in the block; `Tap.look` then shows what a probe would have read, without a
+                read.
 
         Raises:
             ValueError: If there is no such layer.

@@ -87,7 +87,8 @@ class Stepper:
         self._remedy = CheckpointRemedy()
         self.sent_bytes = Counter[str]()
         """What the rank sent in the last step that ended well, by kind of collective."""
-        self._num_taps = 0
+        self._taps: dict[Tap, bool] = {}
+        """Whether each is guarded."""
         self._bookkeeping_seconds = 0.0
         self.replays = replays
         """Whether a simulated step replays passes through equal layers."""
@@ -298,22 +299,25 @@ class Stepper:
         self._offload_watch.misled = False
 
     def tap(self, layer: int, *, guarded: bool, every: bool) -> Tap:
-        """Taps a layer's output; unguarded, ``release_storage`` empties what is tapped too, until `untap`."""
+        """Taps a layer's output, until `untap`.
+
+        While one tap is unguarded, ``release_storage`` empties what any tap keeps.
+        """
         tap = Tap(self.live, layer, every=every)
-        self._remedy.spares_shared = guarded
-        self._num_taps += 1
+        self._taps[tap] = guarded
+        self._remedy.spares_shared = all(self._taps.values())
         return tap
 
     def untap(self, tap: Tap) -> None:
         """Ends a tap."""
         tap.take_off()
-        self._num_taps -= 1
-        self._remedy.spares_shared = True
+        del self._taps[tap]
+        self._remedy.spares_shared = all(self._taps.values())
 
     @property
     def is_tapped(self) -> bool:
         """Whether a tap is on."""
-        return self._num_taps > 0
+        return bool(self._taps)
 
     def release_garbage(self, *, is_collected: bool = False) -> None:
         """Frees what the previous settings left in reference cycles and in the allocator's cache.

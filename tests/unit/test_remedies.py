@@ -128,6 +128,21 @@ def test_unguarded_the_remedy_leaves_a_tap_with_an_empty_storage_and_a_clean_rec
     assert (intact.is_dangling, intact.storage_bytes) == (False, 128 * 128 * 2)
 
 
+def test_a_guarded_tap_inside_an_unguarded_one_does_not_guard_it(open_lab: Callable[..., Lab]) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    with lab.tap(0, guarded=False) as tap:
+        with lab.tap(1):
+            pass
+        lab.step(remedied("release_storage"))
+        tapped = tap.look()
+        with lab.tap(0) as inner:
+            lab.step()
+            inside = inner.look()
+    assert tapped is not None and inside is not None
+    assert (tapped.storage_bytes, inside.storage_bytes) == (0, 0)
+    assert lab._stepper._remedy.spares_shared
+
+
 def test_steps_under_a_tap_are_not_steady_and_a_warm_up_follows_them(open_lab: Callable[..., Lab]) -> None:
     lab = open_lab("phi-4-tiny")
     before = lab.step()
