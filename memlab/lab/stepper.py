@@ -86,14 +86,14 @@ class Stepper:
         self._offload_watch = OffloadWatch()
         self._remedy = CheckpointRemedy()
         self.sent_bytes = Counter[str]()
-        """What the rank sent in the last step that ended well, by kind of collective."""
+        """What the rank sent in the last step or pass, also one that ended early, by kind of collective."""
         self._taps: dict[Tap, bool] = {}
         """Whether each is guarded."""
         self._bookkeeping_seconds = 0.0
         self.replays = replays
         """Whether a simulated step replays passes through equal layers."""
         self._has_stopped_replay = False
-        """Whether a pass was replayed whose backward was not known: all are stepped until the model starts over."""
+        """Whether a pass was replayed whose backward was not known: all are stepped until the model is as new."""
         self._replay: LayerReplay | None = None
         self._update: UpdateReplay | None = None
         self._as_built: AsBuilt | None = None
@@ -134,6 +134,7 @@ class Stepper:
         self.live = live
         self._as_built = None
         self._repeatable = None
+        self._resume_replay()
         data_parallel_overlap.connect(live)
         self.labels.attach(live.working_modules())
         if self.replays and isinstance(self.meter, SimulatedMeter):
@@ -167,11 +168,14 @@ class Stepper:
             if limit_bytes is not None:
                 meter.device_memory_bytes = limit_bytes
         self._follows_full_recompute = False
-        if self._has_stopped_replay and self._replay is not None:
-            self._replay.forget()
-            self.replays, self._has_stopped_replay = True, False
+        self._resume_replay()
         self.num_steps = 0
         return True
+
+    def _resume_replay(self) -> None:
+        """Lets steps be replayed again, if an error had stopped that: the model is as new."""
+        if self._has_stopped_replay:
+            self.replays, self._has_stopped_replay = True, False
 
     def change_state(self, state: TrainingState, allocator: AllocatorSettings, settings: MemorySettings) -> StateChange:
         """Changes the training state and the settings, and rebuilds what reads the state only when it is built.
