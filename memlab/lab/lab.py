@@ -204,7 +204,8 @@ class Lab:
         Returns:
             Whether that was possible. It is not on another backend, with a CPU optimizer, after a change of the
             training state that rebuilt something, within the block of a `tap` or `residency_fault`, and where steps
-            leave what memlab does not free, as in FP8. Its settings may be plain then.
+            leave what memlab does not free, as in FP8. In this last case its settings are plain, and Adam's state and
+            the graphs that layers retained are freed; in the others, the model is as it was.
 
         Raises:
             ValueError: If the lab is busy or closed, or has ranks in other processes.

@@ -341,8 +341,8 @@ class Stepper:
     def set_workload(self, scenario: Scenario) -> None:
         """Uses another sequence length, micro-batch size or number of micro-batches from the next step on.
 
-        Megatron's offload manager has learned its groups for the passes of a step, and has host buffers of their shapes.
-        It starts over, and its buffers are freed.
+        Megatron's offload manager has learned its groups for the passes of a step, and has host buffers of their
+        shapes. It starts over, and its buffers are freed.
         """
         if scenario == self.scenario:
             return

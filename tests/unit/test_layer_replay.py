@@ -141,7 +141,7 @@ def test_what_backward_frees_is_known_apart_for_passes_that_allocated_their_host
         with Lab(architecture, num_layers=8, seq_length=64, backend="simulated", replay=replay) as lab:
             session: Any = lab._session
             lab.step(_ALL_ATTENTION)
-            session.run_exclusive(lambda: PipelineOffloadManager.get_instance().cpu_tensor_pool.clear())
+            session.run_exclusive(PipelineOffloadManager.get_instance().cpu_tensor_pool.clear)
             records[replay] = [lab.step(), lab.step()]
             assert bool(session.stepper.num_replayed) == replay
     for one, other in zip(records[False], records[True], strict=True):
