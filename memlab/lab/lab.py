@@ -219,7 +219,10 @@ class Lab:
         micro_batch_size: int | None = None,
         num_microbatches: int | None = None,
     ) -> None:
-        """Changes what the next step trains on; the model stays as it is.
+        """Changes what the next step trains on; the model stays as it is, and Megatron's offload manager starts over.
+
+        The next step allocates what it would in a lab that was opened with this workload. Only the rotary angles of
+        earlier sequence lengths stay, as Megatron keeps them.
 
         Args:
             seq_length: Tokens in a sequence, or in a row of packed sequences, which keep their length; None keeps
