@@ -138,7 +138,7 @@ def test_what_backward_frees_is_known_apart_for_passes_that_allocated_their_host
     """A pass that finds the manager's pool empty allocates its buffers: they are further storages of that pass."""
     records: dict[bool, list[StepRecord]] = {}
     for replay in (False, True):
-        with Lab(architecture, num_layers=8, seq_length=64, backend="simulated", replay=replay) as lab:
+        with Lab(architecture, num_layers=6, seq_length=64, backend="simulated", replay=replay) as lab:
             session: Any = lab._session
             lab.step(_ALL_ATTENTION)
             session.run_exclusive(PipelineOffloadManager.get_instance().cpu_tensor_pool.clear)
