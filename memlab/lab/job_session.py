@@ -66,6 +66,7 @@ class JobSession:
         self.records: list[StepRecord] = []
         self.state_changes: list[StateChange] = []
         self.num_steps = 0
+        """Steps taken up to the last record, including warm-up steps, since the job was built or built again."""
         # Packed sequences stay as long as in the first workload. Without packing, its rows say nothing, and may break a
         # rule of another training state.
         packed = scenario.packed_sequences
@@ -276,10 +277,10 @@ class JobSession:
                 if not isinstance(error, RankFailed):
                     self.settings = former  # all ranks have refused them
                 raise
-        self.num_steps += 1
+        record = JobRecord.of(records)
+        self.num_steps = record.step_index + 1
         if failed:
             raise failed[0]
-        record = JobRecord.of(records)
         self.records.append(record)
         return record
 

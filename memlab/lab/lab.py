@@ -204,7 +204,8 @@ class Lab:
         Returns:
             Whether that was possible. It is not on another backend, with a CPU optimizer, after a change of the
             training state that rebuilt something, within the block of a `tap` or `residency_fault`, and where steps
-            leave what memlab does not free, as in FP8. Its settings may be plain then.
+            leave what memlab does not free, as in FP8. In this last case its settings are plain, and Adam's state and
+            the graphs that layers retained are freed; in the others, the model is as it was.
 
         Raises:
             ValueError: If the lab is busy or closed, or has ranks in other processes.
@@ -218,7 +219,10 @@ class Lab:
         micro_batch_size: int | None = None,
         num_microbatches: int | None = None,
     ) -> None:
-        """Changes what the next step trains on; the model stays as it is.
+        """Changes what the next step trains on; the model stays as it is, and Megatron's offload manager starts over.
+
+        The next step allocates what it would in a lab that was opened with this workload. Only the rotary angles of
+        earlier sequence lengths stay, as Megatron keeps them.
 
         Args:
             seq_length: Tokens in a sequence, or in a row of packed sequences, which keep their length; None keeps
@@ -514,12 +518,16 @@ class Lab:
     def tap(self, layer: int, *, guarded: bool = True, every: bool = False) -> AbstractContextManager[Tap]:
         """Within the block, keeps one layer's output alive after each forward, as a probe or an auxiliary head does.
 
+        Steps in the block are not steady: each begins with the output that the one before it has left. After them, the
+        first step outside of the block is preceded by a warm-up step.
+
         Args:
             layer: Counted from 0.
             every: Keeps the outputs of all forwards and not only the last checkpointed one, as a program does that
                 appends them to a list: a leak, until the block ends.
-            guarded: False lets ``release_storage`` empty the tapped storage too, as upstream's patch does (verl #7328);
-                `Tap.look` then shows what a probe would have read, without a read.
+            guarded: False lets ``release_storage`` empty the tapped storage too, as upstream's patch does (verl #7328),
+                and also those of other taps in the block; `Tap.look` then shows what a probe would have read, without a
+                read.
 
         Raises:
             ValueError: If there is no such layer.

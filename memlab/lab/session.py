@@ -42,6 +42,10 @@ class Session:
         self.records: list[StepRecord] = []
         self.state_changes: list[StateChange] = []
         self._is_steady = False
+        self._follows_tapped_step = False
+        """Whether the last step was taken in the block of a tap: it may have left something else."""
+        self._is_next_misled = False
+        """Whether a forward-only pass has told the offload manager of groups: the next step may offload others."""
         self._stop = threading.Event()
 
     @property
@@ -90,7 +94,7 @@ class Session:
     @property
     def is_steady(self) -> bool:
         """Whether a step has been taken under the current settings, so that the next one equals all that follow."""
-        return self._is_steady
+        return self._is_steady and (self.stepper.is_tapped or not self._follows_tapped_step)
 
     def run_exclusive(self, job: Callable[[], _Result], *, disturbs: bool = False) -> _Result:
         """Runs a job on the worker and waits for it; a job that disturbs makes the next step take a warm-up first.
@@ -195,15 +199,20 @@ class Session:
             self._apply_if_changed(requested)
             is_other = scenario != self.stepper.scenario
             monitor = StepMonitor(self.stepper.labels, scenario, 2 if warm_up else 1, self._stops, None)
-            is_steady, self._is_steady = self._is_steady and not is_other, False
+            is_steady, self._is_steady = self.is_steady and not is_other, False
+            bytes_before = self.stepper.meter.live_bytes()
+            self._is_next_misled |= not suspend_offload and requested.offload_modules is not None
             with self.stepper.workload_of_a_pass(scenario):
                 if warm_up:
                     self.stepper.release_garbage()
                     record = self.stepper.step(monitor, forward_only=True, suspend_offload=suspend_offload)
                 if not warm_up or record.status == "ok":
                     record = self.stepper.step(monitor, forward_only=True, suspend_offload=suspend_offload)
-            self._is_steady = is_steady and record.status == "ok"
-            record = name_smaller_loss(replace(record, is_steady=warm_up and record.status == "ok"))
+            is_ok = record.status == "ok"
+            # The pass may have freed what the checkpoints of an MoE model retain.
+            self._is_steady = is_steady and is_ok and self.stepper.meter.live_bytes() == bytes_before
+            record = replace(record, is_steady=warm_up and is_ok and not self.stepper.is_tapped)
+            record = name_smaller_loss(record)
             self.records.append(record)
             return record
 
@@ -280,10 +289,10 @@ class Session:
         stepper = self.stepper
         is_collected = stepper.is_collected
         self._apply_if_changed(settings)
-        is_repeated = warm_up or self._is_steady
-        warms_up = warm_up and not self._is_steady
+        warms_up = warm_up and not self.is_steady
+        is_repeated = warms_up or (self.is_steady and not self._is_next_misled)
         monitor = StepMonitor(stepper.labels, stepper.scenario, 2 if warms_up else 1, self._stops, on_progress)
-        self._is_steady = False
+        self._is_steady = self._is_next_misled = False
         if warms_up:
             stepper.release_garbage(is_collected=is_collected)
         with stepper.garbage.kept_young():
@@ -295,6 +304,8 @@ class Session:
             if not warms_up or record.status == "ok":
                 record = stepper.step(monitor)
         self._is_steady = record.status == "ok"
-        record = judge(replace(record, is_steady=is_repeated and self._is_steady), self.records)
+        self._follows_tapped_step = stepper.is_tapped
+        is_repeated &= self._is_steady and not stepper.is_tapped
+        record = judge(replace(record, is_steady=is_repeated), self.records)
         self.records.append(record)
         return record

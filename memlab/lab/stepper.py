@@ -86,13 +86,14 @@ class Stepper:
         self._offload_watch = OffloadWatch()
         self._remedy = CheckpointRemedy()
         self.sent_bytes = Counter[str]()
-        """What the rank sent in the last step that ended well, by kind of collective."""
-        self._num_taps = 0
+        """What the rank sent in the last step or pass, also one that ended early, by kind of collective."""
+        self._taps: dict[Tap, bool] = {}
+        """Whether each is guarded."""
         self._bookkeeping_seconds = 0.0
         self.replays = replays
         """Whether a simulated step replays passes through equal layers."""
         self._has_stopped_replay = False
-        """Whether a pass was replayed whose backward was not known: all are stepped until the model starts over."""
+        """Whether a pass was replayed whose backward was not known: all are stepped until the model is as new."""
         self._replay: LayerReplay | None = None
         self._update: UpdateReplay | None = None
         self._as_built: AsBuilt | None = None
@@ -133,6 +134,7 @@ class Stepper:
         self.live = live
         self._as_built = None
         self._repeatable = None
+        self._resume_replay()
         data_parallel_overlap.connect(live)
         self.labels.attach(live.working_modules())
         if self.replays and isinstance(self.meter, SimulatedMeter):
@@ -147,7 +149,7 @@ class Stepper:
     def start_over(self) -> bool:
         """Implements `Lab.start_over`."""
         meter = self.meter
-        if self._as_built is None or self._num_taps or self.transfers.has_fault:
+        if self._as_built is None or self.is_tapped or self.transfers.has_fault:
             return False
         assert isinstance(meter, StorageMeter), "only simulated models are remembered"
         limit_bytes, meter.device_memory_bytes = meter.device_memory_bytes, None  # a step may have exceeded it
@@ -166,11 +168,14 @@ class Stepper:
             if limit_bytes is not None:
                 meter.device_memory_bytes = limit_bytes
         self._follows_full_recompute = False
-        if self._has_stopped_replay and self._replay is not None:
-            self._replay.forget()
-            self.replays, self._has_stopped_replay = True, False
+        self._resume_replay()
         self.num_steps = 0
         return True
+
+    def _resume_replay(self) -> None:
+        """Lets steps be replayed again, if an error had stopped that: the model is as new."""
+        if self._has_stopped_replay:
+            self.replays, self._has_stopped_replay = True, False
 
     def change_state(self, state: TrainingState, allocator: AllocatorSettings, settings: MemorySettings) -> StateChange:
         """Changes the training state and the settings, and rebuilds what reads the state only when it is built.
@@ -186,7 +191,7 @@ class Stepper:
         former, scenario = self.scenario, replace(self.scenario, state=state, allocator=allocator)
         check_configs(scenario, settings)
         rebuilt = self.what_rebuilds(state, allocator)
-        if rebuilt != "nothing" and (self._num_taps or self.transfers.has_fault):
+        if rebuilt != "nothing" and (self.is_tapped or self.transfers.has_fault):
             raise ValueError(
                 f"a tap or a residency fault is on, and the change to '{state}' rebuilds the {rebuilt}: leave the "
                 "with block of the tap or fault first"
@@ -298,17 +303,25 @@ class Stepper:
         self._offload_watch.misled = False
 
     def tap(self, layer: int, *, guarded: bool, every: bool) -> Tap:
-        """Taps a layer's output; unguarded, ``release_storage`` empties what is tapped too, until `untap`."""
+        """Taps a layer's output, until `untap`.
+
+        While one tap is unguarded, ``release_storage`` empties what any tap keeps.
+        """
         tap = Tap(self.live, layer, every=every)
-        self._remedy.spares_shared = guarded
-        self._num_taps += 1
+        self._taps[tap] = guarded
+        self._remedy.spares_shared = all(self._taps.values())
         return tap
 
     def untap(self, tap: Tap) -> None:
         """Ends a tap."""
         tap.take_off()
-        self._num_taps -= 1
-        self._remedy.spares_shared = True
+        del self._taps[tap]
+        self._remedy.spares_shared = all(self._taps.values())
+
+    @property
+    def is_tapped(self) -> bool:
+        """Whether a tap is on."""
+        return bool(self._taps)
 
     def release_garbage(self, *, is_collected: bool = False) -> None:
         """Frees what the previous settings left in reference cycles and in the allocator's cache.
@@ -326,13 +339,17 @@ class Stepper:
         return self._repeatable is not None and self.garbage.is_collected
 
     def set_workload(self, scenario: Scenario) -> None:
-        """Uses another sequence length, micro-batch size or number of micro-batches from the next step on."""
-        self._repeatable = None
-        is_rescheduled = scenario.num_microbatches != self.scenario.num_microbatches
+        """Uses another sequence length, micro-batch size or number of micro-batches from the next step on.
+
+        Megatron's offload manager has learned its groups for the passes of a step, and has host buffers of their
+        shapes. It starts over, and its buffers are freed.
+        """
+        if scenario == self.scenario:
+            return
         self._forget_passes()
         self.scenario = self.live.scenario = scenario
-        if is_rescheduled:
-            self.apply(self.settings)  # Megatron's offload manager has learned its groups for the passes of a step
+        self.apply(self.settings)
+        self.meter.free_cached_pinned_memory()
 
     @contextmanager
     def workload_of_a_pass(self, scenario: Scenario) -> Iterator[None]:
@@ -646,7 +663,7 @@ class Stepper:
             # What a remedy frees, and when, is not known to repeat (`benchmarks/replay.py --first 27` and `38`).
             (self.scenario.architecture.is_moe and self.settings.checkpoint_input_remedy is not None)
             or self.scenario.rows_vary
-            or self._num_taps > 0
+            or self.is_tapped
             or self._needs_real_update()
         )
 

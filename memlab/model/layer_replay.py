@@ -16,8 +16,8 @@ follows it. A pass is replayed only if
   unit's earlier pass left allocated, what the backward pass before it has copied back from the host, or the host copies
   of the layers before it.
 
-On a pipeline stage, an MoE layer that is recomputed in the backward pass of one micro-batch frees what the layer's pass
-before it, the forward or the backward pass of another micro-batch, has left to its token dispatcher. While several
+On a pipeline stage, a recomputed MoE layer frees, in the backward pass of one micro-batch, what its token dispatcher
+still holds from the pass before it. That pass, forward or backward, belongs to another micro-batch. While several
 passes are in flight there, such a unit is replayed or stepped for a whole step.
 
 Otherwise it is stepped. What autograd's graph keeps (random states of checkpoints) is freed with the stand-in's node.
@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core import tensor_parallel
 
 from memlab.meter import collectives
 from memlab.meter.allocations import Allocation
@@ -68,8 +68,9 @@ _HOST, _BACKWARD = POOLS.index("host"), PHASES.index("backward")
 _LAYER = re.compile(r"^decoder\.layers\.\d+")
 _Spec = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _MOST_UNOPENED = 2
-"""Layers of a checkpoint that is a unit as a whole. In a larger one the layers are: recompute steps the first layer of
-each checkpoint, for its input is the result of no node, but of the others only some of the first checkpoint."""
+"""Layers of a checkpoint that is a unit as a whole. In a larger checkpoint, each layer is a unit. Its recompute steps
+the first layer of every checkpoint, because that layer's input is the result of no node. Of the other layers, it steps
+only some in the checkpoints that backward reaches first."""
 _KEPT = "memlab_kept"
 """Attribute of a stand-in of a token dispatcher: stand-ins of what its graph would keep."""
 
@@ -163,6 +164,8 @@ class _Pass:
     """`result`, if the layer itself would keep it."""
     groups: tuple[Any, ...] = ()
     """`RepeatedCalls.next_groups` at its start."""
+    copies_allocated: tuple[bool, ...] = ()
+    """`Calls.allocated` of its forward pass. The roles of its other allocations, which backward frees, depend on it."""
     saved: Saved = field(default_factory=Saved)
     """What it has saved with Megatron's offload manager."""
     calls_from: tuple[int, int] = (0, 0)
@@ -278,13 +281,13 @@ class LayerReplay:
             unit.is_replayed = False
             self._drop_freed(unit)  # by what is no step
         originals = [(layer, layer.forward) for layer in self._live.layers]
-        checkpoint = torch_checkpoint()
+        checkpoint = self._checkpoint(tensor_parallel.checkpoint)
         try:
             for layer, forward in originals:
                 layer.forward = self._layer_forward(layer, forward)
             num_passes = len(self._live.layers) + self._num_recomputed
             noting = self._calls.noting(num_passes) if offloads else nullcontext()
-            with patched({"megatron.core.tensor_parallel.checkpoint": self._checkpoint(checkpoint)}), noting:
+            with patched({"megatron.core.tensor_parallel.checkpoint": checkpoint}), noting:
                 yield
             for unit in self._units.values():
                 self._retain_result(unit)
@@ -530,7 +533,7 @@ class LayerReplay:
     def _of_backward(self, one: _Pass, *, is_latest: bool) -> tuple[Any, ...]:
         """Returns that part of the key that does not depend on the unit's place."""
         follows_backward = self._refills and self._overlaps and bool(self._retained_by(one.unit))
-        return one.number > 0, is_latest, follows_backward, one.groups
+        return one.number > 0, is_latest, follows_backward, one.groups, one.copies_allocated
 
     def _is_latest(self, one: _Pass) -> bool:
         return not self._overlaps or one.unit.last_pass is one
@@ -573,6 +576,7 @@ class LayerReplay:
             return False
         if known.calls.copies and not self._calls.has_buffers_of(known.calls):
             return False
+        one.copies_allocated = known.calls.allocated
         if self._refills and self._overlaps and not self._replays_throughout(one):
             return False
         # What the last dispatcher of a stage refers to keeps the whole graph: what the stage has received and its
@@ -680,6 +684,7 @@ class LayerReplay:
         if recorded is not None:
             recording, one.roles = recorded
             calls, one.saved = self._calls.forward_since(one.calls_from, _places_of(one.roles))
+            one.copies_allocated = calls.allocated
             of_result = self._meter.allocation_of(result)
             one.output = next((role for role, each in enumerate(one.roles) if each is of_result), -1)
             if one.output >= 0:
@@ -1174,7 +1179,7 @@ class _StandIn(torch.autograd.Function):
         ctx.given = given if one.saves_input else None  # as the layer saves it for backward
         ctx.end = replay.at_end_of_graph(one)
         # Tensors of the tracker, which the embedding replaces, and not copies: no pass through a layer allocates them.
-        ctx.random_states = get_cuda_rng_tracker().get_states() if known.has_checkpoint else None
+        ctx.random_states = tensor_parallel.get_cuda_rng_tracker().get_states() if known.has_checkpoint else None
         return replay.forward_of(one, known)
 
     @staticmethod
@@ -1182,14 +1187,6 @@ class _StandIn(torch.autograd.Function):
         result = ctx.replay.backward_of(ctx.one, gradient)
         del ctx.given
         return result, None, None, None
-
-
-def torch_checkpoint() -> Callable[..., Any]:
-    """Returns Megatron's checkpoint as it is now."""
-    from megatron.core import tensor_parallel
-
-    checkpoint: Callable[..., Any] = tensor_parallel.checkpoint
-    return checkpoint
 
 
 def _tensors_of_leaves(root: Any) -> Iterator[torch.Tensor]:

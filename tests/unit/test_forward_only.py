@@ -72,6 +72,30 @@ def test_a_pass_is_steady_after_its_warm_up_and_does_not_replace_that_of_a_step(
     assert not lab.step(warm_up=False).is_steady
 
 
+def test_after_a_pass_that_frees_what_checkpoints_retain_a_step_warms_up_again(open_lab: Callable[..., Lab]) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    expected = lab.step(FULL)
+    lab.forward_only()
+    after = lab.step()
+    assert (after.is_steady, after.static_bytes) == (True, expected.static_bytes)
+    lab.forward_only()
+    assert not lab.step(warm_up=False).is_steady
+
+
+def test_a_step_after_a_pass_that_was_not_suspended_is_not_steady_and_takes_no_warm_up(
+    open_lab: Callable[..., Lab],
+) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    before = lab.step(THREE)
+    lab.forward_only(suspend_offload=False)
+    after, later = lab.step(), lab.step()
+    assert [record.is_steady for record in (before, after, later)] == [True, False, True]
+    assert [record.step_index - before.step_index for record in (after, later)] == [2, 3]
+    lab.step(MemorySettings())
+    lab.forward_only(suspend_offload=False)  # nothing is offloaded
+    assert lab.step().is_steady
+
+
 def test_a_warm_up_that_does_not_fit_is_the_record(open_lab: Callable[..., Lab]) -> None:
     lab = open_lab("qwen3-moe-tiny")
     lab.device_memory_bytes = lab.forward_only().peak_allocated_bytes - 1

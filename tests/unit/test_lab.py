@@ -528,6 +528,35 @@ def test_another_number_of_micro_batches_offloads_like_a_lab_that_began_with_it(
         assert seen.peak_allocated_bytes == anew.peak_allocated_bytes
 
 
+@pytest.mark.parametrize("settings", [MemorySettings(), offload("core_attn")], ids=str)
+@pytest.mark.parametrize(
+    ("backend", "architecture"), [("cpu", "phi-4-tiny"), ("cpu", "qwen3-moe-tiny"), ("simulated", "qwen3-moe-tiny")]
+)
+def test_the_step_after_a_change_of_workload_is_that_of_a_lab_that_began_with_it(
+    backend: str, architecture: str, settings: MemorySettings
+) -> None:
+    model: dict[str, Any] = {"num_layers": 2, "seq_length": 32, "backend": backend}
+    with Lab(architecture, **model, micro_batch_size=4) as lab:
+        lab.step(settings)
+        lab.set_workload(micro_batch_size=1)
+        changed = lab.step()
+        lab.set_workload(micro_batch_size=1)  # changes nothing
+        again = lab.step(warm_up=False)
+    with Lab(architecture, **model) as lab:
+        new = lab.step(settings)
+    assert bool(new.offloaded_bytes_by_module) == bool(settings.offload_modules)
+    for record in (changed, again):
+        assert record.is_steady
+        assert _bytes_of(record) == _bytes_of(new)
+
+
+def _bytes_of(record: StepRecord) -> dict[str, Any]:
+    """Returns all that a record counts in bytes, but what the allocator reserves: that depends on earlier steps."""
+    names = [name for name in dir(record) if "bytes" in name or name.startswith("peak_by")]
+    values = {name: getattr(record, name) for name in names if "reserved" not in name or name.startswith("host")}
+    return {name: value for name, value in values.items() if not callable(value)}
+
+
 def test_a_progress_callback_that_asks_a_closing_lab_is_refused_and_the_lab_closes(
     open_lab: Callable[..., Any],
 ) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 
 from memlab import Lab, Layout, MemorySettings, TrainingState
 from memlab.lab.progress import StepStopped
@@ -128,6 +129,21 @@ def test_layers_that_offload_activations_are_replayed(
                 stepper: Any = lab._session.stepper  # type: ignore[union-attr]
                 assert bool(stepper.num_replayed) == replay
     assert any(record.offloaded_bytes_by_module for record in records[True])
+    for one, other in zip(records[False], records[True], strict=True):
+        require_identical(one, other)
+
+
+@pytest.mark.parametrize("architecture", ["phi-4-tiny", "qwen3-moe-tiny"])
+def test_what_backward_frees_is_known_apart_for_passes_that_allocated_their_host_buffers(architecture: str) -> None:
+    """A pass that finds the manager's pool empty allocates its buffers: they are further storages of that pass."""
+    records: dict[bool, list[StepRecord]] = {}
+    for replay in (False, True):
+        with Lab(architecture, num_layers=6, seq_length=64, backend="simulated", replay=replay) as lab:
+            session: Any = lab._session
+            lab.step(_ALL_ATTENTION)
+            session.run_exclusive(PipelineOffloadManager.get_instance().cpu_tensor_pool.clear)
+            records[replay] = [lab.step(), lab.step()]
+            assert bool(session.stepper.num_replayed) == replay
     for one, other in zip(records[False], records[True], strict=True):
         require_identical(one, other)
 

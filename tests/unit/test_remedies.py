@@ -128,6 +128,33 @@ def test_unguarded_the_remedy_leaves_a_tap_with_an_empty_storage_and_a_clean_rec
     assert (intact.is_dangling, intact.storage_bytes) == (False, 128 * 128 * 2)
 
 
+def test_a_guarded_tap_inside_an_unguarded_one_does_not_guard_it(open_lab: Callable[..., Lab]) -> None:
+    lab = open_lab("qwen3-moe-tiny")
+    with lab.tap(0, guarded=False) as tap:
+        with lab.tap(1):
+            pass
+        lab.step(remedied("release_storage"))
+        tapped = tap.look()
+        with lab.tap(0) as inner:
+            lab.step()
+            inside = inner.look()
+    assert tapped is not None and inside is not None
+    assert (tapped.storage_bytes, inside.storage_bytes) == (0, 0)
+    assert lab._stepper._remedy.spares_shared
+
+
+def test_steps_under_a_tap_are_not_steady_and_a_warm_up_follows_them(open_lab: Callable[..., Lab]) -> None:
+    lab = open_lab("phi-4-tiny")
+    before = lab.step()
+    with lab.tap(0, every=True):
+        tapped = [lab.step() for _ in range(2)]
+    after = lab.step()
+    assert [record.is_steady for record in (before, *tapped, after)] == [True, False, False, True]
+    assert before.static_bytes == tapped[0].static_bytes < tapped[1].static_bytes
+    assert after.static_bytes == before.static_bytes
+    assert [record.step_index - before.step_index for record in (*tapped, after)] == [1, 2, 4]
+
+
 def test_a_remedy_without_a_checkpointed_moe_layer_says_so_and_does_nothing(open_lab: Callable[..., Lab]) -> None:
     for architecture, settings in (("qwen3-moe-tiny", recompute("core_attn")), ("phi-4-tiny", FULL)):
         lab = open_lab(architecture)

@@ -162,5 +162,18 @@ def test_a_lab_that_could_not_replay_a_step_replays_again_after_it_starts_over(m
         assert stepper.num_replayed
 
 
+def test_a_lab_that_could_not_replay_a_step_replays_again_with_a_new_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Lab("phi-4-tiny", num_layers=6, seq_length=32, backend="simulated") as lab:
+        stepper: Any = lab._session.stepper  # type: ignore[union-attr]
+        lab.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(LayerReplay, "backward_of", _is_not_known)
+            lab.step(FULL)
+        assert not stepper.replays
+        assert lab.set_state(TrainingState(grad_reduce_in_bf16=True)).rebuilt == "model"
+        lab.step()
+        assert stepper.num_replayed
+
+
 def _is_not_known(*_: Any) -> Any:
     raise NotReplayableError("the backward is not known")

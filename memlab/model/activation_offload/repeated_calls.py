@@ -37,6 +37,11 @@ class Calls:
     """For each tensor that was copied to the host or back: the role of the copy in the pass's recording, -1 if the pass
     did not allocate it; and its shape and dtype."""
 
+    @property
+    def allocated(self) -> tuple[bool, ...]:
+        """For each copy, whether the pass allocated it; it may have taken a buffer of the manager instead."""
+        return tuple(role >= 0 for role, _ in self.copies)
+
 
 @dataclass(slots=True)
 class Saved:
