@@ -15,6 +15,7 @@ from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.layout import Layout
 from memlab.config.model_restrictions import check_on_model, without_effect
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.fitting.estimate import StepEstimate, offloaded_bytes, recomputed_bytes
 from memlab.fitting.out_of_memory_verdict import judge
 from memlab.fitting.suggestions import suggestions
@@ -181,6 +182,25 @@ def test_a_measured_setting_goes_first_and_the_cheaper_of_two() -> None:
     moved = fitted(offload("expert_fc1"), offloaded_bytes_by_module={"expert_fc1": GIB}, **fits)
     judged = verdict_of(refused(), [*records, moved])
     assert judged.suggestion is not None and judged.suggestion.settings == moved.settings, "it recomputes nothing"
+
+
+@pytest.mark.parametrize(
+    ("state", "allocator", "without_limit"),
+    [
+        (TrainingState(overlap_grad_reduce=True), AllocatorSettings(), ["overlap_grad_reduce"]),
+        (TrainingState(), AllocatorSettings(garbage_collection_threshold=0.5), ["garbage_collection_threshold"]),
+    ],
+)
+def test_a_measured_setting_is_suggested_though_an_option_of_state_or_allocator_has_no_effect(
+    state: TrainingState, allocator: AllocatorSettings, without_limit: list[str]
+) -> None:
+    with Lab("phi-4-tiny", num_layers=4, state=state, allocator=allocator, backend="simulated") as lab:
+        plain, full = lab.step(), lab.step(FULL)
+        assert [*plain.without_effect] == [*full.without_effect] == without_limit
+        lab.device_memory_bytes = (plain.peak_allocated_bytes + full.peak_allocated_bytes) // 2
+        failed = lab.step(MemorySettings())
+        assert failed.out_of_memory is not None and failed.out_of_memory.suggestion is not None
+        assert (failed.out_of_memory.suggestion.settings, failed.out_of_memory.suggestion.source) == (FULL, "measured")
 
 
 def test_foreign_bytes_count_on_top_of_what_was_measured() -> None:
