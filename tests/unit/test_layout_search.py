@@ -21,6 +21,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.fitting.layouts import (
+    FittingLayout,
     Known,
     LayoutSearchInterrupted,
     Step,
@@ -196,6 +197,18 @@ def test_steps_that_are_predicted_ahead_are_asked_for_and_change_nothing() -> No
     found = search_layouts(job, {}, PLAIN, 70 * GIB, predict, counted, look_ahead=likely.append)
     assert found == search_layouts(job, {}, PLAIN, 70 * GIB, predicted_by_size, counted)
     assert len(ahead.keys() & asked) > len(ahead) / 2
+
+
+def test_each_layout_is_reported_with_how_many_may_follow_and_the_last_one_with_none() -> None:
+    job = Scenario.of("qwen3-30b-a3b", layout=Layout(data_parallel_size=16))
+    reported: list[int] = []
+
+    def report(tried: Scenario, found: FittingLayout | None, num_left: int) -> None:
+        reported.append(num_left)
+
+    search_layouts(job, {}, PLAIN, 70 * GIB, predicted_by_size, counted, on_layout=report)
+    follow = range(len(reported) - 1, -1, -1)
+    assert all(at_most >= number for at_most, number in zip(reported, follow, strict=True)) and reported[-1] == 0
 
 
 def test_ctrl_c_keeps_the_layouts_that_were_found() -> None:
