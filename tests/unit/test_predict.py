@@ -264,7 +264,9 @@ def test_an_alternative_that_runs_out_of_memory_does_not_fit_though_its_partial_
     tight = GIB // 2 + OUTSIDE_BYTES
 
     def alternatives(**other: Any) -> tuple[Alternative, ...]:
-        steps = AnsweredSteps(lambda settings: replace(plain, settings=settings, peak_allocated_bytes=GIB // 2, **other))
+        steps = AnsweredSteps(
+            lambda settings: replace(plain, settings=settings, peak_allocated_bytes=GIB // 2, **other)
+        )
         return judge_fit(plain, steps, tight).alternatives
 
     assert alternatives() != () and alternatives(status="out_of_memory") == ()
