@@ -21,7 +21,7 @@ from typing import Any
 from memlab.backends.simulated import predicting
 from memlab.config.scenario import Scenario, routed_by_chance
 from memlab.config.settings import MemorySettings
-from memlab.lab.environment import variables_that_import_memlab
+from memlab.import_path import variables_that_import_memlab
 from memlab.lab.search_steps import NO_GPU, SimulatedSteps, stepping
 from memlab.ranks.process_log import ProcessLog
 from memlab.record.step_record import StepRecord

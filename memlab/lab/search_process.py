@@ -22,7 +22,7 @@ from pathlib import Path
 from memlab.config.scenario import Scenario, routed_by_chance
 from memlab.config.settings import MemorySettings
 from memlab.fitting.pareto_front import SearchResult
-from memlab.lab.environment import variables_that_import_memlab
+from memlab.import_path import variables_that_import_memlab
 from memlab.lab.search_steps import NO_GPU
 from memlab.lab.search_workers import front_of, open_workers
 
