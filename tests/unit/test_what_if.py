@@ -361,7 +361,7 @@ def test_a_process_that_ends_names_the_reason_and_another_one_answers_the_next_q
     with pytest.raises(ValueError, match=message):
         process.predict(*question)
     monkeypatch.setattr(prediction_process, "_PROGRAM", """print('{"refused": "no"}')""")
-    with pytest.raises(ValueError, match="^no$"):
+    with pytest.raises(ValueError, match=r"^no$"):
         process.predict(*question)
 
 
