@@ -71,7 +71,7 @@ def _estimated(estimate: StepEstimate) -> Iterator[tuple[Suggestion, Cost]]:
             continue
         peak = estimate.peak_bytes(candidate)
         cost = recomputed_operations(candidate, scenario), offloaded_bytes(candidate, estimate.whole_step, scenario)
-        yield Suggestion(settings=candidate, peak_bytes=peak, source="estimated, at most"), cost
+        yield Suggestion(settings=candidate, peak_bytes=peak, source="estimated, at least"), cost
 
 
 def _seen_without_effect(estimate: StepEstimate) -> set[str]:
