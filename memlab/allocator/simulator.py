@@ -48,8 +48,10 @@ class CachingAllocator:
             return of_default_stream
         return of_default_stream + sum(pool.reserved_bytes for pool in self._of_streams.values())
 
-    def largest_free_bytes(self, requested_bytes: int, stream: int = 0) -> int:
-        """Returns the largest free block that such a request may take."""
+    def largest_free_bytes(self, requested_bytes: int, stream: int = 0) -> int | None:
+        """Returns the largest free block that such a request may take; None where segments are expandable."""
+        if self._settings.expandable_segments:
+            return None
         return self._pool_of(rounded_bytes(requested_bytes), stream).largest_free_bytes
 
     def allocate(self, requested_bytes: int, stream: int = 0) -> Block:

@@ -14,7 +14,7 @@ from memlab.record.step_record import StepRecord
 _TOLERANCE = 0.0005
 """Of the limit: how near both ends of a bisection come."""
 _AROUND_THE_EXPECTED = tuple(share * _TOLERANCE for share in (0.5, -0.5, 2, -2, 8, -8))
-"""Where a bisection begins if it knows what to expect: as shares of the expected limit, off it."""
+"""Distances from the expected limit, as shares of it, that a bisection tries first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -244,8 +244,11 @@ def judge(record: StepRecord, steps: Steps, limit_bytes: int, *, with_margin: bo
 
 
 def fits(record: StepRecord, steps: Steps, limit_bytes: int) -> bool:
-    """Whether a step completes if torch may reserve `limit_bytes`. With less than it allocated, it never does."""
-    if record.peak_allocated_bytes > limit_bytes:
+    """Whether a step completes if torch may reserve `limit_bytes`. With less than it allocated, it never does.
+
+    A step that did not finish has the peak of the part that was taken, which says nothing about the whole step.
+    """
+    if record.status != "ok" or record.peak_allocated_bytes > limit_bytes:
         return False
     return record.peak_reserved_bytes is None or steps.completes(record, limit_bytes)
 

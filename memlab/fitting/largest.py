@@ -252,7 +252,7 @@ class _Bisection:
     def find(self, verdicts: tuple[Verdict, ...]) -> None:
         """Tries values until two that follow each other are known, of which only the lower has one of the verdicts."""
         scenario = self._scenarios[0]
-        given = {"micro-batch-size": scenario.micro_batch_size}.get(self._what, scenario.seq_length)
+        given = scenario.micro_batch_size if self._what == "micro-batch-size" else scenario.seq_length
         if not self.tried:
             self._try(min(self.most, max(1, given // self.unit)))
         target = self._limit_bytes

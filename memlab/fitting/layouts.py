@@ -289,7 +289,7 @@ def search_layouts(
                     rank = replace(one, layout=replace(one.layout, rank=fits.rank))
                     fits = replace(fits, communicated_bytes=communicate(rank, fits.settings))
                     fitting.append(fits)
-                on_layout(one, fits, sum(might_be_better(each) for each, _ in left) - 1)
+                on_layout(one, fits, sum(might_be_better(each) for each, _ in islice(left, 1, None)))
             left.popleft()
     except (KeyboardInterrupt, PredictionLostError) as interrupt:
         raise LayoutSearchInterrupted(found()) from interrupt

@@ -113,7 +113,9 @@ def _fragmentation(estimate: StepEstimate) -> _Found:
         return None
     more = f", and {format_bytes(not_allocated - unused)} are not reserved" if not_allocated > unused else ""
     where = f"in blocks of at most {format_bytes(largest)}"
-    if failed.requested_bytes <= SMALL_REQUEST_BYTES:
+    if not largest:
+        where = "but no block that the request may take is free"
+    elif failed.requested_bytes <= SMALL_REQUEST_BYTES:
         where = (
             f"of which the largest free block is {format_bytes(largest)} in the segments that torch keeps for requests "
             f"of at most {format_bytes(SMALL_REQUEST_BYTES)}"

@@ -37,9 +37,11 @@ def suggestions(estimate: StepEstimate) -> list[Suggestion]:
 
 def _measured(estimate: StepEstimate) -> Iterator[tuple[Suggestion, Cost]]:
     record = estimate.record
+    # What another setting does not change. The allocator's options may have an effect only with a memory limit.
+    same = record.without_effect.keys() | record.scenario.allocator.changed().keys()
     for known in estimate.earlier_records:
         is_other = known.settings != record.settings and known.scenario == record.scenario and known.status == "ok"
-        if is_other and not known.without_effect:
+        if is_other and not known.without_effect.keys() - same:
             peak = known.peak_allocated_bytes + estimate.outside_model_bytes
             transferred = sum(known.offloaded_bytes_by_module.values()) + sum(known.offloaded_bytes_by_group.values())
             suggestion = Suggestion(settings=known.settings, peak_bytes=peak, source="measured")
@@ -69,7 +71,7 @@ def _estimated(estimate: StepEstimate) -> Iterator[tuple[Suggestion, Cost]]:
             continue
         peak = estimate.peak_bytes(candidate)
         cost = recomputed_operations(candidate, scenario), offloaded_bytes(candidate, estimate.whole_step, scenario)
-        yield Suggestion(settings=candidate, peak_bytes=peak, source="estimated, at most"), cost
+        yield Suggestion(settings=candidate, peak_bytes=peak, source="estimated, at least"), cost
 
 
 def _seen_without_effect(estimate: StepEstimate) -> set[str]:

@@ -10,13 +10,12 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 
 
-def communicated_bytes(scenario: Scenario, settings: MemorySettings, *, replay: bool = True) -> dict[str, int]:
+def communicated_bytes(scenario: Scenario, settings: MemorySettings) -> dict[str, int]:
     """Takes two steps, and counts the second: the first one gathers no parameters.
 
     Args:
         scenario: On the rank whose communication is counted.
         settings: Of the steps.
-        replay: As for `Lab`.
 
     Returns:
         Bytes that the rank sends in a step, by kind of collective.
@@ -24,7 +23,7 @@ def communicated_bytes(scenario: Scenario, settings: MemorySettings, *, replay: 
     from memlab.lab.lab import Lab
 
     values = {field.name: getattr(scenario, field.name) for field in fields(Scenario)}
-    with Lab(**values, backend="simulated", replay=replay) as lab:
+    with Lab(**values, backend="simulated") as lab:
         lab.step(settings)
         session: Any = lab._session
         counted: Counter[str] = session.stepper.sent_bytes

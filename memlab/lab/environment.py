@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from functools import cache
 from importlib import metadata
@@ -15,12 +14,6 @@ from memlab.cpu_info import num_cores, processor_name
 from memlab.units import format_bytes
 
 _DRIVER_VERSION = Path("/sys/module/nvidia/version")
-
-
-def variables_that_import_memlab() -> dict[str, str]:
-    """Returns environment variables with which a child process imports this memlab, whether it is installed or not."""
-    root = str(Path(__file__).parents[2])
-    return {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def versions() -> dict[str, str]:

@@ -14,7 +14,6 @@ from memlab.record.job_phases import JobPhase, JobPhases
 from memlab.record.step_record import StepRecord
 
 if TYPE_CHECKING:
-    from memlab.backends import Backend
     from memlab.lab.progress import Progress
 
 _BYTES_OF_A_WEIGHT = 2
@@ -27,7 +26,6 @@ def predict_phases(
     rollout: Rollout,
     gpu_memory_bytes: int | None = None,
     *,
-    backend: str | Backend = "simulated",
     replay: bool = True,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> JobPhases:
@@ -40,7 +38,6 @@ def predict_phases(
         settings: Of the steps.
         rollout: What the job does between them.
         gpu_memory_bytes: Of each GPU; None leaves out what is left.
-        backend: That takes the steps.
         replay: As for a `Lab`.
         on_progress: Called with the progress of the training step.
 
@@ -51,7 +48,7 @@ def predict_phases(
 
     values = {field.name: getattr(scenario, field.name) for field in fields(Scenario)}
     of_pass = rollout.of_log_probabilities(scenario)
-    with Lab(**values, backend=backend, replay=replay) as lab:
+    with Lab(**values, backend="simulated", replay=replay) as lab:
         trained = lab.step(settings, on_progress=on_progress)
         passed = lab.forward_only(
             seq_length=of_pass.seq_length, micro_batch_size=of_pass.micro_batch_size, warm_up=True

@@ -486,7 +486,8 @@ class Lab:
             gpu_memory: The memory of the whole GPU, in bytes or as text such as ``"80GiB"``.
 
         Raises:
-            ValueError: If `gpu_memory` is not a size of memory, or if the step did not finish or has another scenario.
+            ValueError: If `gpu_memory` is not a size of memory, if the step did not finish or has another scenario, or
+                if `stop` ends a step that `fit` takes.
         """
         own, given = self.scenario, record.scenario
         if record.forward_only:

@@ -21,8 +21,9 @@ from typing import Any
 from memlab.backends.simulated import predicting
 from memlab.config.scenario import Scenario, routed_by_chance
 from memlab.config.settings import MemorySettings
-from memlab.lab.environment import variables_that_import_memlab
+from memlab.import_path import variables_that_import_memlab
 from memlab.lab.search_steps import NO_GPU, SimulatedSteps, stepping
+from memlab.ranks.process_log import ProcessLog
 from memlab.record.step_record import StepRecord
 
 _PROGRAM = "from memlab.quiet_import import imported; imported('memlab.lab.prediction_process').main()"
@@ -34,16 +35,21 @@ class PredictionProcess:
     """Predicts one step after another, for any thread; it ends with the process that started it."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
+        self._running: tuple[subprocess.Popen[str], ProcessLog] | None = None
         self._starting = threading.Lock()
         self._asking = threading.Lock()
 
-    def start(self) -> subprocess.Popen[str]:
-        """Starts the process, so that it has imported torch and Megatron when the first question comes; returns it."""
+    def start(self) -> tuple[subprocess.Popen[str], ProcessLog]:
+        """Starts the process, so that it has imported torch and Megatron when the first question comes.
+
+        Returns:
+            The process, and what it prints.
+        """
         with self._starting:  # not the lock of a question, for whose answer a panel would wait
-            if self._process is None or self._process.poll() is not None:
-                self._process = _start()
-            return self._process
+            if self._running is None or self._running[0].poll() is not None:
+                log = ProcessLog()
+                self._running = _start(log), log
+            return self._running
 
     def predict(self, scenario: Scenario, settings: MemorySettings, backend: str) -> StepRecord:
         """Predicts a step on one rank, and waits for the answer.
@@ -62,7 +68,7 @@ class PredictionProcess:
         question: dict[str, Any] = {"scenario": routed_by_chance(scenario).to_dict(), "settings": settings.to_dict()}
         question["backend"] = backend
         with self._asking:
-            process = self.start()
+            process, log = self.start()
             assert process.stdin is not None and process.stdout is not None
             try:
                 process.stdin.write(json.dumps(question) + "\n")
@@ -70,21 +76,25 @@ class PredictionProcess:
                 line = process.stdout.readline()
             except BrokenPipeError:
                 line = ""
-        if not line:
-            raise ValueError("the process that predicts has ended: change a setting, and another one starts")
+            if not line:
+                process.communicate()  # closes its pipes
+                words = log.last_words(process.returncode, num_lines=1)
+                log.close()
+                raise ValueError(f"the process that predicts {words}: change a setting, and another one starts")
+            log.shorten()
         answer = json.loads(line)
         if "refused" in answer:
             raise ValueError(answer["refused"])
         return StepRecord.from_dict(answer)
 
 
-def _start() -> subprocess.Popen[str]:
+def _start(log: ProcessLog) -> subprocess.Popen[str]:
     return subprocess.Popen(  # noqa: S603  # this interpreter
         [sys.executable, "-c", _PROGRAM],
         env=os.environ | variables_that_import_memlab() | NO_GPU,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=log.file.fileno(),
         text=True,
         start_new_session=True,  # an interrupted cell ends no prediction
     )

@@ -142,11 +142,19 @@ class _StepsOfLab:
         self._workload: dict[str, int] = {name: getattr(record.scenario, name) for name in _WORKLOAD_OF_A_PASS}
 
     def __call__(self, settings: MemorySettings, limit_bytes: int | None = None) -> StepRecord:
-        """Takes a step, or a pass without backward."""
+        """Takes a step, or a pass without backward.
+
+        Raises:
+            ValueError: If it is stopped.
+        """
         self._lab.device_memory_bytes = limit_bytes
         if self._forward_only:
-            return self._lab.forward_only(settings, warm_up=True, **self._workload)
-        return self._lab.step(settings)
+            record = self._lab.forward_only(settings, warm_up=True, **self._workload)
+        else:
+            record = self._lab.step(settings)
+        if record.status == "interrupted":
+            raise ValueError(f"fit needs a step under '{settings}' that finishes, and it was stopped: call fit again")
+        return record
 
     def completes(self, record: StepRecord, limit_bytes: int) -> bool:
         """Implements `memlab.fitting.does_it_fit.Steps.completes`: takes the step again where that may decide.

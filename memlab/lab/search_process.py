@@ -24,7 +24,8 @@ from memlab.config.scenario import Scenario, routed_by_chance
 from memlab.config.settings import MemorySettings
 from memlab.fitting.pareto_front import SearchResult
 from memlab.fitting.search import SearchInterrupted
-from memlab.lab.environment import variables_that_import_memlab
+from memlab.import_path import variables_that_import_memlab
+from memlab.lab.search_steps import NO_GPU
 from memlab.lab.search_workers import front_of, open_workers
 
 _logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class SearchProcess:
         self._stopped = False
         self._process = subprocess.Popen(  # this interpreter
             [sys.executable, "-m", "memlab.lab.search_process"],
-            env=os.environ | variables_that_import_memlab(),
+            env=os.environ | variables_that_import_memlab() | NO_GPU,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -99,7 +99,10 @@ class _ThisProcess:
         chosen = next((each for each in self._waiting if each[1] == self._last), self._waiting[0])
         self._waiting.remove(chosen)
         future, self._last, predict = chosen
-        future.set_result(predict())
+        try:
+            future.set_result(predict())
+        except Exception as error:  # noqa: BLE001  # only who asks for this step gets its error
+            future.set_exception(error)
 
     def close(self) -> None:
         self._predictor.close()

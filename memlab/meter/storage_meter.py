@@ -245,7 +245,14 @@ class StorageMeter:
         if self.device_memory_bytes is not None and self._device_bytes + num_bytes > self.device_memory_bytes:
             self._fail_allocation(num_bytes, self.device_memory_bytes)
 
-    def _fail_allocation(self, num_bytes: int, limit_bytes: int, **of_an_allocator: int) -> NoReturn:
+    def _fail_allocation(
+        self,
+        num_bytes: int,
+        limit_bytes: int,
+        *,
+        reserved_bytes: int | None = None,
+        largest_free_bytes: int | None = None,
+    ) -> NoReturn:
         labels = self._labels
         self.out_of_memory = FailedAllocation(
             phase=PHASES[labels.phase],
@@ -254,7 +261,8 @@ class StorageMeter:
             requested_bytes=num_bytes,
             allocated_bytes=self._device_bytes,
             limit_bytes=limit_bytes,
-            **of_an_allocator,
+            reserved_bytes=reserved_bytes,
+            largest_free_bytes=largest_free_bytes,
         )
         allocated = f"{format_bytes(self._device_bytes)} of {format_bytes(limit_bytes)} allocated"
         raise torch.OutOfMemoryError(f"in {labels.place}: {format_bytes(num_bytes)} requested with {allocated}")

@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from memlab._version import __version__
+from memlab.import_path import variables_that_import_memlab
 from memlab.ranks.forked_process import ADDRESS_VARIABLE, ForkedProcess
 from memlab.ranks.process_log import ProcessLog
 
@@ -41,10 +42,9 @@ class _RankProcess:
         self.serves = served, variables
         self._log = ProcessLog()
         self.connection, other_end = Pipe()
-        root = str(Path(__file__).parents[2])
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         try:
-            self._process = self._start(other_end.fileno(), served, os.environ | {"PYTHONPATH": path} | variables)
+            everything = os.environ | variables_that_import_memlab() | variables
+            self._process = self._start(other_end.fileno(), served, everything)
         finally:
             other_end.close()
         self.heard = time.monotonic()

@@ -56,9 +56,14 @@ class _Request:
     def read(cls, engine: socket.socket) -> _Request:
         engine.settimeout(ACCEPT_SECONDS)
         length, files, _, _ = socket.recv_fds(engine, NUMBER.size, 2, socket.MSG_WAITALL)
-        connection, output = files
-        with engine.makefile("rb") as stream:  # one `recv` would return a part of a large environment
-            served, folder, variables = json.loads(stream.read(NUMBER.unpack(length)[0]))
+        try:
+            connection, output = files
+            with engine.makefile("rb") as stream:  # one `recv` would return a part of a large environment
+                served, folder, variables = json.loads(stream.read(NUMBER.unpack(length)[0]))
+        except BaseException:
+            for file in files:
+                os.close(file)
+            raise
         return cls(engine, Connection(connection), output, served, folder, variables)
 
     def close(self) -> None:
@@ -99,6 +104,7 @@ class _ForkServer:
 
     def _accept(self) -> None:
         engine, _ = self._listening.accept()
+        request = None
         try:
             if own_code() != self._code:
                 raise ConnectionRefusedError("what was imported is not what the engine has")
@@ -106,6 +112,8 @@ class _ForkServer:
             engine.setblocking(True)
             engine.sendall(b"\n")
         except (OSError, ValueError):  # or the engine has ended meanwhile
+            if request is not None:
+                request.close()
             engine.close()
             return
         self._waiting.append(request)

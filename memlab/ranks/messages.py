@@ -9,7 +9,7 @@ from typing import Any
 
 def request(number: int, method: str, args: tuple[Any, ...]) -> bytes:
     """Returns a request to call a method; number 0 is called at once, next to other calls, and has no answer."""
-    return pickle.dumps((number, method, args, {}))
+    return pickle.dumps((number, method, args))
 
 
 def read(messages: Iterable[bytes], number: int, place: str) -> Iterator[tuple[str, Any]]:

@@ -3,9 +3,9 @@
 An engine starts it, with a file descriptor and ``module:class`` as its arguments (`memlab.ranks.engine`). A
 process of its own can be ended whatever it does, which frees its memory and its GPU, and the engine stays usable.
 
-Requests and messages are pickled tuples. A request is ``(number, method, args, kwargs)``; number 0 is called at once,
-on a thread of its own, and has no answer. Messages are ``("alive", Whereabouts)``, ``("progress", value)``,
-``("answer", number, value)`` and ``("error", number, error, text)``.
+Requests and messages are pickled tuples. A request is ``(number, method, args)``; number 0 is called at once, on a
+thread of its own, and has no answer. Messages are ``("alive", Whereabouts)``, ``("progress", value)``, ``("answer",
+number, value)`` and ``("error", number, error, text)``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def serve(connection: Connection, path: str) -> None:
     """
     _end_with_parent()
     outbox = _Outbox(connection)
-    requests: queue.Queue[tuple[int, str, tuple[Any, ...], dict[str, Any]]] = queue.Queue()
+    requests: queue.Queue[tuple[int, str, tuple[Any, ...]]] = queue.Queue()
     threading.Thread(target=_say_alive, args=(outbox,), daemon=True).start()
     module, _, name = path.partition(":")
     gc.disable()  # the import of torch and Megatron causes several collections of garbage, and leaves little
@@ -63,9 +63,9 @@ def serve(connection: Connection, path: str) -> None:
     gc.enable()
     threading.Thread(target=_receive, args=(connection, requests, served), daemon=True).start()
     while True:
-        number, method, args, kwargs = requests.get()
+        number, method, args = requests.get()
         try:
-            message: tuple[Any, ...] = ("answer", number, getattr(served, method)(*args, **kwargs))
+            message: tuple[Any, ...] = ("answer", number, getattr(served, method)(*args))
             outbox.send(message)
         except BaseException as error:  # noqa: BLE001  # whatever it is, the caller is told
             outbox.send(("error", number, _portable(error), traceback.format_exc()))
@@ -90,13 +90,13 @@ class _Outbox:
 def _receive(connection: Connection, requests: queue.Queue[Any], served: Any) -> None:
     while True:
         try:
-            number, method, args, kwargs = pickle.loads(connection.recv_bytes())  # noqa: S301  # from the engine
+            number, method, args = pickle.loads(connection.recv_bytes())  # noqa: S301  # from the engine
         except (EOFError, OSError):
             os._exit(1)  # the engine is gone
         if number == 0:
-            threading.Thread(target=getattr(served, method), args=args, kwargs=kwargs, daemon=True).start()
+            threading.Thread(target=getattr(served, method), args=args, daemon=True).start()
         else:
-            requests.put((number, method, args, kwargs))
+            requests.put((number, method, args))
 
 
 def _say_alive(outbox: _Outbox) -> None:

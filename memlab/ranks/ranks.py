@@ -27,6 +27,7 @@ import ipyparallel
 import psutil
 
 from memlab.config.validation import check_whole_number, shortened
+from memlab.import_path import variables_that_import_memlab
 from memlab.ranks import engine
 from memlab.ranks.forked_process import ADDRESS_VARIABLE
 from memlab.ranks.guard import PROFILE, end_trees
@@ -339,8 +340,7 @@ class _LocalCluster:
 
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="memlab-ranks-")  # of mode 0700: it holds the connection keys
-        root = str(Path(__file__).parents[2])
-        variables = {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+        variables = variables_that_import_memlab()
         self.cluster = ipyparallel.Cluster(
             profile_dir=self.folder, controller_ip="127.0.0.1", log_level=40, shutdown_atexit=False
         )

@@ -60,7 +60,10 @@ class JobPhases:
 
     @property
     def fits(self) -> bool | None:
-        """Whether every phase fits the GPU; None if none is known not to, and of one or more it is not known."""
+        """Whether every phase fits the GPU.
+
+        None if no phase is known not to fit, but for one or more it is not known.
+        """
         fit = [phase.fits for phase in self.phases]
         return False if False in fit else None if None in fit else True
 

@@ -14,7 +14,9 @@ from memlab.record.timeline import Timeline
 from memlab.vocabulary import CATEGORIES, POOLS, place_in_words
 
 Verdict = Literal["outside torch", "fragmentation", "retention", "spike", "capacity"]
-Source = Literal["measured", "estimated, at most"]
+Source = Literal["measured", "estimated, at least"]
+_FORMER_SOURCE = "estimated, at most"
+"""What older records call an estimate from below."""
 
 STATIC_CATEGORIES = ("parameters", "gradients", "optimizer state", "workspace")
 _WITHIN_STEP = [CATEGORIES.index(name) for name in ("activations", "recomputed", "temporary")]
@@ -22,7 +24,10 @@ _WITHIN_STEP = [CATEGORIES.index(name) for name in ("activations", "recomputed",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailedAllocation:
-    """One allocation that did not fit. What only a real GPU reports is None on other backends."""
+    """One allocation that did not fit.
+
+    What a backend does not have is None: the CPU has no reserved bytes, and only a real GPU has bytes of the device.
+    """
 
     phase: str
     module: str
@@ -39,7 +44,7 @@ class FailedAllocation:
     """Bytes that the allocator had reserved, after it had returned every segment without a block in use."""
     largest_free_bytes: int | None = None
     """The largest free block inside the reserved bytes that the request may take: torch keeps requests of at most 1 MiB
-    in segments of their own. None also where segments are expandable."""
+    in segments of their own. None also where segments are expandable: torch puts free pages together."""
     device_free_bytes: int | None = None
     """Bytes that CUDA could still give."""
     device_total_bytes: int | None = None
@@ -91,7 +96,7 @@ class Suggestion:
     peak_bytes: int
     """The step's peak under these settings: measured, or a lower bound."""
     source: Source
-    """``measured``: this lab took the step under these settings. Otherwise the settings save at most the estimate."""
+    """``measured``: this lab took the step under these settings. Otherwise the peak is estimated from below."""
 
     def __str__(self) -> str:
         return f"{self.settings} ({self.source})"
@@ -171,6 +176,8 @@ class OutOfMemory:
         suggestion = values.get("suggestion")
         if suggestion is not None:
             settings = MemorySettings.from_dict(suggestion.get("settings") if isinstance(suggestion, dict) else None)
+            if suggestion.get("source") == _FORMER_SOURCE:
+                suggestion = suggestion | {"source": "estimated, at least"}
             suggestion = build(Suggestion, suggestion, "suggestion", settings=settings)
         return build(cls, others, "out_of_memory", failed_allocation=failed, suggestion=suggestion)
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from memlab.allocator.replay import Block, Blocks
+from memlab.allocator.request_log import RequestLog
 from memlab.allocator.simulator import CachingAllocator
 from memlab.backends.allocator_environment import allocator_of_process, check_allocator, start_with
 from memlab.config.allocator_settings import AllocatorSettings
@@ -240,6 +241,15 @@ def test_predicted_reserved_bytes_are_those_of_an_h200_with_expandable_segments(
     assert record.peak_allocated_bytes / GIB == pytest.approx(35.949, abs=6e-4)
     assert record.peak_reserved_bytes is not None
     assert record.peak_reserved_bytes / GIB == pytest.approx(36.135, abs=0.021), "one page of 20 MiB"
+
+
+def test_a_log_refuses_the_free_of_a_block_that_it_does_not_know() -> None:
+    allocator = CachingAllocator()
+    known, unknown = allocator.allocate(MIB), allocator.allocate(MIB)
+    log = RequestLog(allocator, [known])
+    log.freed(known)
+    with pytest.raises(AssertionError, match="allocated before the log began"):
+        log.freed(unknown)
 
 
 def test_options_that_do_nothing_are_named() -> None:

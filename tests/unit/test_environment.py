@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from memlab import import_path
 from memlab.cpu_info import processor_features, processor_name
 from memlab.lab import environment
 from memlab.record.step_record import StepRecord
@@ -58,7 +59,7 @@ def test_the_processor_is_the_kernel_s_name_for_it_or_else_the_system_s(tmp_path
 
 def test_a_child_process_imports_this_memlab_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    variables = environment.variables_that_import_memlab()
+    variables = import_path.variables_that_import_memlab()
     code = "import sys, memlab; print(memlab.__file__, sys.path)"
     child = subprocess.run(
         [sys.executable, "-S", "-c", code],  # without site-packages, where memlab may be installed
@@ -68,5 +69,5 @@ def test_a_child_process_imports_this_memlab_from_anywhere(tmp_path: Path, monke
         text=True,
         check=True,
     )
-    assert child.stdout.startswith(str(Path(environment.__file__).parents[1] / "__init__.py"))
+    assert child.stdout.startswith(str(Path(import_path.__file__).parent / "__init__.py"))
     assert str(tmp_path) in child.stdout, "what was on the path stays there"

@@ -117,13 +117,17 @@ AWAY = MemorySettings(offload_parameters=True, offload_gradients=True, offload_o
 
 
 @pytest.mark.parametrize("settings", [MemorySettings(), AWAY], ids=str)
-def test_the_phases_of_a_job_are_those_of_a_live_model(settings: MemorySettings) -> None:
+def test_the_phases_of_a_job_are_those_of_a_live_model(
+    settings: MemorySettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cpu = of_the_cpu_backend()
+    monkeypatch.setattr("memlab.backends.simulated.backend", lambda _: on_cpu)
     gpu_memory_bytes, bucket_bytes = 8 * GIB, 4 * MIB
     job = Scenario.of("qwen3-moe-tiny", num_layers=2, seq_length=128, packed_sequences=2)
     rollout = Rollout(
         is_colocated=True, ranks_per_node=8, seq_length=320, gpu_memory_utilization=0.5, bucket_bytes=bucket_bytes
     )
-    predicted = predict_phases(job, settings, rollout, gpu_memory_bytes, backend=of_the_cpu_backend())
+    predicted = predict_phases(job, settings, rollout, gpu_memory_bytes)
     with Lab("qwen3-moe-tiny", num_layers=2, seq_length=128, packed_sequences=2, backend="cpu") as lab:
         step, passed = lab.step(settings), lab.forward_only(seq_length=320, warm_up=True)
         weights = [p.nbytes for p in lab._stepper.live.parameters()]
@@ -143,13 +147,13 @@ def test_the_phases_of_a_job_are_those_of_a_live_model(settings: MemorySettings)
     assert by_name["training step"].engine_bytes == 0
     if settings == AWAY:
         by_share = replace(rollout, bucket_bytes=None, bucket_share=0.3)
-        synced = predict_phases(job, settings, by_share, gpu_memory_bytes, backend=of_the_cpu_backend())
+        synced = predict_phases(job, settings, by_share, gpu_memory_bytes)
         engine_weights = 2 * job.architecture.num_parameters
         free = gpu_memory_bytes - synced.outside_torch_bytes - step.static_bytes - parameters - engine_weights
         assert synced.gathered_bytes == pytest.approx(0.3 * free, abs=256)
     # ms-swift's GRPO: a reference model, and offloading around generation alone.
     swift = replace(rollout, has_reference_model=True, offloads_for_generation_only=True, bucket_bytes=0)
-    with_reference = predict_phases(job, settings, swift, gpu_memory_bytes, backend=of_the_cpu_backend())
+    with_reference = predict_phases(job, settings, swift, gpu_memory_bytes)
     found = {phase.name: phase.training_bytes for phase in with_reference.phases}
     returned = sum(step.offloaded_bytes_by_group.values())
     assert found == pytest.approx(

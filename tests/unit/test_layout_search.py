@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partialmethod
 from itertools import islice
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.fitting.layouts import (
+    FittingLayout,
     Known,
     LayoutSearchInterrupted,
     Step,
@@ -100,10 +102,12 @@ def test_what_a_rank_sends_is_what_it_has_that_others_need(layout: Layout, kind:
     ],
 )
 def test_replayed_passes_send_what_stepped_ones_do(
-    family: str, layout: Layout, num_microbatches: int, settings: MemorySettings
+    family: str, layout: Layout, num_microbatches: int, settings: MemorySettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Scenario.of(family, num_layers=8, seq_length=64, num_microbatches=num_microbatches, layout=layout)
-    assert communicated_bytes(job, settings) == communicated_bytes(job, settings, replay=False)
+    replayed = communicated_bytes(job, settings)
+    monkeypatch.setattr(Lab, "__init__", partialmethod(Lab.__init__, replay=False))
+    assert communicated_bytes(job, settings) == replayed
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -196,6 +200,18 @@ def test_steps_that_are_predicted_ahead_are_asked_for_and_change_nothing() -> No
     found = search_layouts(job, {}, PLAIN, 70 * GIB, predict, counted, look_ahead=likely.append)
     assert found == search_layouts(job, {}, PLAIN, 70 * GIB, predicted_by_size, counted)
     assert len(ahead.keys() & asked) > len(ahead) / 2
+
+
+def test_each_layout_is_reported_with_how_many_may_follow_and_the_last_one_with_none() -> None:
+    job = Scenario.of("qwen3-30b-a3b", layout=Layout(data_parallel_size=16))
+    reported: list[int] = []
+
+    def report(tried: Scenario, found: FittingLayout | None, num_left: int) -> None:
+        reported.append(num_left)
+
+    search_layouts(job, {}, PLAIN, 70 * GIB, predicted_by_size, counted, on_layout=report)
+    follow = range(len(reported) - 1, -1, -1)
+    assert all(at_most >= number for at_most, number in zip(reported, follow, strict=True)) and reported[-1] == 0
 
 
 def test_ctrl_c_keeps_the_layouts_that_were_found() -> None:

@@ -15,6 +15,7 @@ from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.layout import Layout
 from memlab.config.model_restrictions import check_on_model, without_effect
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.fitting.estimate import StepEstimate, offloaded_bytes, recomputed_bytes
 from memlab.fitting.out_of_memory_verdict import judge
 from memlab.fitting.suggestions import suggestions
@@ -121,6 +122,11 @@ def test_unused_pieces_that_are_each_too_small_are_fragmentation() -> None:
         "are unused, of which the largest free block is 24.0 KiB in the segments that torch keeps for requests of at "
         "most 1.00 MiB, and 1.000 GiB are not reserved"
     )
+    none = verdict_of(refused(**pieces | {"largest_free_bytes": 0}))
+    assert none.evidence == (
+        "17.000 GiB of 77.000 GiB reserved are unused, but no block that the request may take is free, and 1.000 GiB "
+        "are not reserved"
+    )
     assert verdict_of(refused(**pieces, largest_free_bytes=None)).verdict != "fragmentation", (
         "pages can be put together"
     )
@@ -157,7 +163,7 @@ def test_a_longer_batch_than_the_one_that_fitted_is_a_spike() -> None:
 def test_activations_that_a_setting_lowers_are_a_spike_and_static_bytes_are_capacity() -> None:
     spike = verdict_of(refused())
     assert spike.verdict == "spike" and spike.suggestion is not None
-    assert spike.suggestion.source == "estimated, at most"
+    assert spike.suggestion.source == "estimated, at least"
     assert spike.suggestion.peak_bytes <= failed_allocation().capacity_bytes
     capacity = verdict_of(refused({LAYER: GIB}))
     assert (capacity.verdict, capacity.suggestion) == ("capacity", None)
@@ -181,6 +187,25 @@ def test_a_measured_setting_goes_first_and_the_cheaper_of_two() -> None:
     moved = fitted(offload("expert_fc1"), offloaded_bytes_by_module={"expert_fc1": GIB}, **fits)
     judged = verdict_of(refused(), [*records, moved])
     assert judged.suggestion is not None and judged.suggestion.settings == moved.settings, "it recomputes nothing"
+
+
+@pytest.mark.parametrize(
+    ("state", "allocator", "without_limit"),
+    [
+        (TrainingState(overlap_grad_reduce=True), AllocatorSettings(), ["overlap_grad_reduce"]),
+        (TrainingState(), AllocatorSettings(garbage_collection_threshold=0.5), ["garbage_collection_threshold"]),
+    ],
+)
+def test_a_measured_setting_is_suggested_though_an_option_of_state_or_allocator_has_no_effect(
+    state: TrainingState, allocator: AllocatorSettings, without_limit: list[str]
+) -> None:
+    with Lab("phi-4-tiny", num_layers=4, state=state, allocator=allocator, backend="simulated") as lab:
+        plain, full = lab.step(), lab.step(FULL)
+        assert [*plain.without_effect] == [*full.without_effect] == without_limit
+        lab.device_memory_bytes = (plain.peak_allocated_bytes + full.peak_allocated_bytes) // 2
+        failed = lab.step(MemorySettings())
+        assert failed.out_of_memory is not None and failed.out_of_memory.suggestion is not None
+        assert (failed.out_of_memory.suggestion.settings, failed.out_of_memory.suggestion.source) == (FULL, "measured")
 
 
 def test_foreign_bytes_count_on_top_of_what_was_measured() -> None:
@@ -250,6 +275,26 @@ def test_what_was_alive_is_read_from_the_timeline_at_the_refusal() -> None:
     assert seen.static_bytes == 100
 
 
+def test_an_estimate_is_called_a_lower_bound_also_in_records_that_called_it_an_upper_one() -> None:
+    failure = verdict_of(refused())
+    assert str(failure.suggestion) == "offload moe_act (estimated, at least)"
+    values = json.loads(json.dumps(failure.to_dict()))
+    assert OutOfMemory.from_dict(values) == failure
+    values["suggestion"]["source"] = "estimated, at most"
+    assert OutOfMemory.from_dict(values) == failure
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_expandable_segments_have_no_largest_free_block_on_a_simulated_gpu_either(expandable: bool) -> None:
+    allocator = AllocatorSettings(expandable_segments=expandable)
+    with Lab("phi-4-tiny", num_layers=2, allocator=allocator, backend="simulated") as lab:
+        plain = lab.step()
+        lab.device_memory_bytes = plain.static_bytes + plain.activation_peak_bytes // 2
+        failure = lab.step().out_of_memory
+    assert failure is not None and failure.failed_allocation.reserved_bytes is not None
+    assert (failure.failed_allocation.largest_free_bytes is None) == expandable
+
+
 @pytest.mark.parametrize("family", ["qwen3-moe-tiny", "phi-4-tiny"])
 def test_no_setting_saves_more_than_is_estimated(family: str, open_lab: Callable[..., Any]) -> None:
     lab = open_lab(family, seq_length=256)
@@ -302,7 +347,7 @@ def test_an_injected_one_is_judged_and_following_the_proposals_ends_in_a_step_th
     for _ in range(8):
         if record.status == "ok":
             break
-        assert record.out_of_memory.suggestion.source == "estimated, at most"
+        assert record.out_of_memory.suggestion.source == "estimated, at least"
         record = lab.step(record.out_of_memory.suggestion.settings)
     assert record.status == "ok" and record.loss == plain.loss and not record.without_effect
     again = lab.step(first.settings)

@@ -259,6 +259,39 @@ def test_fitting_refuses_what_is_no_step_or_no_size_and_leaves_the_settings() ->
         assert lab.settings == MemorySettings() and lab.device_memory_bytes is None
 
 
+def test_an_alternative_that_runs_out_of_memory_does_not_fit_though_its_partial_peak_would() -> None:
+    plain = record_of(None, backend="cuda", peak_allocated_bytes=GIB, static_bytes=GIB // 4)
+    tight = GIB // 2 + OUTSIDE_BYTES
+
+    def alternatives(**other: Any) -> tuple[Alternative, ...]:
+        steps = AnsweredSteps(
+            lambda settings: replace(plain, settings=settings, peak_allocated_bytes=GIB // 2, **other)
+        )
+        return judge_fit(plain, steps, tight).alternatives
+
+    assert alternatives() != () and alternatives(status="out_of_memory") == ()
+
+
+def test_fit_is_refused_in_one_line_if_a_step_that_it_takes_is_stopped() -> None:
+    with Lab("phi-4-tiny", num_layers=2, seq_length=64, backend="cpu") as lab:
+        record = lab.step()
+        gpu_memory = (record.static_bytes + record.peak_allocated_bytes) // 2 + OUTSIDE_BYTES
+        plain_step = lab.step
+        lab.step = lambda settings: plain_step(settings, on_progress=lambda _: lab.stop())  # type: ignore[method-assign]
+        with pytest.raises(ValueError, match=r"^fit needs a step under '.*' that finishes, .* call fit again$"):
+            lab.fit(record, gpu_memory)
+        assert lab.settings == MemorySettings() and lab.records[-1].status == "interrupted"
+
+
+def test_a_step_that_is_stopped_says_nothing_about_whether_it_completes_within_a_limit() -> None:
+    record = record_of(None, peak_allocated_bytes=GIB // 2, peak_reserved_bytes=GIB, step_index=2)
+    for forward_only in (False, True):
+        lab = Mock()
+        lab.step.return_value = lab.forward_only.return_value = replace(record, status="interrupted")
+        with pytest.raises(ValueError, match="was stopped: call fit again"):
+            _StepsOfLab(lab, replace(record, forward_only=forward_only)).completes(record, GIB)
+
+
 def test_a_record_of_another_scenario_is_not_judged_by_steps_of_this_one() -> None:
     with Lab("phi-4-tiny", num_layers=1, seq_length=64, backend="simulated") as lab:
         record = lab.step()

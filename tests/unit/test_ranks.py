@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -34,7 +35,7 @@ from memlab.lab.rank import Rank
 from memlab.lab.stepper import ModelLost
 from memlab.ranks import engine, group, messages
 from memlab.ranks.fork_server import _ForkServer
-from memlab.ranks.forked_process import ADDRESS_VARIABLE
+from memlab.ranks.forked_process import ADDRESS_VARIABLE, NUMBER
 from memlab.ranks.group import RankFailed, RankGroup
 from memlab.ranks.guard import PROFILE
 from memlab.ranks.process_log import ProcessLog
@@ -268,6 +269,34 @@ def test_a_fork_server_that_cannot_fork_says_why_and_serves_on(monkeypatch: pyte
     assert not serving.is_alive(), "it ends with its standard input"
     server._listening.close()
     server._selector.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_a_fork_server_closes_the_files_of_a_request_whose_engine_has_ended(
+    is_complete: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    reading, writing = os.pipe()
+    monkeypatch.setattr(sys, "stdin", os.fdopen(reading))
+    server = _ForkServer(str(tmp_path / "socket"))
+    request = json.dumps([SERVED, str(tmp_path), {}]).encode()
+    connection, other_end = multiprocessing.Pipe()
+    printed, output = os.pipe()
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.connect(str(tmp_path / "socket"))
+        socket.send_fds(asking, [NUMBER.pack(len(request))], [other_end.fileno(), output])
+        asking.sendall(request if is_complete else request[:-1])
+    os.close(output)
+    other_end.close()
+    server._accept()
+    os.set_blocking(printed, False)
+    assert os.read(printed, 1) == b"", "nobody can write any more"
+    assert connection.poll() and server._waiting == []
+    server._listening.close()
+    server._selector.close()
+    connection.close()
+    os.close(printed)
+    os.close(writing)
 
 
 def test_the_output_of_a_process_leaves_no_file_on_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

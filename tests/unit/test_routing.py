@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from memlab.backends.simulated_routing import _counts
 from memlab.config.layout import Layout
 from memlab.config.routing import Routing, find_routing
 from memlab.lab.lab import Lab
@@ -171,3 +172,14 @@ class Layer:
     def __init__(self, layer_number: int) -> None:
         self.layer_number, self.mlp = layer_number, self
         self.token_dispatcher = type("Dispatcher", (), {})()
+
+
+def test_the_counts_of_a_large_step_are_kept_and_never_more_than_a_fixed_number() -> None:
+    most = _counts.cache_parameters()["maxsize"]
+    layers, ranks, microbatches = 94, 16, 8
+    assert most is not None and most >= layers * ranks * microbatches
+    drawn_elsewhere: Any = type("", (), {"tokens_per_expert": lambda *_, **__: []})()
+    for microbatch in range(most + 1):
+        _counts(drawn_elsewhere, 1, 2, 1, 0, 0, microbatch)
+    assert _counts.cache_info().currsize == most
+    _counts.cache_clear()

@@ -28,6 +28,7 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.fitting.candidates import added_offload, candidates
 from memlab.fitting.does_it_fit import Fit, Steps, basis_of, judge, judge_fit, transferred_bytes
+from memlab.fitting.layouts import Step
 from memlab.fitting.measured_margin import MARGIN_WITH_EXPERTS, MARGIN_WITHOUT_EXPERTS, measured_margin
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.fitting.pareto_front import Point, SearchResult
@@ -649,6 +650,30 @@ def test_processes_find_what_one_process_finds_and_judge_every_kind_of_rank_even
         waiting.start()
         together = front_of(PLAIN, scenarios, workers, GIB, **options)
     assert together == alone
+
+
+def test_an_error_in_a_step_that_is_predicted_ahead_is_that_of_this_step_alone_and_is_told_each_time_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class OnlyPlain:
+        def predict(self, scenario: Scenario, settings: MemorySettings, *_: object) -> str:
+            if settings != PLAIN:
+                raise ValueError(f"no {settings}")
+            return "predicted"
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(search_workers, "Predictor", OnlyPlain)
+    job = Scenario.of("phi-4-tiny")
+    other = replace(job, seq_length=64)
+    with open_workers(1) as workers:
+        assert workers.predict(other, PLAIN, GIB) == "predicted"
+        ahead = Step(other, FULL, GIB)  # of the same scenario as the last step, so it is predicted first
+        assert workers.predict(job, PLAIN, GIB, lambda: iter([ahead]), num_scenarios=2) == "predicted"
+        assert workers.known(*ahead) is None
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"^no full"):
+                workers.predict(*ahead)
 
 
 def test_the_remaining_time_is_that_of_as_many_steps_as_are_left() -> None:

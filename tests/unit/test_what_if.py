@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,9 @@ import pytest
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.lab import prediction_process
 from memlab.lab.prediction_process import PredictionProcess
+from memlab.lab.search_process import SearchProcess
 from memlab.record.notebook_result import RUN_FOLDER_VARIABLE
 from memlab.record.step_record import StepRecord
 from memlab.views.panel.panel import Panel
@@ -310,7 +313,7 @@ def test_two_threads_start_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     class Running:
         def poll(self) -> None: ...
 
-    def start() -> Any:
+    def start(log: object) -> Any:
         time.sleep(0.1)  # the other thread asks meanwhile
         started.append(Running())
         return started[-1]
@@ -330,7 +333,51 @@ def test_the_process_predicts_the_backend_that_is_asked_for() -> None:
     on_cpu, on_gpu, again = (
         process.predict(scenario, MemorySettings(), backend).peak_allocated_bytes for backend in ("cpu", "cuda", "cpu")
     )
-    assert process._process is not None and process._process.stdin is not None
-    process._process.stdin.close()
-    assert process._process.wait(60) == 0, "it ends with its input"
+    running, _ = process.start()
+    assert running.stdin is not None
+    running.stdin.close()
+    assert running.wait(60) == 0, "it ends with its input"
     assert on_cpu == again < on_gpu, "the cpu backend rounds nothing"
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (
+            "raise RuntimeError('no space is left')",
+            "ended with code 1; it printed last: RuntimeError: no space is left",
+        ),
+        ("input(); import os; os.kill(os.getpid(), 15)", "was ended by signal 15"),
+    ],
+)
+def test_a_process_that_ends_names_the_reason_and_another_one_answers_the_next_question(
+    program: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = PredictionProcess()
+    monkeypatch.setattr(prediction_process, "_PROGRAM", program)
+    question = Scenario.of("phi-4-tiny", num_layers=1), MemorySettings(), "cpu"
+    message = f"^the process that predicts {words}: change a setting, and another one starts$"
+    with pytest.raises(ValueError, match=message):
+        process.predict(*question)
+    monkeypatch.setattr(prediction_process, "_PROGRAM", """print('{"refused": "no"}')""")
+    with pytest.raises(ValueError, match=r"^no$"):
+        process.predict(*question)
+
+
+def test_no_process_that_predicts_takes_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, str]] = []
+
+    def refuse(*_: object, env: dict[str, str], **__: object) -> None:
+        started.append(env)
+        raise OSError("no process")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    scenario = Scenario.of("phi-4-tiny")
+    options: dict[str, Any] = {"resolution_bytes": 1, "on_line": str, "on_end": str}
+    for start in (
+        PredictionProcess().start,
+        lambda: SearchProcess(scenario, MemorySettings(), 2**30, **options),
+    ):
+        with pytest.raises(OSError, match="no process"):
+            start()
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in started] == ["", ""]

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from memlab.lab.environment import variables_that_import_memlab
+from memlab.import_path import variables_that_import_memlab
 from memlab.record.notebook_result import RUN_FOLDER_VARIABLE
 
 _KILL_SECONDS = 30
