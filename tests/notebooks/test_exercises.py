@@ -612,7 +612,10 @@ class PredictedJob:
         return JobRecord.of(live)
 
     def predicted(self, rank: int, settings: MemorySettings | None) -> StepRecord:
-        """Predicts a rank with as many micro-batches as it ever has in flight, or two: later ones repeat the last."""
+        """Predicts a rank with as many micro-batches as it ever has in flight, or two.
+
+        More repeat these. On a stage before the last, they add less than 0.4 MiB to the peak, which decides no answer.
+        """
         layout = replace(self.scenario.layout, rank=rank)
         in_flight = layout.pipeline_model_parallel_size - layout.pipeline_stage
         job = self.job | {"num_microbatches": min(self.scenario.num_microbatches, max(2, in_flight))}
