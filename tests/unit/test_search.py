@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from dataclasses import replace
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -750,10 +751,14 @@ def test_the_requests_of_a_step_complete_within_a_limit_if_and_only_if_a_step_wi
         for settings in (PLAIN, FULL, offloads):
             record, requests = steps(settings), steps.requests
             assert requests is not None and record.peak_reserved_bytes is not None
-            tried = record.peak_reserved_bytes - record.peak_allocated_bytes
-            for limit in (record.peak_allocated_bytes + tried * part // 8 for part in range(9)):
+            peak, tried = record.peak_allocated_bytes, record.peak_reserved_bytes - record.peak_allocated_bytes
+            said = {peak + tried * part // 64: False for part in range(65)}
+            said = {limit: requests.completes_within(limit) for limit in said}
+            # A step is taken on each side of every change of the answer, and at both ends.
+            changes = [pair for pair in pairwise(said) if said[pair[0]] != said[pair[1]]]
+            for limit in sorted({min(said), max(said), *chain(*changes)}):
                 completes = steps(settings, limit).status == "ok"
-                assert requests.completes_within(limit) == completes, f"{settings} within {limit}"
+                assert said[limit] == completes, f"{settings} within {limit}"
                 answers.add(completes)
     assert answers == {True, False}
 
