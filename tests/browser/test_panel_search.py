@@ -81,9 +81,7 @@ def test_the_peak_of_the_selection_is_predicted_before_run_and_is_what_run_measu
     verdict = panel.part("verdict")
     expect(verdict).to_contain_text("predicted peak", timeout=RUN_SECONDS * 1000)
     assert panel.notebook.ask("len(lab.records)") == 0
-    found = re.fullmatch(
-        r"Controls: predicted peak (.+); recomputed: \d+\.\d% of a step \(.+ MFLOP per token\)", verdict.inner_text()
-    )
+    found = re.fullmatch(r"Controls: predicted peak (.+); recomputed: \d+\.\d% of a step", verdict.inner_text())
     assert found is not None
     panel.run()
     expect(verdict).to_have_text(f"Controls: peak {found[1]}; predicted {found[1]}")

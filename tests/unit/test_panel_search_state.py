@@ -208,6 +208,20 @@ def test_the_room_that_is_proposed_lies_just_under_the_shown_run(state: SearchSt
     assert beside.limit == "1 GiB" and beside.limit_source == "" and "The suggested limit" not in view.what.value
 
 
+def test_the_room_that_a_search_has_used_stays() -> None:
+    lab = FakeLab()
+    lab.submit(PLAIN)
+    searched = SearchState(LabState(lab), FakeProcess)
+    searched.is_open = True
+    proposed = searched.limit
+    searched.start(alone=True)
+    scenario = Scenario.of(architecture="qwen3-moe-tiny")
+    searched._process.on_end(search(PLAIN, [scenario], predicting(machine(1, scenario), GIB), GIB, alone=True))
+    lab.outcome = {"peak_allocated_bytes": 10 * GIB}
+    searched._state.run()
+    assert searched.limit == proposed
+
+
 def test_without_a_run_the_room_is_proposed_from_what_is_predicted_for_the_controls() -> None:
     state = LabState(FakeLab())
     what_if = WhatIf(state)

@@ -297,12 +297,12 @@ def test_a_prediction_says_what_the_step_costs_and_what_does_nothing_in_the_pane
     (recomputed,) = [each for each in what_if.words.split("; ") if each.startswith("recomputed: ")]
     state.run()
     (row,), titles = rows(state.runs, None), columns(state.runs)
-    assert recomputed.startswith(f"recomputed: {row['recomputed']} of a step (")
-    assert titles["recomputed"] == "recomputed (of a step)"
-    assert titles["copied"] == "host copies, each way (MiB)"
+    assert recomputed == f"recomputed: {row['recomputed']} of a step"
+    assert titles["recomputed"] == "recomputed, of a step"
+    assert titles["copied"] == "copied each way (MiB)"
     state.edit(offload_parameters=True)
     wait_until(what_if, "predicted", lambda record: record is not None)
-    assert "; host copies, each way: 1.00 MiB; " in what_if.words, "gradients are dropped, not copied"
+    assert "; copied each way: 1.00 MiB; " in what_if.words, "gradients are dropped, not copied"
     assert "without effect: core_attn (its largest saved tensor has 16 elements" in what_if.words
     assert what_if.words.endswith("under 'smallest tensor (elements)' 1048576)")
 

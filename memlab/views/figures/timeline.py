@@ -265,9 +265,9 @@ def _shorten_hover_texts(drawing: Drawing, phases: Sequence[str], unit: str) -> 
             trace["hoverinfo"] = "skip"
         elif trace["name"] == "total":
             trace["text"] = list(phases[: len(trace["y"])])
-            trace["hovertemplate"] = f"%{{y:.3f}} {unit}<br>%{{text}}<extra></extra>"
+            trace["hovertemplate"] = f"%{{y:.2f}} {unit}<br>%{{text}}<extra></extra>"
         else:
-            trace["hovertemplate"] = f"{trace['name'].split()[0]} %{{y:.3f}} {unit}<extra></extra>"
+            trace["hovertemplate"] = f"{trace['name'].split()[0]} %{{y:.2f}} {unit}<extra></extra>"
 
 
 def _allocator_outlines(timeline: Timeline, points: DrawnPoints) -> dict[str, IntArray]:

@@ -178,7 +178,7 @@ def _overlay(drawing: Drawing, run: Run, pool: str, axis: Axis, unit_bytes: int,
         "text": name,
         "mode": "lines",
         "line": {"color": look.colour, "dash": look.dash, "width": 2, "shape": "hv"},
-        "hovertemplate": f"pinned: %{{y:.3f}} {unit}<extra></extra>",
+        "hovertemplate": f"pinned: %{{y:.2f}} {unit}<extra></extra>",
     }
 
 

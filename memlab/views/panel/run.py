@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.does_it_fit import transferred_bytes
-from memlab.fitting.recompute_cost import recomputed_operations, recomputed_share, share_text
+from memlab.fitting.recompute_cost import recomputed_share, share_text
 from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
 from memlab.units import binary_unit, format_bytes
@@ -21,8 +21,8 @@ COLUMNS = {
     "peak": "peak",
     "worst_rank": "worst rank (spread)",
     "difference": "difference",
-    "recomputed": "recomputed (of a step)",
-    "copied": "host copies, each way",
+    "recomputed": "recomputed, of a step",
+    "copied": "copied each way",
     "step_time": "step time (ms)",
     "loss": "loss",
     "status": "status",
@@ -159,10 +159,9 @@ def without_effect_words(reasons: dict[str, str]) -> list[str]:
 
 def cost_words(record: StepRecord) -> list[str]:
     """Writes what a step costs on any machine, in the words of the table's headings."""
-    operations, copied = recomputed_operations(record.settings, record.scenario), transferred_bytes(record)
-    share = share_text(recomputed_share(record.settings, record.scenario))
-    recomputed = [f"recomputed: {share} of a step ({operations / 1e6:,.2f} MFLOP per token)"] if operations else []
-    return [*recomputed, f"host copies, each way: {format_bytes(copied)}"] if copied else recomputed
+    share, copied = recomputed_share(record.settings, record.scenario), transferred_bytes(record)
+    recomputed = [f"recomputed: {share_text(share)} of a step"] if share else []
+    return [*recomputed, f"copied each way: {format_bytes(copied)}"] if copied else recomputed
 
 
 def rows(runs: Sequence[Run], pinned: Run | None) -> list[dict[str, str]]:
@@ -194,10 +193,10 @@ def columns(runs: Sequence[Run], base: Run | None = None) -> dict[str, str]:
     if len({run.record.loss for run in runs if run.record is not None and run.is_ok}) <= 1:
         left_out.add("loss")
     _, unit = _unit(runs)
-    titles = COLUMNS if base is None else COLUMNS | {"difference": f"peak against run {base.number}"}
+    titles = COLUMNS if base is None else COLUMNS | {"difference": f"against run {base.number}"}
     titles = titles | {name: f"{titles[name]} ({unit})" for name in _OF_BYTES}
     if any(run.backend == "cpu" for run in runs):
-        titles = titles | {"step_time": "step time on CPU (ms)"}
+        titles = titles | {"step_time": "step on CPU (ms)"}
     return {name: title for name, title in titles.items() if name not in left_out}
 
 

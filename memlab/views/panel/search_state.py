@@ -72,8 +72,9 @@ class SearchState(traitlets.HasTraits):
         return "cpu" if self._state.lab.backend.name == "cpu" else "simulated"
 
     def _propose_limit(self) -> None:
-        """Proposes a limit, unless the user has entered one or a search has one."""
-        if not self.is_open or self.busy or (self.limit and not self.limit_source):
+        """Proposes a limit, until the user has entered one or a search has used it."""
+        is_fixed = self.busy or self.found is not None or (self.limit and not self.limit_source)
+        if not self.is_open or is_fixed:
             return
         shown = self._state.shown
         measured = shown.record if shown is not None and shown.is_ok else None

@@ -73,8 +73,6 @@ class SearchView:
         state.observe(lambda _: self._show_found(), names=["found"])
         for show in (self._show_limit, self._show_section, self._show_progress):
             show()
-        for part in (self.answer, self.table):
-            part.layout.display = "none"
 
     def _show_limit(self) -> None:
         self.limit.value = self.state.limit
@@ -87,7 +85,11 @@ class SearchView:
         self._section.layout.display = None if is_open else "none"
 
     def _show_progress(self) -> None:
-        self.stop.disabled = not self.state.busy
+        busy = self.state.busy
+        self.stop.disabled = not busy
+        for part in (self.answer, self.chart, self.table):  # an answer beside the progress would seem to be its own
+            if part is not None:
+                part.layout.display = "none" if busy or self.state.found is None else None
         self.status.value = f'<div role="status">{html.escape(self.state.notice, quote=False)}</div>'
 
     def _show_what(self) -> None:
@@ -116,8 +118,7 @@ class SearchView:
             self._section.children = [self._bar, self.answer, self.chart, self.what, self.table]
         else:
             self.chart.show(drawing)
-        for part in (self.answer, self.table):
-            part.layout.display = None
+        self._show_progress()
         for widget, blocks, points in (
             (self.answer, alone_blocks(found, is_narrow=True), ranked(found))
             if self.state.alone

@@ -153,6 +153,8 @@ def nothing_fits_line(found: SearchResult) -> str:
     why = f"is short by {format_bytes(short_by)}" if short_by > 0 else fragmented
     what = "nothing that was tried fits" if found.num_left else "nothing fits"
     more = "predict more settings, or " if found.num_left else ""
+    if not found.base.offload_optimizer_except_update:
+        more += "search again with the optimizer state on the host except in its update, "
     return (
         f"{what}: of the front, '{least.settings}' has the lowest peak, "
         f"{format_bytes(least.peak_allocated_bytes)}, and {why}: "
