@@ -1,12 +1,12 @@
-"""Jobs in every layout of so many ranks, live on CPUs: does each rank hold what is predicted, to the byte?
+"""Runs a job in every layout of 2 and 4 ranks, live on CPUs: does each rank hold the predicted bytes exactly?
 
     python -m benchmarks.live_layouts                          all layouts of 2 and of 4 ranks
-    python -m benchmarks.live_layouts --ranks 8 --every 7      each seventh layout of 8 ranks
+    python -m benchmarks.live_layouts --ranks 8 --every 7      every seventh layout of 8 ranks
     python -m benchmarks.live_layouts --at-once 3              three jobs at the same time, on a machine with 12 cores
 
-Each job takes a step without a setting and one under full recompute, and has to pass the tests of
-`tests/unit/test_cpu_ranks.py`, which has some of these layouts: the bytes of each rank, the loss and gradients of one
-rank, and the same loss under all settings.
+Each job takes a plain step and one under full recompute. It has to pass the tests of `tests/unit/test_cpu_ranks.py`,
+which has some of these layouts: each rank's bytes are as predicted, loss and gradients are those of a job with one
+rank, and the loss is the same under both settings.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TESTS = (
 
 
 def jobs_of(architecture: str, num_ranks: int) -> Iterator[Job]:
-    """Yields a job in each layout of so many ranks that the model can have, each once."""
+    """Yields one job for each layout of `num_ranks` ranks that the model supports."""
     seen = set()
     sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
     for tensor, context, stages, chunks, experts, expert_tensor in product(sizes, sizes, sizes, (1, 2), sizes, sizes):
@@ -93,8 +93,8 @@ def what_differs(job: Job, num_ranks: int) -> str:
 def main() -> int:
     """Runs the jobs, and prints a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="(default: 2 4)")
-    parser.add_argument("--every", type=int, default=1, help="leave layouts out between (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default: 2 4)")
+    parser.add_argument("--every", type=int, default=1, help="run only every so many-th layout (default: %(default)s)")
     parser.add_argument("--at-once", type=int, default=1, help="jobs at the same time (default: %(default)s)")
     arguments = parser.parse_args()
     num_wrong = num_jobs = 0
@@ -103,11 +103,11 @@ def main() -> int:
         started = time.monotonic()
         with ProcessPoolExecutor(arguments.at_once, get_context("forkserver")) as pool:
             for job, wrong in zip(jobs, pool.map(partial(what_differs, num_ranks=num_ranks), jobs), strict=True):
-                print(f"{name_of(job)}, {num_ranks} ranks: {wrong or 'equal'}", flush=True)
+                print(f"{name_of(job)}, {num_ranks} ranks: {wrong or 'passed'}", flush=True)
                 num_wrong += bool(wrong)
         num_jobs += len(jobs)
         print(f"{len(jobs)} layouts of {num_ranks} ranks in {time.monotonic() - started:.0f} s", flush=True)
-    print(f"{num_jobs - num_wrong} of {num_jobs} layouts are equal")
+    print(f"{num_jobs - num_wrong} of {num_jobs} layouts passed")
     return 1 if num_wrong else 0
 
 

@@ -5,8 +5,9 @@
     python -m benchmarks.rank_failures kill_rank --rounds 20 --backend cuda          on two GPUs
 
 After each failure, a job has to take a step on the same cluster. After each round, no process of a rank may be left but
-the two of that job, and at the end none at all. Their memory on GPUs may not grow from round to round, and at the end
-the GPUs hold what they held before. `cut_connection` needs root (`benchmarks.own_cluster.Host`).
+the two of that job, and at the end none at all. The memory that is in use on a GPU must not grow by more than 256 MiB
+after the first rounds, and at the end not be more than that above what it was before. `cut_connection` needs root
+(`benchmarks.own_cluster.Host`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ DELAYS = (0.0, 0.05, 0.1, 0.3, 0.7, 1.2)
 """Seconds from the start of a step to its failure, one after another: other moments of the step."""
 LAYOUTS = (Layout(tensor_model_parallel_size=2), Layout(data_parallel_size=2), Layout(pipeline_model_parallel_size=2))
 MOST_MORE_BYTES = 256 * MIB
-"""By which GPUs may hold more after a round than after the first ones. A process holds at least its CUDA context."""
+"""How much more memory may be in use on a GPU than before. The CUDA context of one process takes more."""
 JOB: dict[str, Any] = {"architecture": "qwen3-moe-tiny", "num_layers": 2, "seq_length": 64, "backend": "cpu"}
 SETTINGS = MemorySettings(recompute_granularity="selective", recompute_modules=("core_attn",))
 WITHIN = "MEMLAB_FAILURE_WITHIN_A_STEP"
@@ -378,7 +379,7 @@ def bytes_in_use() -> list[int]:
 
 
 def is_more(held: list[int], before: list[int]) -> bool:
-    """Returns whether a GPU holds more than before, by about a process."""
+    """Returns whether a GPU holds over `MOST_MORE_BYTES` more than before."""
     return any(now > then + MOST_MORE_BYTES for now, then in zip(held, before, strict=True))
 
 
@@ -407,7 +408,8 @@ def soak(kind: str, rounds: int) -> list[str]:
     left = psutil.wait_procs(processes_left(mark), timeout=MOST_SECONDS)[1]
     wrong += [f"{kind}: left behind: {each}" for each in left]
     held = bytes_in_use()
-    print(f"{kind}: the GPUs held {at_first} bytes before the first round, and hold {held} after the last")
+    if held:
+        print(f"{kind}: the GPUs held {at_first} bytes before the first round, and hold {held} after the last")
     return [*wrong, f"{kind}: left on a GPU: {held}, before: {at_first}"] if is_more(held, at_first) else wrong
 
 

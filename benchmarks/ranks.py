@@ -65,7 +65,10 @@ def note_requested(way: str) -> None:
 
 
 def requested_bytes(folder: Path, way: str) -> list[tuple[int, int]]:
-    """Returns the peak and the sum of each step but the first, rank after rank; none on a CPU."""
+    """Returns the peak and the total of the requested bytes of each step but the first, rank by rank.
+
+    There are none on a CPU.
+    """
     steps = []
     for path in sorted(folder.glob(f"{way}-?.jsonl")):
         lines = [json.loads(line) for line in path.read_text().splitlines()]

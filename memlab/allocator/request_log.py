@@ -47,7 +47,7 @@ class RequestLog:
 
     def freed(self, block: Block) -> None:
         """Notes that a block is freed."""
-        assert block.number >= 0, "it was allocated before the log began, and not given to it"
+        assert block.number >= 0, "the block was allocated before the log began, and the log was not told of it"
         self._entries.append(-1 - block.number)
 
     def emptied(self) -> None:

@@ -246,7 +246,7 @@ def judge(record: StepRecord, steps: Steps, limit_bytes: int, *, with_margin: bo
 def fits(record: StepRecord, steps: Steps, limit_bytes: int) -> bool:
     """Whether a step completes if torch may reserve `limit_bytes`. With less than it allocated, it never does.
 
-    A step that did not finish has the peak of the part that was taken, which says nothing about the whole step.
+    The peak of a step that did not finish is only a lower bound, so such a step never counts as fitting.
     """
     if record.status != "ok" or record.peak_allocated_bytes > limit_bytes:
         return False

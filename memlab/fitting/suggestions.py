@@ -37,7 +37,8 @@ def suggestions(estimate: StepEstimate) -> list[Suggestion]:
 
 def _measured(estimate: StepEstimate) -> Iterator[tuple[Suggestion, Cost]]:
     record = estimate.record
-    # What another setting does not change. The allocator's options may have an effect only with a memory limit.
+    # What had no effect in this step either does not speak against another setting, nor do the allocator's options:
+    # some of them have an effect only with a memory limit.
     same = record.without_effect.keys() | record.scenario.allocator.changed().keys()
     for known in estimate.earlier_records:
         is_other = known.settings != record.settings and known.scenario == record.scenario and known.status == "ok"

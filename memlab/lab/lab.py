@@ -202,10 +202,10 @@ class Lab:
         `pinned_host_memory` and the records stay. The steps that follow are numbered from the beginning again.
 
         Returns:
-            Whether that was possible. It is not on another backend, with a CPU optimizer, after a change of the
-            training state that rebuilt something, within the block of a `tap` or `residency_fault`, and where steps
-            leave what memlab does not free, as in FP8. In this last case its settings are plain, and Adam's state and
-            the graphs that layers retained are freed; in the others, the model is as it was.
+            Whether that was possible. It is not possible on another backend, with a CPU optimizer, after a change of
+            the training state that rebuilt something, within the block of a `tap` or `residency_fault`, and where
+            steps leave what memlab does not free, as in FP8. In this last case, the lab has plain settings afterwards,
+            and Adam's state and the graphs that layers retained are freed; in the others, the model is as it was.
 
         Raises:
             ValueError: If the lab is busy or closed, or has ranks in other processes.
@@ -221,8 +221,8 @@ class Lab:
     ) -> None:
         """Changes what the next step trains on; the model stays as it is, and Megatron's offload manager starts over.
 
-        The next step allocates what it would in a lab that was opened with this workload. Only the rotary angles of
-        earlier sequence lengths stay, as Megatron keeps them.
+        A steady step then allocates what it would in a lab that was opened with this workload, apart from the rotary
+        angles of earlier sequence lengths, which Megatron keeps.
 
         Args:
             seq_length: Tokens in a sequence, or in a row of packed sequences, which keep their length; None keeps
@@ -323,7 +323,7 @@ class Lab:
     def stop(self) -> bool:
         """Requests that the running step ends between two phases or layers; its record says ``interrupted``.
 
-        The ranks of a job end a step together, before its optimizer, and a forward-only pass at its end.
+        The ranks of a job end a step together, before the optimizer, and a forward-only pass at its end.
 
         Returns:
             Whether a step was running.
@@ -527,8 +527,8 @@ class Lab:
             every: Keeps the outputs of all forwards and not only the last checkpointed one, as a program does that
                 appends them to a list: a leak, until the block ends.
             guarded: False lets ``release_storage`` empty the tapped storage too, as upstream's patch does (verl #7328),
-                and also those of other taps in the block; `Tap.look` then shows what a probe would have read, without a
-                read.
+                and also the storages of other taps in the block; `Tap.look` then shows what a probe would have read,
+                without a read.
 
         Raises:
             ValueError: If there is no such layer.

@@ -80,7 +80,7 @@ class PredictionProcess:
                 process.communicate()  # closes its pipes
                 words = log.last_words(process.returncode, num_lines=1)
                 log.close()
-                raise ValueError(f"the process that predicts {words}: change a setting, and another one starts")
+                raise ValueError(f"the prediction process {words}: change a setting, which starts a new one")
             log.shorten()
         answer = json.loads(line)
         if "refused" in answer:

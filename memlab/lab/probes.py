@@ -153,7 +153,7 @@ class _StepsOfLab:
         else:
             record = self._lab.step(settings)
         if record.status == "interrupted":
-            raise ValueError(f"fit needs a step under '{settings}' that finishes, and it was stopped: call fit again")
+            raise ValueError(f"the step under '{settings}' was stopped, so fit has no answer: call fit again")
         return record
 
     def completes(self, record: StepRecord, limit_bytes: int) -> bool:

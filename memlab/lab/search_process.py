@@ -85,7 +85,7 @@ class SearchProcess:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the search, which then has what it found until now; a second call ends the process at once."""
+        """Ends the search with what it has found so far; a second call ends the process at once."""
         if self._stopped:
             self._process.terminate()
         else:
@@ -124,7 +124,7 @@ class SearchProcess:
 
 def main() -> None:
     """Reads a request from stdin, as JSON, and writes the result to the file that the request names."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background ignores
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
     request = json.load(sys.stdin)
     answer = Path(request.pop("answer"))
     scenario, base = Scenario.from_dict(request.pop("scenario")), MemorySettings.from_dict(request.pop("base"))

@@ -101,7 +101,7 @@ class _ThisProcess:
         future, self._last, predict = chosen
         try:
             future.set_result(predict())
-        except Exception as error:  # noqa: BLE001  # only who asks for this step gets its error
+        except Exception as error:  # noqa: BLE001  # only the caller that asks for this step gets it
             future.set_exception(error)
 
     def close(self) -> None:

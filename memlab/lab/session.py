@@ -43,9 +43,9 @@ class Session:
         self.state_changes: list[StateChange] = []
         self._is_steady = False
         self._follows_tapped_step = False
-        """Whether the last step was taken in the block of a tap: it may have left something else."""
+        """Whether the last step was taken in the block of a tap, and may have left other bytes than others leave."""
         self._is_next_misled = False
-        """Whether a forward-only pass has told the offload manager of groups: the next step may offload others."""
+        """Whether a forward-only pass has added groups to the offload manager: the next step may offload other ones."""
         self._stop = threading.Event()
 
     @property
@@ -93,7 +93,10 @@ class Session:
 
     @property
     def is_steady(self) -> bool:
-        """Whether a step has been taken under the current settings, so that the next one equals all that follow."""
+        """Whether a step has been taken under the current settings, so that the next one equals all that follow.
+
+        False after a step in the block of a tap, once that has ended.
+        """
         return self._is_steady and (self.stepper.is_tapped or not self._follows_tapped_step)
 
     def run_exclusive(self, job: Callable[[], _Result], *, disturbs: bool = False) -> _Result:

@@ -93,7 +93,8 @@ class Stepper:
         self.replays = replays
         """Whether a simulated step replays passes through equal layers."""
         self._has_stopped_replay = False
-        """Whether a pass was replayed whose backward was not known: all are stepped until the model is as new."""
+        """Whether a pass was replayed whose backward was not known: then all are stepped until the model is rebuilt or
+        starts over."""
         self._replay: LayerReplay | None = None
         self._update: UpdateReplay | None = None
         self._as_built: AsBuilt | None = None
@@ -173,7 +174,7 @@ class Stepper:
         return True
 
     def _resume_replay(self) -> None:
-        """Lets steps be replayed again, if an error had stopped that: the model is as new."""
+        """Allows replay again after an error stopped it; for a model that is new or has started over."""
         if self._has_stopped_replay:
             self.replays, self._has_stopped_replay = True, False
 
@@ -305,7 +306,7 @@ class Stepper:
     def tap(self, layer: int, *, guarded: bool, every: bool) -> Tap:
         """Taps a layer's output, until `untap`.
 
-        While one tap is unguarded, ``release_storage`` empties what any tap keeps.
+        While any tap is unguarded, ``release_storage`` empties what every tap keeps.
         """
         tap = Tap(self.live, layer, every=every)
         self._taps[tap] = guarded

@@ -18,11 +18,12 @@ follows it. A pass is replayed only if
 
 On a pipeline stage, a recomputed MoE layer frees, in the backward pass of one micro-batch, what its token dispatcher
 still holds from the pass before it. That pass, forward or backward, belongs to another micro-batch. While several
-passes are in flight there, such a unit is replayed or stepped for a whole step.
+passes are in flight there, either all passes of such a unit in a step are replayed, or all are stepped.
 
-Otherwise it is stepped. What autograd's graph keeps (random states of checkpoints) is freed with the stand-in's node.
-What an MoE layer's token dispatcher keeps until the layer's next pass, as an attribute or in an attribute's graph, is
-kept by a stand-in of that attribute, so that a pass that is stepped later, perhaps in another unit, frees it too.
+A pass that may not be replayed is stepped. What autograd's graph keeps (random states of checkpoints) is freed with the
+stand-in's node. What an MoE layer's token dispatcher keeps until the layer's next pass, as an attribute or in an
+attribute's graph, is kept by a stand-in of that attribute, so that a pass that is stepped later, perhaps in another
+unit, frees it too.
 """
 
 from __future__ import annotations
@@ -68,9 +69,9 @@ _HOST, _BACKWARD = POOLS.index("host"), PHASES.index("backward")
 _LAYER = re.compile(r"^decoder\.layers\.\d+")
 _Spec = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _MOST_UNOPENED = 2
-"""Layers of a checkpoint that is a unit as a whole. In a larger checkpoint, each layer is a unit. Its recompute steps
-the first layer of every checkpoint, because that layer's input is the result of no node. Of the other layers, it steps
-only some in the checkpoints that backward reaches first."""
+"""The most layers that a checkpoint may have to be one unit. In a larger checkpoint, each layer is a unit. Recompute
+always steps the first layer of a checkpoint, because that layer's input is the result of no node. Of the other layers,
+it steps only some in the checkpoints that backward reaches first."""
 _KEPT = "memlab_kept"
 """Attribute of a stand-in of a token dispatcher: stand-ins of what its graph would keep."""
 

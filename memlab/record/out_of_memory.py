@@ -26,7 +26,8 @@ _WITHIN_STEP = [CATEGORIES.index(name) for name in ("activations", "recomputed",
 class FailedAllocation:
     """One allocation that did not fit.
 
-    What a backend does not have is None: the CPU has no reserved bytes, and only a real GPU has bytes of the device.
+    Fields that a backend cannot know are None: the CPU has no reserved bytes, and only a real GPU knows what the whole
+    device has and what is free of it.
     """
 
     phase: str
@@ -96,7 +97,7 @@ class Suggestion:
     peak_bytes: int
     """The step's peak under these settings: measured, or a lower bound."""
     source: Source
-    """``measured``: this lab took the step under these settings. Otherwise the peak is estimated from below."""
+    """``measured``: this lab took the step under these settings. Otherwise the peak is estimated, as a lower bound."""
 
     def __str__(self) -> str:
         return f"{self.settings} ({self.source})"

@@ -89,7 +89,7 @@ class StepRecord:
     """Whether later steps repeat this one. They do if it finished, and if the step before it, a warm-up step or not,
     finished with the same settings, training state, allocator options, workload and device memory. Between the two,
     nothing may have rebuilt the model, moved its tensors or applied the settings again, and no forward-only pass may
-    have had another workload, left more or less allocated than it found, or told Megatron's offload manager of groups
+    have had another workload, changed how much is allocated, or added groups to Megatron's offload manager
     (``suspend_offload=False``). No step in the block of a `Lab.tap` is steady.
     A forward-only pass is steady if it finished after a warm-up of its own (``warm_up=True``). Records of older
     versions do not have the field and count as steady: commands always take the warm-up step, and `Lab.step` does by

@@ -83,7 +83,7 @@ def test_stop_ends_the_step_of_both_ranks_the_page_says_so_and_the_next_run_work
     panel.press("run")
     expect(panel.part("progress-text")).to_contain_text(re.compile(r"forward|backward"))
     panel.press("stop")
-    expect(panel.part("status")).to_contain_text("the step ends on all ranks together, before its optimizer")
+    expect(panel.part("status")).to_contain_text("the step ends on all ranks together, before the optimizer")
     expect(panel.rows).to_have_count(count + 1)
     assert ask("[record.status for record in lab.records[-1].ranks]") == ["interrupted"] * 2
     expect(panel.root.locator("tr.memlab-message")).to_contain_text(re.compile(r"rank \d: stopped in \w+"))

@@ -450,9 +450,9 @@ def test_the_breakdown_groups_equal_layers_and_names_the_training_state() -> Non
     cells = re.findall(r"<td>(?:<i[^>]*></i>)?([^<]*)</td><td>([^<]*)</td>", text.partition("by module")[2])
     assert cells == [("parameters", "64"), ("mlp x\N{NO-BREAK SPACE}2", "16")]
     assert "by category (B)" in text, "a column has one unit, which its title names"
-    assert "none of" not in text
+    assert "nothing now of" not in text
     at_first = breakdown_html(timeline, 0, "device", is_peak=False)
-    assert re.search(r"none of <i [^>]*></i>activations<", at_first), "each colour of the chart has a name"
+    assert re.search(r"nothing now of <i [^>]*></i>activations<", at_first), "each colour of the chart has a name"
 
 
 def test_a_click_on_points_that_a_later_picture_has_replaced_asks_for_another(make_panel: Callable[..., Panel]) -> None:

@@ -46,13 +46,13 @@ def total_bytes(panel: Panel) -> float:
 
 def test_stop_says_that_the_ranks_end_a_step_together_and_the_row_says_where_it_ended(panel: Panel) -> None:
     state, lab = panel.state, panel.state.lab
-    assert "on all ranks together, before its optimizer" in panel.run_bar.stop.tooltip
+    assert "on all ranks together, before the optimizer" in panel.run_bar.stop.tooltip
     lab.holds = True
     state.run()
     notices: list[str] = []
     state.observe(lambda change: notices.append(change["new"]), names=["notice"])
     state.stop()
-    assert "Stopping: the step ends on all ranks together, before its optimizer." in notices
+    assert "Stopping: the step ends on all ranks together, before the optimizer." in notices
     assert state.shown.message.startswith("rank 0: stopped in forward. The step ended there")
 
 

@@ -240,7 +240,7 @@ def test_a_search_and_the_controls_call_what_is_on_the_host_alike() -> None:
 
 def test_the_search_names_what_it_keeps_of_the_controls(state: SearchState) -> None:
     view, controls = SearchView(state), state._state
-    takes = "Both keep from the controls:"
+    takes = "Both take this from the controls and do not change it:"
     assert f"{takes} 1 sequence of 64 tokens in a micro-batch." in view.what.value
     controls.edit(offload_optimizer_except_update=True, recompute_granularity="full", micro_batch_size=2)
     controls.edit_state(grad_reduce_in_bf16=True)
@@ -317,11 +317,11 @@ def test_a_failed_search_is_a_line_and_the_panel_lives() -> None:
     state._start_process = FakeProcess
     state.is_open = True
     assert view.toggle.value and view.table.layout.display == "none"
-    assert view.toggle.description == "Back to the chart" and shown.timeline.box.layout.display == "none"
+    assert view.toggle.description == "Back to the timeline" and shown.timeline.box.layout.display == "none"
     shown.run_bar.run.click()
     assert not state.is_open and shown.timeline.box.layout.display == "grid", "Run shows its chart"
     state.is_open = True
-    assert "the bytes that a step allocates on this CPU; a GPU also needs" in view.what.value
+    assert "the bytes that a step allocates on this CPU; a GPU needs more" in view.what.value
     state.start()
     last = "The search ended with code 1 (ValueError: so): change the memory limit or the workload, and search again."
     state._process.on_end(last)

@@ -328,7 +328,7 @@ def test_a_column_of_bytes_has_one_unit_and_the_difference_a_sign() -> None:
     assert [row["peak"] for row in shown] == ["30.00", "30.68", "1.00", "30.00"]
     assert [row["difference"] for row in shown] == ["", "+0.68", "\N{MINUS SIGN}29.00", "0.00"]
     titles = columns(state.runs, state.base)
-    assert (titles["peak"], titles["difference"]) == ("peak (MiB)", "against run 1 (MiB)")
+    assert (titles["peak"], titles["difference"]) == ("peak (MiB)", "peak vs run 1 (MiB)")
     assert "loss" not in titles, "it is the same in all runs"
     lab.outcome = {"loss": 1.5}
     run_with(state)

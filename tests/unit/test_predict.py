@@ -278,7 +278,9 @@ def test_fit_is_refused_in_one_line_if_a_step_that_it_takes_is_stopped() -> None
         gpu_memory = (record.static_bytes + record.peak_allocated_bytes) // 2 + OUTSIDE_BYTES
         plain_step = lab.step
         lab.step = lambda settings: plain_step(settings, on_progress=lambda _: lab.stop())  # type: ignore[method-assign]
-        with pytest.raises(ValueError, match=r"^fit needs a step under '.*' that finishes, .* call fit again$"):
+        with pytest.raises(
+            ValueError, match=r"^the step under '.*' was stopped, so fit has no answer: call fit again$"
+        ):
             lab.fit(record, gpu_memory)
         assert lab.settings == MemorySettings() and lab.records[-1].status == "interrupted"
 
@@ -288,7 +290,7 @@ def test_a_step_that_is_stopped_says_nothing_about_whether_it_completes_within_a
     for forward_only in (False, True):
         lab = Mock()
         lab.step.return_value = lab.forward_only.return_value = replace(record, status="interrupted")
-        with pytest.raises(ValueError, match="was stopped: call fit again"):
+        with pytest.raises(ValueError, match="was stopped, so fit has no answer: call fit again"):
             _StepsOfLab(lab, replace(record, forward_only=forward_only)).completes(record, GIB)
 
 

@@ -298,11 +298,11 @@ def test_a_prediction_says_what_the_step_costs_and_what_does_nothing_in_the_pane
     state.run()
     (row,), titles = rows(state.runs, None), columns(state.runs)
     assert recomputed == f"recomputed: {row['recomputed']} of a step"
-    assert titles["recomputed"] == "recomputed, of a step"
-    assert titles["copied"] == "copied each way (MiB)"
+    assert titles["recomputed"] == "recomputed (share of a step)"
+    assert titles["copied"] == "host copies each way (MiB)"
     state.edit(offload_parameters=True)
     wait_until(what_if, "predicted", lambda record: record is not None)
-    assert "; copied each way: 1.00 MiB; " in what_if.words, "gradients are dropped, not copied"
+    assert "; host copies each way: 1.00 MiB; " in what_if.words, "gradients are dropped, not copied"
     assert "without effect: core_attn (its largest saved tensor has 16 elements" in what_if.words
     assert what_if.words.endswith("under 'smallest tensor (elements)' 1048576)")
 
@@ -356,7 +356,7 @@ def test_a_process_that_ends_names_the_reason_and_another_one_answers_the_next_q
     process = PredictionProcess()
     monkeypatch.setattr(prediction_process, "_PROGRAM", program)
     question = Scenario.of("phi-4-tiny", num_layers=1), MemorySettings(), "cpu"
-    message = f"^the process that predicts {words}: change a setting, and another one starts$"
+    message = f"^the prediction process {words}: change a setting, which starts a new one$"
     with pytest.raises(ValueError, match=message):
         process.predict(*question)
     monkeypatch.setattr(prediction_process, "_PROGRAM", """print('{"refused": "no"}')""")

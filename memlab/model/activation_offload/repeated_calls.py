@@ -39,7 +39,7 @@ class Calls:
 
     @property
     def allocated(self) -> tuple[bool, ...]:
-        """For each copy, whether the pass allocated it; it may have taken a buffer of the manager instead."""
+        """For each copy, whether the pass allocated memory for it. If not, it uses a buffer of the offload manager."""
         return tuple(role >= 0 for role, _ in self.copies)
 
 

@@ -58,7 +58,7 @@ def search_figure(found: SearchResult) -> go.Figure:
     figure.update_layout(
         height=height, hovermode="closest", title_y=1.0 - 20 / height, legend_y=-50 / (PLOT_HEIGHT + PLOT_HEIGHT // 2)
     )
-    _axes(figure, f"peak allocated on the device ({unit})", f"host copies,<br>each way ({transfer_unit})")
+    _axes(figure, f"peak allocated on the device ({unit})", f"host copies<br>each way ({transfer_unit})")
     _set_peak_range(figure, found, unit_bytes)
     for panel, axis in enumerate(("y", "y2")):
         heights = [

@@ -257,7 +257,7 @@ def _total_line(timeline: Timeline, points: DrawnPoints, pool: str, unit_bytes: 
 
 
 def _shorten_hover_texts(drawing: Drawing, phases: Sequence[str], unit: str) -> None:
-    """Leaves a bare chart's hover texts the bytes and the phase: a longer one would not fit beside the point."""
+    """Shortens the hover texts of a bare chart to bytes and phase: a longer one would not fit beside the point."""
     drawing.layout["hovermode"] = "x"
     for trace in drawing.traces:
         del trace["hovertemplate"]

@@ -65,7 +65,7 @@ class Panel(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no types
         self.table_toggle.observe(lambda change: state.set_trait("table_open", change["new"]), names=["value"])
         state.observe(lambda _: self._show_table(), names=["table_open", "shown", "pinned", "rank", "pinned_rank"])
         self._show_table()
-        # What Run shows is in the place of the search.
+        # Run closes the search, because the timeline appears in the same place.
         self.run_bar.run.on_click(lambda _: self.search.state.set_trait("is_open", False))
         self.search.state.observe(lambda _: self._show_one(), names=["is_open"])
         state.observe(lambda _: self._show_one(), names=["table_open"])

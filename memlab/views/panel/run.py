@@ -21,17 +21,17 @@ COLUMNS = {
     "peak": "peak",
     "worst_rank": "worst rank (spread)",
     "difference": "difference",
-    "recomputed": "recomputed, of a step",
-    "copied": "copied each way",
+    "recomputed": "recomputed (share of a step)",
+    "copied": "host copies each way",
     "step_time": "step time (ms)",
     "loss": "loss",
     "status": "status",
 }
 """Of the table, in their order: a row's key to the column's heading.
 
-Recomputed FLOPs, as a share of those of forward and backward, and bytes that go to the host and come back, are the cost
-on every machine, as in a search (`memlab.fitting.pareto_front`). The time of a step on a CPU is no measure of it. Bytes
-of a column have one unit, which its heading names."""
+Recomputed FLOPs, as a share of those of forward and backward, and bytes that go to the host and come back are costs
+that are the same on every machine, as in a search (`memlab.fitting.pareto_front`). The time of a step on a CPU does not
+measure them. Bytes of a column have one unit, which its heading names."""
 _OF_BYTES = ("peak", "difference", "copied")
 OF_JOBS = "worst_rank"
 """The column that only runs on several ranks fill."""
@@ -161,7 +161,7 @@ def cost_words(record: StepRecord) -> list[str]:
     """Writes what a step costs on any machine, in the words of the table's headings."""
     share, copied = recomputed_share(record.settings, record.scenario), transferred_bytes(record)
     recomputed = [f"recomputed: {share_text(share)} of a step"] if share else []
-    return [*recomputed, f"copied each way: {format_bytes(copied)}"] if copied else recomputed
+    return [*recomputed, f"host copies each way: {format_bytes(copied)}"] if copied else recomputed
 
 
 def rows(runs: Sequence[Run], pinned: Run | None) -> list[dict[str, str]]:
@@ -193,7 +193,7 @@ def columns(runs: Sequence[Run], base: Run | None = None) -> dict[str, str]:
     if len({run.record.loss for run in runs if run.record is not None and run.is_ok}) <= 1:
         left_out.add("loss")
     _, unit = _unit(runs)
-    titles = COLUMNS if base is None else COLUMNS | {"difference": f"against run {base.number}"}
+    titles = COLUMNS if base is None else COLUMNS | {"difference": f"peak vs run {base.number}"}
     titles = titles | {name: f"{titles[name]} ({unit})" for name in _OF_BYTES}
     if any(run.backend == "cpu" for run in runs):
         titles = titles | {"step_time": "step on CPU (ms)"}

@@ -34,7 +34,7 @@ class RunBar:
         self.progress = ipywidgets.IntProgress(min=0, max=1)
         self.place = ipywidgets.HTML()
         self.status = ipywidgets.HTML()
-        end = "on all ranks together, before its optimizer" if state.stops_all_ranks else "before its next layer"
+        end = "on all ranks together, before the optimizer" if state.stops_all_ranks else "after the current layer"
         self.stop.tooltip = f"Stops the step {end}; the model stays usable"
         self.undo = ipywidgets.Button(description="Undo delete", tooltip="Brings back the run that was deleted last")
         self.undo.on_click(lambda _: state.undo_delete())

@@ -37,7 +37,7 @@ class SearchState(traitlets.HasTraits):
     Args:
         state: The panel's state; settings taken from the front go into its form.
         start_process: Starts the search.
-        what_if: What it has predicted is the scale of the first limit, if there is no run.
+        what_if: Without a run, the proposed limit is a share of the peak that it has predicted.
     """
 
     is_open = traitlets.Bool()
@@ -195,17 +195,21 @@ class SearchState(traitlets.HasTraits):
                 self.notice = outcome
                 return
             self.found = outcome
-            stopped = f"Stopped: {outcome.num_left} settings are not predicted. " if outcome.num_left else ""
+            left = outcome.num_left
             if self.alone:
-                predicted = f"{len(outcome.points)} settings predicted: '{outcome.base}', and each change to it alone"
-                self.notice = f"{stopped}{predicted}. {_CLICK}, to put its settings into the controls."
+                number = len(outcome.points)
+                predicted = f"{number} settings predicted: '{outcome.base}', and each change to it alone"
+                if left:
+                    predicted = (
+                        f"Ended early: {number} settings predicted ('{outcome.base}', or one change to it), {left} not"
+                    )
+                self.notice = f"{predicted}. {_CLICK}, to put its settings into the controls."
                 return
+            early = f"Ended early: {left} settings are not predicted. " if left else ""
             count = len(outcome.cheapest)
             are = "is the cheapest that fits" if count == 1 else "are the cheapest that fit"
             cheapest = f"{count} of them {are} (every other that fits recomputes or transfers more)"
-            front = (
-                f"{len(outcome.front)} settings are on the front (no other setting is at least as good in peak, "
-                "recompute and copies)"
-            )
+            on_front = "1 setting is" if len(outcome.front) == 1 else f"{len(outcome.front)} settings are"
+            front = f"{on_front} on the front (no other setting is at least as good in peak, recompute and copies)"
             fit = cheapest if count else "none of them fits"
-            self.notice = f"{stopped}{front}; {fit}. {_CLICK}, to put its settings into the controls."
+            self.notice = f"{early}{front}; {fit}. {_CLICK}, to put its settings into the controls."

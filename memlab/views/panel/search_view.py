@@ -38,7 +38,7 @@ class SearchView:
         self.stop = ipywidgets.Button(description="Stop search", tooltip="Ends the search, and shows what it has found")
         self.status = ipywidgets.HTML()
         self._predicts = (
-            "the bytes that a step allocates on this CPU; a GPU also needs workspaces and its allocator's blocks"
+            "the bytes that a step allocates on this CPU; a GPU needs more, for workspaces and rounding"
             if on_cpu
             else "the bytes that a step needs on a GPU, with workspaces and the allocator's blocks"
         )
@@ -64,8 +64,8 @@ class SearchView:
         self.search.on_click(lambda _: state.start())
         self.alone.on_click(lambda _: state.start(alone=True))
         self.stop.on_click(lambda _: state.stop())
-        # Each part of the page is written when its part of the state changes: what the user has just entered has not
-        # reached the state yet, and the progress of a search, which another thread reports, would undo it.
+        # Each part of the page is written only when its own part of the state changes. Otherwise the progress of a
+        # search would overwrite what the user has entered and what has not reached the state yet.
         state.observe(lambda _: self._show_limit(), names=["limit", "limit_source"])
         state.observe(lambda _: self._show_section(), names=["is_open"])
         state.observe(lambda _: self._show_progress(), names=["busy", "notice"])
@@ -81,13 +81,13 @@ class SearchView:
     def _show_section(self) -> None:
         is_open = self.state.is_open
         self.toggle.value = is_open
-        self.toggle.description = "Back to the chart" if is_open else "Find settings"
+        self.toggle.description = "Back to the timeline" if is_open else "Find settings"
         self._section.layout.display = None if is_open else "none"
 
     def _show_progress(self) -> None:
         busy = self.state.busy
         self.stop.disabled = not busy
-        for part in (self.answer, self.chart, self.table):  # an answer beside the progress would seem to be its own
+        for part in (self.answer, self.chart, self.table):  # an old answer would look like the running search's
             if part is not None:
                 part.layout.display = "none" if busy or self.state.found is None else None
         self.status.value = f'<div role="status">{html.escape(self.state.notice, quote=False)}</div>'
@@ -97,10 +97,11 @@ class SearchView:
         suggested = f" The suggested limit is {source}." if source else ""
         kept = html.escape(self.state.kept, quote=False)
         self.what.value = (
-            "<b>Each setting alone</b> predicts one change at a time, in seconds. <b>Combinations</b> predicts many "
-            "together, in up to a few minutes, and lists each one that no other matches or beats in all three of peak, "
-            f"recomputed FLOPs and bytes copied to the host.{suggested} Both keep from the controls: {kept}. Both "
-            f"predict {self._predicts}. You can use the lab meanwhile."
+            "<b>Each setting alone</b> predicts single changes, which takes seconds. <b>Combinations</b> predicts "
+            "settings that are changed together, which takes up to a few minutes. It lists every combination that no "
+            "other one matches or beats in all three: peak, recomputed FLOPs and bytes copied to the host."
+            f"{suggested} Both take this from the controls and do not change it: {kept}. Both predict "
+            f"{self._predicts}. You can use the lab meanwhile."
         )
 
     def _show_found(self) -> None:

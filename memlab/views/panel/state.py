@@ -392,7 +392,7 @@ class LabState(traitlets.HasTraits):
 
     @property
     def stops_all_ranks(self) -> bool:
-        """Whether a step is stopped on several ranks, which end it together, before its optimizer."""
+        """Whether a step is stopped on several ranks, which end it together, before the optimizer."""
         return self.lab.scenario.layout.world_size > 1 and self.lab.backend.name != "simulated"
 
     def stop(self) -> None:
@@ -402,7 +402,7 @@ class LabState(traitlets.HasTraits):
         if pressed is not None:
             pressed.ended.cancel()
         was_running = self.lab.stop()
-        end = "on all ranks together, before its optimizer" if self.stops_all_ranks else "after this layer"
+        end = "on all ranks together, before the optimizer" if self.stops_all_ranks else "after the current layer"
         self._say(f"Stopping: the step ends {end}." if was_running else "Nothing is running: press Run first.")
 
     def show(self, number: int) -> None:

@@ -248,7 +248,7 @@ def _table(title: str, sizes: dict[str, int], total: int, elsewhere: Sequence[st
         share = f"{size / total:.1%}" if total else ""
         rows += f"<tr><td>{_named(name)}</td><td>{in_unit(size, unit_bytes)}</td><td>{share}</td></tr>"
     if elsewhere:
-        rows += f'<tr><td colspan="3">none of {", ".join(_named(name) for name in elsewhere)}</td></tr>'
+        rows += f'<tr><td colspan="3">nothing now of {", ".join(_named(name) for name in elsewhere)}</td></tr>'
     return f"<table><caption>{title} ({unit})</caption>{rows}</table>"
 
 

@@ -70,7 +70,10 @@ def alone_blocks(found: SearchResult, *, is_narrow: bool = False) -> list[Block]
 
 
 def most_saved_lines(found: SearchResult) -> list[str]:
-    """Says which setting saves most, and which saves most without its kind of extra work: copies, or recompute."""
+    """Says which setting saves most, and which one saves most without extra copies.
+
+    If the first one makes no extra copies, the second is the one that saves most without extra recompute.
+    """
     base = found.points[0]
     better = [point for point in ranked(found) if point.peak_allocated_bytes < base.peak_allocated_bytes]
     if not better:
@@ -85,14 +88,17 @@ def most_saved_lines(found: SearchResult) -> list[str]:
         if point.transferred_bytes > base.transferred_bytes:
             work.append(f"copies {format_bytes(point.transferred_bytes)} to the host and back")
         share = saved / base.peak_allocated_bytes
-        return f"{format_bytes(saved)} ({share:.0%}); it {' and '.join(work) or 'recomputes and copies nothing'}"
+        needs = " and ".join(work) or "needs no extra recompute and no extra copies"
+        return f"{format_bytes(saved)} ({share:.0%}); it {needs}"
 
     best = better[0]
     lines = [f"'{best.settings}' saves most: {saves(best)}"]
     if best.transferred_bytes > base.transferred_bytes:
-        without, others = "copies", [p for p in better if p.transferred_bytes <= base.transferred_bytes]
+        without = "extra copies"
+        others = [point for point in better if point.transferred_bytes <= base.transferred_bytes]
     else:
-        without, others = "recompute", [p for p in better if p.recomputed_operations <= base.recomputed_operations]
+        without = "extra recompute"
+        others = [point for point in better if point.recomputed_operations <= base.recomputed_operations]
     if others and others[0] is not best:
         lines.append(f"without {without}, '{others[0].settings}' saves most: {saves(others[0])}")
     return lines
@@ -152,13 +158,13 @@ def nothing_fits_line(found: SearchResult) -> str:
     fragmented = "the peak fits, but fragmentation leaves no block large enough"
     why = f"is short by {format_bytes(short_by)}" if short_by > 0 else fragmented
     what = "nothing that was tried fits" if found.num_left else "nothing fits"
-    more = "predict more settings, or " if found.num_left else ""
+    more = "predict more settings; " if found.num_left else ""
     if not found.base.offload_optimizer_except_update:
-        more += "search again with the optimizer state on the host except in its update, "
+        more += "search again with 'optimizer on host except update'; "
     return (
         f"{what}: of the front, '{least.settings}' has the lowest peak, "
         f"{format_bytes(least.peak_allocated_bytes)}, and {why}: "
-        f"{more}take more devices, another layout, another training state, or a smaller batch"
+        f"{more}or take more devices, another layout, another training state, or a smaller batch"
     )
 
 

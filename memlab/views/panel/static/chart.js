@@ -159,7 +159,7 @@ function listenForClicks(plot, choose, signal) {
   globalThis.addEventListener("pointercancel", () => { press = null; }, { capture: true, signal });
 }
 
-// In a list of choices and on a slider the arrow keys choose. JupyterLab would go to another cell or fold one instead.
+// In a list of choices and on a slider the arrow keys choose. JupyterLab would go to another cell or fold a heading instead.
 function keepArrowKeys(event) {
   const { target, key } = event;
   if ((target.tagName === "SELECT" || target.type === "range") && key.startsWith("Arrow")) event.stopPropagation();
