@@ -1,15 +1,14 @@
-"""One JupyterLab server and one chromium for all tests of a process; a page and a kernel for each notebook."""
+"""One JupyterLab server, one chromium and one page with JupyterLab for all tests of a process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, ViewportSize, expect, sync_playwright
 
 from tests.browser.chromium import ARGS, NoChromiumError, find_chromium
-from tests.browser.notebook_page import ANSWER_SECONDS, STACKS_ON_SIGNAL, NotebookPage, write_notebook
+from tests.browser.notebook_page import ANSWER_SECONDS, STACKS_ON_SIGNAL, NotebookPage
 from tests.browser.panel_page import PanelPage
 from tests.browser.server import JupyterServer
 
@@ -44,36 +43,27 @@ def server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield server
 
 
-@pytest.fixture
-def notebook_page(browser: Browser, server: JupyterServer, tmp_path: Path) -> Iterator[NotebookPage]:
-    """Opens a page as wide as a laptop's screen."""
-    notebook = NotebookPage(browser.new_page(viewport=SCREEN), server)
-    yield notebook
-    notebook.close(tmp_path / "page.png")
-
-
 @pytest.fixture(scope="session")
-def panel_notebook(
+def notebook_page(
     browser: Browser, server: JupyterServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[NotebookPage]:
-    """Opens the notebook of all tests of the panel: a kernel takes seconds to start and to import torch."""
-    write_notebook(server.work / "panel.ipynb", *CELLS)
+    """Opens the page of all notebooks, as wide as a laptop's screen: JupyterLab takes seconds to load."""
     notebook = NotebookPage(browser.new_page(viewport=SCREEN), server)
-    notebook.open("panel.ipynb")
     yield notebook
-    notebook.close(tmp_path_factory.mktemp("panel") / "page.png")
+    notebook.close(tmp_path_factory.mktemp("notebook") / "page.png")
 
 
 @pytest.fixture
-def panel(panel_notebook: NotebookPage) -> Iterator[PanelPage]:
+def panel(notebook_page: NotebookPage) -> Iterator[PanelPage]:
     """Gives each test a new lab and its panel, and fails the test if the page wrote errors on its console."""
-    panel_notebook.complaints.clear()
+    notebook_page.complaints.clear()
+    notebook_page.open_shared(*CELLS)
     try:
-        panel_notebook.run_all()
-        assert panel_notebook.errors() == []
-        panel = PanelPage(panel_notebook)
+        notebook_page.run_all()
+        assert notebook_page.errors() == []
+        panel = PanelPage(notebook_page)
         expect(panel.root.locator(".js-plotly-plot")).to_be_visible()
         yield panel
     finally:
-        panel_notebook.ask("lab.close()")  # an open lab would put a warning under the next test's cell
-    assert panel_notebook.complaints == [], "what the page wrote on its console"
+        notebook_page.ask("lab.close()")  # an open lab would put a warning under the next test's cell
+    assert notebook_page.complaints == [], "what the page wrote on its console"

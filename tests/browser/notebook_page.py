@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from tests.browser.server import JupyterServer
 
+SHARED = "shared.ipynb"
 KERNEL_SECONDS = 60
 RUN_SECONDS = 150
 LOADS = 4
@@ -29,6 +30,27 @@ _READY = """() => {
     const session = window.jupyterapp?.shell.currentWidget?.sessionContext;
     return session?.isReady && session.session?.kernel?.status === 'idle'
         && session.session.kernel.connectionStatus === 'connected';
+}"""
+# Without its outputs, a notebook that is opened again need not find the widgets that they show.
+_LEAVE = """async () => {
+    const { commands, shell } = window.jupyterapp;
+    const left = shell.currentWidget;
+    await commands.execute('notebook:clear-all-cell-outputs');
+    await left.context.save();
+    const isGone = new Promise(resolve => left.disposed.connect(resolve));
+    left.close();
+    await isGone;
+}"""
+_OPEN = """async path => {
+    const { commands, shell } = window.jupyterapp;
+    const { id } = await commands.execute('docmanager:open', { path });
+    shell.activateById(id);
+}"""
+# A notebook without a cell would get an empty one, so the new cells come before the old ones go.
+_WRITE = """sources => {
+    const { sharedModel } = window.jupyterapp.shell.currentWidget.content.model;
+    sharedModel.insertCells(0, sources.map(source => ({ cell_type: 'code', source })));
+    sharedModel.deleteCellRange(sources.length, sharedModel.cells.length);
 }"""
 # The command's promise is kept when the last cell has ended; waiting for it in steps leaves room for a time limit.
 # JupyterLab handles the kernel's messages one after the other, and waits for what a widget does with its message.
@@ -100,20 +122,42 @@ def write_notebook(path: Path, *sources: str) -> None:
 
 
 class NotebookPage:
-    """One browser page with one notebook open in it."""
+    """One browser page with one notebook at a time open in it."""
 
     def __init__(self, page: Page, server: JupyterServer) -> None:
         self.page = page
         self.server = server
         self.complaints: list[str] = []
         """What the page wrote on its console as errors, and what it threw."""
+        self._notebook = ""
+        self._shared_cells: tuple[str, ...] = ()
         page.on("console", self._note)
         page.on("pageerror", self._note_error)
 
     def open(self, notebook: str) -> None:
-        """Opens a notebook of the server's folder and waits for its kernel."""
-        self.page.goto(self.server.address(notebook))
+        """Opens a notebook of the server's folder and waits for its kernel.
+
+        A page that shows a notebook closes it first; that one's kernel keeps running. Then JupyterLab opens the next one
+        as after a double click in its file browser: to load all of JupyterLab again would take seconds.
+        """
+        if self._notebook:
+            self.page.evaluate(_LEAVE)
+            self.page.evaluate(_OPEN, notebook)
+        else:
+            self.page.goto(self.server.address(notebook))
+        self._notebook = notebook
         self.wait_until_ready()
+
+    def open_shared(self, *sources: str) -> None:
+        """Opens the notebook that tests share, with one code cell a source: its kernel has imported torch already."""
+        if self._notebook != SHARED:
+            if not self._shared_cells:
+                write_notebook(self.server.work / SHARED, *sources)
+                self._shared_cells = sources
+            self.open(SHARED)
+        if self._shared_cells != sources:
+            self.page.evaluate(_WRITE, sources)
+            self._shared_cells = sources
 
     def reload(self, awaited: Locator) -> None:
         """Saves the notebook and loads the page again; the kernel keeps running.
@@ -141,10 +185,14 @@ class NotebookPage:
         """Writes the notebook to the server's folder, with its outputs."""
         self.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
 
+    def end_kernel(self) -> None:
+        """Ends the kernel of the notebook that is open."""
+        self.page.evaluate("() => window.jupyterapp?.shell.currentWidget?.sessionContext.shutdown()")
+
     def close(self, picture: Path) -> None:
         """Ends the kernel and the page, and leaves a picture of what the page showed last."""
         self.page.screenshot(path=picture)
-        self.page.evaluate("() => window.jupyterapp?.shell.currentWidget?.sessionContext.shutdown()")
+        self.end_kernel()
         self.page.close()
 
     def wait_until_ready(self) -> None:

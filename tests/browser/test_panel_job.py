@@ -6,12 +6,10 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import expect
 
-from tests.browser.conftest import SCREEN
-from tests.browser.notebook_page import STACKS_ON_SIGNAL, NotebookPage, write_notebook
+from tests.browser.notebook_page import STACKS_ON_SIGNAL, NotebookPage
 from tests.browser.panel_page import PanelPage
-from tests.browser.server import JupyterServer
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 CELLS = (
@@ -24,18 +22,14 @@ CELLS = (
 
 
 @pytest.fixture(scope="module")
-def job(
-    browser: Browser, server: JupyterServer, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[PanelPage, NotebookPage]]:
-    """Opens the notebook of all tests of the job: its kernel and its engines take seconds to start."""
-    write_notebook(server.work / "job.ipynb", *CELLS)
-    notebook = NotebookPage(browser.new_page(viewport=SCREEN), server)
-    notebook.open("job.ipynb")
-    notebook.run_all()
-    assert notebook.errors() == []
-    yield PanelPage(notebook), notebook
-    notebook.ask("(lab.close(), ranks.close())[0]")
-    notebook.close(tmp_path_factory.mktemp("job") / "page.png")
+def job(notebook_page: NotebookPage) -> Iterator[tuple[PanelPage, NotebookPage]]:
+    """Opens the panel of all tests of the job: its engines take seconds to start."""
+    notebook_page.complaints.clear()
+    notebook_page.open_shared(*CELLS)
+    notebook_page.run_all()
+    assert notebook_page.errors() == []
+    yield PanelPage(notebook_page), notebook_page
+    notebook_page.ask("(lab.close(), ranks.close())[0]")
 
 
 def small_charts(panel: PanelPage) -> dict[int, float]:

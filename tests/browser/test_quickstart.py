@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,21 @@ SMALLER = {"num_layers: int = 4 ": "num_layers: int = 2 ", "seq_length: int = 10
 """Defaults, and what replaces them: a smaller model has fewer events, and figures of the same traces."""
 
 
+@pytest.fixture
+def quickstart(notebook_page: NotebookPage, tmp_path: Path) -> Iterator[NotebookPage]:
+    """Opens a copy of the quickstart, with a kernel of its own."""
+    lab = QUICKSTART.read_text()
+    for default, smaller in SMALLER.items():
+        assert lab.count(default) == 1
+        lab = lab.replace(default, smaller)
+    (notebook_page.server.work / QUICKSTART.name).write_text(lab)
+    notebook_page.complaints.clear()
+    notebook_page.open(QUICKSTART.name)
+    yield notebook_page
+    notebook_page.page.screenshot(path=tmp_path / "page.png")
+    notebook_page.end_kernel()
+
+
 def numbers(column: Any) -> list[float]:
     """What plotly sends: a list, or a typed array in base64."""
     if isinstance(column, dict):
@@ -26,20 +42,14 @@ def numbers(column: Any) -> list[float]:
     return list(column)
 
 
-def test_the_quickstart_draws_each_figure_as_it_was_sent_and_ends_in_a_panel(notebook_page: NotebookPage) -> None:
-    lab = QUICKSTART.read_text()
-    for default, smaller in SMALLER.items():
-        assert lab.count(default) == 1
-        lab = lab.replace(default, smaller)
-    (notebook_page.server.work / QUICKSTART.name).write_text(lab)
-    notebook_page.open(QUICKSTART.name)
-    notebook_page.run_all()
-    assert notebook_page.errors() == []
-    outputs = [output for cell in notebook_page.outputs() for output in cell]
+def test_the_quickstart_draws_each_figure_as_it_was_sent_and_ends_in_a_panel(quickstart: NotebookPage) -> None:
+    quickstart.run_all()
+    assert quickstart.errors() == []
+    outputs = [output for cell in quickstart.outputs() for output in cell]
     sent = [output["data"].get("application/vnd.plotly.v1+json") for output in outputs if "data" in output]
     sent = [figure for figure in sent if figure]
     assert len(sent) >= 8
-    drawn = notebook_page.wait_for_figures(len(sent))
+    drawn = quickstart.wait_for_figures(len(sent))
     titles = [figure["title"] for figure in drawn]
     for figure in sent:
         # A panel has figures of its own, so each figure that was sent is looked for by its title.
@@ -49,10 +59,10 @@ def test_the_quickstart_draws_each_figure_as_it_was_sent_and_ends_in_a_panel(not
             assert on_page["x"] == numbers(trace["x"])
             assert on_page["y"] == numbers(trace["y"])
     # The panel is on the dense model, and has the runs of the cells before it.
-    panel = PanelPage(notebook_page)
+    panel = PanelPage(quickstart)
     expect(panel.root).to_have_count(1)
     expect(panel.part("offload-modules-moe-act", "input")).to_be_disabled()
     count = panel.rows.count()
     panel.press("run")
     expect(panel.rows).to_have_count(count + 1)
-    assert notebook_page.complaints == []
+    assert quickstart.complaints == []
