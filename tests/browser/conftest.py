@@ -16,7 +16,7 @@ expect.set_options(timeout=ANSWER_SECONDS * 1000)
 SCREEN: ViewportSize = {"width": 1280, "height": 800}
 CELLS = (
     STACKS_ON_SIGNAL + "from memlab import Lab, MemorySettings, panel",
-    'lab = Lab("qwen3-moe-tiny", num_layers=2, seq_length=1024)',
+    'lab = Lab("qwen3-moe-tiny", num_layers=2, seq_length=256)',
     "panel(lab, predict=False)",
 )
 PANEL_CELL = len(CELLS) - 1

@@ -31,20 +31,19 @@ _READY = """() => {
     return session?.isReady && session.session?.kernel?.status === 'idle'
         && session.session.kernel.connectionStatus === 'connected';
 }"""
-# Without its outputs, a notebook that is opened again need not find the widgets that they show.
-_LEAVE = """async () => {
-    const { commands, shell } = window.jupyterapp;
-    const left = shell.currentWidget;
-    await commands.execute('notebook:clear-all-cell-outputs');
-    await left.context.save();
-    const isGone = new Promise(resolve => left.disposed.connect(resolve));
-    left.close();
+_CLOSE = """async () => {
+    const { context, sessionContext } = window.jupyterapp.shell.currentWidget;
+    await context.save();
+    await sessionContext.shutdown();
+    const isGone = new Promise(resolve => context.disposed.connect(resolve));
+    window.jupyterapp.shell.currentWidget.close();
     await isGone;
 }"""
 _OPEN = """async path => {
     const { commands, shell } = window.jupyterapp;
     const { id } = await commands.execute('docmanager:open', { path });
     shell.activateById(id);
+    return id;
 }"""
 # A notebook without a cell would get an empty one, so the new cells come before the old ones go.
 _WRITE = """sources => {
@@ -129,7 +128,7 @@ class NotebookPage:
         self.server = server
         self.complaints: list[str] = []
         """What the page wrote on its console as errors, and what it threw."""
-        self._notebook = ""
+        self._notebook: str | None = None
         self._shared_cells: tuple[str, ...] = ()
         page.on("console", self._note)
         page.on("pageerror", self._note_error)
@@ -137,14 +136,16 @@ class NotebookPage:
     def open(self, notebook: str) -> None:
         """Opens a notebook of the server's folder and waits for its kernel.
 
-        A page that shows a notebook closes it first; that one's kernel keeps running. Then JupyterLab opens the next one
-        as after a double click in its file browser: to load all of JupyterLab again would take seconds.
+        Where the page has JupyterLab already, that opens it, as after a double click in its file browser: to load all
+        of JupyterLab again would take seconds. The notebook that the page showed loses its outputs and keeps its kernel.
         """
-        if self._notebook:
-            self.page.evaluate(_LEAVE)
-            self.page.evaluate(_OPEN, notebook)
-        else:
+        if self._notebook is None:
             self.page.goto(self.server.address(notebook))
+        else:
+            if self._notebook:
+                self.page.evaluate("() => window.jupyterapp.commands.execute('notebook:clear-all-cell-outputs')")
+            opened = self.page.evaluate(_OPEN, notebook)
+            self._wait_for("id => window.jupyterapp.shell.currentWidget?.id === id", ANSWER_SECONDS, opened)
         self._notebook = notebook
         self.wait_until_ready()
 
@@ -185,14 +186,15 @@ class NotebookPage:
         """Writes the notebook to the server's folder, with its outputs."""
         self.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
 
-    def end_kernel(self) -> None:
-        """Ends the kernel of the notebook that is open."""
-        self.page.evaluate("() => window.jupyterapp?.shell.currentWidget?.sessionContext.shutdown()")
+    def close_notebook(self) -> None:
+        """Closes the notebook that is open, and ends its kernel; the page stays."""
+        self.page.evaluate(_CLOSE)
+        self._notebook = ""
 
     def close(self, picture: Path) -> None:
         """Ends the kernel and the page, and leaves a picture of what the page showed last."""
         self.page.screenshot(path=picture)
-        self.end_kernel()
+        self.page.evaluate("() => window.jupyterapp?.shell.currentWidget?.sessionContext.shutdown()")
         self.page.close()
 
     def wait_until_ready(self) -> None:

@@ -19,6 +19,17 @@ START_SECONDS = 60
 SETTINGS = {
     "@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
 }
+# No notebook needs them, and they work whenever the server starts (for language servers, it asks npm) or a page is loaded.
+SERVER_EXTENSIONS = {"ipyparallel": False, "jupyter_lsp": False, "jupyter_server_terminals": False}
+DISABLED_ON_PAGE = {
+    "ipyparallel-labextension": True,
+    "@jupyterlab/debugger-extension": True,
+    "@jupyterlab/extensionmanager-extension": True,
+    "@jupyterlab/fileeditor-extension:language-server": True,
+    "@jupyterlab/lsp-extension": True,
+    "@jupyterlab/notebook-extension:language-server": True,
+    "@jupyterlab/terminal-extension": True,
+}
 
 
 class JupyterServer:
@@ -33,8 +44,14 @@ class JupyterServer:
         self.work = folder / "work"
         self.log = folder / "server.log"
         self.work.mkdir(parents=True)
-        for name, values in {**SETTINGS, **(settings or {})}.items():
-            path = folder / "config" / "lab" / "user-settings" / f"{name}.jupyterlab-settings"
+        files = {
+            f"lab/user-settings/{name}.jupyterlab-settings": values
+            for name, values in {**SETTINGS, **(settings or {})}.items()
+        }
+        files["jupyter_server_config.json"] = {"ServerApp": {"jpserver_extensions": SERVER_EXTENSIONS}}
+        files["labconfig/page_config.json"] = {"disabledExtensions": DISABLED_ON_PAGE}
+        for name, values in files.items():
+            path = folder / "config" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(values))
         folders = {"CONFIG": "config", "DATA": "data", "RUNTIME": "runtime"}

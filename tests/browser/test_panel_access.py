@@ -101,9 +101,10 @@ def walk_to(panel: PanelPage, hook: str, key: str = "Tab") -> None:
         const { outlineStyle, outlineWidth } = getComputedStyle(activeElement);
         return [activeElement.matches(':focus-visible'), outlineStyle, outlineWidth];
     }"""
+    root = panel.root.element_handle()
     for _ in range(80):
         panel.notebook.page.keyboard.press(key)
-        found = panel.notebook.page.evaluate(looks, [panel.root.element_handle(), hook])
+        found = panel.notebook.page.evaluate(looks, [root, hook])
         if found is not None:
             assert found == [True, "solid", "2px"], hook
             expect(panel.root.locator(":focus")).to_be_in_viewport(ratio=1)

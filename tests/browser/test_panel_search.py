@@ -26,6 +26,7 @@ _PLACE = """(plot, number) => {
 
 
 def test_a_click_on_the_front_sets_the_controls_and_run_takes_them(panel: PanelPage) -> None:
+    panel.write("seq-length", 1024)  # of short sequences, full recomputation is not on the front
     panel.press("search-toggle")
     panel.write("search-limit", "128MiB")  # peaks count in steps of 1/64 of it: fewer predictions than of 40 MiB
     panel.choose("offload-optimizer", "host")

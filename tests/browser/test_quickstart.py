@@ -32,7 +32,7 @@ def quickstart(notebook_page: NotebookPage, tmp_path: Path) -> Iterator[Notebook
     notebook_page.open(QUICKSTART.name)
     yield notebook_page
     notebook_page.page.screenshot(path=tmp_path / "page.png")
-    notebook_page.end_kernel()
+    notebook_page.close_notebook()
 
 
 def numbers(column: Any) -> list[float]:
