@@ -401,6 +401,7 @@ def test_a_long_traceback_keeps_its_beginning_and_its_end() -> None:
     assert len(message["content"]["evalue"]) == 10_000
 
 
+@cells_in_this_process()
 def test_a_long_log_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
     source = "import os\nlog = open(os.path.join(os.environ['MEMLAB_RUN_FOLDER'], 'log.txt'), 'a')\n"
     source += "log.write('beginning' + 'x' * 2**25 + 'end')\nlog.flush()"
