@@ -139,7 +139,7 @@ def test_replayed_layers_have_the_events_of_stepped_ones(
     ("architecture", "arguments", "settings"),
     [
         ("phi-4-tiny", {"num_layers": 6}, [MemorySettings(), _CORE, _CORE_QKV]),
-        ("phi-4-tiny", {"num_layers": 5, "num_microbatches": 4}, [_ALL_ATTENTION, _MLP]),
+        ("phi-4-tiny", {"num_layers": 4, "num_microbatches": 3}, [_ALL_ATTENTION, _MLP]),
         ("phi-4-tiny", {"num_layers": 14}, [_BESIDE_BLOCK, _CORE]),
         # The recompute of a block's layers copies to the host too, and back at once.
         ("phi-4-tiny", {"num_layers": 9, "num_microbatches": 2}, [replace(_BESIDE_BLOCK, recompute_num_layers=9)]),
@@ -293,7 +293,7 @@ def test_moe_layers_of_a_stage_that_are_recomputed_are_replayed(
     ("arguments", "layers_per_checkpoint"),
     [
         ({"num_layers": 12}, (4, 12)),
-        ({"num_layers": 12, "num_microbatches": 3}, (6, 3)),
+        ({"num_layers": 12, "num_microbatches": 2}, (6, 3)),
         ({"num_layers": 16, "num_microbatches": 4, "layout": _STAGES}, (4, 8)),
     ],
 )
@@ -446,11 +446,11 @@ def test_a_step_that_begins_again_starts_with_the_groups_that_it_found(
     )
     found = []
     for replay in (False, True):
-        arguments: dict[str, Any] = {"num_layers": 3, "seq_length": 32, "num_microbatches": 5}
+        arguments: dict[str, Any] = {"num_layers": 3, "seq_length": 32, "num_microbatches": 3}
         with Lab("qwen3-moe-tiny", **arguments, backend="simulated", replay=replay) as lab:
-            lab.step()
+            lab.step(warm_up=False)
             if not offloads_at_start:
-                lab.step(away)
+                lab.step(away, warm_up=False)
             if replay:
                 monkeypatch.setattr(LayerReplay, "backward_of", fail)
             timeline = lab.step(until_update, warm_up=False).timeline
