@@ -27,8 +27,8 @@ MARGIN_WITHOUT_EXPERTS = Margin(0.001, "on H200s, steps of dense models")
 """The smallest limit of torch's allocator with which steps of phi-4 completed on H200s was up to 0.1 % higher than
 predicted, on one rank, with two pipeline stages, and with tensor parallelism."""
 MARGIN_WITH_EXPERTS = Margin(0.003, "on H200s, steps of models with experts")
-"""The same of Qwen3-30B-A3B with all experts on one rank. The limit of one step was 0.22 % higher than predicted when it
-was first measured, and 0.01 % higher the second time (``labs/LOG.md``, 2026-11-27, late night)."""
+"""The same of Qwen3-30B-A3B with all experts on one rank. The limit of one step was 0.22 % higher than predicted when
+it was first measured, and 0.01 % higher the second time (``labs/LOG.md``, 2026-11-27, late night)."""
 MARGIN_WITH_SPREAD_EXPERTS = Margin(
     0.007, "on H200s, steps of models with experts spread over ranks, with one micro-batch,"
 )

@@ -9,7 +9,7 @@ ones out, so what only a step has left is looked for among the objects that are 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from memlab.meter.protocol import Meter
@@ -55,6 +55,24 @@ class Garbage:
         finally:
             gc.set_threshold(*threshold)
             self._births_before = None
+
+    def collect_until(self, is_enough: Callable[[], bool]) -> bool:
+        """Frees what is in reference cycles: among young objects, and among all objects only if that was not enough.
+
+        Args:
+            is_enough: Whether no garbage holds a storage any more; called after each collection.
+
+        Returns:
+            What `is_enough` said last.
+        """
+        meter = self._meter
+        for generation in (1, 2):
+            gc.collect(generation)
+            if is_enough():
+                if isinstance(meter, SimulatedMeter):
+                    self._births_at_collection = meter.num_births
+                return True
+        return False
 
     def collect(self) -> None:
         """Frees what is in reference cycles; after it, no garbage holds a storage."""

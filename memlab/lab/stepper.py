@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,6 +99,8 @@ class Stepper:
         self._replay: LayerReplay | None = None
         self._update: UpdateReplay | None = None
         self._as_built: AsBuilt | None = None
+        self._is_as_built = False
+        """Whether the model has taken no step since `start_over`."""
         self._repeatable: dict[str, Any] | None = None
         """What was measured of the last step, if nothing but memory may differ in the next one."""
         self._follows_full_recompute = False
@@ -135,6 +138,7 @@ class Stepper:
         self.live = live
         self._as_built = None
         self._repeatable = None
+        self._is_as_built = False
         self._resume_replay()
         data_parallel_overlap.connect(live)
         self.labels.attach(live.working_modules())
@@ -161,9 +165,7 @@ class Stepper:
                 self._update.free_state()
             self.apply(MemorySettings())
             self._as_built.restore()
-            self.release_garbage()
-            meter.free_cached_pinned_memory()
-            if not meter.restore():
+            if not self.garbage.collect_until(partial(self._restored, meter)):
                 return False
         finally:
             if limit_bytes is not None:
@@ -171,7 +173,15 @@ class Stepper:
         self._follows_full_recompute = False
         self._resume_replay()
         self.num_steps = 0
+        self._is_as_built = True
         return True
+
+    @staticmethod
+    def _restored(meter: StorageMeter) -> bool:
+        """Returns whether the meter is as it was when the model was built: not if something else is allocated now."""
+        torch.cuda.empty_cache()
+        meter.free_cached_pinned_memory()
+        return meter.restore()
 
     def _resume_replay(self) -> None:
         """Allows replay again after an error stopped it; for a model that is new or has started over."""
@@ -336,8 +346,8 @@ class Stepper:
 
     @property
     def is_collected(self) -> bool:
-        """Whether steps have only been repeated since the last collection of garbage, so that there is none."""
-        return self._repeatable is not None and self.garbage.is_collected
+        """Whether the last collection of garbage was after all steps that were not repeated, so that there is none."""
+        return (self._repeatable is not None or self._is_as_built) and self.garbage.is_collected
 
     def set_workload(self, scenario: Scenario) -> None:
         """Uses another sequence length, micro-batch size or number of micro-batches from the next step on.
@@ -471,7 +481,7 @@ class Stepper:
         labels, meter = self.labels, self.meter
         if not forward_only and (repeated := self._repeated(on_move)) is not None:
             return repeated
-        self._repeatable = None
+        self._repeatable, self._is_as_built = None, False
         on_host, sent_before = self.transfers.residency.on_host, collectives.sent_bytes.copy()
         torch.cuda.synchronize()
         meter.start(self._categories())
@@ -535,7 +545,7 @@ class Stepper:
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
         """Runs the block, a training step without a record; the model is usable again if it raises."""
-        self._repeatable = None
+        self._repeatable, self._is_as_built = None, False
         steps_layers = nullcontext() if self._replay is None else self._replay.during_step(replays=False)
         try:
             with steps_layers:

@@ -12,12 +12,13 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memlab._version import __version__
-from memlab.record.job_record import JobRecord
-from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes
+
+if TYPE_CHECKING:
+    from memlab.record.step_record import StepRecord
 
 RUN_FOLDER_VARIABLE = "MEMLAB_RUN_FOLDER"
 """Environment variable that names the folder of a headless run."""
@@ -94,6 +95,8 @@ def _rank_by_rank(records: Mapping[str, StepRecord]) -> dict[str, StepRecord]:
     Raises:
         ValueError: If another record has the name of a rank.
     """
+    from memlab.record.job_record import JobRecord  # not above: the runner needs only names, and no numpy
+
     found: dict[str, StepRecord] = {}
     for name, record in records.items():
         ranks = record.ranks if isinstance(record, JobRecord) else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from unittest.mock import patch
 
 import nbformat
 
-from memlab.record.notebook_result import METRICS_MIMETYPE, RUN_FOLDER_VARIABLE
+from memlab.record.notebook_result import METRICS_MIMETYPE, RUN_FOLDER_VARIABLE, Metrics
 from memlab.regression.suite.notebooks import cells_that_run, read_notebook
 
 
@@ -32,17 +33,27 @@ def _execute(
 ) -> str:
     lab = read_notebook(notebook)
     names: dict[str, Any] = {}
+    (folder / "environment.json").write_text("{}")
+    (folder / "log.txt").touch()
     try:
         with patch.dict(os.environ, variables | {RUN_FOLDER_VARIABLE: str(folder)}):
             for number, cell in enumerate(cells_that_run(lab), start=1):
-                exec(cell.source, names)  # noqa: S102  # the test's own cell
+                if isinstance(value := _run(cell.source, names), Metrics):
+                    data = {METRICS_MIMETYPE: {}, "text/plain": ""}
+                    cell.outputs = [nbformat.v4.new_output("display_data", data=data)]
+                del value
                 names |= parameters if number == 1 else {}
                 cell.execution_count = number
     finally:
         if "lab" in names:
             names["lab"].close()
-    data = {METRICS_MIMETYPE: {}, "text/plain": ""}
-    cell.outputs = [nbformat.v4.new_output("display_data", data=data)]
     nbformat.write(lab, folder / "notebook.ipynb")
-    (folder / "log.txt").touch()
     return ""
+
+
+def _run(source: str, names: dict[str, Any]) -> object:
+    """Runs a cell; returns what its last line shows, if that is an expression."""
+    lines = ast.parse(source).body
+    last = lines.pop().value if lines and isinstance(lines[-1], ast.Expr) else None
+    exec(compile(ast.Module(lines, []), "cell", "exec"), names)  # noqa: S102  # the test's own cell
+    return None if last is None else eval(compile(ast.Expression(last), "cell", "eval"), names)  # noqa: S307

@@ -153,7 +153,9 @@ def test_a_run_with_a_failed_case_makes_no_baseline(night: Night) -> None:
 
 def test_two_nightlies_at_once_keep_both_runs(tmp_path: Path) -> None:
     suite = write_suite(tmp_path, ONE)
-    code = "import sys; from memlab.cli import main; from tests.notebooks.in_process import cells_in_this_process\n"
+    # Before nbformat, whose imports take a second less after it.
+    code = "import sys, memlab.regression; from memlab.cli import main\n"
+    code += "from tests.notebooks.in_process import cells_in_this_process\n"
     code += "with cells_in_this_process(): sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "nightly", str(suite), "--allow-missing"]
     root = Path(__file__).parents[2]

@@ -220,8 +220,6 @@ def test_a_folder_with_something_in_it_is_not_overwritten(tmp_path: Path) -> Non
     [
         (["1 / 0"], "", "failed in cell 3 of 4 (Part 1): ZeroDivisionError: division by zero"),
         (["import sys\nsys.exit(0)", "2"], "", "failed before cell 4 of 5: the kernel exited early"),
-        ([], "print('the end')", "failed in its last cell: it wrote no metrics"),
-        (["RECORD"], "print('the end')", "failed in its last cell: it wrote no metrics"),
         (["RECORD"], "", "finish must be called once"),
         (
             ["import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"],
@@ -229,11 +227,21 @@ def test_a_folder_with_something_in_it_is_not_overwritten(tmp_path: Path) -> Non
             "failed in cell 3 of 4 (Part 1): the kernel died",
         ),
     ],
-    ids=["error", "sys.exit", "no finish", "early finish", "finish twice", "kernel killed"],
+    ids=["error", "sys.exit", "finish twice", "kernel killed"],
 )
 def test_a_run_that_did_not_come_to_its_end_is_a_failure(
     tmp_path: Path, sources: list[str], record: str, message: str
 ) -> None:
+    assert_is_a_failure(tmp_path, sources, record, message)
+
+
+@pytest.mark.parametrize("sources", [[], ["RECORD"]], ids=["no finish", "early finish"])
+@cells_in_this_process()
+def test_a_run_whose_last_cell_wrote_no_metrics_is_a_failure(tmp_path: Path, sources: list[str]) -> None:
+    assert_is_a_failure(tmp_path, sources, "print('the end')", "failed in its last cell: it wrote no metrics")
+
+
+def assert_is_a_failure(tmp_path: Path, sources: list[str], record: str, message: str) -> None:
     lab = write_lab(
         tmp_path, *[RECORD if source == "RECORD" else source for source in sources], record=record or RECORD
     )
@@ -302,15 +310,30 @@ HOSTILE = {
         "small lab {x}.ipynb failed ",
     ),
     "log is a folder": ("(folder / 'log.txt').unlink(); (folder / 'log.txt').mkdir()", "small lab {x}.ipynb failed "),
+}
+HOSTILE_TO_THE_RUNNER = {
     "plants a link": ("(folder / 'link').symlink_to('/')", "in its folder: link is a link, must be a file or folder"),
     "writes its own metrics": ("(folder / 'metrics.json').write_text('[')", "metrics.json already exists"),
 }
+"""What the process of the run does not notice."""
 
 
 @pytest.mark.parametrize(("source", "message"), HOSTILE.values(), ids=HOSTILE)
 def test_a_notebook_that_spoils_its_own_folder_is_a_failure_with_a_log(
     tmp_path: Path, source: str, message: str
 ) -> None:
+    assert_is_a_failure_with_a_log(tmp_path, source, message)
+
+
+@pytest.mark.parametrize(("source", "message"), HOSTILE_TO_THE_RUNNER.values(), ids=HOSTILE_TO_THE_RUNNER)
+@cells_in_this_process()
+def test_what_a_notebook_leaves_in_its_folder_for_the_runner_is_a_failure_with_a_log(
+    tmp_path: Path, source: str, message: str
+) -> None:
+    assert_is_a_failure_with_a_log(tmp_path, source, message)
+
+
+def assert_is_a_failure_with_a_log(tmp_path: Path, source: str, message: str) -> None:
     prologue = "import os, pathlib; folder = pathlib.Path(os.environ['MEMLAB_RUN_FOLDER'])\n"
     with pytest.raises(LabFailedError) as failure:
         run_lab(write_lab(tmp_path, prologue + source), {}, tmp_path / "runs" / "run", timeout_seconds=120)
@@ -378,6 +401,7 @@ def test_a_long_traceback_keeps_its_beginning_and_its_end() -> None:
     assert len(message["content"]["evalue"]) == 10_000
 
 
+@cells_in_this_process()
 def test_a_long_log_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
     source = "import os\nlog = open(os.path.join(os.environ['MEMLAB_RUN_FOLDER'], 'log.txt'), 'a')\n"
     source += "log.write('beginning' + 'x' * 2**25 + 'end')\nlog.flush()"

@@ -79,6 +79,8 @@ def gradients_of_step(
     lab: Lab, settings: MemorySettings, *, warm_up: bool = True
 ) -> tuple[float | None, list[torch.Tensor]]:
     """Takes a step and returns its loss and a copy of every gradient buffer as the optimizer sees it."""
+    if warm_up:
+        lab.step(settings, warm_up=False)  # before the optimizer is replaced: nothing is copied of it
     optimizer, copies = lab._stepper.live.optimizer, []
     take_step = optimizer.step
 
@@ -89,7 +91,7 @@ def gradients_of_step(
 
     optimizer.step = copy_then_step
     try:
-        record = lab.step(settings, warm_up=warm_up)
+        record = lab.step(settings, warm_up=False)
     finally:
         optimizer.step = take_step
     return record.loss, copies

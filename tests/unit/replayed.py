@@ -53,6 +53,8 @@ class Case:
     architecture: str
     arguments: dict[str, Any]
     settings: list[MemorySettings]
+    warm_up: tuple[bool, ...] = ()
+    """Before which of the steps a warm-up step is taken; before all of them if it is empty."""
     limit_bytes: int | None = None
     allocator: AllocatorSettings = field(default_factory=AllocatorSettings)
 
@@ -91,8 +93,8 @@ def take(case: Case, *, replay: bool) -> tuple[list[StepRecord], int]:
     records, count = [], 0
     with Lab(case.architecture, **case.arguments, allocator=case.allocator, backend="simulated", replay=replay) as lab:
         lab.device_memory_bytes = case.limit_bytes
-        for each in case.settings:
-            records.append(lab.step(each))
+        for each, warm_up in zip(case.settings, case.warm_up or (True,) * len(case.settings), strict=True):
+            records.append(lab.step(each, warm_up=warm_up))
             stepper: Any = lab._session.stepper  # type: ignore[union-attr]
             count += stepper.num_replayed
         count += stepper.labels.num_repeated

@@ -47,7 +47,14 @@ def sample(records: list[StepRecord]) -> list[StepRecord]:
 def test_fp8_steps_of_two_ranks_peak_between_the_prediction_and_what_torch_may_keep_beside_it() -> None:
     lines = (STEPS.parent / "h100x2_fp8_steps.jsonl").read_text().splitlines()
     records = [StepRecord.from_dict(json.loads(line)) for line in lines]
-    short = [record for record in records if record.scenario.seq_length == 4096]
+    # With tensor parallelism alone, both ranks gather alike. Of spread experts, each rank has others.
+    short = [
+        each
+        for each in records
+        if each.scenario.seq_length == 4096
+        and (each.scenario.layout.rank == 1 or each.scenario.layout.expert_model_parallel_size > 1)
+    ]
+    assert len(short) >= 6
     recomputed = [record for record in records if record.settings == FULL and record.scenario.num_layers == 12]
     for measured in (short, recomputed[:1]):
         for real, predicted in zip(measured, predict_measured(measured), strict=True):

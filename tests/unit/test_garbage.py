@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -58,15 +59,21 @@ def test_what_is_left_in_a_cycle_is_no_memory_of_the_next_settings() -> None:
             require_identical(record, lab.step(settings))
 
 
-def test_old_objects_are_visited_only_if_a_cycle_of_them_may_hold_memory(request: pytest.FixtureRequest) -> None:
-    generations: list[int] = []
+@pytest.fixture
+def generations() -> Iterator[list[int]]:
+    """Notes the generation of each collection but those of the youngest objects."""
+    noted: list[int] = []
 
     def collected(phase: str, info: dict[str, int]) -> None:
         if phase == "start" and info["generation"]:
-            generations.append(info["generation"])
+            noted.append(info["generation"])
 
     gc.callbacks.append(collected)
-    request.addfinalizer(lambda: gc.callbacks.remove(collected))
+    yield noted
+    gc.callbacks.remove(collected)
+
+
+def test_old_objects_are_visited_only_if_a_cycle_of_them_may_hold_memory(generations: list[int]) -> None:
     threshold = gc.get_threshold()
     with Lab("qwen3-moe-tiny", **_MODEL, backend="simulated") as lab:
         residual_bytes = lab.step().residual_bytes
@@ -80,3 +87,22 @@ def test_old_objects_are_visited_only_if_a_cycle_of_them_may_hold_memory(request
         gc.collect()
         record = lab.step(MemorySettings(), on_progress=lambda _: cycles.clear())
         assert record.residual_bytes == residual_bytes, "it became garbage in the warm-up step"
+
+
+def test_a_lab_that_starts_over_visits_old_objects_only_if_a_cycle_of_them_holds_memory(generations: list[int]) -> None:
+    with Lab("qwen3-moe-tiny", **_MODEL, backend="simulated") as lab:
+        expected = lab.step(_LAYERNORM)
+        generations.clear()
+        assert lab.start_over()
+        assert generations == [1]
+        require_identical(expected, lab.step(_LAYERNORM))
+        assert generations == [1, 1, 1], "the warm-up step and the step are followed by one each, and preceded by none"
+
+        cycles: list[Any] = []
+        lab._session.run_exclusive(lambda: cycles.append(_cycle()))  # type: ignore[union-attr]
+        gc.collect()
+        cycles.clear()  # old garbage
+        generations.clear()
+        assert lab.start_over()
+        assert generations == [1, 2]
+        require_identical(expected, lab.step(_LAYERNORM))

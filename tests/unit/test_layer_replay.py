@@ -46,56 +46,88 @@ _CHUNKS = Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel
 _BETWEEN = MemorySettings(offload_optimizer=True)
 _EXCEPT_UPDATE = MemorySettings(offload_optimizer=True, offload_optimizer_except_update=True)
 
-_CASES: list[tuple[str, dict[str, Any], list[MemorySettings]]] = [
+_CASES: list[tuple[str, dict[str, Any], list[MemorySettings], tuple[bool, ...]]] = [
     (
         "phi-4-tiny",
         {"num_layers": 6, "seq_length": 64},
         [MemorySettings(), _FULL, _GROUPS, _BLOCK, _MLP, _BETWEEN, _EXCEPT_UPDATE],
+        (True, False, True, False, False, True, False),
     ),
-    ("phi-4-tiny", {"num_layers": 4, "seq_length": 64, "num_microbatches": 4}, [_LAYERNORM, _FULL]),
+    ("phi-4-tiny", {"num_layers": 4, "seq_length": 64, "num_microbatches": 4}, [_LAYERNORM, _FULL], ()),
     # With sequence parallelism, checkpoints keep the random states that the embedding has left in Megatron's tracker.
     (
         "phi-4",
-        {"num_layers": 5, "seq_length": 64, "num_microbatches": 4, "layout": Layout(tensor_model_parallel_size=2)},
+        {"num_layers": 4, "seq_length": 64, "num_microbatches": 3, "layout": Layout(tensor_model_parallel_size=2)},
         [_ATTENTION, _FULL],
+        (),
     ),
     (
         "qwen3-moe-tiny",
         {"num_layers": 5, "seq_length": 64},
         [MemorySettings(), _MOE, _FULL, MemorySettings(), _BLOCK, _LAYERNORM, _OFFLOAD],
+        (True, False, True, False, True, False, True),
     ),
     # What a dispatcher refers to keeps the random states of the checkpoints before it, or does not.
-    ("qwen3-moe-tiny", {"num_layers": 4, "seq_length": 64, "num_microbatches": 4}, [_ATTENTION, _MOE]),
+    ("qwen3-moe-tiny", {"num_layers": 4, "seq_length": 64, "num_microbatches": 3}, [_ATTENTION, _MOE], (False, True)),
     # The step under the first setting leaves as many tensors allocated as a step under the second one, but others.
-    ("qwen3-moe-tiny", {"num_layers": 4, "seq_length": 64}, [_ATTENTION, _ATTENTION_MOE, _ATTENTION_MOE]),
+    (
+        "qwen3-moe-tiny",
+        {"num_layers": 4, "seq_length": 64},
+        [_ATTENTION, _ATTENTION_MOE, _ATTENTION_MOE],
+        (True, True, False),
+    ),
     # Backward fills the storage of a norm's output again, and an MoE layer's graph keeps it.
-    ("qwen3-moe-tiny", {"num_layers": 4, "seq_length": 64}, [MemorySettings(), _ALL_THREE]),
+    ("qwen3-moe-tiny", {"num_layers": 4, "seq_length": 64}, [MemorySettings(), _ALL_THREE], (False, True)),
     # Micro-batches are inserted: with several passes in flight on the first of two stages.
-    ("phi-4-tiny", {"num_layers": 8, "seq_length": 64, "num_microbatches": 10, "layout": _STAGES}, [_LAYERNORM, _FULL]),
+    (
+        "phi-4-tiny",
+        {"num_layers": 8, "seq_length": 64, "num_microbatches": 8, "layout": _STAGES},
+        [_LAYERNORM, _FULL],
+        (),
+    ),
     # The first layer of a later stage is always stepped. Of its passes in flight, recompute has emptied a storage.
-    ("qwen3-moe-tiny", {"num_layers": 3, "seq_length": 64, "num_microbatches": 10, "layout": _MIDDLE}, [_LAYERNORM]),
-    ("phi-4-tiny", {"num_layers": 12, "seq_length": 64, "num_microbatches": 4, "layout": _CHUNKS}, [_LAYERNORM]),
-    ("qwen3-moe-tiny", {"num_layers": 2, "seq_length": 64, "num_microbatches": 8}, [MemorySettings(), _FULL]),
+    (
+        "qwen3-moe-tiny",
+        {"num_layers": 3, "seq_length": 64, "num_microbatches": 10, "layout": _MIDDLE},
+        [_LAYERNORM],
+        (),
+    ),
+    ("phi-4-tiny", {"num_layers": 12, "seq_length": 64, "num_microbatches": 4, "layout": _CHUNKS}, [_LAYERNORM], ()),
+    (
+        "qwen3-moe-tiny",
+        {"num_layers": 2, "seq_length": 64, "num_microbatches": 6},
+        [MemorySettings(), _FULL],
+        (False, True),
+    ),
     # On stages, a dispatcher's references pass from stepped passes to replayed ones and back, several passes in flight.
     (
         "qwen3-moe-tiny",
-        {"num_layers": 6, "seq_length": 64, "num_microbatches": 6, "layout": _STAGES},
+        {"num_layers": 6, "seq_length": 64, "num_microbatches": 5, "layout": _STAGES},
         [_ATTENTION, _LAYERNORM, _MOE],
+        (True, False, False),
     ),
     (
         "qwen3-moe-tiny",
         {"num_layers": 6, "seq_length": 64, "num_microbatches": 4, "layout": replace(_STAGES, rank=1)},
         [MemorySettings(), _LAYERNORM],
+        (),
     ),
-    ("qwen3-moe-tiny", {"num_layers": 12, "seq_length": 64, "num_microbatches": 4, "layout": _CHUNKS}, [_LAYERNORM]),
+    (
+        "qwen3-moe-tiny",
+        {"num_layers": 12, "seq_length": 64, "num_microbatches": 4, "layout": _CHUNKS},
+        [_LAYERNORM],
+        (),
+    ),
 ]
+"""With the fewest layers, micro-batches and warm-up steps that reach the same branches of the replay. A step without
+a warm-up is the first one under its settings, and is compared too."""
 
 
-@pytest.mark.parametrize(("architecture", "arguments", "settings"), _CASES)
+@pytest.mark.parametrize(("architecture", "arguments", "settings", "warm_up"), _CASES)
 def test_replayed_layers_have_the_events_of_stepped_ones(
-    architecture: str, arguments: dict[str, Any], settings: list[MemorySettings]
+    architecture: str, arguments: dict[str, Any], settings: list[MemorySettings], warm_up: tuple[bool, ...]
 ) -> None:
-    case = Case(architecture=architecture, arguments=arguments, settings=settings)
+    case = Case(architecture=architecture, arguments=arguments, settings=settings, warm_up=warm_up)
     stepped, none = take(case, replay=False)
     replayed, count = take(case, replay=True)
     assert none == 0 < count
@@ -107,13 +139,13 @@ def test_replayed_layers_have_the_events_of_stepped_ones(
     ("architecture", "arguments", "settings"),
     [
         ("phi-4-tiny", {"num_layers": 6}, [MemorySettings(), _CORE, _CORE_QKV]),
-        ("phi-4-tiny", {"num_layers": 5, "num_microbatches": 4}, [_ALL_ATTENTION, _MLP]),
+        ("phi-4-tiny", {"num_layers": 4, "num_microbatches": 3}, [_ALL_ATTENTION, _MLP]),
         ("phi-4-tiny", {"num_layers": 14}, [_BESIDE_BLOCK, _CORE]),
         # The recompute of a block's layers copies to the host too, and back at once.
         ("phi-4-tiny", {"num_layers": 9, "num_microbatches": 2}, [replace(_BESIDE_BLOCK, recompute_num_layers=9)]),
         ("qwen3-moe-tiny", {"num_layers": 14}, [replace(_EXPERTS, **_BLOCK_OF_7.changed())]),
-        ("qwen3-moe-tiny", {"num_layers": 8}, [_EXPERTS, replace(_EXPERTS, **_LAYERNORM.changed())]),
-        ("qwen3-moe-tiny", {"num_layers": 7, "num_microbatches": 2}, [_MOE, _CORE_QKV]),
+        ("qwen3-moe-tiny", {"num_layers": 7}, [_EXPERTS, replace(_EXPERTS, **_LAYERNORM.changed())]),
+        ("qwen3-moe-tiny", {"num_layers": 6, "num_microbatches": 2}, [_MOE, _CORE_QKV]),
     ],
 )
 def test_layers_that_offload_activations_are_replayed(
@@ -172,20 +204,28 @@ def test_a_stepped_pass_frees_what_a_replayed_pass_left_where_it_would_free_its_
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "settings"),
+    ("num_layers", "settings", "warm_up"),
     [
-        (8, [replace(_FULL, recompute_num_layers=4), _LAYERNORM]),
-        (6, [replace(_BLOCK, recompute_num_layers=1, checkpoint_input_remedy="release_storage"), _LAYERNORM]),
+        (8, [replace(_FULL, recompute_num_layers=4), _LAYERNORM], (False, True)),
+        (
+            6,
+            [replace(_BLOCK, recompute_num_layers=1, checkpoint_input_remedy="release_storage"), _LAYERNORM],
+            (False, True),
+        ),
         # If the passes of the step between do not show what they leave, the last step begins again and finds other garbage.
-        (9, [replace(_BLOCK, recompute_num_layers=7), replace(_FULL, recompute_num_layers=3), _MOE]),
+        (
+            9,
+            [replace(_BLOCK, recompute_num_layers=7), replace(_FULL, recompute_num_layers=3), _MOE],
+            (True, False, True),
+        ),
     ],
 )
 def test_what_full_recompute_left_in_moe_layers_is_freed_before_replay_begins_again(
-    num_layers: int, settings: list[MemorySettings]
+    num_layers: int, settings: list[MemorySettings], warm_up: tuple[bool, ...]
 ) -> None:
     """A checkpoint of several layers, or one before layers that are not recomputed, is freed in another layer's pass."""
     arguments = {"num_layers": num_layers, "seq_length": 64}
-    case = Case(architecture="qwen3-moe-tiny", arguments=arguments, settings=settings)
+    case = Case(architecture="qwen3-moe-tiny", arguments=arguments, settings=settings, warm_up=warm_up)
     stepped, _ = take(case, replay=False)
     replayed, count = take(case, replay=True)
     assert count > 0
@@ -196,13 +236,23 @@ def test_what_full_recompute_left_in_moe_layers_is_freed_before_replay_begins_ag
 @pytest.mark.parametrize(
     ("settings", "are_replayed", "workload", "warm_up"),
     [
-        ([_FULL, _GROUPS, MemorySettings(), _FULL, _LAYERNORM], [True, True, False, True, True], (12, 1), False),
-        ([MemorySettings(), _GROUPS, _FULL, _BLOCK, _GROUPS], [True, True, True, True, True], (12, 1), True),
-        ([_MOE, _FULL], [True, True], (6, 3), True),
+        (
+            [_FULL, _GROUPS, MemorySettings(), _FULL, _LAYERNORM],
+            [True, True, False, True, True],
+            (12, 1),
+            (False,) * 5,
+        ),
+        (
+            [MemorySettings(), _GROUPS, _FULL, _BLOCK, _GROUPS],
+            [True, True, False, True, True],
+            (12, 1),
+            (False, True, False, True, True),
+        ),
+        ([_MOE, _FULL], [True, True], (6, 2), (False, True)),
     ],
 )
 def test_moe_layers_under_full_recompute_are_replayed(
-    settings: list[MemorySettings], are_replayed: list[bool], workload: tuple[int, int], warm_up: bool
+    settings: list[MemorySettings], are_replayed: list[bool], workload: tuple[int, int], warm_up: tuple[bool, ...]
 ) -> None:
     """Not in the first step after it, if its groups are in several units then."""
     stepped, none = _steps_of_moe(settings, *workload, warm_up=warm_up, replay=False)
@@ -216,11 +266,11 @@ def test_moe_layers_under_full_recompute_are_replayed(
 @pytest.mark.parametrize(
     ("layout", "num_layers", "num_microbatches", "settings"),
     [
-        (_STAGES, 14, 3, [_MOE, _MOE_LAYERNORM, _FULL, MemorySettings(), _ATTENTION_MOE]),
+        (_STAGES, 14, 2, [_MOE, _MOE_LAYERNORM, _FULL, MemorySettings(), _ATTENTION_MOE]),
         (replace(_STAGES, rank=1), 14, 3, [_FULL, _MOE]),
         (_MIDDLE, 21, 2, [_FULL, _MOE_LAYERNORM]),
         # A micro-batch is inserted while a forward pass is in flight of which a recompute has freed what was on chip.
-        (replace(_STAGES, context_parallel_size=2, expert_model_parallel_size=2), 14, 8, [_MOE, _MOE]),
+        (replace(_STAGES, context_parallel_size=2, expert_model_parallel_size=2), 14, 7, [_MOE, _MOE]),
     ],
 )
 def test_moe_layers_of_a_stage_that_are_recomputed_are_replayed(
@@ -243,7 +293,7 @@ def test_moe_layers_of_a_stage_that_are_recomputed_are_replayed(
     ("arguments", "layers_per_checkpoint"),
     [
         ({"num_layers": 12}, (4, 12)),
-        ({"num_layers": 12, "num_microbatches": 3}, (6, 3)),
+        ({"num_layers": 12, "num_microbatches": 2}, (6, 3)),
         ({"num_layers": 16, "num_microbatches": 4, "layout": _STAGES}, (4, 8)),
     ],
 )
@@ -396,11 +446,11 @@ def test_a_step_that_begins_again_starts_with_the_groups_that_it_found(
     )
     found = []
     for replay in (False, True):
-        arguments: dict[str, Any] = {"num_layers": 3, "seq_length": 32, "num_microbatches": 5}
+        arguments: dict[str, Any] = {"num_layers": 3, "seq_length": 32, "num_microbatches": 3}
         with Lab("qwen3-moe-tiny", **arguments, backend="simulated", replay=replay) as lab:
-            lab.step()
+            lab.step(warm_up=False)
             if not offloads_at_start:
-                lab.step(away)
+                lab.step(away, warm_up=False)
             if replay:
                 monkeypatch.setattr(LayerReplay, "backward_of", fail)
             timeline = lab.step(until_update, warm_up=False).timeline
@@ -445,13 +495,13 @@ def test_what_a_tap_keeps_is_freed_again_in_the_steps_after_it() -> None:
 
 
 def _steps_of_moe(
-    settings: list[MemorySettings], num_layers: int, num_microbatches: int, *, warm_up: bool, replay: bool
+    settings: list[MemorySettings], num_layers: int, num_microbatches: int, *, warm_up: tuple[bool, ...], replay: bool
 ) -> tuple[list[StepRecord], list[bool]]:
     records, are_replayed = [], []
     arguments: dict[str, Any] = {"num_layers": num_layers, "seq_length": 64, "num_microbatches": num_microbatches}
     with Lab("qwen3-moe-tiny", **arguments, backend="simulated", replay=replay) as lab:
-        for each in settings:
-            records.append(lab.step(each, warm_up=warm_up))
+        for each, warms_up in zip(settings, warm_up, strict=True):
+            records.append(lab.step(each, warm_up=warms_up))
             stepper: Any = lab._session.stepper  # type: ignore[union-attr]
             are_replayed.append(stepper.num_replayed > 0)
     return records, are_replayed

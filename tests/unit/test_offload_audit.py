@@ -57,9 +57,11 @@ CASES = [
 def test_expected_is_the_formula_and_each_byte_of_it_is_in_one_place(
     open_lab: Callable[..., Lab], architecture: str, names: tuple[str, ...]
 ) -> None:
-    account = open_lab(architecture, num_layers=LAYERS).audit_offload(offload(*names))
+    # All modules together are expected of several layers, and each alone of the one layer that does not stay.
+    num_layers = LAYERS if len(names) > 1 else 2
+    account = open_lab(architecture, num_layers=num_layers).audit_offload(offload(*names))
     for module in account.modules:
-        assert module.expected_bytes == (LAYERS - 1) * saved_by_formula(module.name, architecture), module
+        assert module.expected_bytes == (num_layers - 1) * saved_by_formula(module.name, architecture), module
         assert module.last_group_bytes == saved_by_formula(module.name, architecture)
         assert module.transferred_bytes == account.offloaded.offloaded_bytes_by_module.get(module.name, 0)
     terms = account.terms()
@@ -180,7 +182,7 @@ def test_what_cannot_be_audited_is_refused(open_lab: Callable[..., Lab]) -> None
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("chunks", "num_microbatches"), [(1, 1), (1, 4), (2, 4)])
+@pytest.mark.parametrize(("chunks", "num_microbatches"), [(1, 1), (1, 3), (2, 4)])
 def test_on_a_pipeline_stage_what_is_expected_moves_to_the_byte(rank: int, chunks: int, num_microbatches: int) -> None:
     layout = Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=chunks, rank=rank)
     num_layers = 4 * chunks  # two in each chunk: the last group of a chunk stays, and the one before it leaves

@@ -312,9 +312,11 @@ def test_no_setting_saves_more_than_is_estimated(family: str, open_lab: Callable
     single += [offload(name) for name in OFFLOAD_MODULES if name != "attn_proj"] + [offload("core_attn", "attn_proj")]
     for settings in [*single, FULL]:
         try:
-            saved = plain.peak_allocated_bytes - lab.step(settings).peak_allocated_bytes
+            # What is recomputed is recomputed from the first step on; what is offloaded moves in the second.
+            record = lab.step(settings, warm_up=settings.offload_modules is not None)
         except ValueError:
             continue  # not a module of this family
+        saved = plain.peak_allocated_bytes - record.peak_allocated_bytes
         estimated = recomputed_bytes(settings, allocated, lab.scenario) + offloaded_bytes(
             settings, allocated, lab.scenario
         )
@@ -450,9 +452,14 @@ def test_what_is_proposed_to_a_rank_of_a_job_can_be_set_and_frees_no_more_than_t
         lab.device_memory_bytes = None
         whole_layers = [choice for choice in proposed if choice.settings.recompute_granularity == "full"]
         assert whole_layers
-        for choice in [*whole_layers, *proposed[::40]]:
+        # From another place of each layout's list, which is nearly the same: together they try every twentieth.
+        others = proposed[20 * PIPELINES.index(layout) :: 80]
+        assert len(others) >= 2
+        for choice in [*whole_layers, *others]:
+            # What is recomputed is recomputed from the first step on; what is offloaded moves in the second.
+            record = lab.step(choice.settings, warm_up=choice.settings.offload_modules is not None)
             # A third of the activations is several times this.
-            assert lab.step(choice.settings).peak_allocated_bytes >= choice.peak_bytes - 2**20, choice.settings
+            assert record.peak_allocated_bytes >= choice.peak_bytes - 2**20, choice.settings
 
 
 def test_the_most_passes_in_flight_are_seen_in_a_step_that_ends_at_its_peak() -> None:

@@ -120,6 +120,7 @@ def _reason(error: Exception) -> str:
 
 
 def _environment(request: dict[str, Any]) -> dict[str, Any]:
+    descriptions = [package.metadata for package in distributions()]  # a package's name and version each read it again
     return {
         "request": request,
         "python": sys.version,
@@ -128,7 +129,7 @@ def _environment(request: dict[str, Any]) -> dict[str, Any]:
         "variables": {
             name: value for name, value in sorted(os.environ.items()) if name.startswith(_REPORTED_VARIABLES)
         },
-        "packages": dict(sorted((package.name, package.version) for package in distributions())),
+        "packages": dict(sorted((each["Name"], each["Version"]) for each in descriptions)),
     }
 
 
