@@ -4,9 +4,9 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Distributions compile Python with profile-guided optimization, pyenv by default does not: on one machine, that made it
-# 37 % slower. So the system's own Python comes first, if it can make virtual environments (on Debian, this is a package
-# of its own). A name on the PATH may be a shim that runs nothing, so each candidate is asked for its version.
+# Distributions compile Python with profile-guided optimization, and pyenv by default does not: the tests then take 25 %
+# more processor time. So the system's own Python comes first, if it can make virtual environments (on Debian, that is a
+# package of its own). A name on the PATH may be a shim that runs nothing, so each candidate is asked for its version.
 PYTHON ?= $(firstword $(foreach name,$(addprefix /usr/bin/,python3.11 python3.12) python3.11 python3.12 python3,$(shell \
 	$(name) -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $(name))))
 # Python compiles a module when it first imports it. pip would compile 12,000 of them, of which 3,500 are ever imported.
