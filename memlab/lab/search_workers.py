@@ -6,13 +6,16 @@ processes also take the steps for which it will probably ask next. A step that i
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import count
+from queue import SimpleQueue
 from typing import Any
 
 from memlab.backends.host_system import free_host_memory_bytes
@@ -144,9 +147,10 @@ class Workers:
         Raises:
             PredictionLostError: If the processes that should take the step are lost.
         """
-        future = self._begun(scenario, settings, limit_bytes)
         most = len(self._processes) * (1 if num_scenarios == 1 else _STEPS_TO_CHOOSE_FROM)
-        prediction: Prediction = self._result(future, settings, likely, most)
+        prediction: Prediction = self._result(
+            lambda: self._begun(scenario, settings, limit_bytes), settings, likely, most
+        )
         return prediction
 
     def communicate(
@@ -165,14 +169,38 @@ class Workers:
         Raises:
             PredictionLostError: If the processes that should take the step are lost.
         """
-        future = self._processes.submit("communicate", scenario, settings, after=scenario)
-        counted: dict[str, int] = self._result(future, settings, likely, len(self._processes))
+        counted: dict[str, int] = self._result(
+            lambda: self._processes.submit("communicate", scenario, settings, after=scenario),
+            settings,
+            likely,
+            len(self._processes),
+        )
         return counted
 
     def _result(
-        self, future: Future[Any], settings: MemorySettings, likely: Callable[[], Iterator[Step]], most: int
+        self,
+        begin: Callable[[], Future[Any]],
+        settings: MemorySettings,
+        likely: Callable[[], Iterator[Step]],
+        most: int,
     ) -> Any:
         """Waits for what a process does, and lets the others take the steps that will probably follow, so many."""
+        processes = self._processes
+        try:
+            if isinstance(processes, _ThisProcess):
+                return self._wait_for(begin(), likely, most, lambda _: processes.wait()).result()
+            with _interrupted_while_waiting() as wait_for_one:
+                return self._wait_for(begin(), likely, most, wait_for_one).result()
+        except CallLostError as error:
+            raise PredictionLostError(f"{settings} cannot be predicted: {error}") from error
+
+    def _wait_for(
+        self,
+        future: Future[Any],
+        likely: Callable[[], Iterator[Step]],
+        most: int,
+        wait_for_one: Callable[[set[Future[Any]]], None],
+    ) -> Future[Any]:
         while not future.done():
             running = {future, *(each for each in self._predictions.values() if not each.done())}
             for following in likely():
@@ -180,14 +208,8 @@ class Workers:
                     break
                 if not (ahead := self._begun(*following)).done():
                     running.add(ahead)
-            if isinstance(self._processes, _ThisProcess):
-                self._processes.wait()
-            else:
-                wait(running, return_when=FIRST_COMPLETED)
-        try:
-            return future.result()
-        except CallLostError as error:
-            raise PredictionLostError(f"{settings} cannot be predicted: {error}") from error
+            wait_for_one(running)
+        return future
 
     def known(self, scenario: Scenario, settings: MemorySettings, limit_bytes: int) -> Prediction | None:
         """Returns a prediction that has been made, or None."""
@@ -199,6 +221,42 @@ class Workers:
         if key not in self._predictions:
             self._predictions[key] = self._processes.submit("predict", *key, *self._how, after=scenario)
         return self._predictions[key]
+
+
+@contextmanager
+def _interrupted_while_waiting() -> Iterator[Callable[[set[Future[Any]]], None]]:
+    """Returns a context whose value waits until one of some futures is done, and in which Ctrl-C ends only this wait.
+
+    Elsewhere Python may raise KeyboardInterrupt after it has taken a lock of a future, and before the block that
+    releases it (https://bugs.python.org/issue29988). The thread that sets the future's result then waits forever.
+    """
+    done: SimpleQueue[Future[Any] | None] = SimpleQueue()  # a signal's handler may put something in while another does
+    interrupts: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        interrupts.append(number)
+        done.put(None)
+
+    def wait_for_one(futures: set[Future[Any]]) -> None:
+        for future in futures - followed:
+            future.add_done_callback(done.put)
+        followed.update(futures)
+        done.get()
+        if interrupts:
+            raise KeyboardInterrupt
+
+    followed: set[Future[Any]] = set()
+    is_heard = threading.current_thread() is threading.main_thread()
+    is_heard = is_heard and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_heard:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield wait_for_one
+    finally:
+        if is_heard:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if interrupts:
+            raise KeyboardInterrupt
 
 
 def front_of(

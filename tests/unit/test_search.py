@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shutil
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
@@ -40,7 +42,7 @@ from memlab.lab import search_workers
 from memlab.lab.lab import Lab
 from memlab.lab.search_process import SearchProcess
 from memlab.lab.search_steps import stepping
-from memlab.lab.search_workers import front_of, open_workers
+from memlab.lab.search_workers import _interrupted_while_waiting, front_of, open_workers
 from memlab.record.step_record import StepRecord
 from memlab.units import GIB, MIB, format_bytes, remaining
 from memlab.views.text.search import most_saved_lines, search_table
@@ -558,6 +560,25 @@ def test_a_search_in_a_process_of_its_own_that_is_stopped_keeps_what_it_found() 
     process.wait()
     assert isinstance(ended[0], SearchResult)
     assert len(ended[0].points) >= 2 and ended[0].num_left > 0
+
+
+def test_ctrl_c_during_a_search_ends_its_wait_and_nothing_that_may_hold_a_lock() -> None:
+    reached, future = 0, Future[int]()
+    with pytest.raises(KeyboardInterrupt), _interrupted_while_waiting() as wait_for_one:
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(100):
+            reached += not future.done()  # takes the lock of the future
+        wait_for_one({future})
+    assert reached == 100
+    with pytest.raises(KeyboardInterrupt), _interrupted_while_waiting():
+        os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), _interrupted_while_waiting() as wait_for_one:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        wait_for_one({future})
+    future.set_result(1)
+    with _interrupted_while_waiting() as wait_for_one:
+        wait_for_one({future})
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_each_setting_alone_begins_with_what_saves_most_and_what_does_without_its_kind_of_work() -> None:
