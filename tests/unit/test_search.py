@@ -563,18 +563,26 @@ def test_a_search_in_a_process_of_its_own_that_is_stopped_keeps_what_it_found() 
 
 
 def test_ctrl_c_during_a_search_ends_its_wait_and_nothing_that_may_hold_a_lock() -> None:
-    reached, future = 0, Future[int]()
-    with pytest.raises(KeyboardInterrupt), _interrupted_while_waiting() as wait_for_one:
-        os.kill(os.getpid(), signal.SIGINT)
-        for _ in range(100):
-            reached += not future.done()  # takes the lock of the future
-        wait_for_one({future})
-    assert reached == 100
-    with pytest.raises(KeyboardInterrupt), _interrupted_while_waiting():
-        os.kill(os.getpid(), signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), _interrupted_while_waiting() as wait_for_one:
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-        wait_for_one({future})
+    future = Future[int]()
+    looks: list[bool] = []
+
+    def interrupt_and_wait(after_seconds: float, *, waits: bool = True) -> None:
+        with _interrupted_while_waiting() as wait_for_one:
+            if after_seconds:
+                threading.Timer(after_seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+            else:
+                os.kill(os.getpid(), signal.SIGINT)
+                looks.extend(future.done() for _ in range(100))  # each takes the lock of the future
+            if waits:
+                wait_for_one({future})
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_and_wait(0)
+    assert looks == [False] * 100
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_and_wait(0, waits=False)
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_and_wait(0.2)
     future.set_result(1)
     with _interrupted_while_waiting() as wait_for_one:
         wait_for_one({future})
