@@ -308,6 +308,8 @@ def _warn_of_replaced_sizes(reading: Reading, architecture: Architecture) -> Non
 
 
 def _architecture(reading: Reading, given: str | Path | Architecture | None) -> Architecture:
+    if reading.refused:
+        raise CannotStartError(reading.refused[0])
     if given is not None:
         architecture = given if isinstance(given, Architecture) else find_architecture(given)
         _warn_of_replaced_sizes(reading, architecture)

@@ -178,7 +178,13 @@ MISSING = (
     Missing(
         "hidden_dropout", "more", "dropout: a mask of 1 byte and a copy of 2 bytes per element of each residual", bool
     ),
-    Missing("attention_dropout", "more", "dropout inside the attention kernel: at most its random state", bool),
+    Missing(
+        "attention_dropout",
+        "more",
+        "dropout of attention: unfused, a mask of 1 byte and a copy of 2 bytes per score of every head; otherwise the "
+        "kernel's random state",
+        bool,
+    ),
     Missing(
         "gradient_accumulation_fusion",
         "more",
