@@ -92,7 +92,17 @@ FRAMEWORK_MISSING = (
     *FLAGS_MISSING,
     Missing("tuner_type", "less", LORA, lambda value: value not in (None, "full")),
     Missing("train_type", "less", LORA, lambda value: value not in (None, "full")),
-    Missing("freeze_*", "less", "frozen parameters have no gradients and no optimizer state", is_given),
+    *(
+        Missing(name, "less", "frozen parameters have no gradients and no optimizer state", is_given)
+        for name in (
+            "freeze_llm",
+            "freeze_vit",
+            "freeze_aligner",
+            "freeze_parameters",
+            "freeze_parameters_ratio",
+            "freeze_parameters_regex",
+        )
+    ),
     Missing("padding_free", "more", "sequences are padded to the longest of a micro-batch", is_false),
     Missing(
         "task_type",
