@@ -1,4 +1,4 @@
-"""Reads the configuration classes of a framework from its source, without importing it: its imports need GPUs' libraries."""
+"""Reads the configuration classes of a framework from its source: importing it would need the libraries of GPUs."""
 
 from __future__ import annotations
 
@@ -80,11 +80,9 @@ class Sources:
         for base in node.bases:
             yield from self._assignments(owner, ast.unparse(base).rpartition(".")[2].partition("[")[0])
         for one in node.body:
-            if (
-                isinstance(one, ast.AnnAssign)
-                and isinstance(one.target, ast.Name)
-                and "ClassVar" not in ast.unparse(one.annotation)
-            ):
+            if not isinstance(one, ast.AnnAssign) or not isinstance(one.target, ast.Name):
+                continue
+            if "ClassVar" not in ast.unparse(one.annotation):
                 yield owner, one
 
     def find(self, module: str, name: str) -> tuple[str, ast.ClassDef] | None:
@@ -128,11 +126,8 @@ def _default(node: ast.expr | None) -> Any:
             return _default(given["default"])
         if isinstance(factory, ast.Lambda):
             return _default(factory.body)
-        return (
-            {"list": [], "dict": {}}.get(ast.unparse(factory), Text(ast.unparse(factory)))
-            if factory
-            else Text("required")
-        )
+        text = "required" if factory is None else ast.unparse(factory)
+        return {"list": [], "dict": {}}.get(text, Text(text))
     if isinstance(node, ast.BinOp):
         left, right = _default(node.left), _default(node.right)
         operations = {ast.Mult: lambda: left * right, ast.Pow: lambda: left**right}

@@ -128,7 +128,8 @@ FRAMEWORK_MISSING = (
     ),
     *(
         Missing(f"{section}.NVTE_{kernel}_ATTN", "either",
-                "it chooses the attention's kernel; memlab chooses it by attention_backend", lambda value: True)
+                "it chooses the attention's kernel; memlab chooses it by attention_backend",
+                lambda value: value not in (None, 1, "1"))
         for section in ("env_vars", "ENV_VARS")
         for kernel in ("FLASH", "FUSED", "UNFUSED")
     ),

@@ -20,6 +20,7 @@ from memlab.jobs.frameworks.keys import (
     is_false,
     is_given,
 )
+from memlab.jobs.layer_pattern import has_dense_layers
 
 SIZES = (
     Key("tensor_model_parallel_size", "tensor_model_parallel_size", WHOLE, 1),
@@ -127,13 +128,7 @@ MISSING = (
         lambda value: value not in (None, "rope", "yarn"),
         True,
     ),
-    Missing(
-        "moe_layer_freq",
-        "either",
-        "memlab has MoE in every layer or in none",
-        lambda value: value not in (None, 1, [1]) and bool(set(str(value)) - set("[]1*, ()")),
-        True,
-    ),
+    Missing("moe_layer_freq", "either", "some layers have no experts", has_dense_layers),
     Missing("is_hybrid_model", "either", "layers of another kind are another model", blocks=True),
     Missing(
         "moe_shared_expert_intermediate_size",
@@ -183,7 +178,13 @@ MISSING = (
     Missing(
         "hidden_dropout", "more", "dropout: a mask of 1 byte and a copy of 2 bytes per element of each residual", bool
     ),
-    Missing("attention_dropout", "more", "dropout inside the attention kernel: at most its random state", bool),
+    Missing(
+        "attention_dropout",
+        "more",
+        "dropout of attention: unfused, a mask of 1 byte and a copy of 2 bytes per score of every head; otherwise the "
+        "kernel's random state",
+        bool,
+    ),
     Missing(
         "gradient_accumulation_fusion",
         "more",
@@ -280,19 +281,15 @@ MISSING = (
     Missing("moe_single_grouped_weight", "either", "the experts' weights are one tensor"),
     Missing("moe_single_grouped_bias", "either", "the experts' biases are one tensor"),
     Missing("moe_paged_stash", "either", "the experts' activations are kept in the pages of a buffer of fixed size"),
-    Missing(
-        "moe_expert_rank_capacity_factor", "either", "the experts of a rank take no more tokens than this", is_given
-    ),
-    Missing(
-        "batch_invariant_mode", "either", "kernels whose results do not depend on the batch have other temporaries"
-    ),
+    Missing("moe_expert_rank_capacity_factor", "either", "a rank's experts take no more tokens than this", is_given),
+    Missing("batch_invariant_mode", "either", "kernels that do not depend on the batch have other temporaries"),
     Missing("symmetric_ar_type", "more", "buffers of symmetric memory for sums over ranks", is_given),
     Missing("use_inference_optimized_layers", "either", "layers are those of Megatron's inference"),
     Missing(
         "transformer_impl",
         "either",
         "memlab has the layers of Transformer Engine",
-        lambda value: value not in (None, "transformer_engine"),
+        lambda value: value not in (None, "transformer_engine", "local"),
     ),
     *(
         Missing(name, "less", "weights are sharded over more ranks", lambda value: value not in (None, 1))
@@ -331,6 +328,11 @@ SIZES_OF_THE_MODEL = tuple(
     if not key.name.startswith(("num_layers", "moe_aux", "moe_router_pre", "rotary", "layernorm"))
 )
 """Of frameworks that take a published model by its name, and pass on what replaces its sizes."""
+REPLACED_BY_THE_FRAMEWORK = (
+    Missing("sequence_parallel", "more", "norms and residuals keep whole sequences per rank", is_false),
+    Missing("bf16", "either", "memlab takes the parameters' type from the framework's own key", is_false),
+)
+"""Of frameworks that set these by themselves, where a job replaces what they set."""
 NUMBERS_OF_THE_MODEL = ("moe_aux_loss_coeff", "moe_router_pre_softmax", "rotary_base", "layernorm_epsilon")
 """Beside these, what replaces a number of a published model and changes no tensor's size."""
 

@@ -20,9 +20,10 @@ BRIDGE_DEFAULTS = {
 }
 """What verl's models have where no key says otherwise, and memlab does not model.
 
-Megatron-Bridge's providers of Qwen's text models leave `bias_activation_fusion` and `moe_router_dtype` at Megatron-Core's
-defaults, and fuse the accumulation of gradients wherever Transformer Engine imports (``models/gpt_provider.py``, 0.6.2).
-verl switches the auxiliary loss off (``workers/engine/megatron/transformer_impl.py``, 0.9.1).
+Megatron-Bridge's providers of Qwen's text models leave `bias_activation_fusion` and `moe_router_dtype` at
+Megatron-Core's defaults, and fuse the accumulation of gradients wherever Transformer Engine imports
+(``models/gpt_provider.py``, 0.6.2). verl switches the auxiliary loss off
+(``workers/engine/megatron/transformer_impl.py``, 0.9.1).
 """
 
 

@@ -36,6 +36,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     OFFLOAD,
     OPTIMIZER,
     RECOMPUTE,
+    REPLACED_BY_THE_FRAMEWORK,
     SIZES,
     SIZES_OF_THE_MODEL,
 )
@@ -111,12 +112,14 @@ FRAMEWORK_MISSING = (
     Missing("trainer.fused_lm_head_logprob", "less", "log-probabilities without whole logits"),
     Missing("trainer.mtp.enabled", "more", "multi-token prediction: one more layer and set of logits"),
     Missing("trainer.policy.model.fake_int4_qat.enabled", "either", "weights are quantized in forward"),
-    Missing("trainer.critic.model.path", "more", "a critic is trained: parameters, gradients and optimizer state", is_given),
+    Missing("trainer.critic.model.path", "more", "a critic is trained too, with an optimizer of its own", is_given),
     Missing(f"{_ENGINE}.model_dtype", "more", "memlab takes the inference engine's weights in 2 bytes",
             lambda value: value not in (None, "auto", "bfloat16", "float16", "half")),
     Missing(f"{_ENGINE}.speculative_config", "more", "the inference engine has a draft model too", is_given),
     Missing(f"{_MEGATRON}.freeze_moe_router", "less", FROZEN_ROUTER),
-    *missing_under(_TRANSFORMER, (*MISSING, *SIZES_OF_THE_MODEL), bias_activation_fusion=False),
+    *missing_under(
+        _TRANSFORMER, (*MISSING, *SIZES_OF_THE_MODEL, *REPLACED_BY_THE_FRAMEWORK), bias_activation_fusion=False
+    ),
     *missing_under(
         _MEGATRON, (row for row in MISSING if row.name in _MISSING_BESIDE), moe_router_load_balancing_type="none"
     ),

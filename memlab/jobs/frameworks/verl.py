@@ -40,6 +40,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     OFFLOAD,
     OPTIMIZER,
     RECOMPUTE,
+    REPLACED_BY_THE_FRAMEWORK,
     SIZES,
     SIZES_OF_THE_MODEL,
 )
@@ -150,7 +151,7 @@ FRAMEWORK_MISSING = (
             lambda value: value not in (None, "auto", "bfloat16", "float16", "half")),
     Missing(f"{_ROLLOUT}.enable_rollout_routing_replay", "more", "the chosen experts of each token are kept"),
     Missing(f"{_ROLLOUT}.disaggregation.enabled", "either", "prefill and decoding have different engines"),
-    *missing_under(_TRANSFORMER, (*MISSING, *SIZES_OF_THE_MODEL), **BRIDGE_DEFAULTS),
+    *missing_under(_TRANSFORMER, (*MISSING, *SIZES_OF_THE_MODEL, *REPLACED_BY_THE_FRAMEWORK), **BRIDGE_DEFAULTS),
     *missing_under(_DDP, MISSING_DDP),
     *missing_under(f"{_OPTIM}.override_optimizer_config", MISSING_OPTIMIZER),
     *missing_under(_OPTIM, MISSING_OPTIMIZER),
