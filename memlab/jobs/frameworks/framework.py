@@ -20,6 +20,10 @@ Style = Literal["flags", "overrides"]
 _MAY_BE_NONE = {one.name for cls in (MemorySettings, TrainingState) for one in fields(cls)}
 
 
+class CannotStartError(ValueError):
+    """The framework itself would refuse the job; the text says by which rule."""
+
+
 @dataclass(frozen=True, slots=True)
 class Taken:
     """A key that memlab used."""
@@ -115,6 +119,8 @@ class Framework:
     """Patterns of keys that do not change the memory of a training step."""
     complete: Callable[[Reading], None]
     """Derives what several keys decide together."""
+    check: Callable[[Reading], None] = lambda _: None
+    """Raises `CannotStartError` by a rule of the framework's own; those of Megatron-Core hold in every framework."""
     compose: Callable[[Scenario, MemorySettings], dict[str, Any]]
     """Returns the values by `Key.field` that the fields of memlab become; the opposite of `complete`."""
     cannot_write: dict[str, str] = field(default_factory=dict)
@@ -190,7 +196,13 @@ class Framework:
                 reading.known.add(key)
                 if entry.is_unknown:
                     reading.warn_of_unknown(entry, "it as not given")
-                if entry.is_unknown or entry.value == {} or not missing.is_on(entry.value):
+                if entry.is_unknown or entry.value == {}:
+                    continue
+                try:
+                    is_on = missing.is_on(entry.value)
+                except ValueError as error:
+                    raise refusal(entry.place, key, entry.value, error) from error
+                if not is_on:
                     continue
                 reading.not_modelled.append(NotModelled(key, entry.value, missing.effect, missing.reason, entry.place))
                 if missing.blocks:

@@ -20,6 +20,7 @@ from memlab.jobs.frameworks.keys import (
     is_false,
     is_given,
 )
+from memlab.jobs.layer_pattern import has_dense_layers
 
 SIZES = (
     Key("tensor_model_parallel_size", "tensor_model_parallel_size", WHOLE, 1),
@@ -127,13 +128,7 @@ MISSING = (
         lambda value: value not in (None, "rope", "yarn"),
         True,
     ),
-    Missing(
-        "moe_layer_freq",
-        "either",
-        "memlab has MoE in every layer or in none",
-        lambda value: value not in (None, 1, [1]) and bool(set(str(value)) - set("[]1*, ()")),
-        True,
-    ),
+    Missing("moe_layer_freq", "either", "some layers have no experts", has_dense_layers),
     Missing("is_hybrid_model", "either", "layers of another kind are another model", blocks=True),
     Missing(
         "moe_shared_expert_intermediate_size",

@@ -11,7 +11,7 @@ from typing import Any
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks import without_effect
-from memlab.jobs.frameworks.framework import Framework, Reading
+from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading
 from memlab.jobs.frameworks.keys import (
     ABSENT,
     COUNT,
@@ -150,6 +150,22 @@ def complete(reading: Reading) -> None:
                 reading.miss(key, "either", reason)
 
 
+def check_arguments(reading: Reading) -> None:
+    """Checks the rules of ``validate_args`` (megatron/training/arguments.py, core 0.16.1).
+
+    Raises:
+        CannotStartError: If one refuses the job.
+    """
+    values = reading.values
+    if values.get("overlap_param_gather") and not reading.entries.get("use_megatron_fsdp"):
+        for name in ("use_distributed_optimizer", "overlap_grad_reduce"):
+            if not values.get(name):
+                raise CannotStartError(
+                    f"overlap_param_gather is on without {name}, which the arguments of Megatron-LM require: switch "
+                    f"{name} on, or leave overlap_param_gather out"
+                )
+
+
 _EXPERT_DEFAULTS = {
     "moe_token_dispatcher_type": "not given, so tokens are dispatched with allgather; memlab's are with alltoall",
     "moe_grouped_gemm": "not given, so experts are computed one by one; memlab's are grouped",
@@ -183,6 +199,11 @@ def complete_state(reading: Reading) -> None:
     # Without --accumulate-allreduce-grads-in-fp32, bf16 main gradients are reduced in bf16 (validate_args).
     if values.get("main_grads_dtype") == "bf16":
         values["grad_reduce_in_bf16"] = True
+    if values.get("optimizer_cpu_offload") and not values.get("use_precision_aware_optimizer"):
+        reading.warnings.append(
+            "optimizer_cpu_offload is on without use_precision_aware_optimizer, which the arguments of Megatron-LM "
+            "(core 0.16.1) refuse; memlab predicts what Megatron-Core's optimizer does without it"
+        )
 
 
 def _ask_for_the_program(reading: Reading) -> None:
@@ -425,6 +446,7 @@ MEGATRON_LM = Framework(
     missing=FLAGS_MISSING,
     without_effect=without_effect.MEGATRON_LM,
     complete=complete,
+    check=check_arguments,
     compose=compose,
     fixed={"loss": "cross_entropy"},
     switches=SWITCHES,
