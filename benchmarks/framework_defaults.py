@@ -151,7 +151,8 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 _MODEL = "the published model's own config sets it"
 _OF_THE_MODEL = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-    "vocab_size", "rotary_base", "rotary_percent", "layernorm_epsilon", "share_embeddings_and_output_weights", "num_moe_experts",
+    "vocab_size", "rotary_base", "rotary_percent", "layernorm_epsilon", "share_embeddings_and_output_weights",
+    "num_moe_experts",
     "moe_router_topk", "moe_ffn_hidden_size", "attention_dropout", "activation_func", "position_embedding_type",
     "qk_layernorm", "moe_aux_loss_coeff", "moe_router_pre_softmax",
 )  # fmt: skip
