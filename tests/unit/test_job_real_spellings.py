@@ -169,7 +169,7 @@ _MEMORY = [
     ("bridge", "comm_overlap.delay_wgrad_compute", "true", "more"),
     ("bridge", "dist.use_megatron_fsdp", "true", "less"),
     ("bridge", "env_vars.NVTE_FLASH_ATTN", "0", "either"),
-    ("bridge", "distill.teacher", "llama", "more"),
+    ("bridge", "model.teacher", "llama", "more"),
     ("verl", f"{_ACTOR}.entropy_coeff", "0.01", "more"),
     ("verl", f"{_ACTOR}.calculate_entropy", "true", "more"),
     ("verl", f"{_ACTOR}.qat.enable", "true", "either"),
