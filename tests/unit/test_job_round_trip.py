@@ -97,6 +97,7 @@ def write_model(architecture: Architecture, folder: Path) -> Architecture:
         "num_experts_per_tok": architecture.moe_router_topk,
         "moe_intermediate_size": architecture.moe_ffn_hidden_size,
         "router_aux_loss_coef": architecture.moe_aux_loss_coeff,
+        "norm_topk_prob": not architecture.moe_router_pre_softmax,
     }
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(values))

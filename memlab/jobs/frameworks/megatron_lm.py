@@ -166,6 +166,15 @@ def check_arguments(reading: Reading) -> None:
                 )
 
 
+def refused_overlap(scenario: Scenario) -> dict[str, str]:
+    """Names the overlap that `check_arguments` would refuse."""
+    state = scenario.state
+    if not state.overlap_param_gather or (state.use_distributed_optimizer and state.overlap_grad_reduce):
+        return {}
+    needed = "the arguments of Megatron-LM refuse it without use_distributed_optimizer and overlap_grad_reduce"
+    return {"overlap_param_gather": needed}
+
+
 _EXPERT_DEFAULTS = {
     "moe_token_dispatcher_type": "not given, so tokens are dispatched with allgather; memlab's are with alltoall",
     "moe_grouped_gemm": "not given, so experts are computed one by one; memlab's are grouped",
@@ -452,5 +461,6 @@ MEGATRON_LM = Framework(
     switches=SWITCHES,
     leaves_out=leaves_out,
     cannot_write=CANNOT_WRITE,
+    cannot_write_of=lambda scenario, _: refused_overlap(scenario),
     render=render,
 )
