@@ -29,8 +29,8 @@ def bytes_by_hand(model: Architecture, num_layers: int, tokens: int, recompute: 
     if model.is_moe != model.qk_layernorm:
         raise ValueError(
             f"{model.name} is {'an MoE' if model.is_moe else 'a dense'} model with"
-            f"{'' if model.qk_layernorm else 'out'} norms of queries and keys, for which the cheat sheet has no formula, "
-            "must be like phi-4 or Qwen3-MoE: predict a step instead (memlab predict)"
+            f"{'' if model.qk_layernorm else 'out'} norms of queries and keys, for which the cheat sheet has no "
+            "formula, must be like phi-4 or Qwen3-MoE: predict a step instead (memlab predict)"
         )
     choices = MOE_RECOMPUTE if model.is_moe else DENSE_RECOMPUTE
     if recompute not in choices:

@@ -16,6 +16,7 @@ from memlab.jobs.frameworks.registry import framework_named
 from memlab.jobs.model_args import model_args
 from memlab.jobs.shell.script import Command, Script, read_script
 from memlab.jobs.shell.variables import OwnArguments
+from memlab.jobs.slime_file import FILES, values_of
 from memlab.jobs.swift_file import COMMANDS, arguments_of, is_argument_file, is_preference_learning, named_file
 from memlab.jobs.yaml_tree import Node, flat, read_yaml, resolve
 
@@ -233,6 +234,8 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
         framework, words = framework_named(found), _without_own_arguments(command, entries.warnings)
         if framework.style == "flags":
             read_flags(words, entries, framework.is_switch)
+            if found == "slime":
+                _take_values_above_flags(path, entries)
             if found == "ms-swift":
                 _take_argument_file(words, path, entries)
                 if "rlhf_type" not in entries.by_key and is_preference_learning(words):
@@ -289,6 +292,47 @@ def _take_argument_file(words: list[tuple[str, int]], path: Path, entries: Entri
     if named is None:
         return
     name, line = named
+    root = _argument_file(name, line, path, entries)
+    if root is None:
+        return
+    own = arguments_of(root, name)
+    flags = entries.by_key
+    for key in ("config", "use_ray"):
+        flags.pop(key, None)
+    if any(key.endswith(".gpus") for key in own.by_key) and flags:  # ms-swift under Ray reads the file alone
+        names = ", ".join(f"--{key}" for key in flags)
+        entries.warnings.append(
+            f"line {line}: under Ray, ms-swift reads the arguments of {name} only, so these flags change nothing: "
+            f"{names}"
+        )
+        flags = {}
+    entries.by_key = own.by_key | flags
+    entries.environment = own.environment
+
+
+def _take_values_above_flags(path: Path, entries: Entries) -> None:
+    """Takes the values of the files that slime's arguments name."""
+    for argument in FILES:
+        entry = entries.by_key.get(argument)
+        if entry is not None and entry.value:
+            name = UNKNOWN if entry.is_unknown else str(entry.value)
+            root = _argument_file(name, entry.line or 1, path, entries)
+            if root is not None:
+                entries.by_key |= values_of(root, argument, name).by_key
+
+
+def _argument_file(name: str, line: int, path: Path, entries: Entries) -> Node | None:
+    """Reads a file of arguments, named from the script's folder or from one above it, where the job may be started.
+
+    Args:
+        name: As the command has it.
+        line: Of the command.
+        path: The script.
+        entries: They get a warning if the file is not there.
+
+    Returns:
+        Its root, or None.
+    """
     bases = [folder / name for folder in path.absolute().parents]
     base = next((one for one in bases if UNKNOWN not in name and _is_file(one)), None)
     if base is None:
@@ -297,23 +341,11 @@ def _take_argument_file(words: list[tuple[str, int]], path: Path, entries: Entri
             f"line {line}: the file of arguments{shown} is not beside the script, so what it sets is unknown: put it "
             "there, or give its keys with --set"
         )
-        return
+        return None
     content, _ = _text(base)
     if len(content) > _MOST_BYTES_OF_A_CONFIGURATION:
         raise ValueError(f"{base.name} has more than 2 MiB: {_ACTION}")
-    own = arguments_of(read_yaml(content.replace("\t", " "), base.name), base.name)
-    flags = entries.by_key
-    for key in ("config", "use_ray"):
-        flags.pop(key, None)
-    if any(key.endswith(".gpus") for key in own.by_key) and flags:  # ms-swift under Ray reads the file alone
-        names = ", ".join(f"--{key}" for key in flags)
-        entries.warnings.append(
-            f"line {line}: under Ray, ms-swift reads the arguments of {base.name} only, so these flags change nothing: "
-            f"{names}"
-        )
-        flags = {}
-    entries.by_key = own.by_key | flags
-    entries.environment = own.environment
+    return read_yaml(content.replace("\t", " "), base.name)  # JSON is YAML
 
 
 def _is_file(path: Path) -> bool:

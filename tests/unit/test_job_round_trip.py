@@ -167,7 +167,10 @@ def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettin
         kept |= {
             field: getattr(MemorySettings(), field) for field in ("min_offloaded_tensor_size", *SINCE_MEGATRON_0_19)
         }
-    if FRAMEWORKS[name].cannot_write_of(settings):
+    unsaid = FRAMEWORKS[name].cannot_write_of(scenario, settings)
+    if unsaid.pop("overlap_param_gather", None):
+        state["overlap_param_gather"] = False
+    if unsaid:
         moved = kept["offload_parameters"]
         kept |= {"offload_gradients": moved, "offload_optimizer": moved}
         if name == "nemo-rl" and kept["recompute_granularity"] == "full":

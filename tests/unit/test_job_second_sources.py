@@ -236,3 +236,34 @@ def test_a_variable_of_the_launcher_that_nobody_gives_is_named(tmp_path: Path) -
 
     assert any("expert_model_parallel_size is known only when the job runs" in warning for warning in job.warnings)
     assert not any("tensor_model_parallel_size is known" in warning for warning in job.warnings)
+
+
+SLIME = """python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --hf-checkpoint /root/Qwen3-30B-A3B
+--expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --use-dynamic-batch-size --max-tokens-per-gpu 4096
+--rollout-max-context-len 8192 --rollout-batch-size 32 --global-batch-size 32 --attention-dropout 0 --hidden-dropout 0
+""".replace("\n", " ")
+
+
+def test_files_of_slime_stand_above_its_flags(tmp_path: Path) -> None:
+    """``--custom-config-path`` sets arguments after parsing, and ``--megatron-config-path`` then those of the actor."""
+    script = SLIME + "--custom-config-path custom.yaml --megatron-config-path roles.yaml"
+    roles = """\
+megatron:
+- {name: critic, role: critic, overrides: {recompute_granularity: selective}}
+- {name: default, role: actor, overrides: {recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1,
+   num_nodes: 7}}
+"""
+    job = read(
+        tmp_path, script, custom_yaml="max_tokens_per_gpu: 8192\nrecompute_granularity: selective\n", roles_yaml=roles
+    )
+    scenario, settings = job.required()
+
+    assert scenario.seq_length == 8192
+    assert (settings.recompute_granularity, settings.recompute_num_layers) == ("full", 1)
+    assert scenario.layout.world_size == 8
+
+
+def test_a_missing_file_of_slime_is_named(tmp_path: Path) -> None:
+    job = read(tmp_path, SLIME + "--custom-config-path /root/other.yaml")
+
+    assert any("/root/other.yaml" in warning and "is unknown" in warning for warning in job.warnings)
