@@ -179,7 +179,7 @@ _MEMORY = [
     ("nemo-rl", "policy.megatron_cfg.moe_layer_recompute", "true", "less"),
     ("nemo-rl", "policy.hf_config_overrides.num_hidden_layers", "4", "either"),
     ("nemo-rl", "policy.draft.enabled", "true", "more"),
-    ("bridge", "peft", "lora", "unknown"),
+    ("bridge", "peft", "lora", "less"),
     ("skyrl", "trainer.bf16", "false", "more"),
     ("slime", "entropy_coef", "0.01", "more"),
     ("slime", "qkv_format", "bshd", "more"),

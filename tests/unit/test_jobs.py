@@ -113,7 +113,7 @@ JOBS: list[tuple[str, str, str, dict[str, Any]]] = [
         {"architecture": "qwen3-30b-a3b", "num_layers": 4, "cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te", "fp8_format": "e4m3", "fp8_recipe": "tensorwise", "manual_gc": True, "grad_reduce_in_bf16": True, "optimizer_cpu_offload": True, "ddp_bucket_size": 40000000, "overlap_grad_reduce": True},
     ),
     (
-        "bridge", "run_config.yaml", "checkpoint: &parallel\n  context_parallel_size: 2\nmodel:\n  <<: *parallel\n  hf_model_id: microsoft/phi-4\n  seq_length: 8192\n  recompute_granularity: full\n  recompute_method: block\n  recompute_num_layers: 12\ntrain:\n  global_batch_size: 1\nddp:\n  grad_reduce_in_fp32: true\nenv_vars:\n  PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:True'\nworld_size: 2\n",
+        "bridge", "run_config.yaml", "dataset: &parallel\n  context_parallel_size: 2\nmodel:\n  <<: *parallel\n  hf_model_id: microsoft/phi-4\n  seq_length: 8192\n  recompute_granularity: full\n  recompute_method: block\n  recompute_num_layers: 12\ntrain:\n  global_batch_size: 1\nddp:\n  grad_reduce_in_fp32: true\nenv_vars:\n  PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:True'\nworld_size: 2\n",
         {"architecture": "phi-4", "context_parallel_size": 2, "seq_length": 8192, "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 12, "expandable_segments": True},
     ),
     (

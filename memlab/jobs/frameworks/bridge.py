@@ -11,8 +11,7 @@ from typing import Any
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
-from memlab.jobs.frameworks import without_effect
-from memlab.jobs.frameworks.framework import Framework, Reading
+from memlab.jobs.frameworks.framework import Framework, NotModelled, Reading
 from memlab.jobs.frameworks.keys import (
     ABSENT,
     ALLOCATOR,
@@ -22,6 +21,7 @@ from memlab.jobs.frameworks.keys import (
     WHOLE,
     Key,
     Missing,
+    is_false,
     is_given,
     missing_under,
     under,
@@ -43,6 +43,7 @@ from memlab.jobs.frameworks.megatron_keys import (
 )
 from memlab.jobs.frameworks.megatron_lm import common, note_sequence_parallel
 from memlab.jobs.frameworks.reinforcement import LORA
+from memlab.jobs.frameworks.without_effect import keys_without_effect
 from memlab.jobs.model import published_architecture
 
 _BUCKETS = tuple(replace(key, default=ABSENT) if key.field == "grad_reduce_in_bf16" else key for key in BUCKETS)
@@ -75,23 +76,63 @@ KEYS = (
     *under("env_vars", ALLOCATOR),
     *under("ENV_VARS", ALLOCATOR),
 )
-_PRECISIONS = ("fp16", "fp4", "first_last_layers_bf16", "fp8_wgrad", "fp8_dot_product_attention")
-_OVERLAPS = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "defer_embedding_wgrad_compute")
+_PRECISIONS = (
+    "fp16", "fp4", "first_last_layers_bf16", "fp8_wgrad", "fp8_dot_product_attention", "fp8_multi_head_attention",
+    "fp8_amax_history_len", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag",
+)  # fmt: skip
+_OVERLAPS = (
+    "tp_comm_overlap", "overlap_p2p_comm", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute",
+    "defer_embedding_wgrad_compute", "overlap_param_gather_with_optimizer_step",
+)  # fmt: skip
 FRAMEWORK_MISSING = (
-    Missing("peft.*", "less", LORA, is_given),
-    Missing("distill*", "more", "a teacher model on the same ranks", is_given),
+    Missing("distill.teacher", "more", "a teacher model on the same ranks", is_given),
+    Missing("model.teacher", "more", "a teacher model on the same ranks", is_given),
     *missing_under("model", MISSING),
+    *(
+        Missing(f"model.{key}", "either", "layers of different shapes are another model", is_given, True)
+        for key in ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
+    ),
+    Missing("model.fp16_lm_cross_entropy", "less", "the loss reads the logits in bf16, without a copy in fp32"),
+    Missing("model.parallel_output", "more", "each tensor parallel rank gathers whole logits", is_false),
+    Missing(
+        "model.scatter_embedding_sequence_parallel",
+        "more",
+        "the embedding of whole sequences is on each tensor parallel rank",
+        is_false,
+    ),
+    Missing("model.use_transformer_engine_full_layer_spec", "either", "each layer is one of Transformer Engine's"),
+    Missing("model.dense_grouped_gemm", "either", "the MLP's matrices are one group"),
+    Missing("model.restore_modelopt_state", "either", "layers are those of ModelOpt"),
+    Missing(
+        "model.transformer_layer_spec",
+        "either",
+        "layers are of the job's own specification",
+        lambda value: value not in (None, "default_layer_spec", "transformer_engine_layer_spec"),
+    ),
     *missing_under("ddp", MISSING_DDP),
     *missing_under("optimizer", MISSING_OPTIMIZER),
-    Missing("comm_overlap.tp_comm_overlap", "more", "user buffers of the overlap of tensor parallel communication"),
-    *missing_under("mixed_precision", (row for row in MISSING if row.name in _PRECISIONS)),
-    *missing_under("comm_overlap", (row for row in MISSING if row.name in _OVERLAPS)),
+    *missing_under("mixed_precision", (row for row in (*MISSING, *MISSING_DDP) if row.name in _PRECISIONS)),
+    Missing("mixed_precision.autocast_enabled", "more", "weights and activations are cast in each layer"),
+    *missing_under("comm_overlap", (row for row in (*MISSING, *MISSING_OPTIMIZER) if row.name in _OVERLAPS)),
     Missing("dist.use_megatron_fsdp", "less", "Megatron-FSDP shards parameters and gradients too"),
     Missing("dist.use_torch_fsdp2", "less", "torch's FSDP shards parameters and gradients too"),
     Missing("train.empty_unused_memory_level", "less",
             "each step frees torch's cached memory, so fewer bytes stay reserved"),
-    Missing("env_vars.NVTE_*_ATTN", "either",
-            "it chooses the attention's kernel; memlab chooses it by attention_backend", lambda value: True),
+    Missing("dist.disable_jit_fuser", "more", "fused kernels run one by one, each with temporaries"),
+    Missing("tensor_inspect.enabled", "more", "Transformer Engine computes statistics of tensors"),
+    Missing("logger.log_params_norm", "more", "parameters are copied to fp32 for their norm"),
+    Missing("logger.moe_routing_trace_path", "more", "routing is recorded", is_given),
+    *(
+        Missing(f"checkpoint.save_{what}_interval", "more", "tensors of a step are kept until they are saved", is_given)
+        for what in ("activations", "wgrads", "dgrads")
+    ),
+    *(
+        Missing(f"{section}.NVTE_{kernel}_ATTN", "either",
+                "it chooses the attention's kernel; memlab chooses it by attention_backend",
+                lambda value: value not in (None, 1, "1"))
+        for section in ("env_vars", "ENV_VARS")
+        for kernel in ("FLASH", "FUSED", "UNFUSED")
+    ),
 )  # fmt: skip
 
 
@@ -117,6 +158,16 @@ def complete(reading: Reading) -> None:
     if values.pop("should_pad_vocab") and values.get("vocab_size"):
         values["vocab_size"] = -(-values["vocab_size"] // divisor) * divisor
     note_sequence_parallel(reading, "model.sequence_parallel", default=True)
+    _note_adapters(reading)
+
+
+def _note_adapters(reading: Reading) -> None:
+    """Notes that only adapters are trained, whichever of their keys the file has."""
+    keys = [key for key in reading.entries.by_key if key.partition(".")[0] == "peft"]
+    given = [key for key in keys if is_given(reading.get(key))]
+    if given:
+        entry = reading.entries.by_key[given[0]]
+        reading.not_modelled.append(NotModelled("peft", entry.value, "less", LORA, entry.place))
 
 
 def _complete_gradients(reading: Reading) -> None:
@@ -193,7 +244,10 @@ BRIDGE = Framework(
     style="overrides",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
-    without_effect=without_effect.BRIDGE,
+    without_effect=keys_without_effect("bridge")
+    | keys_without_effect("megatron_core_model", "model")
+    | keys_without_effect("megatron_core_ddp", "ddp")
+    | keys_without_effect("megatron_core_optimizer", "optimizer"),
     complete=complete,
     compose=compose,
     fixed={"loss": "cross_entropy"},

@@ -116,12 +116,6 @@ FLAGS_MISSING = (
     *MISSING_DDP,
     *MISSING_OPTIMIZER,
     *BLOCKING,
-    Missing(
-        "transformer_impl",
-        "either",
-        "memlab has the layers of Transformer Engine",
-        lambda value: value not in (None, "transformer_engine", "local"),
-    ),
     *(replace(row, name="bias_swiglu_fusion") for row in MISSING if row.name == "bias_activation_fusion"),
     Missing("no_bias_swiglu_fusion", "more", UNFUSED_ACTIVATION),
     Missing("use_precision_aware_optimizer_no_fp8_params_transpose", "less", "no transposed copy of FP8 parameters"),

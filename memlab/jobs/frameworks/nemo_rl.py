@@ -24,7 +24,6 @@ from memlab.jobs.frameworks.keys import (
     Key,
     Missing,
     is_false,
-    is_given,
     missing_under,
     refusal,
     under,
@@ -49,6 +48,7 @@ from memlab.jobs.frameworks.reinforcement import (
     LORA,
     is_packed,
     longest_sequence,
+    note_replaced_values,
     sequences_of_a_step,
     take_rollout,
     take_rows,
@@ -133,8 +133,6 @@ FRAMEWORK_MISSING = (
     Missing(f"{_MEGATRON}.moe_layer_recompute", "less", f"memlab reads it under {_OVERRIDES}, as NeMo-RL does"),
     Missing("policy.draft.enabled", "more", "a draft model is trained beside the policy"),
     Missing("policy.reward_model_cfg.enabled", "either", "a head of one number replaces the output layer"),
-    Missing("policy.hf_config_overrides.*num_*", "either", "it replaces a size of the published model", is_given),
-    Missing("policy.hf_config_overrides.*_size", "either", "it replaces a size of the published model", is_given),
     Missing(f"{_MEGATRON}.peft.enabled", "less", LORA),
     Missing(f"{_MEGATRON}.use_fused_linear_logprobs", "less", "log-probabilities without whole logits"),
     Missing(f"{_MEGATRON}.use_linear_ce_fusion_loss", "less", "log-probabilities without whole logits"),
@@ -143,13 +141,14 @@ FRAMEWORK_MISSING = (
     *missing_under(_OVERRIDES, MISSING),
     *missing_under(f"{_MEGATRON}.distributed_data_parallel_config", MISSING_DDP),
     *missing_under(f"{_MEGATRON}.optimizer", MISSING_OPTIMIZER),
-    FROZEN_ROUTER,
+    Missing(f"{_MEGATRON}.freeze_moe_router", "less", FROZEN_ROUTER),
 )  # fmt: skip
 
 
 def complete(reading: Reading) -> None:
     """Derives ranks, workload, recompute and what leaves the device around generation."""
     values = reading.values
+    note_replaced_values(reading, "policy.hf_config_overrides")
     sections = {key.partition(".")[0] for key in reading.entries.by_key}
     generates = "grpo" in sections or not sections & _WITHOUT_GENERATION
     per_node = _complete_ranks(reading)

@@ -8,10 +8,23 @@ from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.validation import shortened
 from memlab.jobs.frameworks.framework import Reading
-from memlab.jobs.frameworks.keys import Missing, refusal
+from memlab.jobs.frameworks.keys import is_given, refusal
 
 LORA = "low-rank adapters: only these have gradients and optimizer state, so memlab's numbers are an upper bound"
-FROZEN_ROUTER = Missing("*freeze_moe_router", "less", "the frozen router has no gradients and no optimizer state")
+FROZEN_ROUTER = "the frozen router has no gradients and no optimizer state"
+BRIDGE_DEFAULTS = {
+    "bias_activation_fusion": False,
+    "gradient_accumulation_fusion": True,
+    "moe_router_dtype": None,
+    "moe_router_load_balancing_type": "none",
+}
+"""What verl's models have where no key says otherwise, and memlab does not model.
+
+Megatron-Bridge's providers of Qwen's text models leave `bias_activation_fusion` and `moe_router_dtype` at
+Megatron-Core's defaults, and fuse the accumulation of gradients wherever Transformer Engine imports
+(``models/gpt_provider.py``, 0.6.2). verl switches the auxiliary loss off
+(``workers/engine/megatron/transformer_impl.py``, 0.9.1).
+"""
 
 
 def copies(reading: Reading) -> int:
@@ -147,6 +160,24 @@ def take_rollout(
         has_reference_model=has_reference_model,
         offloads_for_generation_only=offloads_for_generation_only,
     )
+
+
+def note_replaced_values(reading: Reading, prefix: str) -> None:
+    """Notes what a job replaces in the published model's own config.
+
+    Args:
+        reading: The job.
+        prefix: Of the mapping that the framework passes on, such as ``policy.hf_config_overrides``.
+    """
+    for key, entry in reading.entries.by_key.items():
+        if not key.startswith(f"{prefix}."):
+            continue
+        reading.known.add(key)
+        if key.endswith(".freeze_moe_router"):
+            if entry.value:
+                reading.miss(key, "less", FROZEN_ROUTER)
+        elif is_given(entry.value) and not key.endswith(".attn_implementation"):
+            reading.miss(key, "either", "it replaces a value of the published model")
 
 
 def take_sequences(reading: Reading, longest: int | None, sequences: int | None) -> None:

@@ -9,9 +9,20 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks import without_effect
 from memlab.jobs.frameworks.framework import Framework, Reading
-from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_false, missing_under, under
+from memlab.jobs.frameworks.keys import (
+    COUNT,
+    NUMBER,
+    SWITCH,
+    TEXT,
+    WHOLE,
+    Key,
+    Missing,
+    is_false,
+    is_given,
+    missing_under,
+    under,
+)
 from memlab.jobs.frameworks.lines import plain_lines
 from memlab.jobs.frameworks.megatron_keys import (
     BUCKETS,
@@ -21,10 +32,13 @@ from memlab.jobs.frameworks.megatron_keys import (
     MISSING,
     MISSING_DDP,
     MISSING_OPTIMIZER,
+    NUMBERS_OF_THE_MODEL,
     OFFLOAD,
     OPTIMIZER,
     RECOMPUTE,
+    REPLACED_BY_THE_FRAMEWORK,
     SIZES,
+    SIZES_OF_THE_MODEL,
 )
 from memlab.jobs.frameworks.megatron_lm import common, named
 from memlab.jobs.frameworks.reinforcement import (
@@ -32,20 +46,23 @@ from memlab.jobs.frameworks.reinforcement import (
     LORA,
     is_packed,
     longest_sequence,
+    note_replaced_values,
     sequences_of_a_step,
     take_rollout,
     take_rows,
     take_sequences,
 )
+from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _MEGATRON = "trainer.policy.megatron_config"
 _TRANSFORMER = f"{_MEGATRON}.transformer_config_kwargs"
+_ENGINE = "generator.inference_engine"
 _FP8 = tuple(key for key in COMPUTE if key.name.startswith("fp8"))
 
 KEYS = (
     Key("trainer.policy.model.path", "architecture", TEXT),
     Key("trainer.placement.policy_num_nodes", "nodes", WHOLE, 1),
-    Key("trainer.placement.policy_num_gpus_per_node", "ranks_per_node", WHOLE, 4),
+    Key("trainer.placement.policy_num_gpus_per_node", "ranks_per_node", WHOLE, 1),
     *under(_MEGATRON, SIZES),
     *under(
         _TRANSFORMER,
@@ -67,17 +84,22 @@ KEYS = (
     Key("trainer.micro_train_batch_size_per_gpu", "micro_batch_size", COUNT, 1),
     Key("trainer.max_tokens_per_microbatch", "tokens_per_rank", WHOLE, -1),
     Key("trainer.micro_forward_batch_size_per_gpu", "log_prob_micro_batch_size", COUNT, 1),
-    Key("generator.inference_engine.gpu_memory_utilization", "engine_share", NUMBER, 0.8),
+    Key(f"{_ENGINE}.gpu_memory_utilization", "engine_share", NUMBER, 0.8),
     Key("generator.gpu_memory_utilization", "engine_share", NUMBER),
-    Key("generator.inference_engine.tensor_parallel_size", "engine_ranks", WHOLE, 1),
+    Key(f"{_ENGINE}.tensor_parallel_size", "engine_ranks", WHOLE, 1),
     Key("generator.inference_engine_tensor_parallel_size", "engine_ranks", WHOLE),
-    Key("generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB", "bucket", NUMBER, 1.0),
+    Key(f"{_ENGINE}.weight_transfer_threshold_cuda_ipc_GB", "bucket", NUMBER, 1.0),
     Key("generator.weight_transfer_threshold_cuda_ipc_GB", "bucket", NUMBER),
     Key("trainer.policy_mini_batch_size", "prompts", WHOLE, 256),
     Key("generator.n_samples_per_prompt", "responses_per_prompt", WHOLE, 5),
     Key("trainer.max_prompt_length", "prompt_length", WHOLE, 512),
     Key("generator.sampling_params.max_generate_length", "response_length", WHOLE, 1024),
 )
+_MISSING_BESIDE = (
+    "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_router_dtype", "moe_router_load_balancing_type",
+    "moe_router_score_function", "moe_router_enable_expert_bias", "moe_enable_routing_replay", "mtp_num_layers",
+)  # fmt: skip
+"""Keys of `MISSING` that SkyRL has beside its ``transformer_config_kwargs``, and that these replace."""
 FRAMEWORK_MISSING = (
     Missing("trainer.policy.model.lora.rank", "less", LORA),
     Missing(
@@ -87,18 +109,31 @@ FRAMEWORK_MISSING = (
     Missing("trainer.use_sample_packing", "more", "rows are padded", is_false),
     Missing("trainer.bf16", "more", "memlab predicts SkyRL's jobs in bf16 only", is_false),
     Missing("trainer.algorithm.use_entropy_loss", "more", "the entropy's gradient keeps the probabilities"),
-    *missing_under(_TRANSFORMER, MISSING),
-    *missing_under(_MEGATRON, MISSING),
+    Missing("trainer.fused_lm_head_logprob", "less", "log-probabilities without whole logits"),
+    Missing("trainer.mtp.enabled", "more", "multi-token prediction: one more layer and set of logits"),
+    Missing("trainer.policy.model.fake_int4_qat.enabled", "either", "weights are quantized in forward"),
+    Missing("trainer.critic.model.path", "more", "a critic is trained too, with an optimizer of its own", is_given),
+    Missing(f"{_ENGINE}.model_dtype", "more", "memlab takes the inference engine's weights in 2 bytes",
+            lambda value: value not in (None, "auto", "bfloat16", "float16", "half")),
+    Missing(f"{_ENGINE}.speculative_config", "more", "the inference engine has a draft model too", is_given),
+    Missing(f"{_MEGATRON}.freeze_moe_router", "less", FROZEN_ROUTER),
+    *missing_under(
+        _TRANSFORMER, (*MISSING, *SIZES_OF_THE_MODEL, *REPLACED_BY_THE_FRAMEWORK), bias_activation_fusion=False
+    ),
+    *missing_under(
+        _MEGATRON, (row for row in MISSING if row.name in _MISSING_BESIDE), moe_router_load_balancing_type="none"
+    ),
     *missing_under(f"{_MEGATRON}.ddp_config", MISSING_DDP),
     *missing_under(f"{_MEGATRON}.optimizer_config_kwargs", MISSING_OPTIMIZER),
-    FROZEN_ROUTER,
-)
+)  # fmt: skip
 
 
 def complete(reading: Reading) -> None:
     """Derives ranks, workload, recompute, attention and what leaves the device between phases."""
     values = reading.values
     values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])
+    note_replaced_values(reading, "trainer.policy.model_config_kwargs")
+    note_replaced_values(reading, f"{_MEGATRON}.model_config_kwargs")
     if not values.pop("is_checkpointing"):
         values["recompute_granularity"] = None
     is_flash = values.pop("is_flash")
@@ -161,7 +196,11 @@ SKYRL = Framework(
     style="overrides",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
-    without_effect=without_effect.SKYRL,
+    without_effect=keys_without_effect("skyrl")
+    | keys_without_effect("megatron_core_model", _TRANSFORMER)
+    | keys_without_effect("megatron_core_ddp", f"{_MEGATRON}.ddp_config")
+    | keys_without_effect("megatron_core_optimizer", f"{_MEGATRON}.optimizer_config_kwargs")
+    | {f"{_TRANSFORMER}.{key}" for key in NUMBERS_OF_THE_MODEL},
     complete=complete,
     compose=compose,
     fixed={"loss": "logprobs", "use_distributed_optimizer": True},
