@@ -14,6 +14,7 @@ from memlab.jobs.frameworks.framework import CannotStartError, Framework, Readin
 from memlab.jobs.frameworks.keys import (
     ABSENT,
     ALLOCATOR,
+    BACKEND,
     COUNT,
     LONG_DTYPE,
     NUMBER,
@@ -24,6 +25,7 @@ from memlab.jobs.frameworks.keys import (
     Missing,
     is_false,
     missing_under,
+    refusal,
     under,
 )
 from memlab.jobs.frameworks.lines import yaml_lines
@@ -88,10 +90,16 @@ KEYS = (
     *under(_OVERRIDES, OFFLOAD[2:]),
     *under(_MEGATRON, (key for key in _PASSED if key.name == "apply_rope_fusion"), apply_rope_fusion=True),
     *under(_OVERRIDES, _PASSED[:-1]),
+    Key(f"{_MEGATRON}.attention_backend", "attention_backend", BACKEND),
     *under(_OVERRIDES, _without_default(tuple(key for key in RECOMPUTE if key.field != "recompute_granularity"))),
     Key(f"{_OVERRIDES}.num_layers", "num_layers", WHOLE),
     Key(f"{_MEGATRON}.fp8_cfg.enabled", "is_fp8", SWITCH, False),
-    *under(f"{_MEGATRON}.fp8_cfg", (key for key in COMPUTE if key.name in _FP8)),
+    *under(
+        f"{_MEGATRON}.fp8_cfg",
+        (key for key in COMPUTE if key.name in _FP8),
+        fp8_format="e4m3",
+        fp8_recipe="blockwise",
+    ),
     *under(f"{_MEGATRON}.optimizer", _OPTIMIZER, use_precision_aware_optimizer=True),
     Key(f"{_MEGATRON}.optimizer.use_distributed_optimizer", "use_distributed_optimizer", SWITCH, True),
     *under(
@@ -109,7 +117,7 @@ KEYS = (
     Key("policy.sequence_packing.train_mb_tokens", "packed_tokens", WHOLE),
     Key("policy.dynamic_batching.enabled", "is_dynamic", SWITCH, False),
     Key("policy.dynamic_batching.train_mb_tokens", "dynamic_tokens", WHOLE),
-    Key("policy.logprob_batch_size", "log_prob_micro_batch_size", COUNT, 4),
+    Key("policy.logprob_batch_size", "log_prob_micro_batch_size", COUNT, None),
     Key("policy.sequence_packing.logprob_mb_tokens", "log_prob_packed_tokens", COUNT),
     Key("policy.dynamic_batching.logprob_mb_tokens", "log_prob_dynamic_tokens", COUNT),
     Key("policy.generation.vllm_cfg.gpu_memory_utilization", "engine_share", NUMBER, 0.6),
@@ -166,7 +174,7 @@ def complete(reading: Reading) -> None:
     is_packed_row, is_dynamic = values.pop("is_packed"), values.pop("is_dynamic")
     per_micro_batch = longest * values["micro_batch_size"]
     packed, dynamic = values.pop("packed_tokens", None), values.pop("dynamic_tokens", None)
-    rows = values.pop("log_prob_micro_batch_size")
+    rows = values.pop("log_prob_micro_batch_size") or values["micro_batch_size"]
     of_packed, of_dynamic = values.pop("log_prob_packed_tokens", None), values.pop("log_prob_dynamic_tokens", None)
     of_log_probs = longest
     if is_packed_row or is_dynamic:
@@ -190,6 +198,7 @@ def _take_rollout(
     if not generates:
         del values["engine_share"], values["engine_ranks"]
         return
+    _take_engine(reading)
     take_rollout(
         reading,
         is_colocated=is_colocated,
@@ -199,6 +208,44 @@ def _take_rollout(
         bucket_bytes=int(bucket * 2**30) if bucket else None,
         bucket_share=_REFIT_SHARE if is_colocated else None,
     )
+
+
+_GENERATION = "policy.generation"
+_KEYS_OF_ENGINE: dict[str, dict[str, tuple[str, ...]]] = {
+    "vllm": {"engine_ranks": ("vllm_cfg.tensor_parallel_size", "vllm_cfg.pipeline_parallel_size")},
+    "sglang": {
+        "engine_share": ("sglang_cfg.mem_fraction_static",),
+        "engine_ranks": ("sglang_cfg.tp_size", "sglang_cfg.pp_size"),
+    },
+    "trtllm": {"engine_ranks": ("trtllm_cfg.tensor_parallel_size",)},
+    "megatron": {},
+}
+"""For each engine the keys of its share of the GPU's memory, and of the GPUs that share its weights, as factors."""
+
+
+def _take_engine(reading: Reading) -> None:
+    """Takes the inference engine's share of the memory, and its ranks, from the keys of the engine that is used."""
+    values = reading.values
+    key = f"{_GENERATION}.backend"
+    backend = reading.get(key, "vllm")
+    for field_name, names in _KEYS_OF_ENGINE.get(backend, {}).items():
+        given = [f"{_GENERATION}.{name}" for name in names if reading.entries.get(f"{_GENERATION}.{name}") is not None]
+        for name in given:
+            number = WHOLE if field_name == "engine_ranks" else NUMBER
+            try:
+                value = number.read(reading.get(name))
+            except ValueError as error:
+                entry = reading.entries.by_key[name]
+                raise refusal(entry.place, name, entry.value, error) from error
+            reading.take(name, field_name, value * (values[field_name] if name != given[0] else 1))
+    if backend == "megatron":
+        values["engine_share"] = 0.0  # it generates with the training's weights
+        reading.miss(key, "more", "Megatron's own engine has a buffer for keys and values of buffer_size_gb")
+    elif backend == "trtllm":
+        values["engine_share"] = None
+        reading.miss(key, "more", "TensorRT-LLM takes a share of the memory that is free after its weights")
+    elif backend == "sglang" and f"{_GENERATION}.sglang_cfg.mem_fraction_static" not in reading.entries.by_key:
+        values["engine_share"] = None
 
 
 def _complete_ranks(reading: Reading) -> int:
@@ -249,7 +296,7 @@ def check(reading: Reading) -> None:
         )
 
 
-def cannot_write(settings: MemorySettings) -> dict[str, str]:
+def cannot_write(_: Scenario, settings: MemorySettings) -> dict[str, str]:
     """Names what NeMo-RL cannot express of these settings."""
     reasons = {}
     if settings.recompute_granularity == "full" and (settings.recompute_method, settings.recompute_num_layers) != (

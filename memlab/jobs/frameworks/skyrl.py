@@ -179,7 +179,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     )
 
 
-def cannot_write(settings: MemorySettings) -> dict[str, str]:
+def cannot_write(_: Scenario, settings: MemorySettings) -> dict[str, str]:
     """Names what SkyRL cannot express of these settings."""
     reasons = {}
     if settings.offload_gradients != settings.offload_parameters:
