@@ -1,6 +1,6 @@
 """Megatron-Bridge: the ``run_config.yaml`` that it writes into each checkpoint, or another dump of its ConfigContainer.
 
-Names: ``src/megatron/bridge/training/config.py`` and Megatron-Core's own configs (main, August 2026).
+Names: ``src/megatron/bridge/training/config.py`` and Megatron-Core's own configs (0.6.2).
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
 BRIDGE = Framework(
     name="bridge",
     title="Megatron-Bridge",
-    source="main of August 2026",
+    source="0.6.2",
     style="overrides",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,

@@ -1,6 +1,6 @@
 """SkyRL with Megatron: overrides of a launch script, or a resolved configuration.
 
-Names and defaults: ``skyrl/train/config/config.py`` and ``workers/megatron/megatron_worker.py`` (main, August 2026).
+Names and defaults: ``skyrl/train/config/config.py`` and ``workers/megatron/megatron_worker.py`` (0.3.0).
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def cannot_write(_: Scenario, settings: MemorySettings) -> dict[str, str]:
 SKYRL = Framework(
     name="skyrl",
     title="SkyRL",
-    source="main of August 2026",
+    source="0.3.0, and main of August 2026",
     style="overrides",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,

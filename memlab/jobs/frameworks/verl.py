@@ -1,6 +1,6 @@
 """verl with Megatron: Hydra's resolved configuration, ``.hydra/``, or the overrides of a launch script.
 
-Names and defaults: ``verl/trainer/config/{engine,optim}/megatron.yaml``, ``actor/actor.yaml`` (main, August 2026). On
+Names and defaults: ``verl/trainer/config/{engine,optim}/megatron.yaml``, ``actor/actor.yaml`` (0.9.1). On
 2026-08-20 the gradients became fp32 (verl PR 7485); before, Megatron-Core's default was used, bf16.
 """
 
@@ -269,7 +269,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
 VERL = Framework(
     name="verl",
     title="verl",
-    source="main of August 2026",
+    source="0.9.1, and main of August 2026",
     style="overrides",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
