@@ -153,3 +153,52 @@ def test_fused_gradients_of_ms_swift_depend_on_the_machine(tmp_path: Path) -> No
     assert "off" in reason
     job = read(tmp_path, "--gradient_accumulation_fusion false", SWIFT)
     assert "gradient_accumulation_fusion" not in {one.key for one in job.not_modelled}
+
+
+SLIME = """python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --hf-checkpoint /root/Qwen3-30B-A3B
+--expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --attention-dropout 0 --hidden-dropout 0
+--rollout-max-context-len 8192 --global-batch-size 32 """.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("budget", "tensor", "tokens"), [(4096, 1, 4096), (4000, 1, 4096), (4100, 2, 4352), (129, 1, 256)]
+)
+def test_slime_pads_a_full_row(tmp_path: Path, budget: int, tensor: int, tokens: int) -> None:
+    """``get_batch`` pads to a multiple of 128 x tensor parallel ranks (slime/backends/megatron_utils/data.py)."""
+    flags = f"--use-dynamic-batch-size --max-tokens-per-gpu {budget} --tensor-model-parallel-size {tensor}"
+    scenario, _ = read(tmp_path, flags, SLIME).required()
+
+    assert scenario.seq_length == tokens
+    (tmp_path / "run.sh").write_text(f"{SLIME}{flags} --data-pad-size-multiplier 1\n")
+    assert Job.read(tmp_path / "run.sh").required()[0].seq_length == budget // tensor * tensor
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        ("--freeze-params-name-list embedding", "freeze_params_name_list"),
+        ("--only-train-params-name-list layers.47", "only_train_params_name_list"),
+        ("--use-stateless-adam", "use_stateless_adam"),
+        ("--use-rollout-routing-replay", "use_rollout_routing_replay"),
+        ("--moe-token-dispatcher-type flex", "moe_token_dispatcher_type"),
+    ],
+)
+def test_what_slime_trains_and_keeps(tmp_path: Path, flags: str, key: str) -> None:
+    assert missing(read(tmp_path, flags, SLIME), key).effect != "unknown"
+
+
+def test_slime_dispatches_with_alltoall_in_place_of_allgather(tmp_path: Path) -> None:
+    job = read(tmp_path, "--moe-token-dispatcher-type allgather", SLIME)
+
+    assert "moe_token_dispatcher_type" not in {one.key for one in job.not_modelled}
+
+
+def test_a_job_of_slime_without_rollout_has_no_engine(tmp_path: Path) -> None:
+    rollout = read(tmp_path, "--colocate --sglang-mem-fraction-static 0.7 --debug-train-only", SLIME).rollout
+
+    assert rollout is not None
+    assert rollout.gpu_memory_utilization == 0
+
+
+def test_a_job_of_slime_that_only_generates_is_no_training(tmp_path: Path) -> None:
+    assert read(tmp_path, "--debug-rollout-only", SLIME).scenario is None

@@ -236,3 +236,73 @@ def test_a_variable_of_the_launcher_that_nobody_gives_is_named(tmp_path: Path) -
 
     assert any("expert_model_parallel_size is known only when the job runs" in warning for warning in job.warnings)
     assert not any("tensor_model_parallel_size is known" in warning for warning in job.warnings)
+
+
+SLIME = """python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --hf-checkpoint /root/Qwen3-30B-A3B
+--expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --use-dynamic-batch-size --max-tokens-per-gpu 4096
+--rollout-max-context-len 8192 --rollout-batch-size 32 --global-batch-size 32 --attention-dropout 0 --hidden-dropout 0
+""".replace("\n", " ")
+
+
+def test_files_of_slime_stand_above_its_flags(tmp_path: Path) -> None:
+    """``--custom-config-path`` sets arguments after parsing, and ``--megatron-config-path`` then those of the actor."""
+    script = SLIME + "--custom-config-path custom.yaml --megatron-config-path roles.yaml"
+    roles = """\
+megatron:
+- {name: critic, role: critic, overrides: {recompute_granularity: selective}}
+- {name: default, role: actor, overrides: {recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1,
+   num_nodes: 7}}
+"""
+    job = read(
+        tmp_path, script, custom_yaml="max_tokens_per_gpu: 8192\nrecompute_granularity: selective\n", roles_yaml=roles
+    )
+    scenario, settings = job.required()
+
+    assert scenario.seq_length == 8192
+    assert (settings.recompute_granularity, settings.recompute_num_layers) == ("full", 1)
+    assert scenario.layout.world_size == 8
+
+
+def test_a_missing_file_of_slime_is_named(tmp_path: Path) -> None:
+    job = read(tmp_path, SLIME + "--custom-config-path /root/other.yaml")
+
+    assert any("/root/other.yaml" in warning and "is unknown" in warning for warning in job.warnings)
+
+
+def test_the_launcher_of_the_model_zoo_reads_the_file_of_its_model(tmp_path: Path) -> None:
+    """``sbatch_benchmarking.sh`` puts its environment into model_configs/benchmarking/MODEL.yaml and appends its flags."""
+    models, scripts = tmp_path / "model_configs" / "benchmarking", tmp_path / "best_practice" / "qwen3"
+    models.mkdir(parents=True)
+    scripts.mkdir(parents=True)
+    (models / "Qwen3-30B-A3B.yaml").write_text(MODEL_ARGS)
+    script = """\
+export MODEL=Qwen3-30B-A3B
+export MBS=1 SEQ_LEN=4096 LAYERS_PER_VP=false
+TP=2 PP=1 EP=8 NNODES=4 bash ./sbatch_benchmarking.sh --recompute-granularity full --recompute-method uniform \\
+  --recompute-num-layers 1
+"""
+    job = read(scripts, script)
+
+    assert layout_and_length(job) == (2, 8, 32, 4096)
+    assert any("adds flags of its own" in warning for warning in job.warnings)
+
+
+def test_a_size_that_only_the_tokenizer_has_is_the_published_models(tmp_path: Path) -> None:
+    path = tmp_path / "zoo.yaml"
+    path.write_text(MODEL_ARGS.replace("--vocab-size: 151936", "--tokenizer-model: Qwen/Qwen3-30B-A3B"))
+    job = Job.read(path, overrides=["TP=1", "PP=1", "EP=8", "MBS=1", "SEQ_LEN=4096", "LAYERS_PER_VP=false"])
+
+    assert job.required()[0].architecture.vocab_size == 151936
+    assert any("the tokenizer's own number of tokens" in warning for warning in job.warnings)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"fsdp_config": {"fsdp_version": 2}, "num_processes": 8}', '{"model": "x", "per_device_train_batch_size": 1}'],
+)
+def test_json_of_other_programs_is_no_job_of_ms_swift(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "fsdp.json"
+    path.write_text(text)
+
+    with pytest.raises(ValueError, match="is of no format"):
+        Job.read(path)
