@@ -262,7 +262,8 @@ def _drop_experts(reading: Reading, architecture: Architecture) -> None:
         return
     for one in [one for one in reading.not_modelled if "moe_" in one.key.rpartition(".")[2]]:
         reading.not_modelled.remove(one)
-        reading.without_effect[one.key] = "the model has no experts"
+        if one.place != "default":
+            reading.without_effect[one.key] = "the model has no experts"
 
 
 def _drop_overlap(reading: Reading, scenario: Scenario) -> None:
@@ -323,8 +324,6 @@ def _warn_of_replaced_sizes(reading: Reading, architecture: Architecture) -> Non
 
 
 def _architecture(reading: Reading, given: str | Path | Architecture | None) -> Architecture:
-    if reading.refused:
-        raise CannotStartError(reading.refused[0])
     if given is not None:
         architecture = given if isinstance(given, Architecture) else find_architecture(given)
         _warn_of_replaced_sizes(reading, architecture)
