@@ -40,7 +40,7 @@ class Adapter:
     read: Callable[[Sources], dict[str, Any]]
     """Returns all keys with their defaults; `Text` where a default is computed."""
     expected: dict[str, str] = field(default_factory=dict)
-    """Differences that have a reason, by key; ``key.*`` stands for all keys below it."""
+    """Differences that have a reason, by key; ``key*`` stands for all keys that start so."""
 
 
 def bridge(sources: Sources) -> dict[str, Any]:
@@ -87,7 +87,6 @@ def skyrl(sources: Sources) -> dict[str, Any]:
     optimizer = optimizer_config(sources) | _constant(sources, "DEFAULT_MEGATRON_OPTIMIZER_KWARGS")
     return (
         _under(f"{megatron}.transformer_config_kwargs", beneath)
-        | _under(f"{megatron}.ddp_config", ddp(sources))
         | _under(f"{megatron}.optimizer_config_kwargs", optimizer)
         | keys
     )
@@ -148,59 +147,126 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", value
 
 
-_MODEL = "the published model's own config sets it"
-_OF_THE_MODEL = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-    "vocab_size", "rotary_base", "rotary_percent", "layernorm_epsilon", "share_embeddings_and_output_weights",
-    "num_moe_experts",
-    "moe_router_topk", "moe_ffn_hidden_size", "attention_dropout", "activation_func", "position_embedding_type",
-    "qk_layernorm", "moe_aux_loss_coeff", "moe_router_pre_softmax",
-)  # fmt: skip
-_OLDER = "megatron-core 0.16.1 has it"
-_OLDER_CORE = (
-    "moe_use_legacy_grouped_gemm", "moe_extended_tp", "async_tensor_model_parallel_allreduce",
-    "hybrid_override_pattern", "hybrid_layer_pattern",
-)  # fmt: skip
-_OLDER_DDP = ("preserve_fp32_weights",)
-_OLDER_OPTIMIZER = ("muon_use_nesterov",)
-_DEVELOPMENT = (
-    "of Megatron-LM's development branch (pull request 2760), which Megatron-Bridge's performance recipes use"
-)
+def _for(reason: str, *keys: str, prefix: str = "") -> dict[str, str]:
+    return dict.fromkeys((f"{prefix}{key}" for key in keys), reason)
 
 
-def _beneath(transformer: str, ddp_key: str, optimizer: str) -> dict[str, str]:
-    """Returns the expected differences of what a framework passes on to Megatron-Core."""
+def _beneath(transformer: str, ddp_key: str | None, optimizer: str) -> dict[str, str]:
+    """Returns the expected differences of what a framework passes on to Megatron-Bridge and Megatron-Core."""
+    older = "megatron-core 0.16.1 has it"
     return (
-        {f"{transformer}.{key}": _MODEL for key in _OF_THE_MODEL}
-        | {f"{transformer}.{key}": _OLDER for key in _OLDER_CORE}
-        | {f"{ddp_key}.{key}": _OLDER for key in _OLDER_DDP}
-        | {f"{optimizer}.{key}": _OLDER for key in _OLDER_OPTIMIZER}
-        | {f"{optimizer}.offload_optimizer_states": _DEVELOPMENT}
-    )
+        _for(
+            "the published model's own config sets it", "attention_dropout", "position_embedding_type",
+            "share_embeddings_and_output_weights", "qk_layernorm", "moe_router_topk",
+            prefix=f"{transformer}.",
+        )
+        | _for(
+            older, "moe_use_legacy_grouped_gemm", "moe_extended_tp", "async_tensor_model_parallel_allreduce",
+            prefix=f"{transformer}.",
+        )
+        | _for(
+            "of hybrid models' providers", "hybrid_layer_pattern", "hybrid_override_pattern", prefix=f"{transformer}."
+        )
+        | _for(
+            "of the providers of Llama 3.1 and of layers of different shapes, and of the base class of providers",
+            "low_freq_factor", "high_freq_factor", "old_context_len", "scale_factor",
+            "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json", "generation_config",
+            prefix=f"{transformer}.",
+        )
+        | ({} if ddp_key is None else {f"{ddp_key}.preserve_fp32_weights": older})
+        | {
+            f"{optimizer}.muon_use_nesterov": older,
+            f"{optimizer}.offload_optimizer_states": "of Megatron-LM's development branch (pull request 2760); "
+            "Megatron-Bridge's performance recipes use it",
+        }
+    )  # fmt: skip
 
 
 _CORE, _BRIDGE = "megatron-core==0.19.2", "megatron-bridge==0.6.2"
+_VARIABLE = "a variable of the environment, in an open mapping"
+_LATER = "main of August 2026 has it"
+_EARLIER = "earlier versions have it"
+_LOG_PROBS = "the framework computes log-probabilities itself"
+_CORE_ATTENTION = "Megatron-Core takes core_attn where none is given"
+_OWN_KEY = "the framework sets it from a key of its own"
+_ACTOR = "actor_rollout_ref.actor"
+_VERL_MODEL = f"{_ACTOR}.megatron.override_transformer_config"
+_VERL_OPTIMIZER = f"{_ACTOR}.optim.override_optimizer_config"
+_SKYRL_MEGATRON = "trainer.policy.megatron_config"
+_SKYRL_MODEL = f"{_SKYRL_MEGATRON}.transformer_config_kwargs"
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 ADAPTERS = {
-    "bridge": Adapter(packages=(_BRIDGE, _CORE), read=bridge, expected=_beneath("model", "ddp", "optimizer")),
+    "bridge": Adapter(
+        packages=(_BRIDGE, _CORE),
+        read=bridge,
+        expected=_beneath("model", "ddp", "optimizer")
+        | _for(_VARIABLE, "ENV_VARS", "ENV_VARS.*", *(f"env_vars.{name}" for name in _ALLOCATOR), "env_vars.NVTE_*")
+        | _for("Megatron-Bridge writes it into run_config.yaml", "data_parallel_size", "world_size")
+        | _for("of the classes of datasets", "dataset.seq_length", "dataset.sequence_length")
+        | _for(
+            "the published model's own config sets it", "rotary_base", "rotary_percent", "layernorm_epsilon",
+            "moe_aux_loss_coeff", prefix="model.",
+        )
+        | _for("of the provider for distillation", "model.kd_config", "model.distill_submodule", "model.teacher")
+        | _for(
+            "every recipe sets it", "model.seq_length", "model.bf16", "train.micro_batch_size",
+            "optimizer.use_distributed_optimizer",
+        )
+        | _for("memlab warns that it takes what the recipe bf16_mixed has", "ddp.grad_reduce_in_fp32")
+        | _for("comm_overlap, which every recipe has, sets it by the pipeline", "model.overlap_p2p_comm"),
+    ),
     "verl": Adapter(
         packages=("verl==0.9.1", _BRIDGE, _CORE),
         read=verl,
-        expected=_beneath(
-            "actor_rollout_ref.actor.megatron.override_transformer_config",
-            "actor_rollout_ref.actor.megatron.override_ddp_config",
-            "actor_rollout_ref.actor.optim.override_optimizer_config",
+        expected=_beneath(_VERL_MODEL, f"{_ACTOR}.megatron.override_ddp_config", _VERL_OPTIMIZER)
+        | _for(
+            _LATER, f"{_ACTOR}.megatron.grad_offload", f"{_ACTOR}.megatron.offload.*", f"{_ACTOR}.router_replay.*",
+            "actor_rollout_ref.ref.megatron.grad_offload", "actor_rollout_ref.ref.router_replay.*",
+            "critic.megatron.grad_offload",
+        )
+        | _for(_EARLIER, "actor_rollout_ref.rollout.update_weights_bucket_megabytes")
+        | _for("it chooses among verl's configurations", "model_engine")
+        | _for(_VARIABLE, *_ALLOCATOR, prefix="ray_kwargs.ray_init.runtime_env.env_vars.")
+        | _for("every job names its model", "actor_rollout_ref.model.path")
+        | _for(_CORE_ATTENTION, f"{_VERL_MODEL}.recompute_modules")
+        | _for(_LOG_PROBS, f"{_VERL_MODEL}.cross_entropy_loss_fusion")
+        | _for(_OWN_KEY, f"{_VERL_MODEL}.bf16")
+        | _for(
+            "memlab asks for the version: fp32 since 2026-08-20",
+            f"{_ACTOR}.megatron.override_ddp_config.grad_reduce_in_fp32",
         ),
     ),
     "skyrl": Adapter(
         packages=("skyrl==0.3.0", _BRIDGE, _CORE),
         read=skyrl,
-        expected=_beneath(
-            "trainer.policy.megatron_config.transformer_config_kwargs",
-            "trainer.policy.megatron_config.ddp_config",
-            "trainer.policy.megatron_config.optimizer_config_kwargs",
+        expected=_beneath(_SKYRL_MODEL, None, f"{_SKYRL_MEGATRON}.optimizer_config_kwargs")
+        | _for(
+            _LATER, "generator.inference_engine.delta_weight_sync.*",
+            "generator.inference_engine.offload_kv_for_weight_sync", "trainer.algorithm.cispo.cispo_anchor",
+            "trainer.vocab_entropy_chunk_memory_mb", "trainer.vocab_entropy_chunk_size",
+            *(
+                f"trainer.{model}.megatron_config.{key}"
+                for model in ("policy", "ref")
+                for key in ("async_dist_ckpt_save", "async_dist_ckpt_strategy", "async_save_prestage_to_cpu")
+            ),
+        )
+        | _for(
+            _EARLIER, "generator.gpu_memory_utilization", "generator.inference_engine_tensor_parallel_size",
+            "generator.weight_transfer_threshold_cuda_ipc_GB", "trainer.use_sample_packing",
+        )
+        | _for(
+            "of a branch of August 2026 (commit 0010f48da)", "fp8", "fp8_recipe", "fp8_param",
+            prefix=f"{_SKYRL_MEGATRON}.",
+        )
+        | _for(_CORE_ATTENTION, f"{_SKYRL_MODEL}.recompute_modules")
+        | _for(_LOG_PROBS, f"{_SKYRL_MODEL}.cross_entropy_loss_fusion")
+        | _for(
+            _OWN_KEY, "moe_router_dtype", "tensor_model_parallel_size", "context_parallel_size",
+            "pipeline_model_parallel_size", "expert_model_parallel_size", "sequence_parallel", "bf16",
+            prefix=f"{_SKYRL_MODEL}.",
         ),
     ),
-}
+}  # fmt: skip
 
 
 def differences(framework: Framework, theirs: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -247,7 +313,7 @@ def unexpected(found: list[tuple[str, str]], expected: dict[str, str]) -> list[t
 
 
 def _covers(name: str, key: str) -> bool:
-    return name == key or (name.endswith(".*") and key.startswith(name[:-1]))
+    return name == key or (name.endswith("*") and key.startswith(name[:-1]))
 
 
 def packages_in(folder: Path, packages: tuple[str, ...]) -> list[Path]:

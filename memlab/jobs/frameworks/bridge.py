@@ -1,6 +1,6 @@
 """Megatron-Bridge: the ``run_config.yaml`` that it writes into each checkpoint, or another dump of its ConfigContainer.
 
-Names: ``src/megatron/bridge/training/config.py`` and Megatron-Core's own configs (main, August 2026).
+Names: ``src/megatron/bridge/training/config.py`` and Megatron-Core's own configs (0.6.2).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
+from memlab.jobs.frameworks.bridge_keys import PROVIDER_DEFAULTS, PROVIDER_MISSING
 from memlab.jobs.frameworks.framework import Framework, NotModelled, Reading
 from memlab.jobs.frameworks.keys import (
     ABSENT,
@@ -19,9 +20,9 @@ from memlab.jobs.frameworks.keys import (
     SWITCH,
     TEXT,
     WHOLE,
+    Effect,
     Key,
     Missing,
-    is_false,
     is_given,
     missing_under,
     under,
@@ -52,7 +53,7 @@ _FP8 = tuple(key for key in COMPUTE if key.name.startswith("fp8"))
 KEYS = (
     Key("model.hf_model_id", "architecture", TEXT),
     Key("world_size", "world_size", WHOLE),
-    *under("model", (*SIZES, CHUNKS, *ENDS, *RECOMPUTE, *OFFLOAD, *COMPUTE)),
+    *under("model", (*SIZES, CHUNKS, *ENDS, *RECOMPUTE, *OFFLOAD, *COMPUTE), cross_entropy_loss_fusion=True),
     *under("model", ARCHITECTURE),
     Key("model.make_vocab_size_divisible_by", "make_vocab_size_divisible_by", COUNT, 128),
     Key("model.should_pad_vocab", "should_pad_vocab", SWITCH, False),
@@ -85,30 +86,7 @@ _OVERLAPS = (
     "defer_embedding_wgrad_compute", "overlap_param_gather_with_optimizer_step",
 )  # fmt: skip
 FRAMEWORK_MISSING = (
-    Missing("distill.teacher", "more", "a teacher model on the same ranks", is_given),
-    Missing("model.teacher", "more", "a teacher model on the same ranks", is_given),
-    *missing_under("model", MISSING),
-    *(
-        Missing(f"model.{key}", "either", "layers of different shapes are another model", is_given, True)
-        for key in ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
-    ),
-    Missing("model.fp16_lm_cross_entropy", "less", "the loss reads the logits in bf16, without a copy in fp32"),
-    Missing("model.parallel_output", "more", "each tensor parallel rank gathers whole logits", is_false),
-    Missing(
-        "model.scatter_embedding_sequence_parallel",
-        "more",
-        "the embedding of whole sequences is on each tensor parallel rank",
-        is_false,
-    ),
-    Missing("model.use_transformer_engine_full_layer_spec", "either", "each layer is one of Transformer Engine's"),
-    Missing("model.dense_grouped_gemm", "either", "the MLP's matrices are one group"),
-    Missing("model.restore_modelopt_state", "either", "layers are those of ModelOpt"),
-    Missing(
-        "model.transformer_layer_spec",
-        "either",
-        "layers are of the job's own specification",
-        lambda value: value not in (None, "default_layer_spec", "transformer_engine_layer_spec"),
-    ),
+    *missing_under("model", (*MISSING, *PROVIDER_MISSING), **PROVIDER_DEFAULTS),
     *missing_under("ddp", MISSING_DDP),
     *missing_under("optimizer", MISSING_OPTIMIZER),
     *missing_under("mixed_precision", (row for row in (*MISSING, *MISSING_DDP) if row.name in _PRECISIONS)),
@@ -120,6 +98,7 @@ FRAMEWORK_MISSING = (
             "each step frees torch's cached memory, so fewer bytes stay reserved"),
     Missing("dist.disable_jit_fuser", "more", "fused kernels run one by one, each with temporaries"),
     Missing("tensor_inspect.enabled", "more", "Transformer Engine computes statistics of tensors"),
+    Missing("logger.log_max_attention_logit", "more", "the largest attention logit of each head is kept"),
     Missing("logger.log_params_norm", "more", "parameters are copied to fp32 for their norm"),
     Missing("logger.moe_routing_trace_path", "more", "routing is recorded", is_given),
     *(
@@ -158,16 +137,24 @@ def complete(reading: Reading) -> None:
     if values.pop("should_pad_vocab") and values.get("vocab_size"):
         values["vocab_size"] = -(-values["vocab_size"] // divisor) * divisor
     note_sequence_parallel(reading, "model.sequence_parallel", default=True)
-    _note_adapters(reading)
+    _note_other_models(reading)
 
 
-def _note_adapters(reading: Reading) -> None:
-    """Notes that only adapters are trained, whichever of their keys the file has."""
-    keys = [key for key in reading.entries.by_key if key.partition(".")[0] == "peft"]
-    given = [key for key in keys if is_given(reading.get(key))]
-    if given:
-        entry = reading.entries.by_key[given[0]]
-        reading.not_modelled.append(NotModelled("peft", entry.value, "less", LORA, entry.place))
+_OTHER_MODELS: dict[str, tuple[Effect, str]] = {
+    "peft": ("less", LORA),
+    "model.teacher": ("more", "a teacher model on the same ranks"),
+}
+"""Sections whose presence says that another model, or a part of the model, is trained or present."""
+
+
+def _note_other_models(reading: Reading) -> None:
+    """Notes adapters and a teacher, whichever of their keys the file has."""
+    for section, (effect, reason) in _OTHER_MODELS.items():
+        keys = [key for key in reading.entries.by_key if key == section or key.startswith(f"{section}.")]
+        given = [key for key in keys if is_given(reading.get(key))]
+        if given:
+            entry = reading.entries.by_key[given[0]]
+            reading.not_modelled.append(NotModelled(section, entry.value, effect, reason, entry.place))
 
 
 def _complete_gradients(reading: Reading) -> None:
@@ -240,11 +227,12 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
 BRIDGE = Framework(
     name="bridge",
     title="Megatron-Bridge",
-    source="main of August 2026",
+    source="0.6.2",
     style="overrides",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
     without_effect=keys_without_effect("bridge")
+    | keys_without_effect("bridge_provider", "model")
     | keys_without_effect("megatron_core_model", "model")
     | keys_without_effect("megatron_core_ddp", "ddp")
     | keys_without_effect("megatron_core_optimizer", "optimizer"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from memlab.config.architectures import model_name
 from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -123,8 +124,8 @@ class Framework:
     """Returns the values by `Key.field` that the fields of memlab become; the opposite of `complete`."""
     cannot_write: dict[str, str] = field(default_factory=dict)
     """Fields of memlab that the framework cannot express, each with the reason."""
-    cannot_write_of: Callable[[MemorySettings], dict[str, str]] = lambda _: {}
-    """The same, where it depends on the settings."""
+    cannot_write_of: Callable[[Scenario, MemorySettings], dict[str, str]] = lambda *_: {}
+    """The same, where it depends on other fields too."""
     render: Callable[[dict[str, Any]], list[str]]
     """Writes keys and values as lines to paste; a key with the value `ABSENT` is to be removed."""
     packs: Callable[[Scenario], bool] = lambda _: False
@@ -234,6 +235,6 @@ _NAMES_A_MODEL = ("architecture", "loaded")
 
 
 def _known_end(value: Any) -> Any:
-    """Returns the last part of a path whose folder is known only when the job runs, such as ``${FOLDER}/phi-4``."""
-    _, slash, name = str(value).rstrip("/").rpartition("/")
-    return name if slash and UNKNOWN not in name else value
+    """Returns the model's name in a path whose folder is known only when the job runs, such as ``${FOLDER}/phi-4``."""
+    name = model_name(str(value))
+    return name if name != value and UNKNOWN not in name else value

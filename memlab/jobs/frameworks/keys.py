@@ -60,7 +60,7 @@ def is_false(value: Any) -> bool:
 
 def is_given(value: Any) -> bool:
     """Whether a value switches something on that takes any text, number or list, such as a path."""
-    return value not in (None, False, 0, "", [], {})
+    return value not in (None, False, 0, "", [], (), {})
 
 
 def _read_whole(value: Any) -> Any:

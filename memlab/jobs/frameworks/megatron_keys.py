@@ -322,20 +322,6 @@ MISSING = (
 )
 """Of TransformerConfig; a framework reads them under its own prefix."""
 
-SIZES_OF_THE_MODEL = tuple(
-    Missing(key.name, "either", "it replaces a size of the published model", is_given, blocks=True)
-    for key in ARCHITECTURE
-    if not key.name.startswith(("num_layers", "moe_aux", "moe_router_pre", "rotary", "layernorm"))
-)
-"""Of frameworks that take a published model by its name, and pass on what replaces its sizes."""
-REPLACED_BY_THE_FRAMEWORK = (
-    Missing("sequence_parallel", "more", "norms and residuals keep whole sequences per rank", is_false),
-    Missing("bf16", "either", "memlab takes the parameters' type from the framework's own key", is_false),
-)
-"""Of frameworks that set these by themselves, where a job replaces what they set."""
-NUMBERS_OF_THE_MODEL = ("moe_aux_loss_coeff", "moe_router_pre_softmax", "rotary_base", "layernorm_epsilon")
-"""Beside these, what replaces a number of a published model and changes no tensor's size."""
-
 MISSING_DDP = (
     Missing("use_megatron_fsdp", "less", "Megatron-FSDP shards parameters and gradients too"),
     Missing("use_custom_fsdp", "less", "Megatron-FSDP shards parameters and gradients too"),

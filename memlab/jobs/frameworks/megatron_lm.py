@@ -237,6 +237,15 @@ def check_arguments(reading: Reading) -> None:
                 )
 
 
+def refused_overlap(scenario: Scenario) -> dict[str, str]:
+    """Names the overlap that `check_arguments` would refuse."""
+    state = scenario.state
+    if not state.overlap_param_gather or (state.use_distributed_optimizer and state.overlap_grad_reduce):
+        return {}
+    needed = "the arguments of Megatron-LM refuse it without use_distributed_optimizer and overlap_grad_reduce"
+    return {"overlap_param_gather": needed}
+
+
 _NO_LONGER_TAKEN = {
     "batch_size": "micro_batch_size",
     "checkpoint_activations": "recompute_granularity",
@@ -433,6 +442,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         "make_vocab_size_divisible_by": padding,
         "padded_vocab_size": None,
         "bf16": scenario.dtype == "bf16",
+        "overlap_param_gather": scenario.state.overlap_param_gather and not refused_overlap(scenario),
         "no_rope_fusion": not scenario.state.apply_rope_fusion,
         "apply_rope_fusion": True,
         "virtual_pipeline_model_parallel_size": None,
@@ -554,5 +564,6 @@ MEGATRON_LM = Framework(
     switches=SWITCHES,
     leaves_out=leaves_out,
     cannot_write=CANNOT_WRITE,
+    cannot_write_of=lambda scenario, _: refused_overlap(scenario),
     render=render,
 )

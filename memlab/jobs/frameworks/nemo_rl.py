@@ -296,7 +296,7 @@ def check(reading: Reading) -> None:
         )
 
 
-def cannot_write(settings: MemorySettings) -> dict[str, str]:
+def cannot_write(_: Scenario, settings: MemorySettings) -> dict[str, str]:
     """Names what NeMo-RL cannot express of these settings."""
     reasons = {}
     if settings.recompute_granularity == "full" and (settings.recompute_method, settings.recompute_num_layers) != (

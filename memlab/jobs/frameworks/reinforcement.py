@@ -12,19 +12,6 @@ from memlab.jobs.frameworks.keys import is_given, refusal
 
 LORA = "low-rank adapters: only these have gradients and optimizer state, so memlab's numbers are an upper bound"
 FROZEN_ROUTER = "the frozen router has no gradients and no optimizer state"
-BRIDGE_DEFAULTS = {
-    "bias_activation_fusion": False,
-    "gradient_accumulation_fusion": True,
-    "moe_router_dtype": None,
-    "moe_router_load_balancing_type": "none",
-}
-"""What verl's models have where no key says otherwise, and memlab does not model.
-
-Megatron-Bridge's providers of Qwen's text models leave `bias_activation_fusion` and `moe_router_dtype` at
-Megatron-Core's defaults, and fuse the accumulation of gradients wherever Transformer Engine imports
-(``models/gpt_provider.py``, 0.6.2). verl switches the auxiliary loss off
-(``workers/engine/megatron/transformer_impl.py``, 0.9.1).
-"""
 
 
 def copies(reading: Reading) -> int:

@@ -1,6 +1,6 @@
 """SkyRL with Megatron: overrides of a launch script, or a resolved configuration.
 
-Names and defaults: ``skyrl/train/config/config.py`` and ``workers/megatron/megatron_worker.py`` (main, August 2026).
+Names and defaults: ``skyrl/train/config/config.py`` and ``workers/megatron/megatron_worker.py`` (0.3.0).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.jobs.frameworks.bridge_keys import NUMBERS_OF_THE_MODEL, PROVIDER_MISSING, REPLACED
 from memlab.jobs.frameworks.framework import Framework, Reading
 from memlab.jobs.frameworks.keys import (
     COUNT,
@@ -30,15 +31,11 @@ from memlab.jobs.frameworks.megatron_keys import (
     COMPUTE,
     ENDS,
     MISSING,
-    MISSING_DDP,
     MISSING_OPTIMIZER,
-    NUMBERS_OF_THE_MODEL,
     OFFLOAD,
     OPTIMIZER,
     RECOMPUTE,
-    REPLACED_BY_THE_FRAMEWORK,
     SIZES,
-    SIZES_OF_THE_MODEL,
 )
 from memlab.jobs.frameworks.megatron_lm import common, named
 from memlab.jobs.frameworks.reinforcement import (
@@ -57,9 +54,9 @@ from memlab.jobs.frameworks.without_effect import keys_without_effect
 _MEGATRON = "trainer.policy.megatron_config"
 _TRANSFORMER = f"{_MEGATRON}.transformer_config_kwargs"
 _ENGINE = "generator.inference_engine"
-_FP8 = tuple(key for key in COMPUTE if key.name.startswith("fp8"))
 
 KEYS = (
+    Key("trainer.strategy", "strategy", TEXT, "fsdp"),
     Key("trainer.policy.model.path", "architecture", TEXT),
     Key("trainer.placement.policy_num_nodes", "nodes", WHOLE, 1),
     Key("trainer.placement.policy_num_gpus_per_node", "ranks_per_node", WHOLE, 1),
@@ -72,12 +69,12 @@ KEYS = (
         recompute_num_layers=1,
         attention_backend=None,
     ),
-    *under(_MEGATRON, _FP8),
+    *under(_MEGATRON, (key for key in COMPUTE if key.name.startswith("fp8"))),  # of a branch of August 2026
     Key(f"{_TRANSFORMER}.num_layers", "num_layers", WHOLE),
     Key("trainer.flash_attn", "is_flash", SWITCH, True),
     Key("trainer.gradient_checkpointing", "is_checkpointing", SWITCH, True),
     *under(f"{_MEGATRON}.optimizer_config_kwargs", OPTIMIZER),
-    *under(f"{_MEGATRON}.ddp_config", BUCKETS, grad_reduce_in_bf16=False),
+    *under(f"{_MEGATRON}.ddp_config", BUCKETS[:3], grad_reduce_in_bf16=False),
     Key("trainer.logprobs_chunk_size", "logprobs_chunk_size", WHOLE, 1024),
     Key("trainer.placement.colocate_all", "is_colocated", SWITCH, True),
     Key("trainer.policy.optimizer_config.offload_after_step", "offload_after_step", SWITCH, True),
@@ -102,9 +99,6 @@ _MISSING_BESIDE = (
 """Keys of `MISSING` that SkyRL has beside its ``transformer_config_kwargs``, and that these replace."""
 FRAMEWORK_MISSING = (
     Missing("trainer.policy.model.lora.rank", "less", LORA),
-    Missing(
-        "trainer.strategy", "either", "memlab predicts Megatron's jobs only", lambda value: value != "megatron", True
-    ),
     Missing("trainer.remove_microbatch_padding", "more", "rows are padded", is_false),
     Missing("trainer.use_sample_packing", "more", "rows are padded", is_false),
     Missing("trainer.bf16", "more", "memlab predicts SkyRL's jobs in bf16 only", is_false),
@@ -118,12 +112,14 @@ FRAMEWORK_MISSING = (
     Missing(f"{_ENGINE}.speculative_config", "more", "the inference engine has a draft model too", is_given),
     Missing(f"{_MEGATRON}.freeze_moe_router", "less", FROZEN_ROUTER),
     *missing_under(
-        _TRANSFORMER, (*MISSING, *SIZES_OF_THE_MODEL, *REPLACED_BY_THE_FRAMEWORK), bias_activation_fusion=False
+        _TRANSFORMER,
+        (*MISSING, *PROVIDER_MISSING, *REPLACED),
+        bias_activation_fusion=False,
+        overlap_p2p_comm=False,
     ),
     *missing_under(
         _MEGATRON, (row for row in MISSING if row.name in _MISSING_BESIDE), moe_router_load_balancing_type="none"
     ),
-    *missing_under(f"{_MEGATRON}.ddp_config", MISSING_DDP),
     *missing_under(f"{_MEGATRON}.optimizer_config_kwargs", MISSING_OPTIMIZER),
 )  # fmt: skip
 
@@ -131,6 +127,9 @@ FRAMEWORK_MISSING = (
 def complete(reading: Reading) -> None:
     """Derives ranks, workload, recompute, attention and what leaves the device between phases."""
     values = reading.values
+    strategy = values.pop("strategy")
+    if strategy != "megatron":
+        reading.blocked.append(f"trainer.strategy {strategy}: memlab predicts Megatron's jobs only")
     values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])
     note_replaced_values(reading, "trainer.policy.model_config_kwargs")
     note_replaced_values(reading, f"{_MEGATRON}.model_config_kwargs")
@@ -166,6 +165,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         values
         | named(scenario)
         | {
+            "strategy": "megatron",
             "is_flash": scenario.state.attention_backend != "fused",
             "is_checkpointing": settings.recompute_granularity is not None,
             "is_colocated": settings.offload_parameters,
@@ -179,7 +179,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     )
 
 
-def cannot_write(settings: MemorySettings) -> dict[str, str]:
+def cannot_write(_: Scenario, settings: MemorySettings) -> dict[str, str]:
     """Names what SkyRL cannot express of these settings."""
     reasons = {}
     if settings.offload_gradients != settings.offload_parameters:
@@ -192,13 +192,13 @@ def cannot_write(settings: MemorySettings) -> dict[str, str]:
 SKYRL = Framework(
     name="skyrl",
     title="SkyRL",
-    source="main of August 2026",
+    source="0.3.0, and main of August 2026",
     style="overrides",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
     without_effect=keys_without_effect("skyrl")
     | keys_without_effect("megatron_core_model", _TRANSFORMER)
-    | keys_without_effect("megatron_core_ddp", f"{_MEGATRON}.ddp_config")
+    | keys_without_effect("bridge_provider", _TRANSFORMER)
     | keys_without_effect("megatron_core_optimizer", f"{_MEGATRON}.optimizer_config_kwargs")
     | {f"{_TRANSFORMER}.{key}" for key in NUMBERS_OF_THE_MODEL},
     complete=complete,
@@ -210,6 +210,7 @@ SKYRL = Framework(
         "offload_optimizer_except_update": "SkyRL loads the optimizer state before the step",
         "use_distributed_optimizer": "SkyRL always uses the distributed optimizer",
         "manual_gc": "SkyRL has no such key",
+        "ddp_bucket_size": "SkyRL has no such key",
         "loss": "SkyRL trains with log-probabilities",
         "dtype": "SkyRL's Megatron jobs are bf16",
         "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF",

@@ -1,6 +1,6 @@
 """verl with Megatron: Hydra's resolved configuration, ``.hydra/``, or the overrides of a launch script.
 
-Names and defaults: ``verl/trainer/config/{engine,optim}/megatron.yaml``, ``actor/actor.yaml`` (main, August 2026). On
+Names and defaults: ``verl/trainer/config/{engine,optim}/megatron.yaml``, ``actor/actor.yaml`` (0.9.1). On
 2026-08-20 the gradients became fp32 (verl PR 7485); before, Megatron-Core's default was used, bf16.
 """
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.jobs.frameworks.bridge_keys import NUMBERS_OF_THE_MODEL, PROVIDER_DEFAULTS, PROVIDER_MISSING, REPLACED
 from memlab.jobs.frameworks.framework import Framework, Reading
 from memlab.jobs.frameworks.keys import (
     ABSENT,
@@ -36,17 +37,13 @@ from memlab.jobs.frameworks.megatron_keys import (
     MISSING,
     MISSING_DDP,
     MISSING_OPTIMIZER,
-    NUMBERS_OF_THE_MODEL,
     OFFLOAD,
     OPTIMIZER,
     RECOMPUTE,
-    REPLACED_BY_THE_FRAMEWORK,
     SIZES,
-    SIZES_OF_THE_MODEL,
 )
 from memlab.jobs.frameworks.megatron_lm import common, named
 from memlab.jobs.frameworks.reinforcement import (
-    BRIDGE_DEFAULTS,
     LORA,
     is_packed,
     longest_sequence,
@@ -66,6 +63,12 @@ _OPTIM = f"{_ACTOR}.optim"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _FP32_SINCE, _BEFORE = "2026-08-20", "before-2026-08-20"
 
+_OWN_OPTIMIZER = (
+    "use_precision_aware_optimizer", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer",
+    "use_layer_wise_distributed_optimizer",
+)  # fmt: skip
+"""What verl's own optimizer config has of Megatron-Core's (``workers/config/optimizer.py``, 0.9.1)."""
+
 KEYS = (
     Key("actor_rollout_ref.model.path", "architecture", TEXT),
     Key("trainer.nnodes", "nodes", WHOLE, 1),
@@ -75,8 +78,9 @@ KEYS = (
     Key(f"{_TRANSFORMER}.num_layers", "num_layers", WHOLE),
     *under(_DDP, BUCKETS, grad_reduce_in_bf16=ABSENT),
     *under(f"{_OPTIM}.override_optimizer_config", OPTIMIZER),
-    *under(_OPTIM, OPTIMIZER),
+    *under(_OPTIM, (key for key in OPTIMIZER if key.name in _OWN_OPTIMIZER)),
     Key(f"{_MEGATRON}.use_distributed_optimizer", "use_distributed_optimizer", SWITCH, True),
+    Key(f"{_DDP}.use_distributed_optimizer", "use_distributed_optimizer", SWITCH),
     Key(f"{_MEGATRON}.dtype", "dtype", LONG_DTYPE, "bf16"),
     Key(f"{_MEGATRON}.param_offload", "offload_parameters", SWITCH, False),
     Key(f"{_MEGATRON}.grad_offload", "offload_gradients", SWITCH, False),
@@ -103,6 +107,7 @@ KEYS = (
     Key("data.max_prompt_length", "prompt_length", WHOLE, 512),
     Key("data.max_response_length", "response_length", WHOLE, 512),
 )
+_CHUNKS = Missing(CHUNKS.name, "either", "verl has a key of its own for it", is_given)
 FRAMEWORK_MISSING = (
     Missing("actor_rollout_ref.model.lora.rank", "less", LORA),
     Missing("actor_rollout_ref.model.lora_rank", "less", LORA),
@@ -151,10 +156,13 @@ FRAMEWORK_MISSING = (
             lambda value: value not in (None, "auto", "bfloat16", "float16", "half")),
     Missing(f"{_ROLLOUT}.enable_rollout_routing_replay", "more", "the chosen experts of each token are kept"),
     Missing(f"{_ROLLOUT}.disaggregation.enabled", "either", "prefill and decoding have different engines"),
-    *missing_under(_TRANSFORMER, (*MISSING, *SIZES_OF_THE_MODEL, *REPLACED_BY_THE_FRAMEWORK), **BRIDGE_DEFAULTS),
+    *missing_under(
+        _TRANSFORMER, (*MISSING, *PROVIDER_MISSING, *REPLACED, _CHUNKS), **PROVIDER_DEFAULTS,
+        moe_router_load_balancing_type="none",
+    ),
     *missing_under(_DDP, MISSING_DDP),
     *missing_under(f"{_OPTIM}.override_optimizer_config", MISSING_OPTIMIZER),
-    *missing_under(_OPTIM, MISSING_OPTIMIZER),
+    *missing_under(_OPTIM, (row for row in MISSING_OPTIMIZER if row.name in _OWN_OPTIMIZER)),
 )  # fmt: skip
 
 
@@ -261,7 +269,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
 VERL = Framework(
     name="verl",
     title="verl",
-    source="main of August 2026",
+    source="0.9.1, and main of August 2026",
     style="overrides",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
@@ -269,6 +277,7 @@ VERL = Framework(
     | keys_without_effect("megatron_core_model", _TRANSFORMER)
     | keys_without_effect("megatron_core_ddp", _DDP)
     | keys_without_effect("megatron_core_optimizer", f"{_OPTIM}.override_optimizer_config")
+    | keys_without_effect("bridge_provider", _TRANSFORMER)
     | {f"{_TRANSFORMER}.{key}" for key in NUMBERS_OF_THE_MODEL},
     complete=complete,
     compose=compose,
