@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from memlab.jobs.job import Job
+from memlab.jobs.model import published_architecture
 from memlab.jobs.writing import written
 
 _VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.megatron.expert_model_parallel_size=8 "
@@ -22,6 +23,10 @@ _SLIME = "python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --exp
         ),
         (f"{_SLIME} --hf-checkpoint $(pwd)/Qwen3-30B-A3B/ --seq-length 4096", None),
         (f"{_SLIME} --hf-checkpoint ${{FOLDER}}/Qwen3-30B-A3B --seq-length 4096", None),
+        (
+            f"{_SLIME} --hf-checkpoint ${{HUB}}/models--Qwen--Qwen3-30B-A3B/snapshots/${{COMMIT}} --seq-length 4096",
+            None,
+        ),
         ("NPROC_PER_NODE=8 megatron sft --load ${FOLDER}/Qwen3-30B-A3B-mcore --expert_model_parallel_size 8", None),
     ],
 )
@@ -32,6 +37,29 @@ def test_a_model_is_known_by_its_name_where_its_folder_is_not(script: str, versi
     assert not [one for one in job.taken if "\0" in str(one.memlab_value)]
     (tmp_path / "run.sh").write_text(script.replace("Qwen3-30B-A3B", "$(ls models)"))
     assert "known only when the job runs" in " ".join(Job.read(tmp_path / "run.sh", version=version).warnings)
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507-FP8", "qwen3-30b-a3b"),
+        ("/cache/hub/models--Qwen--Qwen3-30B-A3B/snapshots/ad44e777bcd18fa416d9da3bd8f70d33ebb85d39/", "qwen3-30b-a3b"),
+        ("models--Qwen--Qwen3-30B-A3B-Base", "qwen3-30b-a3b"),
+        ("/models/microsoft/phi-4/snapshots/main", "phi-4"),
+        ("Qwen/Qwen3-Coder-30B-A3B-Instruct", "qwen3-30b-a3b"),
+        ("/data/Qwen3-Coder-30B-A3B-Instruct-FP8", "qwen3-30b-a3b"),
+        ("Qwen3-Coder-30B-A3B_torch_dist", "qwen3-30b-a3b"),
+        ("Qwen/Qwen3-235B-A22B-Thinking-2507", "qwen3-235b-a22b"),
+        ("Qwen/Qwen3-Coder-480B-A35B-Instruct", None),
+        ("Qwen/Qwen3-VL-30B-A3B-Instruct", None),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", None),
+        ("snapshots/Qwen3-30B-A3B", "qwen3-30b-a3b"),
+        ("/snapshots/main", None),
+    ],
+)
+def test_a_public_name_is_known_in_every_form(name: str, architecture: str | None) -> None:
+    found = published_architecture(name)
+    assert (None if found is None else found.name) == architecture
 
 
 def test_sizes_that_a_given_architecture_replaces_are_said(tmp_path: Path) -> None:
@@ -169,7 +197,7 @@ _MEMORY = [
     ("bridge", "comm_overlap.delay_wgrad_compute", "true", "more"),
     ("bridge", "dist.use_megatron_fsdp", "true", "less"),
     ("bridge", "env_vars.NVTE_FLASH_ATTN", "0", "either"),
-    ("bridge", "distill.teacher", "llama", "more"),
+    ("bridge", "model.teacher", "llama", "more"),
     ("verl", f"{_ACTOR}.entropy_coeff", "0.01", "more"),
     ("verl", f"{_ACTOR}.calculate_entropy", "true", "more"),
     ("verl", f"{_ACTOR}.qat.enable", "true", "either"),
@@ -179,7 +207,7 @@ _MEMORY = [
     ("nemo-rl", "policy.megatron_cfg.moe_layer_recompute", "true", "less"),
     ("nemo-rl", "policy.hf_config_overrides.num_hidden_layers", "4", "either"),
     ("nemo-rl", "policy.draft.enabled", "true", "more"),
-    ("bridge", "peft", "lora", "unknown"),
+    ("bridge", "peft", "lora", "less"),
     ("skyrl", "trainer.bf16", "false", "more"),
     ("slime", "entropy_coef", "0.01", "more"),
     ("slime", "qkv_format", "bshd", "more"),
@@ -413,7 +441,39 @@ def test_an_overlap_that_megatron_lm_refuses_is_found(missing: str, tmp_path: Pa
     needed = {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
     assert _log(tmp_path, overlap_param_gather=True, **needed).required()[0].state.overlap_param_gather
     job = _log(tmp_path, overlap_param_gather=True, **(needed | {missing: False}))
-    assert f"overlap_param_gather is on without {missing}" in str(job.cannot_start)
+    assert f"overlap_param_gather is on without {missing}, which the arguments of Megatron-LM require" in str(
+        job.cannot_start
+    )
+
+
+@pytest.mark.parametrize(
+    ("framework", "keys"),
+    [
+        ("bridge", "ddp.{}"),
+        ("nemo-rl", "policy.megatron_cfg.distributed_data_parallel_config.{}"),
+        ("ms-swift", "{}"),
+    ],
+)
+def test_an_overlap_that_only_megatron_lm_refuses_starts_elsewhere(framework: str, keys: str, tmp_path: Path) -> None:
+    """Megatron-Core's DDP gathers each buffer as one bucket then; 25 of 198 recipes of NeMo-RL set this."""
+    texts = [f"{keys.format('overlap_param_gather')}=true", f"{keys.format('overlap_grad_reduce')}=false"]
+    state = _job(framework, tmp_path, *texts).required()[0].state
+    assert (state.overlap_param_gather, state.overlap_grad_reduce) == (True, False)
+
+
+def test_nemo_rl_s_own_rule_is_named_as_its_own(tmp_path: Path) -> None:
+    fused = "policy.megatron_cfg.use_fused_linear_logprobs=true"
+    assert "with overlap_param_gather, which NeMo-RL refuses" in str(_job("nemo-rl", tmp_path, fused).cannot_start)
+    gather = "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather=false"
+    assert _job("nemo-rl", tmp_path, fused, gather).cannot_start is None
+
+
+def test_cpu_offload_without_the_precision_aware_optimizer_is_predicted_with_a_warning(tmp_path: Path) -> None:
+    needed = {"use_distributed_optimizer": True, "optimizer_cpu_offload": True}
+    warning = "which the arguments of Megatron-LM (core 0.16.1) refuse"
+    job = _log(tmp_path, **needed)
+    assert job.required()[0].state.optimizer_cpu_offload and warning in " ".join(job.warnings)
+    assert warning not in " ".join(_log(tmp_path, **needed, use_precision_aware_optimizer=True).warnings)
 
 
 _FP8 = "fp8_cfg: {enabled: true, fp8: hybrid, fp8_recipe: tensorwise}"
@@ -521,6 +581,43 @@ def test_chunks_that_take_turns_otherwise_are_said(turns: str, is_named: bool, t
     job = _job("bridge", tmp_path, f"{key}={turns}", *sizes, "train.global_batch_size=4")
     assert job.scenario is not None
     assert (key in {one.key for one in job.not_modelled}) == is_named
+
+
+@pytest.mark.parametrize(
+    ("turns", "passes", "refusal"),
+    [
+        ("3", 5, "give a number of micro-batches that is a multiple of 2"),
+        ("1", 4, "must be from 2 .stages. to 4 .micro-batches., by a rule of Megatron-Core"),
+        ("8", 4, "must be from 2 .stages. to 4 .micro-batches., by a rule of Megatron-Core"),
+        (
+            "3",
+            4,
+            "leaves 1 of 4 micro-batches, must leave none or at least 2, one per stage, by a rule of Megatron-Core",
+        ),
+        ("null", 3, "must be a multiple of the number of stages, 2, if the schedule is interleaved"),
+    ],
+)
+def test_turns_that_megatron_takes_are_not_called_impossible(
+    turns: str, passes: int, refusal: str, tmp_path: Path
+) -> None:
+    sizes = [f"model.{name}pipeline_model_parallel_size=2" for name in ("", "virtual_")]
+    job = _job(
+        "bridge",
+        tmp_path,
+        f"model.microbatch_group_size_per_vp_stage={turns}",
+        *sizes,
+        f"train.global_batch_size={passes}",
+    )
+    assert re.search(refusal, f"{job.cannot_start} {job.not_supported}")
+    assert (job.cannot_start is None) == (turns == "3" and passes == 5)
+
+
+def test_block_recompute_of_more_layers_than_there_are_recomputes_all(tmp_path: Path) -> None:
+    recompute = ("recompute_granularity=full", "recompute_method=block", "recompute_num_layers=80")
+    job = _job("bridge", tmp_path, *(f"model.{key}" for key in recompute))
+    scenario, settings = job.required()
+    assert settings.recompute_num_layers == scenario.num_layers < 80
+    assert "recompute_num_layers is 80" in " ".join(job.warnings)
 
 
 @pytest.mark.parametrize(("ddp", "overlaps"), [("{}", True), ("{overlap_grad_reduce: false}", False)])
