@@ -53,20 +53,23 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
             f"recompute_num_layers is {settings.recompute_num_layers}, but {_whole(layers)} has {num_layers} layers: "
             f"give a number from 1 to {num_layers}"
         )
-    # transformer_block.py walks uniform groups of this size and reads past the last layer (0.16.1).
+    # transformer_block.py walks uniform groups of this size and reads past the last layer (0.16.1). From 0.17.0 on, the
+    # last group is smaller.
     num_layers, counts = math.gcd(*layers), " or ".join(str(count) for count in sorted(set(layers)))
     if settings.recompute_method == "uniform" and num_layers % (settings.recompute_num_layers or 1):
         divisors = [str(count) for count in range(1, num_layers + 1) if num_layers % count == 0]
         raise ValueError(
             f"recompute_num_layers is {settings.recompute_num_layers}, but {_whole(layers)}'s {counts} layers do not "
-            f"divide into groups of that size: choose from {', '.join(divisors)}"
+            "divide into groups of that size, on which megatron-core 0.16 fails, and memlab predicts no smaller last "
+            f"group, as 0.17 makes it: choose from {', '.join(divisors)}"
         )
     if len(layers) > 1 and settings.recompute_granularity == "full" and settings.offload_modules:
         # Its forward opens no chunks of the offload manager for the micro-batches, and their backward needs them:
         # "Chunk mismatch" (fine_grained_activation_offload.py, 0.16.1).
         raise ValueError(
             f"recompute_granularity 'full' cannot be combined with offload_modules {list(settings.offload_modules)} "
-            "on pipeline stages, because Megatron's offload manager fails there: leave one of the two out"
+            "on pipeline stages, because the offload manager of megatron-core 0.16.1 fails there: leave one of the two "
+            "out"
         )
     if architecture.is_moe:
         return

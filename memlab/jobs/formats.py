@@ -10,11 +10,14 @@ from pathlib import Path
 from memlab.config.from_json import parse_json
 from memlab.config.validation import shortened
 from memlab.jobs.arguments import has_argument_block, read_argument_block, read_flags, read_overrides
-from memlab.jobs.entries import UNKNOWN, Entries, lines_of, parse_scalar
+from memlab.jobs.entries import UNKNOWN, Entries, lines_of
 from memlab.jobs.frameworks.framework import Framework
 from memlab.jobs.frameworks.registry import framework_named
+from memlab.jobs.model_args import model_args
 from memlab.jobs.shell.script import Command, Script, read_script
 from memlab.jobs.shell.variables import OwnArguments
+from memlab.jobs.slime_file import FILES, values_of
+from memlab.jobs.swift_file import COMMANDS, arguments_of, is_argument_file, is_preference_learning, named_file
 from memlab.jobs.yaml_tree import Node, flat, read_yaml, resolve
 
 _MOST_BYTES = 8 * 2**20
@@ -24,14 +27,13 @@ _ACTION = "give a script, a log with a block of arguments, or a resolved configu
 LOOKED_FOR = (
     "megatron-lm: a block '--- arguments ---', the key MODEL_ARGS, or flags such as --tensor-model-parallel-size; "
     "bridge: the key model with ddp or train; verl: actor_rollout_ref; nemo-rl: policy.megatron_cfg; skyrl: "
-    "trainer.policy; slime: --actor-num-nodes; ms-swift: args.json, or 'megatron sft'"
+    "trainer.policy; slime: --actor-num-nodes; ms-swift: args.json, 'megatron sft', or YAML with its arguments"
 )
 _MOST_DEFAULTS = 40
 """Files that ``defaults`` name, directly or through each other; real ones name a handful."""
 _FIRST_KEYS = {"verl": "actor_rollout_ref.", "nemo-rl": "policy.megatron_cfg.", "skyrl": "trainer.policy."}
 _FIRST_OF_A_TREE = {"model", *(start.partition(".")[0] for start in _FIRST_KEYS.values())}
 """Keys that hold others in the configurations of frameworks that have trees of keys."""
-_SWIFT_COMMANDS = {"sft", "pt", "rlhf"}
 
 
 def read_file(path: Path, variables: dict[str, str], format_name: str | None) -> tuple[str, Entries]:
@@ -63,9 +65,9 @@ def read_file(path: Path, variables: dict[str, str], format_name: str | None) ->
         where = "" if is_whole else " in its first 8 MiB"
         raise ValueError(f"{path.name} has more than 2 MiB and no block of arguments{where}: {_ACTION}")
     if path.suffix == ".json" or text.lstrip()[:1] == "{":
-        return _json_format(text, path, format_name)
+        return _json_format(text, path, format_name, variables)
     if path.suffix in (".yaml", ".yml"):
-        return _yaml_format(read_yaml(text, path.name), path, format_name)
+        return _yaml_format(read_yaml(text, path.name), path, format_name, variables)
     if path.suffix in (".py", ".ipynb"):
         raise ValueError(f"{path.name} is a program, which memlab never runs: {_ACTION}")
     if path.suffix == ".toml":
@@ -109,13 +111,14 @@ def _text(path: Path) -> tuple[str, bool]:
     return text, not rest
 
 
-def _json_format(text: str, path: Path, format_name: str | None) -> tuple[str, Entries]:
+def _json_format(text: str, path: Path, format_name: str | None, variables: dict[str, str]) -> tuple[str, Entries]:
     values = parse_json(text, path.name, "give the args.json that ms-swift writes")
     if not isinstance(values, dict) or len(values) > 20_000:
         raise ValueError(f"{path.name} holds no object of arguments: give the args.json that ms-swift writes")
     trees = {key for key, value in values.items() if isinstance(value, dict)}
     if trees & _FIRST_OF_A_TREE or (format_name is not None and framework_named(format_name).style == "overrides"):
-        return _yaml_format(read_yaml(text.replace("\t", " "), path.name), path, format_name)  # JSON is YAML
+        root = read_yaml(text.replace("\t", " "), path.name)  # JSON is YAML
+        return _yaml_format(root, path, format_name, variables)
     lines = {match[1]: number for number, line in enumerate(text.splitlines(), 1) if (match := _JSON_KEY.match(line))}
     entries = Entries()
     for key, value in values.items():
@@ -123,25 +126,14 @@ def _json_format(text: str, path: Path, format_name: str | None) -> tuple[str, E
     return format_name or "ms-swift", entries
 
 
-_BRACKETS = re.compile(r"\[[\w ]*\]")
-"""Several values of one argument, as Megatron-LM's tests write them; their launcher takes the brackets away."""
 _JSON_KEY = re.compile(r'\s*"([^"]{1,200})"\s*:')
 
 
-def _yaml_format(root: Node, path: Path, format_name: str | None) -> tuple[str, Entries]:
-    model_args = root.value.get("MODEL_ARGS")
-    if model_args is not None and isinstance(model_args.value, dict):
-        entries = Entries()
-        for key, node in model_args.value.items():
-            value = [child.value for child in node.value] if isinstance(node.value, list) else node.value
-            if isinstance(value, str) and (" " in value or _BRACKETS.fullmatch(value)):
-                words = value[1:-1] if _BRACKETS.fullmatch(value) else value
-                value = [parse_scalar(part) for part in words.split()]
-            entries.add(key.lstrip("-").replace("-", "_"), value, node.line)
-        variables = root.value.get("ENV_VARS")
-        if variables is not None and isinstance(variables.value, dict):
-            entries.environment = {key: str(node.value) for key, node in variables.value.items()}
-        return format_name or "megatron-lm", entries
+def _yaml_format(root: Node, path: Path, format_name: str | None, variables: dict[str, str]) -> tuple[str, Entries]:
+    if "MODEL_ARGS" in root.value and isinstance(root.value["MODEL_ARGS"].value, dict):
+        return format_name or "megatron-lm", model_args(root, variables)
+    if format_name == "ms-swift" or (format_name is None and is_argument_file(root)):
+        return "ms-swift", arguments_of(root, path.name)
     entries = _with_defaults(root, path, [])
     resolve(entries)
     _collapse_targets(entries)
@@ -242,11 +234,17 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
         framework, words = framework_named(found), _without_own_arguments(command, entries.warnings)
         if framework.style == "flags":
             read_flags(words, entries, framework.is_switch)
+            if found == "slime":
+                _take_values_above_flags(path, entries)
+            if found == "ms-swift":
+                _take_argument_file(words, path, entries)
+                if "rlhf_type" not in entries.by_key and is_preference_learning(words):
+                    entries.add("rlhf_type", "dpo", command.line)
         else:
             _take_configuration(words, path, framework, entries)
             read_overrides(words, entries)
             resolve(entries)
-        entries.environment = command.variables
+        entries.environment = entries.environment | command.variables
     if not entries.by_key:
         raise ValueError(f"{path.name} has no arguments of {found}{cause}: {_ACTION}")
     return found, entries
@@ -288,6 +286,68 @@ def _take_configuration(words: list[tuple[str, int]], path: Path, framework: Fra
         entries.warnings += own.warnings
 
 
+def _take_argument_file(words: list[tuple[str, int]], path: Path, entries: Entries) -> None:
+    """Takes the arguments of the file that a command of ms-swift names, below those of its flags."""
+    named = named_file(words)
+    if named is None:
+        return
+    name, line = named
+    root = _argument_file(name, line, path, entries)
+    if root is None:
+        return
+    own = arguments_of(root, name)
+    flags = entries.by_key
+    for key in ("config", "use_ray"):
+        flags.pop(key, None)
+    if any(key.endswith(".gpus") for key in own.by_key) and flags:  # ms-swift under Ray reads the file alone
+        names = ", ".join(f"--{key}" for key in flags)
+        entries.warnings.append(
+            f"line {line}: under Ray, ms-swift reads the arguments of {name} only, so these flags change nothing: "
+            f"{names}"
+        )
+        flags = {}
+    entries.by_key = own.by_key | flags
+    entries.environment = own.environment
+
+
+def _take_values_above_flags(path: Path, entries: Entries) -> None:
+    """Takes the values of the files that slime's arguments name."""
+    for argument in FILES:
+        entry = entries.by_key.get(argument)
+        if entry is not None and entry.value:
+            name = UNKNOWN if entry.is_unknown else str(entry.value)
+            root = _argument_file(name, entry.line or 1, path, entries)
+            if root is not None:
+                entries.by_key |= values_of(root, argument, name).by_key
+
+
+def _argument_file(name: str, line: int, path: Path, entries: Entries) -> Node | None:
+    """Reads a file of arguments, named from the script's folder or from one above it, where the job may be started.
+
+    Args:
+        name: As the command has it.
+        line: Of the command.
+        path: The script.
+        entries: They get a warning if the file is not there.
+
+    Returns:
+        Its root, or None.
+    """
+    bases = [folder / name for folder in path.absolute().parents]
+    base = next((one for one in bases if UNKNOWN not in name and _is_file(one)), None)
+    if base is None:
+        shown = "" if UNKNOWN in name else f" {shortened(name)}"
+        entries.warnings.append(
+            f"line {line}: the file of arguments{shown} is not beside the script, so what it sets is unknown: put it "
+            "there, or give its keys with --set"
+        )
+        return None
+    content, _ = _text(base)
+    if len(content) > _MOST_BYTES_OF_A_CONFIGURATION:
+        raise ValueError(f"{base.name} has more than 2 MiB: {_ACTION}")
+    return read_yaml(content.replace("\t", " "), base.name)  # JSON is YAML
+
+
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
@@ -300,7 +360,9 @@ def _chosen(script: Script, framework: str, warnings: list[str]) -> Command | No
     start = _FIRST_KEYS.get(framework)
     own = [one for one in script.commands if _format_of_words([[word for word, _ in one.words]]) == framework]
     by_words = {
-        tuple(word for word, _ in one.words): one for one in reversed(own or script.commands) if _score(one, start)
+        tuple(word for word, _ in one.words): one
+        for one in reversed(own or script.commands)
+        if own or _score(one, start)
     }
     if not by_words:
         return None
@@ -324,7 +386,7 @@ def _format_of_words(commands: list[list[str]]) -> str | None:
         if any(word.lstrip("+~").startswith(start) for words in commands for word in words):
             return name
     for words in commands:
-        swift = any(one.endswith("megatron") and other in _SWIFT_COMMANDS for one, other in pairwise(words))
+        swift = any(one.endswith("megatron") and other in COMMANDS for one, other in pairwise(words))
         if swift or any("swift/cli/_megatron" in word or "swift.cli._megatron" in word for word in words):
             return "ms-swift"
     flags = {word.partition("=")[0] for words in commands for word in words if word.startswith("--")}

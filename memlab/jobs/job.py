@@ -16,10 +16,15 @@ from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
 from memlab.jobs.arguments import add_override
 from memlab.jobs.bounds import BOUNDS, EFFECTS
-from memlab.jobs.building import ALLOCATOR_VARIABLES, CannotStartError, scenario_of, settings_of
+from memlab.jobs.building import (
+    ALLOCATOR_VARIABLES,
+    recompute_of_all_layers,
+    scenario_of,
+    settings_of,
+)
 from memlab.jobs.entries import Entries, Entry, parse_value
 from memlab.jobs.formats import read_file
-from memlab.jobs.frameworks.framework import Framework, NotModelled, Reading, Taken
+from memlab.jobs.frameworks.framework import CannotStartError, Framework, NotModelled, Reading, Taken
 from memlab.jobs.frameworks.registry import FRAMEWORKS, framework_named
 from memlab.jobs.model import architecture_named, architecture_of
 
@@ -195,9 +200,10 @@ def _built(
     try:
         found = _architecture(reading, architecture)
         _drop_experts(reading, found)
+        framework.check(reading)
         scenario = scenario_of(reading, found)
         _bound(reading, scenario)
-        settings = settings_of(reading)
+        settings = recompute_of_all_layers(reading, settings_of(reading), scenario)
     except CannotStartError as error:
         cannot_start, scenario = str(error), None
     except ValueError as error:
@@ -302,6 +308,8 @@ def _warn_of_replaced_sizes(reading: Reading, architecture: Architecture) -> Non
 
 
 def _architecture(reading: Reading, given: str | Path | Architecture | None) -> Architecture:
+    if reading.refused:
+        raise CannotStartError(reading.refused[0])
     if given is not None:
         architecture = given if isinstance(given, Architecture) else find_architecture(given)
         _warn_of_replaced_sizes(reading, architecture)

@@ -135,6 +135,7 @@ def test_every_layout_keeps_the_ranks_and_the_sequences_of_a_step() -> None:
     assert {one.layout.world_size for one in every} == {16}
     assert {one.tokens_per_step for one in every} == {job.tokens_per_step}
     assert every[0].layout == replace(job.layout, expert_tensor_parallel_size=1)
+    assert {one.layout.tensor_model_parallel_size for one in every} == {1, 2, 4, 8}, "8 ranks share 4 query groups"
     given = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 8}
     assert {one for one in every if one.layout.tensor_model_parallel_size == 2} >= set(layouts_of(job, given))
 

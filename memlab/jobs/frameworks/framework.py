@@ -20,6 +20,10 @@ Style = Literal["flags", "overrides"]
 _MAY_BE_NONE = {one.name for cls in (MemorySettings, TrainingState) for one in fields(cls)}
 
 
+class CannotStartError(ValueError):
+    """The framework itself would refuse the job; the text says by which rule."""
+
+
 @dataclass(frozen=True, slots=True)
 class Taken:
     """A key that memlab used."""
@@ -58,6 +62,8 @@ class Reading:
     not_modelled: list[NotModelled] = field(default_factory=list)
     without_effect: dict[str, str] = field(default_factory=dict)
     """Keys that memlab knows and that change nothing here, each with the reason."""
+    refused: list[str] = field(default_factory=list)
+    """By which rules the framework itself refuses the job, each in one line."""
     blocked: list[str] = field(default_factory=list)
     """Why memlab does not have the job's model, in phrases."""
     warnings: list[str] = field(default_factory=list)
@@ -113,6 +119,8 @@ class Framework:
     """Patterns of keys that do not change the memory of a training step."""
     complete: Callable[[Reading], None]
     """Derives what several keys decide together."""
+    check: Callable[[Reading], None] = lambda _: None
+    """Raises `CannotStartError` by a rule of the framework's own; those of Megatron-Core hold in every framework."""
     compose: Callable[[Scenario, MemorySettings], dict[str, Any]]
     """Returns the values by `Key.field` that the fields of memlab become; the opposite of `complete`."""
     cannot_write: dict[str, str] = field(default_factory=dict)
@@ -188,7 +196,13 @@ class Framework:
                 reading.known.add(key)
                 if entry.is_unknown:
                     reading.warn_of_unknown(entry, "it as not given")
-                if entry.is_unknown or entry.value == {} or not missing.is_on(entry.value):
+                if entry.is_unknown or entry.value == {}:
+                    continue
+                try:
+                    is_on = missing.is_on(entry.value)
+                except ValueError as error:
+                    raise refusal(entry.place, key, entry.value, error) from error
+                if not is_on:
                     continue
                 reading.not_modelled.append(NotModelled(key, entry.value, missing.effect, missing.reason, entry.place))
                 if missing.blocks:

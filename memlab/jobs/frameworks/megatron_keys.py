@@ -20,6 +20,7 @@ from memlab.jobs.frameworks.keys import (
     is_false,
     is_given,
 )
+from memlab.jobs.layer_pattern import has_dense_layers
 
 SIZES = (
     Key("tensor_model_parallel_size", "tensor_model_parallel_size", WHOLE, 1),
@@ -127,13 +128,7 @@ MISSING = (
         lambda value: value not in (None, "rope", "yarn"),
         True,
     ),
-    Missing(
-        "moe_layer_freq",
-        "either",
-        "memlab has MoE in every layer or in none",
-        lambda value: value not in (None, 1, [1]) and bool(set(str(value)) - set("[]1*, ()")),
-        True,
-    ),
+    Missing("moe_layer_freq", "either", "some layers have no experts", has_dense_layers),
     Missing("is_hybrid_model", "either", "layers of another kind are another model", blocks=True),
     Missing(
         "moe_shared_expert_intermediate_size",
@@ -183,7 +178,13 @@ MISSING = (
     Missing(
         "hidden_dropout", "more", "dropout: a mask of 1 byte and a copy of 2 bytes per element of each residual", bool
     ),
-    Missing("attention_dropout", "more", "dropout inside the attention kernel: at most its random state", bool),
+    Missing(
+        "attention_dropout",
+        "more",
+        "dropout of attention: unfused, a mask of 1 byte and a copy of 2 bytes per score of every head; otherwise the "
+        "kernel's random state",
+        bool,
+    ),
     Missing(
         "gradient_accumulation_fusion",
         "more",

@@ -11,7 +11,7 @@ from typing import Any
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks import without_effect
-from memlab.jobs.frameworks.framework import Framework, Reading
+from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading
 from memlab.jobs.frameworks.keys import (
     ABSENT,
     COUNT,
@@ -84,6 +84,9 @@ KEYS = (
     Key("global_batch_size", "global_batch_size", COUNT),
     Key("bf16", "bf16", SWITCH, False),
     *SIZES_OF_THE_MODEL,
+    # Older names of two sizes, which `validate_args` takes where the newer ones are not given.
+    Key("encoder_num_layers", "num_layers", WHOLE),
+    Key("encoder_seq_length", "seq_length", COUNT),
     *RECOMPUTE,
     Key("recompute_activations", "recompute_activations", SWITCH, False),
     *OFFLOAD,
@@ -117,7 +120,7 @@ FLAGS_MISSING = (
         "transformer_impl",
         "either",
         "memlab has the layers of Transformer Engine",
-        lambda value: value not in (None, "transformer_engine"),
+        lambda value: value not in (None, "transformer_engine", "local"),
     ),
     *(replace(row, name="bias_swiglu_fusion") for row in MISSING if row.name == "bias_activation_fusion"),
     Missing("no_bias_swiglu_fusion", "more", UNFUSED_ACTIVATION),
@@ -128,6 +131,8 @@ FLAGS_MISSING = (
 
 def complete(reading: Reading) -> None:
     """Derives what several arguments decide together, as ``validate_args`` does."""
+    _ask_for_the_program(reading)
+    refuse_other_backend(reading)
     complete_model(reading)
     complete_state(reading)
     complete_chunks(reading)
@@ -143,6 +148,22 @@ def complete(reading: Reading) -> None:
         for key, reason in _EXPERT_DEFAULTS.items():
             if key not in reading.entries.by_key:
                 reading.miss(key, "either", reason)
+
+
+def check_arguments(reading: Reading) -> None:
+    """Checks the rules of ``validate_args`` (megatron/training/arguments.py, core 0.16.1).
+
+    Raises:
+        CannotStartError: If one refuses the job.
+    """
+    values = reading.values
+    if values.get("overlap_param_gather") and not reading.entries.get("use_megatron_fsdp"):
+        for name in ("use_distributed_optimizer", "overlap_grad_reduce"):
+            if not values.get(name):
+                raise CannotStartError(
+                    f"overlap_param_gather is on without {name}, which the arguments of Megatron-LM require: switch "
+                    f"{name} on, or leave overlap_param_gather out"
+                )
 
 
 _EXPERT_DEFAULTS = {
@@ -172,12 +193,63 @@ def complete_state(reading: Reading) -> None:
         values.setdefault("dtype", "bf16" if is_bf16 else "fp32")
     if values.pop("no_rope_fusion", False):
         values["apply_rope_fusion"] = False
-    if values.pop("recompute_activations", False):
-        granularity = values.get("recompute_granularity") or "selective"
-        reading.take("recompute_activations", "recompute_granularity", granularity)
+    if values.pop("recompute_activations", False):  # whatever recompute_granularity says
+        reading.take("recompute_activations", "recompute_granularity", "selective")
+    _complete_attention(reading)
     # Without --accumulate-allreduce-grads-in-fp32, bf16 main gradients are reduced in bf16 (validate_args).
     if values.get("main_grads_dtype") == "bf16":
         values["grad_reduce_in_bf16"] = True
+    if values.get("optimizer_cpu_offload") and not values.get("use_precision_aware_optimizer"):
+        reading.warnings.append(
+            "optimizer_cpu_offload is on without use_precision_aware_optimizer, which the arguments of Megatron-LM "
+            "(core 0.16.1) refuse; memlab predicts what Megatron-Core's optimizer does without it"
+        )
+
+
+def _ask_for_the_program(reading: Reading) -> None:
+    """Asks what to predict where the step is not that of ``pretrain_gpt.py``."""
+    entry = reading.entries.by_key.get("perform_rl_step")
+    if entry is not None and reading.get("perform_rl_step"):
+        reading.questions.append(
+            f"perform_rl_step ({entry.place}) makes this a job of train_rl.py, which generates answers and trains with "
+            "the loss of GRPO; memlab predicts the step of pretrain_gpt.py: give --set perform_rl_step=false to "
+            "predict a step of this model with the language-model loss"
+        )
+
+
+def _complete_attention(reading: Reading) -> None:
+    """Takes the attention that the implementation of the layers brings."""
+    if reading.entries.get("transformer_impl") != "local":
+        return
+    reading.take("transformer_impl", "attention_backend", "unfused")
+    reading.miss(
+        "transformer_impl",
+        "either",
+        "Megatron's own layers: memlab takes Transformer Engine's unfused attention, which keeps as many scores for "
+        "backward, but has no buffer of the scores that stays between steps; norms and matrices are Transformer "
+        "Engine's too",
+    )
+
+
+def refuse_other_backend(reading: Reading) -> None:
+    """Notes where the environment chooses another attention than the arguments do, which Megatron refuses.
+
+    Megatron sets these variables for Transformer Engine, and asserts that they are unset or the same
+    (``_set_attention_backend`` in models/common/language_module/language_module.py, 0.16.1 and 0.19.2). Those of
+    ``local`` are all 0.
+    """
+    backend = reading.values["attention_backend"]
+    for name in ("flash", "fused", "unfused"):
+        variable = f"NVTE_{name.upper()}_ATTN"
+        given, expected = reading.entries.environment.get(variable), "1" if backend in ("auto", name) else "0"
+        if given in ("0", "1") and given != expected:
+            reading.refused.append(
+                f"{variable} is {given} in the environment, must be {expected} or unset with attention_backend "
+                f"{backend} (Megatron-Core): unset it, or choose another attention_backend"
+            )
+
+
+_DROPOUT = {row.name: row.reason for row in MISSING if row.name in ("attention_dropout", "hidden_dropout")}
 
 
 def complete_model(reading: Reading) -> None:
@@ -195,7 +267,7 @@ def complete_model(reading: Reading) -> None:
         _note_other_layers(reading, is_gated=is_gated)
     for key in ("attention_dropout", "hidden_dropout"):
         if key not in entries.by_key:
-            reading.miss(key, "more", "Megatron-LM's default is 0.1: dropout keeps masks, which memlab does not have")
+            reading.miss(key, "more", f"Megatron-LM's default is 0.1: {_DROPOUT[key]}")
     divisor = values.pop("make_vocab_size_divisible_by", 128) * (values.get("tensor_model_parallel_size") or 1)
     padded = values.pop("padded_vocab_size", None)
     if padded:
@@ -374,6 +446,7 @@ MEGATRON_LM = Framework(
     missing=FLAGS_MISSING,
     without_effect=without_effect.MEGATRON_LM,
     complete=complete,
+    check=check_arguments,
     compose=compose,
     fixed={"loss": "cross_entropy"},
     switches=SWITCHES,

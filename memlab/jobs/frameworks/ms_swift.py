@@ -1,6 +1,6 @@
 """ms-swift with Megatron: ``args.json``, or the arguments of ``megatron sft``, ``pt`` and ``rlhf`` in a script.
 
-Names and defaults: ``swift/megatron/arguments/megatron_args.py`` (main, August 2026).
+Names and defaults: ``swift/megatron/arguments/megatron_args.py`` (4.6.0).
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from memlab.jobs.frameworks import without_effect
 from memlab.jobs.frameworks.framework import Framework, Reading
 from memlab.jobs.frameworks.keys import (
     ABSENT,
+    BACKEND,
     COUNT,
     NONE_WORD,
     NUMBER,
     SWITCH,
     TEXT,
     WHOLE,
+    Conversion,
     Key,
     Missing,
-    is_false,
     is_given,
     refusal,
     under,
     with_defaults,
 )
 from memlab.jobs.frameworks.lines import removal, shell_words
-from memlab.jobs.frameworks.megatron_keys import CHUNKS, COMPUTE, OFFLOAD, RECOMPUTE, SIZES
+from memlab.jobs.frameworks.megatron_keys import CHUNKS, COMPUTE, OFFLOAD, RECOMPUTE, SIZES, UNUSED_GRADIENTS
 from memlab.jobs.frameworks.megatron_lm import (
     CANNOT_WRITE,
     FLAGS_MISSING,
@@ -41,8 +42,8 @@ from memlab.jobs.frameworks.megatron_lm import (
     FLAGS_OF_THE_OPTIMIZER,
     common,
     named,
-    note_fusion,
     note_sequence_parallel,
+    refuse_other_backend,
 )
 from memlab.jobs.frameworks.reinforcement import LORA, take_rollout
 
@@ -52,6 +53,12 @@ _RECOMPUTE = tuple(
     for key in with_defaults(RECOMPUTE, recompute_granularity="selective", recompute_modules=("core_attn",))
 )
 
+_FLASH_OF_A_VERSION = Conversion(
+    lambda value: "flash" if value in ("flash_2", "flash_3", "flash_4") else BACKEND.read(value), BACKEND.write
+)
+"""``flash_3`` is ``flash`` with one version of flash-attn only, which keeps the same tensors
+(``_init_attention_backend``)."""
+
 KEYS = (
     Key("model", "architecture", TEXT),
     Key("load", "loaded", TEXT, None),
@@ -59,6 +66,9 @@ KEYS = (
     Key("NNODES", "nodes", COUNT, 1),
     Key("NPROC_PER_NODE", "ranks_per_node", COUNT, None),
     Key("world_size", "world_size", WHOLE),
+    # Of a job under Ray: all GPUs of the training.
+    Key("nnodes", "nodes", COUNT),
+    Key("train.gpus", "ranks_of_training", COUNT, None),
     *with_defaults(SIZES, expert_tensor_parallel_size=1),
     CHUNKS,
     Key("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage", WHOLE, None),
@@ -76,7 +86,10 @@ KEYS = (
     Key("micro_batch_size", "micro_batch_size", COUNT, 1),
     Key("global_batch_size", "global_batch_size", COUNT, 16),
     *_RECOMPUTE,
-    *with_defaults(FLAGS_OF_COMPUTING, cross_entropy_loss_fusion=True, attention_backend="flash"),
+    *(
+        replace(key, conversion=_FLASH_OF_A_VERSION) if key.conversion is BACKEND else key
+        for key in with_defaults(FLAGS_OF_COMPUTING, cross_entropy_loss_fusion=True, attention_backend="flash")
+    ),
     *_OPTIMIZER,
     Key("use_distributed_optimizer", "use_distributed_optimizer", SWITCH, True),
     Key("grad_reduce_in_bf16", "grad_reduce_in_bf16", SWITCH, False),
@@ -89,17 +102,22 @@ KEYS = (
     *under("megatron_extra_kwargs", (*OFFLOAD, *COMPUTE)),
 )
 FRAMEWORK_MISSING = (
-    *FLAGS_MISSING,
+    *(row for row in FLAGS_MISSING if row.name not in ("gradient_accumulation_fusion", "transformer_impl")),
     Missing("tuner_type", "less", LORA, lambda value: value not in (None, "full")),
     Missing("train_type", "less", LORA, lambda value: value not in (None, "full")),
-    Missing("freeze_*", "less", "frozen parameters have no gradients and no optimizer state", is_given),
-    Missing("padding_free", "more", "sequences are padded to the longest of a micro-batch", is_false),
+    *(
+        Missing(name, "less", "frozen parameters have no gradients and no optimizer state", is_given)
+        for name in ("freeze_parameters", "freeze_parameters_regex", "freeze_parameters_ratio")
+    ),
+    Missing("is_multimodal", "more", "memlab has no vision tower and no aligner", blocks=True),
+    Missing("teacher_model", "more", "a frozen teacher model on the same ranks", is_given),
     Missing(
         "task_type",
         "either",
         "the model has a head that computes no logits",
         lambda value: value not in (None, "causal_lm"),
     ),
+    Missing("rlhf_type", "either", "the model has a head that computes no logits", lambda value: value == "rm"),
     Missing(
         "torch_dtype", "either", "memlab takes bf16", lambda value: value not in (None, "bfloat16", "torch.bfloat16")
     ),
@@ -114,9 +132,43 @@ nothing reads it then (``prepare_model`` in swift/megatron/trainers/rlhf_mixin.p
 is the reference."""
 
 
+_ADAPTERS = ("adapters", "ref_adapters", "mcore_adapter", "mcore_ref_adapter")
+"""Keys that make ``tuner_type`` ``lora`` where it is ``full`` (``MegatronArguments.__post_init__``)."""
+_OF_MULTIMODAL_MODELS = ("freeze_llm", "freeze_vit", "freeze_aligner")
+"""Read for models with a vision tower only (``_init_multimodal_full``); ``args.json`` has them for every model."""
+
+
 def _tuner(reading: Reading) -> Any:
     """Returns which parameters are trained; ``train_type`` is the key's name before ms-swift 4."""
-    return reading.entries.get("tuner_type", reading.entries.get("train_type", "full"))
+    given = reading.entries.get("tuner_type", reading.entries.get("train_type", "full"))
+    has_adapters = any(is_given(reading.get(key)) for key in _ADAPTERS)
+    return "lora" if given == "full" and has_adapters else given
+
+
+def _complete_trained(reading: Reading) -> None:
+    """Notes which parameters are trained, and what the optimizer's name decides."""
+    adapters = [key for key in _ADAPTERS if is_given(reading.get(key))]
+    if adapters and _tuner(reading) != reading.entries.get("tuner_type", reading.entries.get("train_type")):
+        reading.miss("tuner_type", "less", f"{adapters[0]} sets it to lora: {LORA}")
+    for key in _OF_MULTIMODAL_MODELS:
+        if key in reading.entries.by_key:
+            reading.without_effect[key] = "only multimodal models have parts that it can freeze"
+            reading.known.add(key)
+    if "muon" in str(reading.get("optimizer", "adam")):
+        reading.take("optimizer", "use_distributed_optimizer", value=False)
+    if reading.get("padding_free", default=True) is False and not reading.get("packing"):
+        reading.miss("padding_free", "more", "sequences are padded to the longest of a micro-batch")
+
+
+def _note_fusion(reading: Reading) -> None:
+    """Notes the fused accumulation of gradients, which ms-swift switches off where apex cannot be imported."""
+    if reading.get("gradient_accumulation_fusion", default=True) and not reading.get("no_gradient_accumulation_fusion"):
+        reading.miss(
+            "gradient_accumulation_fusion",
+            "more",
+            "on where apex is installed, else off as memlab takes it, which only the machine of the job decides: "
+            f"{UNUSED_GRADIENTS}",
+        )
 
 
 def complete(reading: Reading) -> None:
@@ -147,7 +199,9 @@ def complete(reading: Reading) -> None:
     if length is None:
         reading.warnings.append("max_length is not in the file, so memlab takes the architecture's usual length")
     note_sequence_parallel(reading)
-    note_fusion(reading)
+    refuse_other_backend(reading)
+    _complete_trained(reading)
+    _note_fusion(reading)
 
 
 def _complete_rollout(reading: Reading, per_node: int, *, is_generating: bool, has_reference_model: bool) -> None:
@@ -193,7 +247,10 @@ def _complete_ranks(reading: Reading) -> int:
                 values[field] = COUNT.read(parse_scalar(text))
             except ValueError as error:
                 raise refusal("environment", name, text, error) from error
-    nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
+    nodes, per_node, ranks = (values.pop(name) for name in ("nodes", "ranks_per_node", "ranks_of_training"))
+    if ranks:
+        values.setdefault("world_size", ranks)
+        return max(1, int(ranks) // int(nodes))
     if is_unknown:
         return per_node or values.get("world_size") or 1
     devices = environment.get("CUDA_VISIBLE_DEVICES", "")
@@ -235,6 +292,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         | {
             "loaded": None,
             "world_size": None,
+            "ranks_of_training": None,
             "expert_tensor_parallel_size": scenario.layout.expert_tensor_size,
             "max_length": scenario.seq_length // 2 if is_likelihood else scenario.seq_length,
             "max_completion_length": scenario.seq_length - scenario.seq_length // 2 if is_likelihood else 512,
@@ -276,7 +334,7 @@ _NEVER = {name: reason for name, reason in CANNOT_WRITE.items() if not name.star
 MS_SWIFT = Framework(
     name="ms-swift",
     title="ms-swift",
-    source="main of August 2026",
+    source="4.6.0",
     style="flags",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,

@@ -10,7 +10,7 @@ from typing import Any
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks import without_effect
-from memlab.jobs.frameworks.framework import Framework, Reading
+from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading
 from memlab.jobs.frameworks.keys import (
     ABSENT,
     ALLOCATOR,
@@ -236,6 +236,20 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     )
 
 
+def check(reading: Reading) -> None:
+    """Checks a rule of ``nemo_rl/models/megatron/setup.py`` (main of August 2026).
+
+    Raises:
+        CannotStartError: If it refuses the job.
+    """
+    fused = f"{_MEGATRON}.use_fused_linear_logprobs"
+    if reading.entries.get(fused) and reading.values.get("overlap_param_gather"):
+        raise CannotStartError(
+            f"{fused} is on with overlap_param_gather, which NeMo-RL refuses: set {_MEGATRON}."
+            "distributed_data_parallel_config.overlap_param_gather to false, or leave use_fused_linear_logprobs out"
+        )
+
+
 def cannot_write(settings: MemorySettings) -> dict[str, str]:
     """Names what NeMo-RL cannot express of these settings."""
     reasons = {}
@@ -259,6 +273,7 @@ NEMO_RL = Framework(
     missing=FRAMEWORK_MISSING,
     without_effect=without_effect.NEMO_RL,
     complete=complete,
+    check=check,
     compose=compose,
     fixed={"loss": "logprobs"},
     configurations=("grpo_math_1B",),

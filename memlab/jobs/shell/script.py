@@ -614,8 +614,9 @@ class _Reader(Builtins):
             if shell.rpartition("/")[2] in ("bash", "sh") and re.fullmatch("-[a-z]*c", option):
                 return self._shell([text for text, _ in words[place + 2 :]], environment)
         command = Command(self.line, words, is_certain=self.is_certain)
-        self.has_job = self.has_job or self.is_job([text for text, _ in words])
-        if any(text[:1] == "-" or "=" in text for text in arguments):
+        is_job = self.is_job([text for text, _ in words])
+        self.has_job = self.has_job or is_job
+        if is_job or any(text[:1] == "-" or "=" in text for text in arguments):
             given = {name: text for name, text in self.given.items() if name in self.used}
             own = {n: one.value for n, one in self.variables.items() if n not in self.given and n not in _INNER}
             command.variables = {n: text for n, text in own.items() if isinstance(text, str)} | given | environment
