@@ -17,214 +17,123 @@ _END = "\x1e"
 _SECONDS = 5
 _NAMES = ("TP", "PP", "EP", "LEN")
 _ARRAYS = ("ARGS", "MORE")
-_TEXTS = ("1", "2", "8", "4096", "qwen3-30b", "a b", "x=y", "", "--bf16", "07", "a,b,c", "p/q/r.yaml", "  c  d ", "Ab")
-_PATTERNS = ("*", "?", "a*", "*b", "*/", "/*", "[0-9]", "[!a]", "q*3", "-", "*.yaml", "[a-c]*")
-_SIGNS = ("+", "-", "*", "/", "%", "**", "<<", ">>", "&", "|", "^", "<", "<=", "==", "!=", "&&", "||")
+_LEAVES = {
+    "name": list(_NAMES),
+    "array": list(_ARRAYS),
+    "text": ["1", "2", "8", "4096", "qwen3-30b", "a b", "x=y", "", "--bf16", "07", "a,b,c", "p/q/r.yaml", "  c  d ", "Ab"],
+    "pattern": ["*", "?", "a*", "*b", "*/", "/*", "[0-9]", "[!a]", "q*3", "-", "*.yaml", "[a-c]*"],
+    "replaced": ["a", "b", "*", "?", "[a-c]", "qw*n", "#a", "%b", ",", "/a", "/?", "/,", "/[0-9]"],
+    "digit": list("0123456789"),
+    "small": list("1234"),
+    "sign": ["+", "-", "*", "&", "|", "^", "<", "<=", "==", "!=", "&&", "||"],
+    "sign_with_small": ["/", "%", "**", "<<", ">>"],
+    "change": ["#", "##", "%", "%%"],
+    "letters": [",", ",,", "^", "^^", "^^[a-c]", "@Q", "@U", "@L", "@u"],
+    "default": [":-", "-", ":+", "+", ":="],
+}  # fmt: skip
+_TEMPLATES = {
+    "quoted": ["'<text>'", '"<text>"'],
+    "calculation": [
+        "<digit>", "<digit>", "0x1F", "010", "2#101", "${#<name>}", "(N+=1, N)", "(<calculation> <sign> <calculation>)", "-(<calculation>)",
+        "<calculation> <sign> <calculation>", "(<calculation>) <sign_with_small> <small>", "!(<calculation>)", "~<calculation>",
+        "(<calculation>) ? (<calculation>) : 3",
+    ],
+    "inner": ["1", "a b", "x", "", "'q r'", '"s  t"', "x\\ y", "*", "$TP", "<expansion>"],
+    "parameter": [
+        "$<name>", "${<name>}", "${<name><default><inner>}", "${<name><default><inner>}", "${<name><change><pattern>}", "${<name>/<replaced>/x}",
+        "${<name>/<replaced>}", "${<name>/<replaced>/<inner>}", "${<name><letters>}", "${#<name>}", "${<name>: -<small>}", "${<name>:<digit>:<small>}",
+        "${<name>:$((1 - 1)):2}", "${<name>:${ZERO:-0}:2}", "${!<name>@}", "${<array>}", "${<array>[@]}", "${<array>[*]}", "${<array>[0]}",
+        "${<array>[-1]:-none}", "${<array>[1]-none}", "${#<array>[@]}", "${#<array>[0]}", "${!<array>[@]}", "${<array>[@]:1}", "${<array>[@]: -1}",
+        "${<array>[@]:0:2}", "${<array>[@]/a/x}", "${<array>[@]#?}", "${<array>[@]+yes}", "${<array>[@]:-none}", "${<array>[@]@Q}", "${@}", "${*}", "$#",
+        "${1-none}", "${2:-none}", "${@:1}", "${@: -1}", "${@:1:1}", "$?",
+    ],
+    "expansion": [
+        "<parameter>", "<parameter>", "<parameter>", "$((<calculation>))", "$(echo <word>)", "$(printf '%s-' <word>)", "`echo <quoted>`",
+        "$(printf '%02d' <digit>)", "$(echo $((<calculation>)))", "$(<name>=9; echo $<name>)", "$(for i in 1 2; do echo $i; done)",
+    ],
+    "word": [
+        "<quoted>", "<quoted>", "<expansion>", '"<expansion>"', '"<expansion>"', "a<expansion>b", '"a <expansion>"<quoted>', "a{x,<small>}", "{x,y=<small>}",
+        "{1..<small>}", "{<small>..9..3}", "{a..d}", "{01..3}", "{9..1..4}", 'x{1,2}"$TP"', '{${TP},"a b"}{1,2}', '{"$TP",$PP,x}', "{one}", "{a,{b,c}}",
+        "--flag=<expansion>", "$'a\\tb'", "$'\\x41\\101'", '"\\$TP \\" \\a"', "a~", '"${<array>[@]}"', "'it'\\''s'", '"$@"', '"pre${<array>[@]}post"', "'{a,b}'",
+    ],
+    "words": ["", "<word>", "<word> <word>", "<word> <word> <word>"],
+    "condition": [
+        '[ "$<name>" = <quoted> ]', "[[ $<name> == <quoted> ]]", "[[ $<name> == <pattern> ]]", '[ -z "$<name>" ]', '[ -n "${<name>:-}" ]', "(( <calculation> ))",
+        "[[ $<name> =~ ^[0-9]+$ ]]", "[[ $<name> =~ (qwen)([0-9]*) ]]", '[[ "$<name>" != *a* ]]', "true", "false", "[[ -v <name> ]]", "[ $# -gt <small> ]",
+        "[[ $<name> < m ]]", '[ "${#<array>[@]}" -eq <small> ]', "[[ -n $<name> && $<name> != a* ]]", "[[ ( -z $<name> || $<name> == *2* ) && 1 -lt 2 ]]",
+        '[ "$<name>" = a -o -n "$<name>" ]', "test <digit> -le 4", "[[ $<name> == @(1|2|a*) ]]", "[[ $<name> == [[:digit:]]* ]]", '! [ -n "$<name>" ]',
+        '[[ $<name> = "$<name>" ]]', "<condition> && <condition>", "<condition> || <condition>",
+    ],
+    "assignment": [
+        "<name>=<word>", "<name>=<word>", "<name>+=<word>", "<name>=$((<calculation>))", "<array>=(<words>)", "<array>+=(<words>)", "<array>[<small>]=<word>",
+        "<array>[${#<array>[@]}]=<word>", "<array>+=<word>", "<name>=<word> <name>=<word>", "export <name>=<word>", "declare <name>=<word>", "unset <name>",
+        "unset '<array>[0]'", ": ${<name>:='d'}", "declare -i I=2*3; <name>=$I; I+=4; <name>+=$I", "declare -l L=ABC; L+=De; <name>=$L",
+        "declare -u U; U=abc; <name>=$U", "((<name> = <calculation>))", "let '<name> = <digit> + 2'", "printf -v <name> '%s/%03d' a 7",
+        'declare -A MAP=([k]=<quoted> ["l m"]=2); MAP[$TP]=3; <array>+=("${#MAP[@]}" "${MAP[l m]}" "${MAP[none]-n}")', "<array>=([2]=c [0]=a d)",
+        "read -r <name> <name> <<< <word>", 'IFS=, read -ra <array> <<< "$<name>"', "IFS=/ read -r <name> _ <<< 'p/q/r'", 'mapfile -t <array> <<< "$<name>"',
+        "readarray -t <array> < <(printf '%s\\n' a 'b c')", "IFS=,; <array>=($<name>); unset IFS", "IFS=:; <name>=\"${<array>[*]}\"; IFS=$' \\t\\n'",
+        '<name>=$(while read -r line; do echo "<$line>"; done <<EOF\nx $<name>\n y\nEOF\n)', "read -r <name> <<EOF\n$<name> y\nEOF", "set -- <words>",
+        'set -- "$@" <word>', "shift", "declare -n REF=<name>; REF=<word>; unset -n REF", "eval <name>='x y'", 'eval "<name>=\\${<name>}"', "declare <name>",
+        "<name>=<word> true", "<name>=<word> eval 'LEN=$TP'", "export <name>", "readonly RO=<word>; <name>=$RO", "declare -a <array>=(<word>)",
+        "lower=<word>; <name>=$lower", "local x 2> /dev/null", '<array>=("${<array>[@]/#/-}")', '<array>=("${<array>[@]%b}")',
+    ],
+    "statement": [
+        *["<assignment>"] * 25, "if <condition>; then\n<statement>\nelse\n<statement>\nfi",
+        "if <condition>; then\n<statement>\nelif <condition>; then\n<statement>\nfi",
+        'case "$<name>" in\n  <pattern>) <statement> ;;\n  1|2|a*) <statement> ;;\n  *) <name>=star ;;\nesac',
+        'for x in <words>; do\n<array>+=("$x")\n<statement>\ndone', 'for x in <words>; do\n<condition> && break\n<array>+=("$x")\ndone',
+        'for x in <words>; do\n<condition> && continue\n<array>+=("$x")\ndone', "i=0\nwhile [ $i -lt <small> ]; do\ni=$((i + 1))\n<statement>\ndone",
+        "i=3\nuntil (( i <= <small> )); do\n((i--))\n<array>+=($i)\ndone", 'for ((i = 0; i < <small>; i++)); do <array>+=("$i"); <condition> && break; done',
+        "<condition> && { <statement>\n}", "<condition> || <name>=<word>", "(\n<statement>\n)", "<condition>\n<name>=$?", '<program> --tp "$<name>" <word>',
+        "{ <statement>\n} > /dev/null 2>&1", "echo <word> | { <statement>\n}",
+        "if <condition>; then\nlayout() { <statement>\n}\nelse\nlayout() { <statement>\n}\nfi\nlayout <word>",
+        "while read -r line; do <array>+=(\"$line\"); done <<< $'a\\nb c'", "select x in a b; do <name>=$x; break; done <<< 1 2> /dev/null",
+        "shopt -s lastpipe\nprintf '%s\\n' p q | while read -r x; do <array>+=(\"$x\"); done\nshopt -u lastpipe",
+        "while :; do\n<statement>\n<condition> || break\nbreak\ndone", "(exit <digit>) && <name>=yes || <name>=no",
+        "<condition> && (<name>=in; exit 3)\n<array>+=($?)", 'if [[ $<name> =~ ([a-z]+)([0-9]*) ]]; then <array>=("${BASH_REMATCH[@]}"); fi',
+        "each() { local l; while IFS= read -r l; do <array>+=(\"$l\"); done; }\neach <<'EOF'\na $TP\n b\\\nEOF",
+        "shopt -s nocasematch extglob\n[[ $<name> == AB ]] && <name>=folded\nshopt -u nocasematch", *["<function>\n<call>"] * 8,
+    ],
+    "function": [
+        "f() {\n<statement>\n}", "f() {\nlocal <name>=<word>\n<statement>\n}", "f() {\nlocal -a <array>=(1 2)\n<statement>\n}", 'f() {\nshift\n<name>="$*"\n}',
+        "f() {\n<condition> && return 1\n<statement>\n}", 'f() {\nlocal -n out=$1; out=(<word> "${@:2}")\n}', 'f() {\nfor x; do <array>+=("<$x>"); done\n}',
+        'f() {\nwhile [ $# -gt 0 ]; do\ncase $1 in\n-a) <name>=$2; shift ;;\n*) <array>+=("$1") ;;\nesac\nshift\ndone\n}', 'f() {\n<program> in <word> "$@"\n}',
+        "f() {\nlocal OPTIND opt\nwhile getopts 'ab:' opt; do\ncase $opt in\na) <name>=a ;;\nb) <array>+=(\"$OPTARG\") ;;\nesac\ndone\nshift $((OPTIND - 1))\n}",
+    ],
+    "call": ["f <words>", "f -a 4 x -b 'y z'", "f <array> 1 2", "f -a -b 7 rest", 'f "$@"', "f <name> || <name>=failed", "<name>=$(f; echo out)"],
+}  # fmt: skip
+_PLACE = re.compile(rf"<({'|'.join([*_LEAVES, *_TEMPLATES, 'program'])})>")
+_DEEPEST = 6
 
 
 class ScriptMaker:
-    """Makes one script after the other from a seed; each starts `PROGRAM` at least once."""
+    """Makes scripts from a seed: templates whose places are filled with leaves and with other templates."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.num_functions = 0
 
     def script(self) -> str:
         """Returns a script of a few statements, whose last command shows what they left in the variables."""
-        self.num_functions = 0
-        lines = [f"{name}={self._quoted(self._text())}" for name in _NAMES]
-        lines += [f"{name}=({' '.join(self._word(1) for _ in range(self.rng.randint(0, 3)))})" for name in _ARRAYS]
-        lines += [self._statement(2) for _ in range(self.rng.randint(3, 9))]
+        lines = [f"{name}={self._filled('quoted', 0)}" for name in _NAMES]
+        lines += [f"{name}=({self._filled('words', 3)})" for name in _ARRAYS]
+        lines += [self._filled("statement", 0) for _ in range(self.rng.randint(3, 9))]
         shown = [f'"${{{name}-unset}}"' for name in _NAMES] + [f'"${{{name}[@]}}"' for name in _ARRAYS]
-        lines.append(f"{PROGRAM} --nproc-per-node 8 pretrain_gpt.py {' '.join(shown)} {self._word(2)}")
+        lines.append(f"{PROGRAM} --nproc-per-node 8 pretrain_gpt.py {' '.join(shown)} {self._filled('word', 2)}")
         return "\n".join(lines) + "\n"
 
     def arguments(self) -> list[str]:
         """Returns what a script is started with."""
-        return [self._text() for _ in range(self.rng.randint(0, 3))]
+        return [self.rng.choice(_LEAVES["text"]) for _ in range(self.rng.randint(0, 3))]
 
-    def _one_of(self, *choices: str) -> str:
-        return self.rng.choice(choices)
-
-    def _text(self) -> str:
-        return self.rng.choice(_TEXTS)
-
-    def _name(self) -> str:
-        return self.rng.choice(_NAMES)
-
-    def _array(self) -> str:
-        return self.rng.choice(_ARRAYS)
-
-    def _quoted(self, text: str) -> str:
-        return self._one_of(f"'{text}'", f'"{text}"', re.sub(r"([ ,=*?$])", r"\\\1", text) or "''")
-
-    def _calculation(self, depth: int) -> str:
-        if depth <= 0 or self.rng.random() < 0.3:
-            number = str(self.rng.randint(0, 9))
-            return self._one_of(number, number, "0x1F", "010", "2#101", f"{self.rng.randint(1, 9)} * 2")
-        left, right = self._calculation(depth - 1), self._calculation(depth - 1)
-        sign = self.rng.choice(_SIGNS)
-        if sign in ("/", "%", "**", "<<", ">>"):
-            right = str(self.rng.randint(1, 5))
-        return self._one_of(
-            f"{left} {sign} {right}", f"({left} {sign} {right})", f"-({left})", f"!({left})", f"~{left}",
-            f"({left}) ? ({right}) : 3", f"${{#{self._name()}}} + {left}", f"N{sign if sign in '+-*' else '+'}=1, N",
-        )  # fmt: skip
-
-    def _parameter(self, depth: int) -> str:
-        name, array, pattern = self._name(), self._array(), self.rng.choice(_PATTERNS)
-        inner = self._inner(depth - 1)
-        number, other = self.rng.randint(-3, 4), self.rng.randint(-2, 4)
-        return self._one_of(
-            f"${name}", f"${{{name}}}", f"${{{name}:-{inner}}}", f"${{{name}-{inner}}}", f"${{{name}:+{inner}}}",
-            f"${{{name}+{inner}}}", f"${{{name}:={inner}}}", f"${{{name}#{pattern}}}", f"${{{name}##{pattern}}}",
-            f"${{{name}%{pattern}}}", f"${{{name}%%{pattern}}}", f"${{{name}/{self._one_of('a', 'b', '*', '?', '[a-c]', 'qw*n', '#a', '%b', ',')}/{self._one_of('x', '', '-', inner)}}}",
-            f"${{{name}//{self._one_of('a', '?', ',', '[0-9]', '/')}/{self._one_of('x', '', ' ')}}}", f"${{{name}//,}}", f"${{{name},,}}",
-            f"${{{name}^^}}", f"${{{name}^}}", f"${{{name},}}", f"${{{name}^^[a-c]}}", f"${{#{name}}}", f"${{{name}: {number}}}",
-            f"${{{name}:{max(number, 0)}:{max(other, 0)}}}", f"${{{name}:$((1 - 1)):2}}", f"${{{name}:${{ZERO:-0}}:2}}", f"${{{array}[@]}}", f"${{{array}[*]}}",
-            f"${{{array}[0]}}", f"${{{array}[-1]:-none}}", f"${{{array}[1]-none}}", f"${{#{array}[@]}}", f"${{#{array}[0]}}", f"${{!{array}[@]}}",
-            f"${{{array}[@]:1}}", f"${{{array}[@]: -1}}", f"${{{array}[@]:0:2}}", f"${{{array}[@]/a/x}}", f"${{{array}[@]#?}}", f"${{{array}[@]+yes}}",
-            f"${{{array}[@]:-none}}", f"${{{array}}}", "${@}", "${*}", "$#", "${1-none}", "${2:-none}", "${@:1}", "${@: -1}", "${@:1:1}",
-            f"${{{name}@Q}}", f"${{{name}@U}}", f"${{!{name[0]}@}}", "$?", f"${{{array}[@]@Q}}",
-        )  # fmt: skip
-
-    def _inner(self, depth: int) -> str:
-        text = self._one_of("1", "a b", "x", "", "'q r'", '"s  t"', "x\\ y", "*", "$TP")
-        return text if depth <= 0 or self.rng.random() < 0.7 else self._expansion(depth)
-
-    def _expansion(self, depth: int) -> str:
-        if self.rng.random() < 0.7:
-            return self._parameter(depth)
-        return self._one_of(
-            f"$(({self._calculation(2)}))", f"$(echo {self._word(depth - 1)})", f"$(printf '%s-' {self._word(depth - 1)})",
-            f"`echo {self._quoted(self._text())}`", f"$(printf '%02d' {self.rng.randint(0, 20)})", f"$(echo $(({self._calculation(1)})))",
-            f"$({self._name()}=9; echo ${self._name()})", f"$(for i in 1 2; do echo $i; done)",
-        )  # fmt: skip
-
-    def _word(self, depth: int) -> str:
-        """Returns what becomes none, one or several words; nothing in it is a name of a file."""
-        if depth <= 0 or self.rng.random() < 0.25:
-            return self._quoted(self._text())
-        number = self.rng.randint(1, 4)
-        return self._one_of(
-            self._expansion(depth), f'"{self._expansion(depth)}"', f'"{self._expansion(depth)}"', f'a{self._expansion(depth)}b',
-            f'"a {self._expansion(depth)}"{self._quoted(self._text())}', f"{self._one_of('a', '')}{{x,{self._text().replace(' ', '') or 'y'}}}",
-            f"{{1..{number}}}", f"{{{number}..9..3}}", "{a..d}", "{01..3}", "{9..1..4}", 'x{1,2}"$TP"', '{${TP},"a b"}{1,2}', '{"$TP",$PP,x}', "{one}", "{a,{b,c}}",
-            f"--flag={self._expansion(depth)}", "$'a\\tb'", "$'\\x41\\101'", '"\\$TP \\" \\a"', "a~", f'"${{{self._array()}[@]}}"',
-            f"'it'\\''s'", f'"$@"', f'"pre${{{self._array()}[@]}}post"', "'{a,b}'",
-        )  # fmt: skip
-
-    def _words(self, depth: int) -> str:
-        return " ".join(self._word(depth) for _ in range(self.rng.randint(0, 3)))
-
-    def _condition(self, depth: int) -> str:
-        name, text = self._name(), self._quoted(self._text())
-        number = self.rng.randint(0, 9)
-        plain = self._one_of(
-            f'[ "${name}" = {text} ]', f'[[ ${name} == {text} ]]', f"[[ ${name} == {self.rng.choice(_PATTERNS)} ]]", f'[ -z "${name}" ]', f'[ -n "${{{name}:-}}" ]',
-            f"(( {self._calculation(2)} ))", f'[[ ${name} =~ ^[0-9]+$ ]]', f'[[ ${name} =~ (qwen)([0-9]*) ]]', f'[[ "${name}" != *a* ]]', "true", "false",
-            f"[[ -v {name} ]]", f'[ $# -gt {number % 3} ]', f'[[ ${name} < m ]]', f'[ "${{#{self._array()}[@]}}" -eq {number % 4} ]', f'[[ -n ${name} && ${name} != a* ]]',
-            f'[[ ( -z ${name} || ${name} == *2* ) && 1 -lt 2 ]]', f'[ "${name}" = a -o -n "${name}" ]', f'test {number} -le 4', f'[[ ${{{name}}} -eq ${{{name}}} ]]' if self.rng.random() < 0.1 else "[ 1 ]",
-            f'[[ ${name} == @(1|2|a*) ]]', f'[[ ${name} == [[:digit:]]* ]]', f"! [ -n \"${name}\" ]", f'[[ ${name} = "${self._name()}" ]]',
-        )  # fmt: skip
-        if depth > 0 and self.rng.random() < 0.2:
-            return f"{plain} {self._one_of('&&', '||')} {self._condition(depth - 1)}"
-        return plain
-
-    def _assignment(self, depth: int) -> str:
-        name, array, word = self._name(), self._array(), self._word(depth)
-        index = self._one_of("0", "1", "5", "${#" + array + "[@]}", "1+1", "-1")
-        index = "0" if index == "-1" else index
-        return self._one_of(
-            f"{name}={word}", f"{name}={word}", f"{name}+={word}", f"{name}=$(({self._calculation(2)}))", f"{array}=({self._words(depth)})", f"{array}+=({self._words(depth)})",
-            f"{array}[{index}]={word}", f"{array}+={word}", f"{name}={word} {self._name()}={self._word(1)}", f"export {name}={word}", f"declare {name}={word}",
-            f"unset {name}", f"unset '{array}[0]'", f": ${{{name}:={self._quoted('d')}}}", f"declare -i {name}={self._calculation(1).replace(' ', '').replace('(', '').replace(')', '').split('?')[0].split(',')[0]}" if self.rng.random() < 0.0 else f"declare -i I=2*3; {name}=$I; I+=4; {name}+=$I",
-            f"declare -l L=ABC; L+=De; {name}=$L", f"declare -u U; U=abc; {name}=$U", f"(({name} = {self._calculation(2)}))", f"let '{name} = {self.rng.randint(0, 9)} {self._one_of(*_SIGNS[:3])} 2'", f"printf -v {name} '%s/%03d' a 7",
-            f"declare -A MAP=([k]={self._quoted(self._text())} [\"l m\"]=2); MAP[$TP]=3; {name}=${{MAP[k]}}; {array}+=(\"${{#MAP[@]}}\" \"${{MAP[l m]}}\" \"${{MAP[none]-n}}\")",
-            f"{array}=([2]=c [0]=a d)", f"read -r {name} {self._name()} <<< {word}", f"IFS=, read -ra {array} <<< \"${name}\"", f"IFS=/ read -r {name} _ <<< 'p/q/r'",
-            f"mapfile -t {array} <<< \"${name}\"", f"readarray -t {array} < <(printf '%s\\n' a 'b c')", f"IFS=,; {array}=(${name}); unset IFS", f"IFS=:; {name}=\"${{{array}[*]}}\"; IFS=$' \\t\\n'",
-            f"{name}=$(while read -r line; do echo \"<$line>\"; done <<EOF\nx ${self._name()}\n y\nEOF\n)", f"read -r {name} <<EOF\n${self._name()} y\nEOF", f"set -- {self._words(depth)}", f"set -- \"$@\" {word}",
-            "shift", f"declare -n REF={name}; REF={word}; unset -n REF", f"eval {name}={self._one_of('1', chr(39) + 'x y' + chr(39))}", f"eval \"{name}=\\${{{self._name()}}}\"",
-            f"declare {name}", f"{name}={self._word(1)} true", f"{name}={self._word(1)} eval 'LEN=${name}'", f"export {name}", f"readonly RO={word}; {name}=$RO",
-            f"typeset {name}={word}", f"declare -a {array}=({word})", f"local_{name}={word}; {name}=$local_{name}", f"local x 2>/dev/null", f"{array}=(\"${{{array}[@]/#/-}}\")", f"{array}=(\"${{{array}[@]%b}}\")",
-        )  # fmt: skip
-
-    def _block(self, depth: int) -> str:
-        return "\n".join(self._statement(depth) for _ in range(self.rng.randint(1, 2)))
-
-    def _statement(self, depth: int) -> str:
-        if depth <= 0 or self.rng.random() < 0.5:
-            return self._assignment(min(depth, 2) or 1)
-        name, array = self._name(), self._array()
-        body, other, condition = self._block(depth - 1), self._block(depth - 1), self._condition(1)
-        kind = self.rng.randrange(27)
-        match kind:
-            case 0:
-                return f"if {condition}; then\n{body}\nelse\n{other}\nfi"
-            case 1:
-                return f"if {condition}; then\n{body}\nelif {self._condition(0)}; then\n{other}\nfi"
-            case 2:
-                return f'case "${name}" in\n  {self.rng.choice(_PATTERNS)}) {body} ;;\n  1|2|a*) {other} ;;\n  *) {name}=star ;;\nesac'
-            case 3:
-                return f'for x in {self._words(1)}; do\n{array}+=("$x")\n{self._one_of(body, "continue", "break", condition + " && break", condition + " && continue")}\ndone'
-            case 4:
-                return f"i=0\nwhile [ $i -lt {self.rng.randint(0, 4)} ]; do\ni=$((i + 1))\n{body}\ndone"
-            case 5:
-                return f"i=3\nuntil (( i <= {self.rng.randint(0, 3)} )); do\n((i--))\n{array}+=($i)\ndone"
-            case 6:
-                return f'for ((i = 0; i < {self.rng.randint(0, 4)}; i++)); do {array}+=("$i"); {self._one_of(":", f"{condition} && break")}; done'
-            case 7:
-                return f"{condition} && {{ {body}\n}}"
-            case 8:
-                return f"{condition} || {name}={self._word(1)}"
-            case 9:
-                return f"(\n{body}\n)"
-            case 10 | 11 | 12:
-                self.num_functions += 1
-                function = f"f{self.num_functions}"
-                inside = self._one_of(
-                    body, f"local {name}={self._word(1)}\n{body}", f"local -a {array}=(1 2)\n{body}", f"shift\n{name}=\"$*\"", f"{condition} && return 1\n{body}",
-                    f"while [ $# -gt 0 ]; do\ncase $1 in\n-a) {name}=$2; shift ;;\n*) {array}+=(\"$1\") ;;\nesac\nshift\ndone", f"local -n out=$1; out=({self._word(1)} \"${{@:2}}\")",
-                    f"local OPTIND opt\nwhile getopts 'ab:' opt; do\ncase $opt in\na) {name}=a ;;\nb) {array}+=(\"$OPTARG\") ;;\nesac\ndone\nshift $((OPTIND - 1))", f"for x; do {array}+=(\"<$x>\"); done", f"{PROGRAM} in {self._word(1)} \"$@\"",
-                )  # fmt: skip
-                call = self._one_of(
-                    f"{function} {self._words(1)}",
-                    f"{function} -a 4 x -b 'y z'",
-                    f"{function} {array} 1 2",
-                    f"{function} -a -b 7 rest",
-                    f'{function} "$@"',
-                    f"{function} {name} || {self._name()}=failed",
-                    f"{self._name()}=$({function}; echo out)",
-                )
-                return f"{function}() {{\n{inside}\n}}\n{call}"
-            case 13:
-                return f"{condition}\n{name}=$?"
-            case 14:
-                return f'{PROGRAM} --{name.lower()} "${name}" {self._word(1)}'
-            case 15:
-                return f"{{ {body}\n}} > /dev/null 2>&1"
-            case 16:
-                return f"echo {self._word(1)} | {{ {body}\n}}"
-            case 17:
-                return f"if {condition}; then\nlayout() {{ {body}\n}}\nelse\nlayout() {{ {other}\n}}\nfi\nlayout {self._word(1)}"
-            case 18:
-                return f"while read -r line; do {array}+=(\"$line\"); done <<< $'a\\nb c'"
-            case 19:
-                return f"select x in a b; do {name}=$x; break; done <<< 1 2> /dev/null"
-            case 20:
-                return f"shopt -s lastpipe\nprintf '%s\\n' p q | while read -r x; do {array}+=(\"$x\"); done\nshopt -u lastpipe"
-            case 21:
-                return f"while :; do\n{body}\n{condition} || break\nbreak\ndone"
-            case 22:
-                return f"(exit {self.rng.randint(0, 1)}) && {name}=yes || {name}=no"
-            case 23:
-                return f"trap 'echo bye' EXIT\n{condition} && ({name}=in; exit 3)\n{array}+=($?)"
-            case 24:
-                return f'if [[ ${name} =~ ([a-z]+)([0-9]*) ]]; then {array}=("${{BASH_REMATCH[@]}}"); fi'
-            case 25:
-                return f"cat_it() {{ local l; while IFS= read -r l; do {array}+=(\"$l\"); done; }}\ncat_it <<'EOF'\na $TP\n b\\\nEOF"
-            case _:
-                return f"shopt -s nocasematch extglob\n[[ ${name} == AB ]] && {name}=folded\nshopt -u nocasematch"
+    def _filled(self, kind: str, depth: int) -> str:
+        """Returns a text of a kind; deep inside of others, one of the first and simplest templates."""
+        if kind == "program":
+            return PROGRAM
+        if kind in _LEAVES:
+            return self.rng.choice(_LEAVES[kind])
+        choices = _TEMPLATES[kind]
+        template = self.rng.choice(choices if depth < _DEEPEST else choices[:1])
+        return _PLACE.sub(lambda place: self._filled(place[1], depth + 1), template)
 
 
 def starts_of_bash(script: Path, folder: Path, arguments: list[str] | None = None) -> list[list[str]]:

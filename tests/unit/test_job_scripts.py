@@ -280,10 +280,6 @@ WOULD_STOP = (
             'eval "$(cat setup)"',
             "line 1: the whole text that eval runs here is known only when the job runs, and memlab follows the part that it knows",
         ),
-        (
-            "source $(cat name)",
-            "line 1: which file the script sources here is known only when the job runs, so what it sets is unknown: give it with --set NAME=VALUE",
-        ),
         ("f() { f; }\nf", "line 1: the function f calls itself, which memlab does not follow"),
         (
             'if [ -z "$DATA" ]; then\n  exit 1\nfi',
@@ -299,6 +295,57 @@ def test_what_is_not_followed_is_said(text: str, warning: str) -> None:
     script = read_script(f"{text}\nrun", Path("run.sh"))
     assert script.warnings == [warning]
     assert script.commands[-1].words[0][0] == "run"
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (
+            "run --a 1 \\\n\n  --b 2 --c 3\nrun",
+            "line 3: '--b' is an argument without a command, since line 2 is empty, so the job runs without the 4 words from here on: correct line 2",
+        ),
+        (
+            "run --a 1 \\\n  # --x \\\n  --b \\\n  --c\nrun",
+            "line 3: '--b' is an argument without a command, since line 2 is a comment, which ends the command, so the job runs without the 2 words from here on: correct line 2",
+        ),
+        (
+            "run a=1 \\ \n  trainer.nnodes=1\nrun",
+            "line 2: 'trainer.nnodes=1' is an argument without a command, since line 1 has blanks behind its backslash, so the job runs without the word from here on: correct line 1",
+        ),
+        (
+            "run a.b=1\n++trainer.n_gpus=8\nrun",
+            "line 2: '++trainer.n_gpus=8' is an argument without a command, since line 1 does not end in a backslash, so the job runs without the word from here on: correct line 1",
+        ),
+        (
+            "source $(cat name)\nrun",
+            "line 1: which file the script sources here is known only when the job runs, so what it sets is unknown: give it with --set NAME=VALUE",
+        ),
+    ],
+)
+def test_what_is_wrong_with_the_script_itself_is_a_cause(text: str, cause: str) -> None:
+    script = read_script(text, Path("run.sh"))
+    assert script.causes == [cause]
+    assert all(one.words[0][0] == "run" for one in script.commands)
+    assert not script.warnings
+
+
+def test_values_that_the_script_is_started_with_are_asked_for_and_taken() -> None:
+    text = 'TP=$1; shift\nif [ "$2" = debug ]; then :; fi\nrun $TP ${1:-4} $2 "$@"'
+    assert read_script(text, Path("run.sh")).lacks_arguments == (
+        "line 1: the script is started with values that memlab does not know ($1 $3): give them in order behind the "
+        "file, as in run.sh -- 2 8"
+    )
+    script = read_script(text, Path("run.sh"), arguments=["2", "", "a b"])
+    assert [word for word, _ in script.commands[-1].words] == ["run", "2", "4", "a", "b", "", "a b"]
+    assert not script.lacks_arguments
+
+
+def test_a_variable_of_a_missing_file_is_unknown_and_a_file_of_the_machine_sets_none() -> None:
+    assert words_of("source models/x.sh\nrun ${MODEL_ARGS[@]} 1") == ["run", UNKNOWN, "1"]
+    script = read_script("source venv/bin/activate\nrun ${MODEL_ARGS[@]} 1", Path("run.sh"))
+    assert [word for word, _ in script.commands[-1].words] == ["run", "1"]
+    assert not script.causes
+    assert script.warnings[0].startswith("line 1: the sourced file activate does not exist")
 
 
 def test_a_command_that_may_not_run_is_marked_and_has_the_values_of_its_branch() -> None:

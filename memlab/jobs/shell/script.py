@@ -4,8 +4,8 @@ Followed are variables, arrays and expansions, functions, loops and tests over k
 the script, and ``$(...)`` of builtins and of paths, as bash 5.2 has them. Everything else, above all what other
 programs print and what the script itself is started with, is an unknown value: it is reported and never executed. What
 runs only if a condition holds that memlab cannot decide is read apart: its commands are marked, its assignments are
-taken back, and a warning names them. A variable that the script reads and nobody sets is empty in a test, as on a machine where
-nobody exported it, and unknown in a command, because the job may need it.
+taken back, and a warning names them. A variable that the script reads and nobody sets is empty in a test, as on a
+machine where nobody exported it, and unknown in a command, because the job may need it.
 """
 
 from __future__ import annotations
@@ -47,6 +47,11 @@ _STARTING = {"env", "nohup", "exec", "command", "builtin"}
 """Commands that start the command after them."""
 _ARGUMENT = re.compile(r"--?[A-Za-z].*|[+~]{0,2}[A-Za-z_]\w*([.][\w-]+)+=.*", re.DOTALL)
 """A word that is no command's name: a flag, or an override such as ``trainer.nnodes=1``."""
+_OF_THE_MACHINE = {
+    "activate", "conda.sh", ".bashrc", ".bash_profile", ".profile", "profile", "modules.sh", "lmod.sh", "setvars.sh",
+    "set_env.sh",
+}  # fmt: skip
+"""Files that a script sources to find its programs, and that set nothing of a job."""
 _INSTEAD = "give a log of the job or its resolved configuration"
 _MOST_COMMANDS = 100_000
 _MOST_SNAPSHOTS = 2**20
@@ -77,7 +82,9 @@ class Script:
     commands: list[Command] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     causes: list[str] = field(default_factory=list)
-    """What the script needs and does not have, such as a sourced file or an argument: the first things to correct."""
+    """What is wrong with the script itself, such as a missing sourced file: to be corrected before anything else."""
+    lacks_arguments: str = ""
+    """Which of the values that the script is started with are not given; nothing if it uses none."""
 
 
 def read_script(
@@ -102,7 +109,7 @@ def read_script(
     """
     reader = _Reader(dict(given or {}), path, arguments, is_job)
     reader.follow(text)
-    return Script(reader.commands, list(reader.warnings), reader.causes())
+    return Script(reader.commands, list(reader.warnings), list(reader.missing), reader.lacks_arguments())
 
 
 class _LeaveError(Exception):
@@ -169,16 +176,15 @@ class _Reader(Builtins):
                 line,
             )
 
-    def causes(self) -> list[str]:
-        """Returns what the script needs and does not have."""
-        found = list(self.missing)
-        if self.places_read:
-            names = " ".join(sorted(self.places_read, key=lambda name: int(name[1:])))
-            found.append(
-                f"line {min(self.places_read.values())}: the script is started with values that memlab does not know "
-                f"({names}): give them in order behind the file, as in {self.script.name} -- 2 8"
-            )
-        return found
+    def lacks_arguments(self) -> str:
+        """Says which of the values that the script is started with are not given."""
+        if not self.places_read:
+            return ""
+        names = " ".join(sorted(self.places_read, key=lambda name: int(name[1:])))
+        return (
+            f"line {min(self.places_read.values())}: the script is started with values that memlab does not know "
+            f"({names}): give them in order behind the file, as in {self.script.name} -- 2 8"
+        )
 
     # Blocks
 
@@ -777,9 +783,10 @@ class _Reader(Builtins):
             )
             return True
         if UNKNOWN in name:
-            self.warn(
+            self._lack(
+                path.name,
                 "which file the script sources here is known only when the job runs, so what it sets is unknown: give "
-                "it with --set NAME=VALUE"
+                "it with --set NAME=VALUE",
             )
             return True
         try:
@@ -787,10 +794,11 @@ class _Reader(Builtins):
         except (OSError, ValueError):
             text = None
         if text is None or UNKNOWN in text:
-            self.missing[
-                f"line {self.line}: the sourced file {path.name} does not exist, or is not a text of less than 1 MiB, "
-                "so what it sets is unknown: put it there, or give what it sets with --set NAME=VALUE"
-            ] = None
+            self._lack(
+                path.name,
+                f"the sourced file {path.name} does not exist, or is not a text of less than 1 MiB, so what it sets is "
+                "unknown: put it there, or give what it sets with --set NAME=VALUE",
+            )
             return self._coded(True)
         own, self.path = self.path, path
         lines, self.lines = self.lines, text.splitlines()
@@ -810,6 +818,14 @@ class _Reader(Builtins):
             self.arguments = outer if arguments[1:] else self.arguments
             self.doubts = doubts + [doubt for doubt in self.doubts if doubt.kind != "return"]
             self.source_depth -= 1
+
+    def _lack(self, name: str, text: str) -> None:
+        """Says that a sourced file is missing: first of all, unless it only says where programs are."""
+        if name.rpartition("/")[2] in _OF_THE_MACHINE:
+            self.warn(text)
+        else:
+            self.lacks_files = True
+            self.missing[f"line {self.line}: {text}"] = None
 
     # Tests
 

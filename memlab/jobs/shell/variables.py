@@ -190,6 +190,8 @@ class Variables:
         """Of the running function; None for those of the script itself, if they are not given."""
         self.places_read: dict[str, int] = {}
         """Arguments of the script that are read although they are not given, with the first line of each."""
+        self.lacks_files = False
+        """Whether the script sources a file that is not there, and that may set any variable."""
         self.journals: list[dict[str, tuple[Variable | None, int]]] = []
         """For each part that is read apart: the earlier values of what it sets, and the lines that set it."""
         self.warnings: dict[str, None] = {}
@@ -614,8 +616,12 @@ class Variables:
         if name in self.given and index in ("@", "*"):
             return array_of(self.given[name].split())
         array = value if isinstance(value, Array) else Array() if value is None else array_of([value])
-        if index in ("@", "*"):
-            return array
+        if index not in ("@", "*"):
+            return self._element(array, index)
+        may_be_set = value is None and self.lacks_files and not self.is_absent(name)
+        return array_of([UNKNOWN_WORDS]) if may_be_set else array
+
+    def _element(self, array: Array, index: str) -> str | None:
         if array.is_map:
             key = self.one(self._operand(index, is_quoted=False))
             return UNKNOWN if UNKNOWN in key else array.at(key)

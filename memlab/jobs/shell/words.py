@@ -20,7 +20,7 @@ from memlab.jobs.shell.brackets import (
 
 NAME_ONLY = re.compile(NAME)
 _OPERATORS = re.compile(r";;&|;;|;&|&&|\|\||\|&|[;&|]")
-_ARITHMETIC = re.compile(r"\(\(((?:[^()]|\((?:[^()]|\([^()]{0,99}\)){0,99}\)){0,400}+)\)\)")
+_LONGEST_ARITHMETIC = 1000
 _BEFORE_A_COMMAND = {"if", "then", "elif", "else", "while", "until", "do", "{", "!", "time"}
 _ORDINARY = re.compile(r"[^\\#()'\"$` \t\r<>\n;&|]+")
 _ORDINARY_IN_DOUBLE_QUOTES = re.compile(r'[^\\"$`]+')
@@ -316,12 +316,24 @@ class _Scanner:
                 self.position += 1
                 return
         self._end_word()
-        match = _ARITHMETIC.match(self.text, self.position)
-        if match and self._starts_command("for"):
-            self._take(match.end(), match[1], "arithmetic")
+        end = self._end_of_arithmetic() if self._starts_command("for") else -1
+        if end > 0:
+            self._take(end, self.text[self.position + 2 : end - 2], "arithmetic")
             self._end_word()
         else:
             self._end_with("(")
+
+    def _end_of_arithmetic(self) -> int:
+        """Returns where ``((...))`` ends; -1 if these are two shells in each other."""
+        if not self.text.startswith("((", self.position):
+            return -1
+        text = self.text[self.position : self.position + _LONGEST_ARITHMETIC]
+        end, depth = end_of_expansion(text, 0), 0
+        for place, sign in enumerate(text[: max(end, 0)]):
+            depth += {"(": 1, ")": -1}.get(sign, 0)
+            if depth < 2 and 0 < place < end - 2:
+                return -1
+        return self.position + end if text[end - 2 : end] == "))" else -1
 
     def _close(self) -> None:
         if self._is_in_test():
