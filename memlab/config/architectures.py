@@ -16,10 +16,12 @@ from memlab.config.validation import (
     MOST_TOKENS_OF_A_SEQUENCE,
     check_number,
     check_whole_number,
+    is_whole_number,
     shortened,
 )
 
 Family = Literal["qwen3_moe", "phi3"]
+"""Models with experts, and dense ones. Each is named after the first one of its kind that was compared with GPUs."""
 
 # Some ten times what any published model has. Below these limits no tensor's bytes overflow 64 bits, and what walks
 # over layers, experts or ranks ends.
@@ -94,16 +96,28 @@ class Architecture:
                 f"{self.name}: num_attention_heads is {self.num_attention_heads}, must be a multiple of "
                 f"num_query_groups, {self.num_query_groups}: correct one of them"
             )
-        if self.num_moe_experts is not None and self.moe_router_topk > self.num_moe_experts:
-            raise ValueError(
-                f"{self.name}: moe_router_topk is {self.moe_router_topk}, must be at most num_moe_experts, "
-                f"{self.num_moe_experts}: correct one of them"
-            )
+        self._check_experts()
         if self.num_parameters > _MOST_PARAMETERS:
             raise ValueError(
                 f"{self.name}: it has {self.num_parameters:,} parameters, must have at most {_MOST_PARAMETERS:,} "
                 "(more than "
                 "any real model has): correct its sizes"
+            )
+
+    def _check_experts(self) -> None:
+        if self.num_moe_experts is None:
+            return
+        if self.moe_router_topk > self.num_moe_experts:
+            raise ValueError(
+                f"{self.name}: moe_router_topk is {self.moe_router_topk}, must be at most num_moe_experts, "
+                f"{self.num_moe_experts}: correct one of them"
+            )
+        if self.moe_router_topk == 1 and not self.moe_router_pre_softmax:
+            # ``TransformerConfig.__post_init__`` of megatron-core 0.16.1 and 0.19.2.
+            raise ValueError(
+                f"{self.name}: moe_router_topk is 1 without moe_router_pre_softmax, must be at least 2 there by a rule "
+                "of Megatron-Core, because the softmax over one expert has no gradient: set moe_router_pre_softmax "
+                "(norm_topk_prob false in a config.json), or choose more experts"
             )
 
     @property
@@ -248,7 +262,7 @@ def find_architecture(name: str | Path) -> Architecture:
         name: A key of `ARCHITECTURES`, or the path of a ``config.json`` or of a folder that holds one.
 
     Raises:
-        ValueError: If it is neither, or the config is damaged, of another family, or uses what memlab does not model.
+        ValueError: If it is neither, or the config is damaged, or the model has parts that memlab does not model.
     """
     if not isinstance(name, (str, Path)):
         raise ValueError(
@@ -282,57 +296,141 @@ def find_architecture(name: str | Path) -> Architecture:
         raise ValueError(f"{shortened(config_path)}: {error}") from error
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ModelType:
+    """A kind of Hugging Face config whose layers memlab has: what they consist of, and what a left-out field means.
+
+    The values are those of transformers 5.24, ``models/*/configuration_*.py`` and ``modeling_*.py``.
+    """
+
+    num_key_value_heads: int | None = None
+    """None takes as many as attention heads."""
+    head_dim: int | None = None
+    """None divides the hidden size by the attention heads."""
+    qk_layernorm: bool = False
+    uses_window: bool = True
+    """Whether a ``sliding_window`` counts where ``use_sliding_window`` is left out."""
+    experts: Literal["own width", "width of the MLP"] | None = None
+
+
+_MODEL_TYPES = {
+    "qwen3_moe": _ModelType(num_key_value_heads=4, qk_layernorm=True, uses_window=False, experts="own width"),
+    "mixtral": _ModelType(num_key_value_heads=8, experts="width of the MLP"),
+    "phi3": _ModelType(),
+    "llama": _ModelType(),
+    "mistral": _ModelType(num_key_value_heads=8),
+    "qwen3": _ModelType(num_key_value_heads=32, head_dim=128, qk_layernorm=True, uses_window=False),
+}
+_OTHER_PARTS = {
+    "qwen2": "biases of queries, keys and values",
+    "qwen2_moe": "shared experts, and biases of queries, keys and values",
+}
+"""By model type, which of its parts memlab lacks."""
+
+
 def _from_hugging_face(config: dict[str, Any], path: Path) -> Architecture:
     """Reads the fields that decide sizes or meaning. A field that may be left out counts as left out where it is null.
 
     Raises:
         ValueError: If a field is missing, of the wrong type, or of a kind that memlab does not model.
     """
-    family = config.get("model_type")
-    if family not in ("qwen3_moe", "phi3"):
-        raise ValueError(f"model_type {shortened(family)} is not supported: memlab models qwen3_moe and phi3")
-    modelled = {"hidden_act": ("silu",), "attention_dropout": (0,), "resid_pdrop": (0,), "embd_pdrop": (0,)}
-    for name, values in modelled.items():
-        if name in config and config[name] not in values:
-            raise ValueError(f"{name} {shortened(config[name])} is not modelled: memlab models {values[0]!r}")
-    if _flag(config, "attention_bias", default=False):
-        raise ValueError("attention_bias true is not supported: memlab models qwen3_moe and phi3, which have no biases")
+    name = config.get("model_type")
+    kind = _MODEL_TYPES.get(name) if isinstance(name, str) else None
+    if kind is None:
+        lacks = f", since it has {_OTHER_PARTS[name]}" if isinstance(name, str) and name in _OTHER_PARTS else ""
+        raise ValueError(
+            f"model_type {shortened(name)} is not supported{lacks}: memlab reads {', '.join(_MODEL_TYPES)}"
+        )
+    _check_parts(config, kind)
     heads, hidden_size = _whole(config, "num_attention_heads"), _whole(config, "hidden_size")
     rope = config.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"rope_parameters is {shortened(rope)}, must be an object: correct it")
+    # Newer files of transformers keep the base, and the share that is rotated, among the rope's parameters.
+    share = _number(rope, "partial_rotary_factor", default=1.0)
     common: dict[str, Any] = {
-        "name": _printable(path.parent.name if path.name == "config.json" else path.stem) or family,
-        "family": family,
+        "name": _printable(model_name(str(path.parent)) if path.name == "config.json" else path.stem) or str(name),
         "num_layers": _whole(config, "num_hidden_layers"),
         "hidden_size": hidden_size,
         "ffn_hidden_size": _whole(config, "intermediate_size"),
         "num_attention_heads": heads,
-        # transformers' own default is 4 for Qwen3-MoE, and as many as heads for phi-3.
-        "num_query_groups": _whole(config, "num_key_value_heads", default=heads if family == "phi3" else 4),
-        "kv_channels": _whole(config, "head_dim", default=max(1, hidden_size // heads)),
+        "num_query_groups": _whole(config, "num_key_value_heads", default=kind.num_key_value_heads or heads),
+        "kv_channels": _whole(config, "head_dim", default=kind.head_dim or max(1, hidden_size // heads)),
         "vocab_size": _whole(config, "vocab_size"),
-        # Newer files of transformers keep it, and the share that is rotated, among the rope's parameters.
         "rotary_base": _number(config, "rope_theta", default=_number(rope, "rope_theta", default=10000.0)),
+        "rotary_percent": _number(config, "partial_rotary_factor", default=share),
         "layernorm_epsilon": _number(config, "rms_norm_eps"),
         "share_embeddings_and_output_weights": _flag(config, "tie_word_embeddings", default=False),
+        "qk_layernorm": kind.qk_layernorm,
     }
-    if family == "phi3":
-        share = _number(rope, "partial_rotary_factor", default=1.0)
-        return Architecture(**common, rotary_percent=_number(config, "partial_rotary_factor", default=share))
+    if kind.experts is None:
+        return Architecture(family="phi3", **common)
+    width = "moe_intermediate_size" if kind.experts == "own width" else "intermediate_size"
+    return Architecture(
+        family="qwen3_moe",
+        **common,
+        num_moe_experts=_num_experts(config),
+        moe_router_topk=_whole(config, "num_experts_per_tok"),
+        moe_ffn_hidden_size=_whole(config, width),
+        moe_aux_loss_coeff=_number(config, "router_aux_loss_coef", default=0.001),
+        # Mixtral has no such field, and always normalises.
+        moe_router_pre_softmax=not _flag(config, "norm_topk_prob", default=kind.experts == "width of the MLP"),
+    )
+
+
+def _num_experts(config: dict[str, Any]) -> int:
+    """Returns the number of experts; of Qwen3-MoE, transformers writes the second name since 5.18."""
+    names = ("num_experts", "num_local_experts")
+    found = {name: _whole(config, name) for name in names if name in config} or {names[0]: _whole(config, names[0])}
+    if len(set(found.values())) > 1:
+        given = " and ".join(f"{name} {number}" for name, number in found.items())
+        raise ValueError(f"it has {given}, two names for the same number: leave the wrong one out")
+    return next(iter(found.values()))
+
+
+def _check_parts(config: dict[str, Any], kind: _ModelType) -> None:
+    """Refuses parts that memlab's layers do not have.
+
+    Raises:
+        ValueError: If the config has one, with the field that says so.
+    """
+    zero = ("attention_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
+    modelled: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",)} | dict.fromkeys(zero, (0, None))
+    for name, values in modelled.items():
+        if name in config and config[name] not in values:
+            raise ValueError(f"{name} {shortened(config[name])} is not modelled: memlab models {values[0]!r}")
+    for name in ("attention_bias", "mlp_bias"):
+        if _flag(config, name, default=False):
+            raise ValueError(f"{name} true is not supported: memlab's linears have no biases")
+    longest, window = config.get("max_position_embeddings"), config.get("sliding_window")
+    is_whole = is_whole_number(longest) and is_whole_number(window, at_least=int(longest or 0))
+    if window is not None and not is_whole and _flag(config, "use_sliding_window", default=kind.uses_window):
+        raise ValueError(
+            f"sliding_window {shortened(window)} is not modelled, unless it is at least max_position_embeddings, "
+            f"{shortened(longest)}: memlab's attention sees all earlier tokens"
+        )
+    layers = config.get("layer_types") or []
+    others = [layer for layer in layers if layer != "full_attention"] if isinstance(layers, list) else [layers]
+    if others:
+        raise ValueError(
+            f"layer_types has {shortened(others[0])}, which is not modelled: memlab has full_attention only"
+        )
     if config.get("mlp_only_layers") or _whole(config, "decoder_sparse_step", default=1) != 1:
         raise ValueError(
             "dense layers among MoE layers are not supported: mlp_only_layers must be empty and decoder_sparse_step 1"
         )
-    return Architecture(
-        **common,
-        qk_layernorm=True,
-        num_moe_experts=_whole(config, "num_experts"),
-        moe_router_topk=_whole(config, "num_experts_per_tok"),
-        moe_ffn_hidden_size=_whole(config, "moe_intermediate_size"),
-        moe_aux_loss_coeff=_number(config, "router_aux_loss_coef", default=0.0),
-        moe_router_pre_softmax=not _flag(config, "norm_topk_prob", default=True),
-    )
+
+
+def model_name(path: str) -> str:
+    """Returns the name of the model in a path, such as ``Qwen3-30B-A3B`` for the folder of a snapshot in a cache.
+
+    The cache of huggingface_hub (2.4) keeps a model in ``models--OWNER--NAME/snapshots/COMMIT``.
+    """
+    parts = path.rstrip("/").split("/")
+    cached = [part.rpartition("--")[2] for part in parts if part.startswith("models--")]
+    if cached:
+        return cached[-1]
+    return parts[-3] if len(parts) > 2 and parts[-2] == "snapshots" else parts[-1]
 
 
 def _field(config: dict[str, Any], name: str, default: Any) -> Any:

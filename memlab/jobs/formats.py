@@ -6,6 +6,7 @@ import json
 import re
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from memlab.config.from_json import parse_json
 from memlab.config.validation import shortened
@@ -13,7 +14,7 @@ from memlab.jobs.arguments import has_argument_block, read_argument_block, read_
 from memlab.jobs.entries import UNKNOWN, Entries, lines_of
 from memlab.jobs.frameworks.framework import Framework
 from memlab.jobs.frameworks.registry import framework_named
-from memlab.jobs.model_args import model_args
+from memlab.jobs.model_args import file_of_a_launcher, is_started_by_a_launcher, model_args
 from memlab.jobs.shell.script import Command, Script, read_script
 from memlab.jobs.shell.variables import OwnArguments
 from memlab.jobs.slime_file import FILES, values_of
@@ -127,11 +128,21 @@ def _json_format(text: str, path: Path, format_name: str | None, variables: dict
     if trees & _FIRST_OF_A_TREE or (format_name is not None and framework_named(format_name).style == "overrides"):
         root = read_yaml(text.replace("\t", " "), path.name)  # JSON is YAML
         return _yaml_format(root, path, format_name, variables)
+    if format_name is None and path.name != "args.json" and not is_argument_file(values):
+        raise ValueError(f"{path.name} is of no format that memlab reads. It looked for {LOOKED_FOR}: give --format")
     lines = {match[1]: number for number, line in enumerate(text.splitlines(), 1) if (match := _JSON_KEY.match(line))}
     entries = Entries()
     for key, value in values.items():
         entries.add(key, value if not isinstance(value, dict) else json.dumps(value), lines.get(key, 1))
     return format_name or "ms-swift", entries
+
+
+def _plain(root: Node) -> dict[str, Any]:
+    """Returns a file's keys with their values, and of a mapping its keys alone."""
+    return {
+        key: dict.fromkeys(node.value) if isinstance(node.value, dict) else node.value
+        for key, node in root.value.items()
+    }
 
 
 _JSON_KEY = re.compile(r'\s*"([^"]{1,200})"\s*:')
@@ -140,7 +151,7 @@ _JSON_KEY = re.compile(r'\s*"([^"]{1,200})"\s*:')
 def _yaml_format(root: Node, path: Path, format_name: str | None, variables: dict[str, str]) -> tuple[str, Entries]:
     if "MODEL_ARGS" in root.value and isinstance(root.value["MODEL_ARGS"].value, dict):
         return format_name or "megatron-lm", model_args(root, variables)
-    if format_name == "ms-swift" or (format_name is None and is_argument_file(root)):
+    if format_name == "ms-swift" or (format_name is None and is_argument_file(_plain(root))):
         return "ms-swift", arguments_of(root, path.name)
     entries = _with_defaults(root, path, [])
     resolve(entries)
@@ -243,6 +254,8 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
         framework, words = framework_named(found), _without_own_arguments(command, entries.warnings)
         if framework.style == "flags":
             read_flags(words, entries, framework.is_switch)
+            if is_started_by_a_launcher(word for word, _ in command.words):
+                _take_file_of_a_launcher(command, path, entries)
             if found == "slime":
                 _take_values_above_flags(path, entries)
             if found == "ms-swift":
@@ -319,6 +332,24 @@ def _take_argument_file(words: list[tuple[str, int]], path: Path, entries: Entri
         flags = {}
     entries.by_key = own.by_key | flags
     entries.environment = own.environment
+
+
+def _take_file_of_a_launcher(command: Command, path: Path, entries: Entries) -> None:
+    """Takes the flags of the file that MoE Model Zoo's launcher reads, below those of the command."""
+    variables = command.variables
+    root = _argument_file(file_of_a_launcher(variables), command.line, path, entries)
+    if root is None or "MODEL_ARGS" not in root.value:
+        return
+    own = model_args(root, variables)
+    if (nodes := variables.get("NNODES", "")).isdigit():
+        own.add("nnodes", int(nodes), command.line)
+        own.add("nproc_per_node", 4 if variables.get("GB200_CLUSTER") == "1" else 8, command.line)
+    entries.by_key = own.by_key | entries.by_key
+    entries.environment = own.environment
+    entries.warnings.append(
+        f"line {command.line}: the launcher adds flags of its own for DISPATCHER, PR, VPP, OPTIMIZER_OFFLOAD and "
+        "A2A_OVERLAP, which memlab does not read: give those that matter with --set KEY=VALUE"
+    )
 
 
 def _take_values_above_flags(path: Path, entries: Entries) -> None:
@@ -400,6 +431,8 @@ def _format_of_words(commands: list[list[str]]) -> str | None:
         swift = any(one.endswith("megatron") and other in COMMANDS for one, other in pairwise(words))
         if swift or any("swift/cli/_megatron" in word or "swift.cli._megatron" in word for word in words):
             return "ms-swift"
+    if any(is_started_by_a_launcher(words) for words in commands):
+        return "megatron-lm"
     flags = {word.partition("=")[0] for words in commands for word in words if word.startswith("--")}
     if "--actor-num-nodes" in flags:
         return "slime"

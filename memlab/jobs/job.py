@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
 from memlab.jobs.arguments import add_override
-from memlab.jobs.bounds import BOUNDS, EFFECTS
+from memlab.jobs.bounds import BOUNDS, BOUNDS_BY_SETTINGS, EFFECTS
 from memlab.jobs.building import (
     ALLOCATOR_VARIABLES,
     recompute_of_all_layers,
@@ -210,8 +210,9 @@ def _built(
         _drop_experts(reading, found)
         framework.check(reading)
         scenario = scenario_of(reading, found)
-        _bound(reading, scenario)
+        _drop_overlap(reading, scenario)
         settings = recompute_of_all_layers(reading, settings_of(reading), scenario)
+        _bound(reading, scenario, settings)
     except CannotStartError as error:
         cannot_start, scenario = str(error), None
     except ValueError as error:
@@ -273,16 +274,30 @@ def _drop_experts(reading: Reading, architecture: Architecture) -> None:
         reading.without_effect[one.key] = "the model has no experts"
 
 
-def _bound(reading: Reading, scenario: Scenario) -> None:
+def _drop_overlap(reading: Reading, scenario: Scenario) -> None:
+    """Moves what concerns an interleaved pipeline, where a job has none, to what has no effect."""
+    if scenario.layout.virtual_pipeline_model_parallel_size > 1:
+        return
+    for one in [one for one in reading.not_modelled if one.key.rpartition(".")[2] == "overlap_p2p_comm"]:
+        reading.not_modelled.remove(one)
+        reading.without_effect[one.key] = "the pipeline is not interleaved"
+
+
+def _bound(reading: Reading, scenario: Scenario, settings: MemorySettings) -> None:
     """Says how much what is not modelled can change, where that is known."""
+    by_key = BOUNDS_BY_SETTINGS | {name: _without_settings(bound) for name, bound in BOUNDS.items()}
     for index, one in enumerate(reading.not_modelled):
         parts = one.key.split(".")
-        bound = next((BOUNDS[end] for n in (3, 2, 1) if (end := ".".join(parts[-n:])) in BOUNDS), None)
+        bound = next((by_key[end] for n in (3, 2, 1) if (end := ".".join(parts[-n:])) in by_key), None)
         if bound is not None and one.effect != "unknown":
             ranks = (replace(scenario, layout=replace(scenario.layout, rank=n)) for n in scenario.ranks_of_every_kind)
             effect = EFFECTS[parts[-1]](scenario) if parts[-1] in EFFECTS else one.effect
-            bound_bytes = max(bound(rank) for rank in ranks)
+            bound_bytes = max(bound(rank, settings) for rank in ranks)
             reading.not_modelled[index] = replace(one, effect=effect, bound_bytes=bound_bytes)
+
+
+def _without_settings(bound: Callable[[Scenario], int]) -> Callable[[Scenario, MemorySettings], int]:
+    return lambda scenario, _: bound(scenario)
 
 
 def _hashable(missing: list[NotModelled]) -> list[NotModelled]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from memlab.config.architectures import ARCHITECTURES, Architecture, find_architecture
+from memlab.config.architectures import ARCHITECTURES, Architecture, find_architecture, model_name
 from memlab.config.validation import shortened
 
 HUGGING_FACE_NAMES = {
@@ -20,11 +20,16 @@ HUGGING_FACE_NAMES = {
 _VARIANTS = re.compile(
     r"([-_](base|instruct|thinking|reasoning|plus|2507|bf16|hf|mcore|torch_dist|torch-dist|megatron|fp8|int4|int8))+$"
 )
+# The same sizes in both config.json files, but for the base of the rotary embedding and the width of a dense MLP, which
+# neither has (https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct/blob/main/config.json).
+_SAME_SIZES = {"qwen3-coder-30b-a3b": "qwen3-30b-a3b"}
 _SIZES = (
     "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size", "qk_layernorm",
     "share_embeddings_and_output_weights", "num_moe_experts", "rotary_percent",
 )  # fmt: skip
 _EXPERT_SIZES = ("moe_router_topk", "moe_ffn_hidden_size")
+_ROUTER = ("moe_aux_loss_coeff", "moe_router_pre_softmax")
+"""What a job chooses for a model of any name: it decides which of the router's tensors are kept."""
 
 
 def architecture_named(name: str, folder: Path) -> Architecture:
@@ -53,11 +58,12 @@ def architecture_named(name: str, folder: Path) -> Architecture:
 
 def published_architecture(name: str) -> Architecture | None:
     """Returns the architecture of a published model, or of a checkpoint that was made from one; None if unknown."""
-    return ARCHITECTURES.get(_VARIANTS.sub("", name.rstrip("/").rpartition("/")[2].lower()))
+    plain = _VARIANTS.sub("", model_name(name).lower())
+    return ARCHITECTURES.get(_SAME_SIZES.get(plain, plain))
 
 
 def architecture_of(values: dict[str, Any], name: str) -> Architecture:
-    """Returns the architecture with these sizes: a known one where all that decides bytes is equal.
+    """Returns the architecture with these sizes, by the name of a known one where its layers and vocabulary are equal.
 
     Args:
         values: Fields of `Architecture`; ``num_query_groups`` and ``kv_channels`` may be missing.
@@ -92,5 +98,5 @@ def architecture_of(values: dict[str, Any], name: str) -> Architecture:
     for known in ARCHITECTURES.values():
         compared = (*_SIZES, *(_EXPERT_SIZES if is_moe else ("ffn_hidden_size",)))
         if all(getattr(known, size) == getattr(made, size) for size in compared):
-            return known
+            return replace(known, **{name: getattr(made, name) for name in _ROUTER}) if is_moe else known
     return made

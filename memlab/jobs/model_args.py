@@ -8,11 +8,14 @@ sbatch_benchmarking.sh of yanring/Megatron-MoE-ModelZoo at e865051).
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from memlab.jobs.entries import UNKNOWN, Entries, parse_scalar
 from memlab.jobs.yaml_tree import Node
 
+LAUNCHERS = ("sbatch_benchmarking.sh", "interactive_benchmarking.sh")
+"""MoE Model Zoo's, which a job starts with the variables in its environment and more flags as arguments."""
 _BRACKETS = re.compile(r"\[[\w ]*\]")
 """Several values of one argument, as Megatron-LM's tests write them; their launcher takes the brackets away."""
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))", re.ASCII)
@@ -44,7 +47,19 @@ def model_args(root: Node, variables: dict[str, str]) -> Entries:
 
 
 def _words(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+        return value[1:-1]  # quotes for the shell of the launcher
     if not isinstance(value, str) or UNKNOWN in value or not (" " in value or _BRACKETS.fullmatch(value)):
         return value
     words = value[1:-1] if _BRACKETS.fullmatch(value) else value
     return [parse_scalar(part) for part in words.split()]
+
+
+def is_started_by_a_launcher(words: Iterable[str]) -> bool:
+    """Whether a command starts one of the launchers that read such a file."""
+    return any(word.rpartition("/")[2] in LAUNCHERS for word in words)
+
+
+def file_of_a_launcher(variables: dict[str, str]) -> str:
+    """Returns the file that a launcher reads, named from the Model Zoo's folder; unknown without ``MODEL``."""
+    return variables.get("TRAINING_PARAMS_PATH", f"model_configs/benchmarking/{variables.get('MODEL') or UNKNOWN}.yaml")

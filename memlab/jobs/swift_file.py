@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import pairwise
+from typing import Any
 
 from memlab.jobs.entries import Entries
 from memlab.jobs.yaml_tree import Node, flat
@@ -27,12 +28,11 @@ _GROUPS = ("train", "rollout", "teacher")
 """Parts of a job under Ray, each with its own ``gpus`` and arguments."""
 
 
-def is_argument_file(root: Node) -> bool:
-    """Whether a file has ms-swift's arguments for Megatron at its top level."""
-    train = root.value.get("train")
-    names = {*root.value, *(train.value if train is not None and isinstance(train.value, dict) else ())}
-    models = [root.value[key].value for key in _NAMES_A_MODEL if key in root.value]
-    return any(isinstance(model, str) for model in models) and bool(names & _OF_MEGATRON)
+def is_argument_file(values: dict[str, Any]) -> bool:
+    """Whether a file, read as plain values, has ms-swift's arguments for Megatron at its top level."""
+    train = values.get("train")
+    names = {*values, *(train if isinstance(train, dict) else ())}
+    return any(isinstance(values.get(key), str) for key in _NAMES_A_MODEL) and bool(names & _OF_MEGATRON)
 
 
 def named_file(words: Iterable[tuple[str, int]]) -> tuple[str, int] | None:

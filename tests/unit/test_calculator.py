@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -73,6 +74,12 @@ def test_a_calculator_for_experts_offers_what_has_a_formula() -> None:
     assert [value for _, value in calculator("qwen3-30b-a3b").recompute.options] == ["none", "full"]
     with pytest.raises(ValueError, match="recompute is 'mlp', must be one of none, full"):
         bytes_by_hand(ARCHITECTURES["qwen3-30b-a3b"], 1, 256, "mlp")
+    for name, words in (("phi-4", "a dense model with norms"), ("qwen3-30b-a3b", "an MoE model without norms")):
+        other = replace(ARCHITECTURES[name], qk_layernorm=not ARCHITECTURES[name].qk_layernorm)
+        with pytest.raises(
+            ValueError, match=f"is {words} of queries and keys, for which the cheat sheet has no formula"
+        ):
+            bytes_by_hand(other, 1, 256)
     for wrong, words in (
         ({"num_layers": 41}, "num_layers is 41, must be from 1 to 40"),
         ({"tokens": 0}, "tokens is 0"),

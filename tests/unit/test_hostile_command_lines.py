@@ -50,7 +50,7 @@ FILES: dict[str, Any] = {
     "number.json": 7,
     "nan.json": "NaN",
     "broken.json": '{"model_type": "phi3",',
-    "other_family.json": PHI | {"model_type": "llama"},
+    "other_family.json": PHI | {"model_type": "gemma3"},
     "no_layers.json": {name: value for name, value in PHI.items() if name != "num_hidden_layers"},
     "text_layers.json": PHI | {"num_hidden_layers": "two"},
     "true_layers.json": PHI | {"num_hidden_layers": True},

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from memlab.jobs.job import Job
+from memlab.jobs.model import published_architecture
 from memlab.jobs.writing import written
 
 _VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.megatron.expert_model_parallel_size=8 "
@@ -22,6 +23,10 @@ _SLIME = "python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --exp
         ),
         (f"{_SLIME} --hf-checkpoint $(pwd)/Qwen3-30B-A3B/ --seq-length 4096", None),
         (f"{_SLIME} --hf-checkpoint ${{FOLDER}}/Qwen3-30B-A3B --seq-length 4096", None),
+        (
+            f"{_SLIME} --hf-checkpoint ${{HUB}}/models--Qwen--Qwen3-30B-A3B/snapshots/${{COMMIT}} --seq-length 4096",
+            None,
+        ),
         ("NPROC_PER_NODE=8 megatron sft --load ${FOLDER}/Qwen3-30B-A3B-mcore --expert_model_parallel_size 8", None),
     ],
 )
@@ -32,6 +37,29 @@ def test_a_model_is_known_by_its_name_where_its_folder_is_not(script: str, versi
     assert not [one for one in job.taken if "\0" in str(one.memlab_value)]
     (tmp_path / "run.sh").write_text(script.replace("Qwen3-30B-A3B", "$(ls models)"))
     assert "known only when the job runs" in " ".join(Job.read(tmp_path / "run.sh", version=version).warnings)
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507-FP8", "qwen3-30b-a3b"),
+        ("/cache/hub/models--Qwen--Qwen3-30B-A3B/snapshots/ad44e777bcd18fa416d9da3bd8f70d33ebb85d39/", "qwen3-30b-a3b"),
+        ("models--Qwen--Qwen3-30B-A3B-Base", "qwen3-30b-a3b"),
+        ("/models/microsoft/phi-4/snapshots/main", "phi-4"),
+        ("Qwen/Qwen3-Coder-30B-A3B-Instruct", "qwen3-30b-a3b"),
+        ("/data/Qwen3-Coder-30B-A3B-Instruct-FP8", "qwen3-30b-a3b"),
+        ("Qwen3-Coder-30B-A3B_torch_dist", "qwen3-30b-a3b"),
+        ("Qwen/Qwen3-235B-A22B-Thinking-2507", "qwen3-235b-a22b"),
+        ("Qwen/Qwen3-Coder-480B-A35B-Instruct", None),
+        ("Qwen/Qwen3-VL-30B-A3B-Instruct", None),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", None),
+        ("snapshots/Qwen3-30B-A3B", "qwen3-30b-a3b"),
+        ("/snapshots/main", None),
+    ],
+)
+def test_a_public_name_is_known_in_every_form(name: str, architecture: str | None) -> None:
+    found = published_architecture(name)
+    assert (None if found is None else found.name) == architecture
 
 
 def test_sizes_that_a_given_architecture_replaces_are_said(tmp_path: Path) -> None:
@@ -169,7 +197,7 @@ _MEMORY = [
     ("bridge", "comm_overlap.delay_wgrad_compute", "true", "more"),
     ("bridge", "dist.use_megatron_fsdp", "true", "less"),
     ("bridge", "env_vars.NVTE_FLASH_ATTN", "0", "either"),
-    ("bridge", "distill.teacher", "llama", "more"),
+    ("bridge", "model.teacher", "llama", "more"),
     ("verl", f"{_ACTOR}.entropy_coeff", "0.01", "more"),
     ("verl", f"{_ACTOR}.calculate_entropy", "true", "more"),
     ("verl", f"{_ACTOR}.qat.enable", "true", "either"),
@@ -179,7 +207,7 @@ _MEMORY = [
     ("nemo-rl", "policy.megatron_cfg.moe_layer_recompute", "true", "less"),
     ("nemo-rl", "policy.hf_config_overrides.num_hidden_layers", "4", "either"),
     ("nemo-rl", "policy.draft.enabled", "true", "more"),
-    ("bridge", "peft", "lora", "unknown"),
+    ("bridge", "peft", "lora", "less"),
     ("skyrl", "trainer.bf16", "false", "more"),
     ("slime", "entropy_coef", "0.01", "more"),
     ("slime", "qkv_format", "bshd", "more"),

@@ -267,3 +267,42 @@ def test_a_missing_file_of_slime_is_named(tmp_path: Path) -> None:
     job = read(tmp_path, SLIME + "--custom-config-path /root/other.yaml")
 
     assert any("/root/other.yaml" in warning and "is unknown" in warning for warning in job.warnings)
+
+
+def test_the_launcher_of_the_model_zoo_reads_the_file_of_its_model(tmp_path: Path) -> None:
+    """``sbatch_benchmarking.sh`` puts its environment into model_configs/benchmarking/MODEL.yaml and appends its flags."""
+    models, scripts = tmp_path / "model_configs" / "benchmarking", tmp_path / "best_practice" / "qwen3"
+    models.mkdir(parents=True)
+    scripts.mkdir(parents=True)
+    (models / "Qwen3-30B-A3B.yaml").write_text(MODEL_ARGS)
+    script = """\
+export MODEL=Qwen3-30B-A3B
+export MBS=1 SEQ_LEN=4096 LAYERS_PER_VP=false
+TP=2 PP=1 EP=8 NNODES=4 bash ./sbatch_benchmarking.sh --recompute-granularity full --recompute-method uniform \\
+  --recompute-num-layers 1
+"""
+    job = read(scripts, script)
+
+    assert layout_and_length(job) == (2, 8, 32, 4096)
+    assert any("adds flags of its own" in warning for warning in job.warnings)
+
+
+def test_a_size_that_only_the_tokenizer_has_is_the_published_models(tmp_path: Path) -> None:
+    path = tmp_path / "zoo.yaml"
+    path.write_text(MODEL_ARGS.replace("--vocab-size: 151936", "--tokenizer-model: Qwen/Qwen3-30B-A3B"))
+    job = Job.read(path, overrides=["TP=1", "PP=1", "EP=8", "MBS=1", "SEQ_LEN=4096", "LAYERS_PER_VP=false"])
+
+    assert job.required()[0].architecture.vocab_size == 151936
+    assert any("the tokenizer's own number of tokens" in warning for warning in job.warnings)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"fsdp_config": {"fsdp_version": 2}, "num_processes": 8}', '{"model": "x", "per_device_train_batch_size": 1}'],
+)
+def test_json_of_other_programs_is_no_job_of_ms_swift(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "fsdp.json"
+    path.write_text(text)
+
+    with pytest.raises(ValueError, match="is of no format"):
+        Job.read(path)

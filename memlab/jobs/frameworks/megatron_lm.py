@@ -39,7 +39,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     UNFUSED_ACTIVATION,
     UNUSED_GRADIENTS,
 )
-from memlab.jobs.model import HUGGING_FACE_NAMES
+from memlab.jobs.model import HUGGING_FACE_NAMES, published_architecture
 
 _RENAMED = {"fp8": "fp8_format", "fp8_param": "fp8_param_gather"}
 FLAGS_OF_COMPUTING = tuple(replace(key, name=_RENAMED.get(key.name, key.name)) for key in COMPUTE)
@@ -116,12 +116,6 @@ FLAGS_MISSING = (
     *MISSING_DDP,
     *MISSING_OPTIMIZER,
     *BLOCKING,
-    Missing(
-        "transformer_impl",
-        "either",
-        "memlab has the layers of Transformer Engine",
-        lambda value: value not in (None, "transformer_engine", "local"),
-    ),
     *(replace(row, name="bias_swiglu_fusion") for row in MISSING if row.name == "bias_activation_fusion"),
     Missing("no_bias_swiglu_fusion", "more", UNFUSED_ACTIVATION),
     Missing("use_precision_aware_optimizer_no_fp8_params_transpose", "less", "no transposed copy of FP8 parameters"),
@@ -164,6 +158,15 @@ def check_arguments(reading: Reading) -> None:
                     f"overlap_param_gather is on without {name}, which the arguments of Megatron-LM require: switch "
                     f"{name} on, or leave overlap_param_gather out"
                 )
+
+
+def refused_overlap(scenario: Scenario) -> dict[str, str]:
+    """Names the overlap that `check_arguments` would refuse."""
+    state = scenario.state
+    if not state.overlap_param_gather or (state.use_distributed_optimizer and state.overlap_grad_reduce):
+        return {}
+    needed = "the arguments of Megatron-LM refuse it without use_distributed_optimizer and overlap_grad_reduce"
+    return {"overlap_param_gather": needed}
 
 
 _EXPERT_DEFAULTS = {
@@ -270,10 +273,24 @@ def complete_model(reading: Reading) -> None:
             reading.miss(key, "more", f"Megatron-LM's default is 0.1: {_DROPOUT[key]}")
     divisor = values.pop("make_vocab_size_divisible_by", 128) * (values.get("tensor_model_parallel_size") or 1)
     padded = values.pop("padded_vocab_size", None)
+    if not padded and not values.get("vocab_size"):
+        _take_vocabulary_of_tokenizer(reading)
     if padded:
         values["vocab_size"] = padded
     elif values.get("vocab_size"):
         values["vocab_size"] = -(-values["vocab_size"] // divisor) * divisor
+
+
+def _take_vocabulary_of_tokenizer(reading: Reading) -> None:
+    """Takes the vocabulary of a published model's tokenizer, where the job leaves its size to the tokenizer."""
+    name = reading.entries.get("tokenizer_model")
+    model = published_architecture(str(name)) if name else None
+    if model is not None:
+        reading.take("tokenizer_model", "vocab_size", model.vocab_size)
+        reading.warnings.append(
+            f"vocab_size is not in the file, so Megatron-LM takes the tokenizer's own number of tokens, and memlab the "
+            f"published model's {model.vocab_size}, which may be larger: give --set vocab_size=TOKENS"
+        )
 
 
 def _note_other_layers(reading: Reading, *, is_gated: bool) -> None:
@@ -336,6 +353,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         "make_vocab_size_divisible_by": padding,
         "padded_vocab_size": None,
         "bf16": scenario.dtype == "bf16",
+        "overlap_param_gather": scenario.state.overlap_param_gather and not refused_overlap(scenario),
         "no_rope_fusion": not scenario.state.apply_rope_fusion,
         "apply_rope_fusion": True,
         "virtual_pipeline_model_parallel_size": None,
@@ -452,5 +470,6 @@ MEGATRON_LM = Framework(
     switches=SWITCHES,
     leaves_out=leaves_out,
     cannot_write=CANNOT_WRITE,
+    cannot_write_of=lambda scenario, _: refused_overlap(scenario),
     render=render,
 )

@@ -303,7 +303,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     )
 
 
-def cannot_write(settings: MemorySettings) -> dict[str, str]:
+def cannot_write(_: Scenario, settings: MemorySettings) -> dict[str, str]:
     """Names what ms-swift cannot express of these settings."""
     reason = "ms-swift offloads gradients with the optimizer state"
     return {"offload_gradients": reason} if settings.offload_gradients != settings.offload_optimizer else {}

@@ -14,6 +14,7 @@ from memlab.jobs.frameworks.framework import CannotStartError, Framework, Readin
 from memlab.jobs.frameworks.keys import (
     ABSENT,
     ALLOCATOR,
+    BACKEND,
     COUNT,
     LONG_DTYPE,
     NUMBER,
@@ -23,8 +24,8 @@ from memlab.jobs.frameworks.keys import (
     Key,
     Missing,
     is_false,
-    is_given,
     missing_under,
+    refusal,
     under,
 )
 from memlab.jobs.frameworks.lines import yaml_lines
@@ -47,6 +48,7 @@ from memlab.jobs.frameworks.reinforcement import (
     LORA,
     is_packed,
     longest_sequence,
+    note_replaced_values,
     sequences_of_a_step,
     take_rollout,
     take_rows,
@@ -88,10 +90,16 @@ KEYS = (
     *under(_OVERRIDES, OFFLOAD[2:]),
     *under(_MEGATRON, (key for key in _PASSED if key.name == "apply_rope_fusion"), apply_rope_fusion=True),
     *under(_OVERRIDES, _PASSED[:-1]),
+    Key(f"{_MEGATRON}.attention_backend", "attention_backend", BACKEND),
     *under(_OVERRIDES, _without_default(tuple(key for key in RECOMPUTE if key.field != "recompute_granularity"))),
     Key(f"{_OVERRIDES}.num_layers", "num_layers", WHOLE),
     Key(f"{_MEGATRON}.fp8_cfg.enabled", "is_fp8", SWITCH, False),
-    *under(f"{_MEGATRON}.fp8_cfg", (key for key in COMPUTE if key.name in _FP8)),
+    *under(
+        f"{_MEGATRON}.fp8_cfg",
+        (key for key in COMPUTE if key.name in _FP8),
+        fp8_format="e4m3",
+        fp8_recipe="blockwise",
+    ),
     *under(f"{_MEGATRON}.optimizer", _OPTIMIZER, use_precision_aware_optimizer=True),
     Key(f"{_MEGATRON}.optimizer.use_distributed_optimizer", "use_distributed_optimizer", SWITCH, True),
     *under(
@@ -109,7 +117,7 @@ KEYS = (
     Key("policy.sequence_packing.train_mb_tokens", "packed_tokens", WHOLE),
     Key("policy.dynamic_batching.enabled", "is_dynamic", SWITCH, False),
     Key("policy.dynamic_batching.train_mb_tokens", "dynamic_tokens", WHOLE),
-    Key("policy.logprob_batch_size", "log_prob_micro_batch_size", COUNT, 4),
+    Key("policy.logprob_batch_size", "log_prob_micro_batch_size", COUNT, None),
     Key("policy.sequence_packing.logprob_mb_tokens", "log_prob_packed_tokens", COUNT),
     Key("policy.dynamic_batching.logprob_mb_tokens", "log_prob_dynamic_tokens", COUNT),
     Key("policy.generation.vllm_cfg.gpu_memory_utilization", "engine_share", NUMBER, 0.6),
@@ -125,8 +133,6 @@ FRAMEWORK_MISSING = (
     Missing(f"{_MEGATRON}.moe_layer_recompute", "less", f"memlab reads it under {_OVERRIDES}, as NeMo-RL does"),
     Missing("policy.draft.enabled", "more", "a draft model is trained beside the policy"),
     Missing("policy.reward_model_cfg.enabled", "either", "a head of one number replaces the output layer"),
-    Missing("policy.hf_config_overrides.*num_*", "either", "it replaces a size of the published model", is_given),
-    Missing("policy.hf_config_overrides.*_size", "either", "it replaces a size of the published model", is_given),
     Missing(f"{_MEGATRON}.peft.enabled", "less", LORA),
     Missing(f"{_MEGATRON}.use_fused_linear_logprobs", "less", "log-probabilities without whole logits"),
     Missing(f"{_MEGATRON}.use_linear_ce_fusion_loss", "less", "log-probabilities without whole logits"),
@@ -135,13 +141,14 @@ FRAMEWORK_MISSING = (
     *missing_under(_OVERRIDES, MISSING),
     *missing_under(f"{_MEGATRON}.distributed_data_parallel_config", MISSING_DDP),
     *missing_under(f"{_MEGATRON}.optimizer", MISSING_OPTIMIZER),
-    FROZEN_ROUTER,
+    Missing(f"{_MEGATRON}.freeze_moe_router", "less", FROZEN_ROUTER),
 )  # fmt: skip
 
 
 def complete(reading: Reading) -> None:
     """Derives ranks, workload, recompute and what leaves the device around generation."""
     values = reading.values
+    note_replaced_values(reading, "policy.hf_config_overrides")
     sections = {key.partition(".")[0] for key in reading.entries.by_key}
     generates = "grpo" in sections or not sections & _WITHOUT_GENERATION
     per_node = _complete_ranks(reading)
@@ -167,7 +174,7 @@ def complete(reading: Reading) -> None:
     is_packed_row, is_dynamic = values.pop("is_packed"), values.pop("is_dynamic")
     per_micro_batch = longest * values["micro_batch_size"]
     packed, dynamic = values.pop("packed_tokens", None), values.pop("dynamic_tokens", None)
-    rows = values.pop("log_prob_micro_batch_size")
+    rows = values.pop("log_prob_micro_batch_size") or values["micro_batch_size"]
     of_packed, of_dynamic = values.pop("log_prob_packed_tokens", None), values.pop("log_prob_dynamic_tokens", None)
     of_log_probs = longest
     if is_packed_row or is_dynamic:
@@ -191,6 +198,7 @@ def _take_rollout(
     if not generates:
         del values["engine_share"], values["engine_ranks"]
         return
+    _take_engine(reading)
     take_rollout(
         reading,
         is_colocated=is_colocated,
@@ -200,6 +208,44 @@ def _take_rollout(
         bucket_bytes=int(bucket * 2**30) if bucket else None,
         bucket_share=_REFIT_SHARE if is_colocated else None,
     )
+
+
+_GENERATION = "policy.generation"
+_KEYS_OF_ENGINE: dict[str, dict[str, tuple[str, ...]]] = {
+    "vllm": {"engine_ranks": ("vllm_cfg.tensor_parallel_size", "vllm_cfg.pipeline_parallel_size")},
+    "sglang": {
+        "engine_share": ("sglang_cfg.mem_fraction_static",),
+        "engine_ranks": ("sglang_cfg.tp_size", "sglang_cfg.pp_size"),
+    },
+    "trtllm": {"engine_ranks": ("trtllm_cfg.tensor_parallel_size",)},
+    "megatron": {},
+}
+"""For each engine the keys of its share of the GPU's memory, and of the GPUs that share its weights, as factors."""
+
+
+def _take_engine(reading: Reading) -> None:
+    """Takes the inference engine's share of the memory, and its ranks, from the keys of the engine that is used."""
+    values = reading.values
+    key = f"{_GENERATION}.backend"
+    backend = reading.get(key, "vllm")
+    for field_name, names in _KEYS_OF_ENGINE.get(backend, {}).items():
+        given = [f"{_GENERATION}.{name}" for name in names if reading.entries.get(f"{_GENERATION}.{name}") is not None]
+        for name in given:
+            number = WHOLE if field_name == "engine_ranks" else NUMBER
+            try:
+                value = number.read(reading.get(name))
+            except ValueError as error:
+                entry = reading.entries.by_key[name]
+                raise refusal(entry.place, name, entry.value, error) from error
+            reading.take(name, field_name, value * (values[field_name] if name != given[0] else 1))
+    if backend == "megatron":
+        values["engine_share"] = 0.0  # it generates with the training's weights
+        reading.miss(key, "more", "Megatron's own engine has a buffer for keys and values of buffer_size_gb")
+    elif backend == "trtllm":
+        values["engine_share"] = None
+        reading.miss(key, "more", "TensorRT-LLM takes a share of the memory that is free after its weights")
+    elif backend == "sglang" and f"{_GENERATION}.sglang_cfg.mem_fraction_static" not in reading.entries.by_key:
+        values["engine_share"] = None
 
 
 def _complete_ranks(reading: Reading) -> int:
@@ -250,7 +296,7 @@ def check(reading: Reading) -> None:
         )
 
 
-def cannot_write(settings: MemorySettings) -> dict[str, str]:
+def cannot_write(_: Scenario, settings: MemorySettings) -> dict[str, str]:
     """Names what NeMo-RL cannot express of these settings."""
     reasons = {}
     if settings.recompute_granularity == "full" and (settings.recompute_method, settings.recompute_num_layers) != (

@@ -8,10 +8,10 @@ from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.validation import shortened
 from memlab.jobs.frameworks.framework import Reading
-from memlab.jobs.frameworks.keys import Missing, refusal
+from memlab.jobs.frameworks.keys import is_given, refusal
 
 LORA = "low-rank adapters: only these have gradients and optimizer state, so memlab's numbers are an upper bound"
-FROZEN_ROUTER = Missing("*freeze_moe_router", "less", "the frozen router has no gradients and no optimizer state")
+FROZEN_ROUTER = "the frozen router has no gradients and no optimizer state"
 
 
 def copies(reading: Reading) -> int:
@@ -147,6 +147,24 @@ def take_rollout(
         has_reference_model=has_reference_model,
         offloads_for_generation_only=offloads_for_generation_only,
     )
+
+
+def note_replaced_values(reading: Reading, prefix: str) -> None:
+    """Notes what a job replaces in the published model's own config.
+
+    Args:
+        reading: The job.
+        prefix: Of the mapping that the framework passes on, such as ``policy.hf_config_overrides``.
+    """
+    for key, entry in reading.entries.by_key.items():
+        if not key.startswith(f"{prefix}."):
+            continue
+        reading.known.add(key)
+        if key.endswith(".freeze_moe_router"):
+            if entry.value:
+                reading.miss(key, "less", FROZEN_ROUTER)
+        elif is_given(entry.value) and not key.endswith(".attn_implementation"):
+            reading.miss(key, "either", "it replaces a value of the published model")
 
 
 def take_sequences(reading: Reading, longest: int | None, sequences: int | None) -> None:

@@ -27,6 +27,7 @@ from memlab.jobs.frameworks.megatron_lm import (
     named,
     note_fusion,
     note_sequence_parallel,
+    refused_overlap,
 )
 from memlab.jobs.frameworks.megatron_lm import KEYS as MEGATRON_KEYS
 from memlab.jobs.frameworks.megatron_lm import compose as compose_megatron
@@ -231,11 +232,11 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     )
 
 
-def cannot_write(settings: MemorySettings) -> dict[str, str]:
-    """Names what slime cannot express of these settings."""
+def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
+    """Names what slime cannot express of these settings, and what Megatron-LM's arguments refuse."""
     moved = {settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer}
     reason = "slime offloads parameters, gradients and optimizer together, or nothing"
-    return {"offload_parameters": reason} if len(moved) > 1 else {}
+    return refused_overlap(scenario) | ({"offload_parameters": reason} if len(moved) > 1 else {})
 
 
 _NEVER = {name: reason for name, reason in CANNOT_WRITE.items() if not name.startswith(("offload", "loss", "logprobs"))}

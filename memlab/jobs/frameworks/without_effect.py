@@ -1,6 +1,42 @@
-"""Keys of each framework that do not change the memory of a training step, as patterns: ``*`` matches any text."""
+"""Keys that do not change the memory of a training step: every one was read, in the version that its list names.
+
+A list is a text in ``keys_without_effect/``. Its first line names the version and the files that the keys are from.
+After it, each line has one key; a line that starts with ``#`` is a heading, and says why the keys below it have no
+effect where this is not plain. A key of which the framework itself does not read the parts, such as the arguments of
+an inference engine, is an open mapping: ``key.*``, under a heading that says who reads them.
+"""
 
 from __future__ import annotations
+
+import fnmatch
+from pathlib import Path
+
+_MARKS_OF_AN_OBJECT = ("_target_", "_call_", "_partial_", "_args_")
+"""Beside the fields of an object, Hydra and Megatron-Bridge write by which class it is made, and how."""
+_LISTS = Path(__file__).with_name("keys_without_effect")
+
+
+def keys_without_effect(name: str, prefix: str = "") -> frozenset[str]:
+    """Returns the keys of a list.
+
+    Args:
+        name: Of the list's file, without its suffix.
+        prefix: Under which the framework passes the keys on, such as ``model``.
+    """
+    lines = (_LISTS / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+    keys = (line for line in lines if line and not line.startswith("#"))
+    return frozenset(f"{prefix}.{key}" if prefix else key for key in keys)
+
+
+def has_no_effect(key: str, keys: frozenset[str] | tuple[str, ...]) -> bool:
+    """Whether a key is in a list, or in an open mapping of it."""
+    if isinstance(keys, tuple):  # patterns of the frameworks whose keys are not listed yet
+        return any(fnmatch.fnmatchcase(key, pattern) for pattern in keys)
+    parents = [key[:index] for index, letter in enumerate(key) if letter == "."]
+    if key.rpartition(".")[2] in _MARKS_OF_AN_OBJECT:
+        return True
+    return key in keys or any(f"{parent}.*" in keys for parent in parents)
+
 
 MEGATRON_LM = (
     "lr*", "min_lr", "weight_decay*", "start_weight_decay", "end_weight_decay", "adam_*", "sgd_*", "clip_grad",
@@ -22,62 +58,6 @@ MEGATRON_LM = (
     "app_tag*", "inprocess*", "no_async*", "vocab_extra_ids", "ffn_hidden_size", "no_ckpt_*",
     "use_persistent_ckpt_worker", "logging_level",
 )  # fmt: skip
-BRIDGE = (
-    "model.*_freq_factor", "model.old_context_len", "model.scale_factor", "model.glu_linear_offset", "model.mrope_*",
-    "model.timers*", "ENV_VARS.*", "straggler", "nvrx_straggler", "profiling", "ft", "rerun_state_machine",
-    "checkpoint.*", "logger.*", "tokenizer.*", "dataset.*", "scheduler.*", "rng.*", "rerun_state_machine.*", "dist.*",
-    "profiling.*", "ft.*", "straggler.*", "nvrx_straggler.*", "inprocess_restart*", "tensor_inspect*", "validation.*",
-    "train.*", "comm_overlap.*", "ddp.*", "optimizer.*", "optimizer_config_override*", "mixed_precision.*",
-    "env_vars.*", "eval.*", "data_parallel_size", "_target_", "peft", "inference*", "distill*", "model._target_",
-    "model.*_target_", "model.*init*", "model.*_fusion", "model.moe_*", "model.mtp_*", "model.rotary_*",
-    "model.rope_*", "model.yarn*", "model.*dtype*", "model.autocast*", "model.*_fp32", "model.fp8_*", "model.fp4_*",
-    "model.tp_comm_*", "model.cp_*", "model.cuda_graph*", "model.cpu_offloading*", "model.overlap_p2p*",
-    "model.batch_p2p*", "model.deallocate*", "model.generation_config*", "model.hf_*", "model.hetero*",
-    "model.attention*", "model.apply_*", "model.use_*", "model.*func*", "model.*timeout*", "model.timers",
-    "model.mamba_*", "model.inference*", "model.flash_*", "model.*spec*", "model.position_embedding_type",
-    "model.normalization", "model.sequence_parallel", "model.test_mode", "model.layernorm*", "model.softmax*",
-    "model.window*", "model.share_*", "model.parallel_output", "model.mlp_*", "model.grad_*", "model.calculate*",
-    "model.no_*", "model.qk_*", "model.vocab_*", "model.params*", "model.pipeline*", "model.embedding*",
-    "model.variable*", "model.wgrad*", "model.defer*", "model.disable*", "model.enable*", "model.fused*", "model.is_*",
-    "model.masked*", "model.memory*", "model.microbatch*", "model.multi_*", "model.perform*", "model.persist*",
-    "model.heads*", "model.fallback*", "model.finalize*", "model.bias*", "model.clone*", "model.config_logger*",
-    "model.barrier*", "model.async*", "model.add_*", "model.activation*", "model.account*", "model.gated*",
-    "model.restore*", "model.fp32*", "model.first_*", "model.num_layers_at_*", "model.distribute*", "model.delay*",
-    "model.external*", "model.experimental*", "model.gradient*", "model.hidden*", "model.keep*", "model.log_*",
-    "model.linear_*", "model.tie_*", "model.scatter*", "model.seed", "model.fp16*", "model.kitchen*", "model.quant*",
-    "model.nccl*", "model.symmetric*", "model.transformer_impl", "model.rms*", "model.virtual*", "model.max_*",
-    "model.min_*",
-)  # fmt: skip
-VERL = (
-    "data.*", "algorithm.*", "reward*", "critic.*", "trainer.*", "ray_*", "global_profiler.*", "transfer_queue.*",
-    "custom_reward*", "hydra.*", "model_engine", "distillation.*", "actor_rollout_ref.rollout.*",
-    "actor_rollout_ref.ref.*", "actor_rollout_ref.hybrid_engine", "actor_rollout_ref.nccl_timeout",
-    "actor_rollout_ref.model.*", "actor_rollout_ref.actor.clip*", "actor_rollout_ref.actor.kl*",
-    "actor_rollout_ref.actor.entropy*", "actor_rollout_ref.actor.loss*", "actor_rollout_ref.actor.policy_loss*",
-    "actor_rollout_ref.actor.checkpoint*", "actor_rollout_ref.actor.profiler*",
-    "actor_rollout_ref.actor.router_replay*", "actor_rollout_ref.actor.use_*", "actor_rollout_ref.actor.calculate*",
-    "actor_rollout_ref.actor.tau*", "actor_rollout_ref.actor.ppo_epochs",
-    "actor_rollout_ref.actor.ppo_micro_batch_size", "actor_rollout_ref.actor.shuffle",
-    "actor_rollout_ref.actor.data_loader_seed", "actor_rollout_ref.actor.strategy",
-    "actor_rollout_ref.actor.rollout_n", "actor_rollout_ref.actor.load_weight", "actor_rollout_ref.actor.freeze*",
-    "actor_rollout_ref.actor.grad_clip", "actor_rollout_ref.actor.qat*", "actor_rollout_ref.actor._target_",
-    "actor_rollout_ref.actor.optim.*", "actor_rollout_ref.actor.megatron.*ckpt*",
-    "actor_rollout_ref.actor.megatron.*checkpoint*", "actor_rollout_ref.actor.megatron.use_*mbridge",
-    "actor_rollout_ref.actor.megatron.vanilla_mbridge", "actor_rollout_ref.actor.megatron.seed",
-    "actor_rollout_ref.actor.megatron._target_", "actor_rollout_ref.actor.megatron.extra",
-    "actor_rollout_ref.actor.megatron.forward_only", "actor_rollout_ref.actor.megatron.load_weight",
-    "actor_rollout_ref.actor.megatron.router_replay*",
-    "actor_rollout_ref.actor.megatron.qat*", "actor_rollout_ref.actor.megatron.pad_*",
-    "actor_rollout_ref.actor.megatron.max_seqlen*", "actor_rollout_ref.actor.megatron.offload*",
-    "actor_rollout_ref.actor.megatron.profiler*", "actor_rollout_ref.actor.megatron.distrib*",
-    "actor_rollout_ref.actor.megatron.entropy*", "actor_rollout_ref.actor.megatron.enable",
-    "actor_rollout_ref.actor.megatron.nccl_timeout",
-    "actor_rollout_ref.actor.megatron.override_transformer_config.*fusion",
-    "actor_rollout_ref.actor.megatron.override_transformer_config.persist_layer_norm",
-    "actor_rollout_ref.actor.megatron.override_transformer_config.deallocate_pipeline_outputs",
-    "actor_rollout_ref.actor.megatron.override_transformer_config.moe_*",
-    "actor_rollout_ref.actor.megatron.override_transformer_config.mtp_*",
-)  # fmt: skip
 NEMO_RL = (
     "grpo.*", "sft.*", "dpo.*", "rm.*", "distillation.*", "loss_fn.*", "checkpointing.*", "data.*", "env.*",
     "logger.*", "value.*", "teacher.*", "ppo.*", "policy.tokenizer*", "policy.generation*", "policy.dtensor_cfg*",
@@ -95,24 +75,6 @@ NEMO_RL = (
     "policy.megatron_cfg.train_iters", "policy.megatron_cfg.linear_ce*", "policy.megatron_cfg.fused_linear*",
     "policy.megatron_cfg.gradient_accumulation_fusion", "policy.megatron_cfg.use_*",
     "policy.megatron_cfg.cuda_graph_*", "_override_*", "*_target_",
-)  # fmt: skip
-SKYRL = (
-    "data.*", "generator.*", "environment.*", "terminal_bench*", "trainer.algorithm.*", "trainer.ref.*",
-    "trainer.critic.*", "trainer.logger", "trainer.*name", "trainer.*ckpt*", "trainer.*path", "trainer.eval*",
-    "trainer.epochs", "trainer.train_batch_size", "trainer.update_epochs*", "trainer.*interval*",
-    "trainer.resume_mode", "trainer.seed", "trainer.placement.*", "trainer.micro_forward*", "trainer.critic_mini*",
-    "trainer.dump*", "trainer.sequence_parallel*", "trainer.policy.optimizer_config.*", "trainer.policy.fsdp_config*",
-    "trainer.policy.sequence_parallel_size", "trainer.policy.record_memory", "trainer.policy.use_torch_compile",
-    "trainer.policy.model*", "trainer.target_modules", "trainer.fully_async*", "trainer.policy.language_model_only",
-    "trainer.rope_*", "trainer.use_sample_packing", "trainer.tracker*", "trainer.policy.inference_only*",
-    "trainer.bf16", "trainer.hf_*", "trainer.export*", "trainer.policy.megatron_config.moe_*",
-    "trainer.policy.megatron_config.mtp_*", "trainer.policy.megatron_config.lora_config*",
-    "trainer.policy.megatron_config.torch_profiler*", "trainer.policy.megatron_config.model_config*",
-    "trainer.policy.megatron_config.empty_cuda_cache", "trainer.policy.megatron_config.*ckpt*",
-    "trainer.policy.megatron_config.hf_export*", "trainer.policy.megatron_config.async*",
-    "trainer.policy.megatron_config.fp8_amax*", "trainer.policy.megatron_config.ddp_config.*",
-    "trainer.policy.megatron_config.transformer_config_kwargs.*fusion",
-    "trainer.policy.megatron_config.transformer_config_kwargs.moe_*", "hydra.*",
 )  # fmt: skip
 SLIME = (
     "rollout_*", "sglang_*", "router_*", "n_samples*", "num_rollout", "num_epoch", "prompt_data", "input_key",
