@@ -10,9 +10,9 @@ processes of a layout take its jobs one after the other, each with a model of it
 model stays allocated; then new processes go on. They are forked from this process, which imports Megatron once and
 never uses a GPU. FOLDER gets ``ranks.jsonl``, a line after each job, and the output of each rank.
 
-A job that fails, or that does not end in time, has a line with the error, and the others are taken all the same. All
-ranks and micro-batches have the same tokens, so each prediction is given how many of them the routers sent to each
-expert.
+A job that fails, or that does not end in time, has a line with the error, and the others are taken all the same. The
+same command takes the jobs that the file does not have yet. All ranks and micro-batches have the same tokens, so each
+prediction is given how many of them the routers sent to each expert.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import json
 import multiprocessing
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
-from datetime import timedelta
 from itertools import chain, groupby
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -67,18 +67,20 @@ def measure(folder: Path, only: str, seconds: float) -> int:
     on_gpus = torch.cuda.device_count() > 0
     context = multiprocessing.get_context("fork" if not on_gpus or forked_processes_can_use_gpus() else "spawn")
     print(f"{time.monotonic() - started:.0f} s: imported; processes start by {context.get_start_method()}", flush=True)
-    store = torch.distributed.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=JOB_SECONDS)
-    )
+    file = folder / "ranks.jsonl"
+    done = {json.loads(line)["name"] for line in file.read_text().splitlines()} if file.exists() else set()
     wanted = [job if on_gpus else job.tiny() for job in jobs() if only in job.name]
-    left = list(enumerate(wanted))
+    left = [(number, job) for number, job in enumerate(wanted) if job.name not in done]
     failed = 0
-    with (folder / "ranks.jsonl").open("a") as lines:
+    # A store in a file: one that this process serves has a thread, whose locks forked processes would find closed.
+    with file.open("a") as lines, tempfile.TemporaryDirectory() as shared:
+        path = str(Path(shared) / "store")
+        store = torch.distributed.FileStore(path, -1)
         while left and time.monotonic() - started < seconds:
             _, of_layout = next(groupby(left, key=lambda numbered: numbered[1].layout))
             group = list(of_layout)
             ranks = [
-                context.Process(target=run_rank, args=(rank, NUM_RANKS, store.port, group, folder / f"rank-{rank}.log"))
+                context.Process(target=run_rank, args=(rank, NUM_RANKS, path, group, folder / f"rank-{rank}.log"))
                 for rank in range(NUM_RANKS)
             ]
             for process in ranks:
@@ -128,7 +130,7 @@ def result_of(store: Any, number: int, ranks: list[BaseProcess]) -> dict[str, An
                 f"rank {rank}: {store.get(key).decode()}" for rank, key in enumerate(failures) if store.check([key])
             ]
             return {"error": "; ".join(known) or f"processes ended with {[each.exitcode for each in ranks]}"}
-        time.sleep(0.05)
+        time.sleep(0.1)
     return {"error": f"not done after {JOB_SECONDS} s"}
 
 
