@@ -1,8 +1,8 @@
 """Jobs of four ranks for `benchmarks.plain_megatron`, in Megatron's own names: model, layout, settings and state.
 
-Each job steps the first layers of Qwen3-30B-A3B or phi-4 on one sequence of 4,096 tokens per micro-batch. Jobs of one
-layout follow each other, so that they can share processes. The most important layouts come first, because a machine's
-time can end before the list does.
+Each job steps the first layers of Qwen3-30B-A3B, phi-4 or Phi-4-mini, on one sequence of 4,096 tokens per micro-batch.
+Jobs of one layout follow each other, so that they can share processes. The most important layouts come first, because a
+machine's time can end before the list does.
 """
 
 from __future__ import annotations
@@ -53,20 +53,32 @@ MODELS: dict[str, dict[str, Any]] = {
         "kv_channels": 128,
         "layernorm_epsilon": 1e-5,
     },
+    # https://huggingface.co/microsoft/Phi-4-mini-instruct/blob/main/config.json; its "longrope" factors change no size.
+    "phi-4-mini": {
+        "hidden_size": 3072,
+        "ffn_hidden_size": 8192,
+        "num_attention_heads": 24,
+        "num_query_groups": 8,
+        "kv_channels": 128,
+        "layernorm_epsilon": 1e-5,
+    },
 }
 """Fields of Megatron's ``TransformerConfig``."""
-VOCABULARIES = {"qwen3-30b-a3b": 151936, "phi-4": 100352}
-ROTARY_BASES = {"qwen3-30b-a3b": 1000000, "phi-4": 250000}
-TINY_VOCABULARY, TINY_SEQUENCE, TINY_LAYERS = 512, 64, 4
-TINY = {
-    "hidden_size": 128,
-    "ffn_hidden_size": 256,
-    "num_attention_heads": 8,
-    "num_query_groups": 4,
-    "kv_channels": 16,
+EMBEDDINGS: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": {"vocab_size": 151936, "rotary_base": 1000000},
+    "phi-4": {"vocab_size": 100352, "rotary_base": 250000},
+    "phi-4-mini": {
+        "vocab_size": 200064,
+        "rotary_base": 10000,
+        "rotary_percent": 0.75,
+        "share_embeddings_and_output_weights": True,
+    },
 }
-"""What a rehearsal without a GPU takes in the place of a model's own sizes, and of those of its experts."""
+"""Arguments of Megatron's ``GPTModel``."""
+TINY = {"hidden_size": 128, "ffn_hidden_size": 256, "kv_channels": 16}
+"""What a rehearsal without a GPU takes in the place of a model's own sizes; heads stay, since layouts split them."""
 TINY_EXPERTS = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 64}
+TINY_VOCABULARY, TINY_SEQUENCE, TINY_LAYERS = 512, 64, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +124,7 @@ class Job:
         )
 
 
-QWEN, PHI = "qwen3-30b-a3b", "phi-4"
+QWEN, PHI, PHI_MINI = MODELS
 FULL: dict[str, Any] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -139,6 +151,8 @@ def recompute(*modules: str) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": modules}
 
 
+DEALLOCATE = {"deallocate_pipeline_outputs": True}
+"""Megatron-Core's default is False. Megatron-LM's ``core_transformer_config_from_args`` and Megatron-Bridge set it."""
 EXPERTS = offload("expert_fc1", "moe_act")
 ATTENTION = offload("core_attn", "attn_proj")
 
@@ -147,7 +161,12 @@ def jobs() -> Iterator[Job]:
     """Yields every job, those of one layout together."""
 
     def of(model: str, num_layers: int, layout: str, *settings: dict[str, Any], **others: Any) -> Iterator[Job]:
-        others |= {"model": model, "num_layers": num_layers, "layout": layout, "vocab_size": VOCABULARIES[model]}
+        others |= {
+            "model": model,
+            "num_layers": num_layers,
+            "layout": layout,
+            "vocab_size": EMBEDDINGS[model]["vocab_size"],
+        }
         for each in settings or ({},):
             yield Job(settings=each, **others)
 
@@ -155,10 +174,10 @@ def jobs() -> Iterator[Job]:
     every = offload("qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
     yield from of(QWEN, 4, "TP2 EP4 ETP1 DP2", {}, every)
     yield from of(QWEN, 4, "TP2 EP2 DP2", {}, FULL)
-    yield from of(PHI, 8, "TP4", {}, FULL, {**recompute("mlp"), **ATTENTION})
+    yield from of(PHI_MINI, 8, "TP4", {}, FULL, {**recompute("mlp"), **ATTENTION})
     yield from of(QWEN, 4, "PP2 EP2 DP2", {}, recompute("moe"), num_microbatches=4)
     yield from of(PHI, 8, "PP4", {}, {**FULL, "recompute_method": "block"}, num_microbatches=8)
-    yield from of(PHI, 8, "PP4", num_microbatches=8, config={"deallocate_pipeline_outputs": True})
+    yield from of(PHI, 8, "PP4", num_microbatches=8, config=DEALLOCATE)
     yield from of(QWEN, 8, "PP4", num_microbatches=8)
     yield from of(QWEN, 4, "CP2 EP2 DP2", {}, FULL)
     yield from of(PHI, 4, "DP4")
@@ -166,6 +185,7 @@ def jobs() -> Iterator[Job]:
     yield from of(QWEN, 4, "DP4")
     yield from of(QWEN, 8, "PP2 VP2 EP2 DP2", {}, EXPERTS, num_microbatches=4)
     yield from of(PHI, 8, "PP4 VP2", {}, FULL, num_microbatches=8)
+    yield from of(PHI, 8, "PP4 VP2", num_microbatches=8, config=DEALLOCATE)
     bf16 = {"grad_reduce_in_bf16": True}
     yield from of(QWEN, 4, "TP2 PP2 EP2 ETP1", {}, FULL, num_microbatches=4, state=bf16)
     yield from of(PHI, 4, "CP4", {}, ATTENTION)

@@ -37,13 +37,12 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from benchmarks.megatron_jobs import MODELS, ROTARY_BASES, Job
+from benchmarks.megatron_jobs import EMBEDDINGS, MODELS, Job
 
 NUM_STEPS = 4
 """The first allocates Adam's moments and teaches Megatron its offload groups. The last is compared."""
 SEED = 1234
 COLLECTIVES_SECONDS = 60
-CONTINUE_SECONDS = 600
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "allgather_into_tensor_coalesced"),
@@ -56,20 +55,20 @@ _COLLECTIVES = (
 """Methods of torch's ``ProcessGroup``. What is called between the two ends of coalescing begins at its end."""
 
 
-def run_rank(rank: int, world_size: int, port: int, numbered: list[tuple[int, Job]], log: Path) -> None:
+def run_rank(rank: int, world_size: int, path: str, numbered: list[tuple[int, Job]], log: Path) -> None:
     """Takes jobs of one layout, one after the other, and leaves what was measured in the store.
 
     Args:
         rank: The rank of this process, and its GPU.
         world_size: How many ranks the jobs have.
-        port: Of the store on this machine.
+        path: The file of the store.
         numbered: The jobs with their numbers, which are part of the store's keys.
         log: The file that gets the output of this process.
     """
     with log.open("a") as output:
         for number in (1, 2):
             os.dup2(output.fileno(), number)
-    store = torch.distributed.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=CONTINUE_SECONDS))
+    store = torch.distributed.FileStore(path, -1)
     number = numbered[0][0]
     uses = FirstUses()
     try:
@@ -202,13 +201,11 @@ def build(job: Job, config: TransformerConfig) -> tuple[list[Any], Any]:
         model = GPTModel(
             config=config,
             transformer_layer_spec=spec,
-            vocab_size=job.vocab_size,
+            **{**EMBEDDINGS[job.model], "vocab_size": job.vocab_size},
             max_sequence_length=job.seq_length,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
-            share_embeddings_and_output_weights=False,
             position_embedding_type="rope",
-            rotary_base=ROTARY_BASES[job.model],
             **place,
         )
         model = Float16Module(config, model.cuda())

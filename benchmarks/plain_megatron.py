@@ -10,9 +10,9 @@ processes of a layout take its jobs one after the other, each with a model of it
 model stays allocated; then new processes go on. They are forked from this process, which imports Megatron once and
 never uses a GPU. FOLDER gets ``ranks.jsonl``, a line after each job, and the output of each rank.
 
-A job that fails, or that does not end in time, has a line with the error, and the others are taken all the same. All
-ranks and micro-batches have the same tokens, so each prediction is given how many of them the routers sent to each
-expert.
+A job that fails, or that does not end in time, has a line with the error, and the others are taken all the same. The
+same command takes the jobs that the file does not have yet. All ranks and micro-batches have the same tokens, so each
+prediction is given how many of them the routers sent to each expert.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ import importlib
 import json
 import multiprocessing
 import os
+import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
-from datetime import timedelta
 from itertools import chain, groupby
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -52,7 +53,7 @@ JOB_SECONDS = 100
 ENDING_SECONDS = 15
 MOST_LEFT_BYTES = 8 * 2**20
 """If more of a former model stays allocated, the next job gets new processes."""
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 
 
 def measure(folder: Path, only: str, seconds: float) -> int:
@@ -67,18 +68,20 @@ def measure(folder: Path, only: str, seconds: float) -> int:
     on_gpus = torch.cuda.device_count() > 0
     context = multiprocessing.get_context("fork" if not on_gpus or forked_processes_can_use_gpus() else "spawn")
     print(f"{time.monotonic() - started:.0f} s: imported; processes start by {context.get_start_method()}", flush=True)
-    store = torch.distributed.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=JOB_SECONDS)
-    )
+    file = folder / "ranks.jsonl"
+    done = {json.loads(line)["name"] for line in file.read_text().splitlines()} if file.exists() else set()
     wanted = [job if on_gpus else job.tiny() for job in jobs() if only in job.name]
-    left = list(enumerate(wanted))
+    left = [(number, job) for number, job in enumerate(wanted) if job.name not in done]
     failed = 0
-    with (folder / "ranks.jsonl").open("a") as lines:
+    # A store in a file: one that this process serves has a thread, whose locks forked processes would find closed.
+    with file.open("a") as lines, tempfile.TemporaryDirectory() as shared:
+        path = str(Path(shared) / "store")
+        store = torch.distributed.FileStore(path, -1)
         while left and time.monotonic() - started < seconds:
             _, of_layout = next(groupby(left, key=lambda numbered: numbered[1].layout))
             group = list(of_layout)
             ranks = [
-                context.Process(target=run_rank, args=(rank, NUM_RANKS, store.port, group, folder / f"rank-{rank}.log"))
+                context.Process(target=run_rank, args=(rank, NUM_RANKS, path, group, folder / f"rank-{rank}.log"))
                 for rank in range(NUM_RANKS)
             ]
             for process in ranks:
@@ -128,7 +131,7 @@ def result_of(store: Any, number: int, ranks: list[BaseProcess]) -> dict[str, An
                 f"rank {rank}: {store.get(key).decode()}" for rank, key in enumerate(failures) if store.check([key])
             ]
             return {"error": "; ".join(known) or f"processes ended with {[each.exitcode for each in ranks]}"}
-        time.sleep(0.05)
+        time.sleep(0.1)
     return {"error": f"not done after {JOB_SECONDS} s"}
 
 
@@ -147,7 +150,7 @@ def summary(job: Job, row: dict[str, Any]) -> str:
         return f"FAILED {job.name}: {row['error'][:300]}"
     peaks = " ".join(f"{rank['steps'][-1]['peak_bytes'] / GIB:.3f}" for rank in row["ranks"])
     outside = " ".join(f"{rank['steps'][-1]['outside_torch_bytes'] / GIB:.2f}" for rank in row["ranks"])
-    left = max(rank["left_bytes"] for rank in row["ranks"]) / 2**20
+    left = max(rank["left_bytes"] for rank in row["ranks"]) / MIB
     return f"{job.name}: peaks {peaks} GiB, outside torch {outside} GiB, {left:.1f} MiB left"
 
 
@@ -164,6 +167,30 @@ def predict(path: Path, at_once: int) -> None:
     for row in measured:
         if "error" in row:
             print(f"\n{row['name']} failed: {row['error']}")
+    print_outside_torch([rank for row in measured for rank in row.get("ranks", ()) if rank["first_uses"]])
+
+
+def print_outside_torch(ranks: list[dict[str, Any]]) -> None:
+    """Prints what took memory outside torch, over the first job of each process.
+
+    Args:
+        ranks: Rows with the first uses of groups.
+    """
+    taken: dict[tuple[str, int], list[float]] = {}
+    for rank in ranks:
+        uses = rank["first_uses"]
+        known = rank["outside_torch_bytes"]["CUDA's context"] + sum(use["bytes"] for use in uses)
+        taken.setdefault(("CUDA's context", 1), []).append(rank["outside_torch_bytes"]["CUDA's context"] / MIB)
+        libraries = rank["steps"][-1]["outside_torch_bytes"] - known
+        taken.setdefault(("all else, such as libraries", 1), []).append(libraries / MIB)
+        for use in uses:
+            taken.setdefault((f"{use['collective']} of {use['group']}", len(use["ranks"])), []).append(
+                use["bytes"] / MIB
+            )
+    print("\n| outside torch, MiB | ranks | times | least | median | most |\n| --- |" + " ---: |" * 5)
+    for (what, size), values in sorted(taken.items()):
+        low, middle, high = min(values), statistics.median(values), max(values)
+        print(f"| {what} | {size} | {len(values)} | {low:.0f} | {middle:.0f} | {high:.0f} |")
 
 
 def table_row(pair: tuple[dict[str, Any], int]) -> str:

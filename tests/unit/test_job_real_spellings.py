@@ -210,7 +210,10 @@ def test_the_old_name_of_recomputing_moe_layers_is_read_as_megatron_reads_it(fra
 
 
 _MEMORY = [
-    *((name, f"{prefix}bias_activation_fusion", "false", "more") for name, prefix in _TRANSFORMER.items()),
+    *(
+        (name, f"{prefix}bias_{'activation' if prefix else 'swiglu'}_fusion", "false", "more")
+        for name, prefix in _TRANSFORMER.items()
+    ),
     ("megatron-lm", "no_bias_swiglu_fusion", "true", "more"),
     ("slime", "bias_swiglu_fusion", "false", "more"),
     ("bridge", "model.fp32_residual_connection", "true", "more"),
@@ -316,13 +319,15 @@ def test_ranks_of_ms_swift_that_only_a_run_shows_are_said(nodes: str, tmp_path: 
     [
         "experimental_attention_variant=gated_delta_net",
         "linear_attention_freq=4",
-        "heterogeneous_block_specs=true",
+        "heterogeneous_layers=true",
         "moe_latent_size=128",
         "attention_output_gate=true",
         "hybrid_layer_pattern=M*M*",
     ],
 )
 def test_layers_of_another_kind_are_another_model(framework: str, key: str, tmp_path: Path) -> None:
+    end = "block_specs" if _TRANSFORMER[framework] else "layers_config_path"
+    key = key.replace("heterogeneous_layers", f"heterogeneous_{end}")
     job = _job(framework, tmp_path, _TRANSFORMER[framework] + key)
     assert f"memlab does not have this model: {_TRANSFORMER[framework]}{key.partition('=')[0]}" in str(
         job.not_supported

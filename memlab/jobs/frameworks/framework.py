@@ -64,8 +64,6 @@ class Reading:
     not_modelled: list[NotModelled] = field(default_factory=list)
     without_effect: dict[str, str] = field(default_factory=dict)
     """Keys that memlab knows and that change nothing here, each with the reason."""
-    refused: list[str] = field(default_factory=list)
-    """By which rules the framework itself refuses the job, each in one line."""
     blocked: list[str] = field(default_factory=list)
     """Why memlab does not have the job's model, in phrases."""
     warnings: list[str] = field(default_factory=list)
