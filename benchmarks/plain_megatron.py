@@ -48,7 +48,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "4",
 }
 NUM_RANKS = 4
-JOB_SECONDS = 100
+JOB_SECONDS = 120
 """The most that one job may take; the first compiles kernels."""
 ENDING_SECONDS = 15
 MOST_LEFT_BYTES = 8 * 2**20
