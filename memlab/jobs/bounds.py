@@ -1,11 +1,16 @@
-"""How much what memlab does not model can change, on the rank of a job that it changes most."""
+"""How much what memlab does not model can change on one rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import fnmatch
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from memlab.config.scenario import Scenario
 from memlab.jobs.frameworks.keys import Effect
+from memlab.vocabulary import RESIDUAL_CATEGORIES
+
+_Value = TypeVar("_Value")
 
 
 def _fused_accumulation_bytes(scenario: Scenario) -> int:
@@ -79,17 +84,53 @@ def _router_bytes(scenario: Scenario) -> int:
     return 16 * scenario.num_layers_of_stage * architecture.hidden_size * (architecture.num_moe_experts or 0)
 
 
+def _dropped_random_bytes(scenario: Scenario) -> int:
+    """Returns a seed and an offset for each attention of each layer in flight, a block of 512 bytes each.
+
+    cuDNN and flash-attn make the mask again in backward, from these two numbers.
+    """
+    return 2 * 512 * scenario.num_layers_of_chunk * scenario.most_passes_in_flight
+
+
 def _trained_bytes(scenario: Scenario) -> int:
-    """Returns what gradients and optimizer state of all parameters of a rank take, sharded as the job shards them."""
-    layout, state = scenario.layout, scenario.state
-    dense, experts = _parameters(scenario)
-    copies = layout.data_parallel_size * layout.context_parallel_size
-    by_experts = layout.expert_tensor_size * layout.expert_model_parallel_size
-    of_gradient = 2 if state.grad_reduce_in_bf16 else 4
-    shards = (copies, max(1, layout.ranks_of_a_stage // by_experts)) if state.use_distributed_optimizer else (1, 1)
+    """Returns what gradients and optimizer state of all parameters take on the device of a rank, sharded as in the job.
+
+    See `TrainingState` for the types; a CPU optimizer keeps the moments of its share on the host, and with the
+    precision-aware optimizer also the main parameters.
+    """
+    state = scenario.state
+    of_gradient = 2 if scenario.dtype == "bf16" and state.grad_reduce_in_bf16 else 4
+    on_device = 1 - state.optimizer_offload_fraction if state.optimizer_cpu_offload else 1.0
+    main, moments = 4 if scenario.dtype == "bf16" else 0, 8
+    if state.use_precision_aware_optimizer and not state.optimizer_cpu_offload:
+        main = _BYTES[state.main_params_dtype]
+        moments = _BYTES[state.exp_avg_dtype] + _BYTES[state.exp_avg_sq_dtype]
+    of_optimizer = moments * on_device + main * (on_device if state.use_precision_aware_optimizer else 1)
     return sum(
-        count * of_gradient + 12 * -(-count // shard) for count, shard in zip((dense, experts), shards, strict=True)
+        count * of_gradient + round(of_optimizer * -(-count // (shards if state.use_distributed_optimizer else 1)))
+        for count, shards in zip(_parameters(scenario), _copies(scenario), strict=True)
     )
+
+
+_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+
+
+def _copies(scenario: Scenario) -> tuple[int, int]:
+    """Returns how many ranks hold each parameter, outside experts and in them."""
+    layout = scenario.layout
+    by_experts = layout.expert_tensor_size * layout.expert_model_parallel_size
+    return layout.data_parallel_size * layout.context_parallel_size, max(1, layout.ranks_of_a_stage // by_experts)
+
+
+def _sharded_bytes(scenario: Scenario) -> int:
+    """Returns what FSDP can spread over the ranks that hold the same parameters, apart from each rank's own share.
+
+    These are parameters and gradients, and the optimizer state where the distributed optimizer does not spread it.
+    """
+    state = scenario.state
+    of_parameter = 2 + 4 + (0 if state.use_distributed_optimizer else 12)
+    copies = zip(_parameters(scenario), _copies(scenario), strict=True)
+    return sum(of_parameter * (count - count // shards) for count, shards in copies)
 
 
 def _parameters(scenario: Scenario) -> tuple[int, int]:
@@ -123,11 +164,74 @@ BOUNDS: dict[str, Callable[[Scenario], int]] = {
     "hidden_dropout": _dropout_bytes,
     "freeze_moe_router": _router_bytes,
     **dict.fromkeys(("ref_model", "ref.megatron.param_offload"), lambda scenario: 2 * sum(_parameters(scenario))),
+    "empty_unused_memory_level": lambda scenario: 0,  # of what is reserved, nothing that is allocated
+    "attention_dropout": _dropped_random_bytes,
+    **dict.fromkeys(("use_megatron_fsdp", "use_torch_fsdp2", "use_custom_fsdp"), _sharded_bytes),
     **dict.fromkeys(("lora_rank", "lora.rank", "peft.enabled", "tuner_type", "train_type"), _trained_bytes),
 }
-"""By the last part of a key, or the last two or three: at most so many bytes more or less, as the key's effect says."""
+"""By the last part of a key, or the last two or three: at most so many bytes more or less, as the key's effect says.
+What freezes parameters (`FREEZES`) may also keep fewer activations, which are not in its bound."""
 
 EFFECTS: dict[str, Callable[[Scenario], Effect]] = {
     "gradient_accumulation_fusion": lambda scenario: "either" if scenario.architecture.is_moe else "more",
 }
 """By the last part of a key, where the model decides the sign of its effect."""
+
+FREEZES = ("lora_rank", "lora.rank", "peft.enabled", "peft.*", "tuner_type", "train_type", "freeze_*")
+"""Keys with which only a part of the parameters is trained."""
+
+_STATE = ("gradients", "optimizer state")
+_OF_TRAINING = (*_STATE, *RESIDUAL_CATEGORIES)
+_CAN_TAKE: dict[str, tuple[str, ...]] = {
+    "freeze_moe_router": _STATE,
+    **dict.fromkeys(FREEZES, _OF_TRAINING),
+    **dict.fromkeys(("use_megatron_fsdp", "use_torch_fsdp2", "use_custom_fsdp"), ("parameters", *_STATE)),
+    **dict.fromkeys(
+        (
+            "cpu_offloading",
+            "cpu_offloading_num_layers",
+            "distribute_saved_activations",
+            "mlp_chunks_for_training",
+            "recompute_loss_function",
+            "recompute_modules",
+            "offload_modules",
+            "activation_func_fp8_input_store",
+            "fuse_loss",
+            "moe_layer_recompute",
+        ),
+        RESIDUAL_CATEGORIES,
+    ),
+    **dict.fromkeys(
+        (
+            "disable_parameter_transpose_cache",
+            "reuse_grad_buf_for_mxfp8_param_ag",
+            "use_precision_aware_optimizer_no_fp8_params_transpose",
+        ),
+        ("parameters",),
+    ),
+}
+"""By the end of a key whose effect is less: in which categories it can take bytes away. ``cpu_offloading`` also moves
+weights with ``cpu_offloading_weights``, off by default (megatron/core/model_parallel_config.py, 0.16.1)."""
+
+
+def bound_bytes(key: str, scenario: Scenario) -> int | None:
+    """Returns how much a key that memlab does not model changes at most on a rank; None if that is not known."""
+    bound = _of_end(BOUNDS, key)
+    return None if bound is None else bound(scenario)
+
+
+def categories_it_can_take(key: str) -> tuple[str, ...] | None:
+    """Returns of which categories a key with the effect *less* can take bytes away; None if that is not known."""
+    return _of_end(_CAN_TAKE, key)
+
+
+def freezes_parameters(key: str) -> bool:
+    """Whether with a key only a part of the parameters is trained, so that a layer may also keep less for backward."""
+    return categories_it_can_take(key) == _OF_TRAINING
+
+
+def _of_end(table: Mapping[str, _Value], key: str) -> _Value | None:
+    """Returns what a table has for the last parts of a key, the longest end first."""
+    parts = key.split(".")
+    ends = [".".join(parts[-number:]) for number in (3, 2, 1)]
+    return next((table[name] for end in ends for name in table if fnmatch.fnmatchcase(end, name)), None)

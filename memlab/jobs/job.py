@@ -15,7 +15,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
 from memlab.jobs.arguments import add_override
-from memlab.jobs.bounds import BOUNDS, EFFECTS
+from memlab.jobs.bounds import EFFECTS, bound_bytes
 from memlab.jobs.building import ALLOCATOR_VARIABLES, CannotStartError, scenario_of, settings_of
 from memlab.jobs.entries import Entries, Entry, parse_value
 from memlab.jobs.formats import read_file
@@ -259,15 +259,14 @@ def _drop_experts(reading: Reading, architecture: Architecture) -> None:
 
 
 def _bound(reading: Reading, scenario: Scenario) -> None:
-    """Says how much what is not modelled can change, where that is known."""
+    """Says how much what is not modelled can change, where that is known, on the rank that it changes most."""
+    ranks = [replace(scenario, layout=replace(scenario.layout, rank=rank)) for rank in scenario.ranks_of_every_kind]
     for index, one in enumerate(reading.not_modelled):
-        parts = one.key.split(".")
-        bound = next((BOUNDS[end] for n in (3, 2, 1) if (end := ".".join(parts[-n:])) in BOUNDS), None)
-        if bound is not None and one.effect != "unknown":
-            ranks = (replace(scenario, layout=replace(scenario.layout, rank=n)) for n in scenario.ranks_of_every_kind)
-            effect = EFFECTS[parts[-1]](scenario) if parts[-1] in EFFECTS else one.effect
-            bound_bytes = max(bound(rank) for rank in ranks)
-            reading.not_modelled[index] = replace(one, effect=effect, bound_bytes=bound_bytes)
+        bounds = [bound_bytes(one.key, rank) for rank in ranks]
+        if None not in bounds and one.effect != "unknown":
+            name = one.key.rpartition(".")[2]
+            effect = EFFECTS[name](scenario) if name in EFFECTS else one.effect
+            reading.not_modelled[index] = replace(one, effect=effect, bound_bytes=max(filter(None, bounds), default=0))
 
 
 def _hashable(missing: list[NotModelled]) -> list[NotModelled]:
