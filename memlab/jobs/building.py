@@ -166,6 +166,7 @@ def scenario_of(reading: Reading, architecture: Architecture) -> Scenario:
     seq_length = values.get("seq_length") or architecture.default_seq_length
     num_microbatches = _num_microbatches(reading, layout)
     _note_turns_of_chunks(reading, layout, num_microbatches)
+    _check_whole_sequences(reading, layout, seq_length)
     try:
         layout.check(architecture, num_layers, seq_length, num_microbatches)
     except ValueError as error:
@@ -182,6 +183,22 @@ def scenario_of(reading: Reading, architecture: Architecture) -> Scenario:
         state=state_of(reading, layout),
         allocator=_allocator(reading),
     )
+
+
+def _check_whole_sequences(reading: Reading, layout: Layout, seq_length: int) -> None:
+    """Refuses whole sequences on tensor parallel ranks where memlab, which always splits them, cannot.
+
+    Raises:
+        ValueError: If the job has no sequence parallelism, and the sequences do not divide; Megatron-Core takes them.
+    """
+    tensor, context = layout.tensor_model_parallel_size, layout.context_parallel_size
+    keys = [one.key for one in reading.not_modelled if one.key.rpartition(".")[2] == "sequence_parallel"]
+    if keys and seq_length % context == 0 and seq_length // context % tensor:
+        raise ValueError(
+            f"{keys[0]} is off, so each of the {tensor} tensor parallel ranks has whole sequences; memlab splits them, "
+            f"and {seq_length // context} tokens do not divide by {tensor}: give a length that is a multiple of "
+            f"{tensor * context}"
+        )
 
 
 _TURNS = ("microbatch_group_size_per_vp_stage", "microbatch_group_size_per_virtual_pipeline_stage")
