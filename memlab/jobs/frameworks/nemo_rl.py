@@ -238,6 +238,10 @@ def _take_engine(reading: Reading) -> None:
                 entry = reading.entries.by_key[name]
                 raise refusal(entry.place, name, entry.value, error) from error
             reading.take(name, field_name, value * (values[field_name] if name != given[0] else 1))
+    experts = f"{_GENERATION}.vllm_cfg.expert_parallel_size"
+    if backend == "vllm" and isinstance(reading.get(experts), int):  # over data parallel and tensor parallel ranks
+        tensor = reading.get(f"{_GENERATION}.vllm_cfg.tensor_parallel_size") or 1
+        reading.take(experts, "engine_data_ranks", max(1, reading.get(experts) // tensor))
     if backend == "megatron":
         values["engine_share"] = 0.0  # it generates with the training's weights
         reading.miss(key, "more", "Megatron's own engine has a buffer for keys and values of buffer_size_gb")
