@@ -22,6 +22,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -47,12 +48,12 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "4",
 }
 NUM_RANKS = 4
-JOB_SECONDS = 100
+JOB_SECONDS = 120
 """The most that one job may take; the first compiles kernels."""
 ENDING_SECONDS = 15
 MOST_LEFT_BYTES = 8 * 2**20
 """If more of a former model stays allocated, the next job gets new processes."""
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 
 
 def measure(folder: Path, only: str, seconds: float) -> int:
@@ -149,7 +150,7 @@ def summary(job: Job, row: dict[str, Any]) -> str:
         return f"FAILED {job.name}: {row['error'][:300]}"
     peaks = " ".join(f"{rank['steps'][-1]['peak_bytes'] / GIB:.3f}" for rank in row["ranks"])
     outside = " ".join(f"{rank['steps'][-1]['outside_torch_bytes'] / GIB:.2f}" for rank in row["ranks"])
-    left = max(rank["left_bytes"] for rank in row["ranks"]) / 2**20
+    left = max(rank["left_bytes"] for rank in row["ranks"]) / MIB
     return f"{job.name}: peaks {peaks} GiB, outside torch {outside} GiB, {left:.1f} MiB left"
 
 
@@ -166,6 +167,30 @@ def predict(path: Path, at_once: int) -> None:
     for row in measured:
         if "error" in row:
             print(f"\n{row['name']} failed: {row['error']}")
+    print_outside_torch([rank for row in measured for rank in row.get("ranks", ()) if rank["first_uses"]])
+
+
+def print_outside_torch(ranks: list[dict[str, Any]]) -> None:
+    """Prints what took memory outside torch, over the first job of each process.
+
+    Args:
+        ranks: Rows with the first uses of groups.
+    """
+    taken: dict[tuple[str, int], list[float]] = {}
+    for rank in ranks:
+        uses = rank["first_uses"]
+        known = rank["outside_torch_bytes"]["CUDA's context"] + sum(use["bytes"] for use in uses)
+        taken.setdefault(("CUDA's context", 1), []).append(rank["outside_torch_bytes"]["CUDA's context"] / MIB)
+        libraries = rank["steps"][-1]["outside_torch_bytes"] - known
+        taken.setdefault(("all else, such as libraries", 1), []).append(libraries / MIB)
+        for use in uses:
+            taken.setdefault((f"{use['collective']} of {use['group']}", len(use["ranks"])), []).append(
+                use["bytes"] / MIB
+            )
+    print("\n| outside torch, MiB | ranks | times | least | median | most |\n| --- |" + " ---: |" * 5)
+    for (what, size), values in sorted(taken.items()):
+        low, middle, high = min(values), statistics.median(values), max(values)
+        print(f"| {what} | {size} | {len(values)} | {low:.0f} | {middle:.0f} | {high:.0f} |")
 
 
 def table_row(pair: tuple[dict[str, Any], int]) -> str:

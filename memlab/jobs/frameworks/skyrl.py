@@ -9,7 +9,7 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks.bridge_keys import NUMBERS_OF_THE_MODEL, PROVIDER_MISSING, REPLACED
+from memlab.jobs.frameworks.bridge_keys import NUMBERS_OF_THE_MODEL, PROVIDER_MISSING, REPLACED, complete_provider
 from memlab.jobs.frameworks.framework import Framework, Reading
 from memlab.jobs.frameworks.keys import (
     COUNT,
@@ -215,6 +215,7 @@ SKYRL = Framework(
     | keys_without_effect("megatron_core_optimizer", f"{_MEGATRON}.optimizer_config_kwargs")
     | {f"{_TRANSFORMER}.{key}" for key in NUMBERS_OF_THE_MODEL},
     complete=complete,
+    complete_of_model=complete_provider,
     compose=compose,
     fixed={"loss": "logprobs", "use_distributed_optimizer": True},
     packs=is_packed,

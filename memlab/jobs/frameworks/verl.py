@@ -10,7 +10,13 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks.bridge_keys import NUMBERS_OF_THE_MODEL, PROVIDER_DEFAULTS, PROVIDER_MISSING, REPLACED
+from memlab.jobs.frameworks.bridge_keys import (
+    NUMBERS_OF_THE_MODEL,
+    PROVIDER_DEFAULTS,
+    PROVIDER_MISSING,
+    REPLACED,
+    complete_provider,
+)
 from memlab.jobs.frameworks.framework import Framework, Reading
 from memlab.jobs.frameworks.keys import (
     ABSENT,
@@ -327,6 +333,7 @@ VERL = Framework(
     | keys_without_effect("bridge_provider", _TRANSFORMER)
     | {f"{_TRANSFORMER}.{key}" for key in NUMBERS_OF_THE_MODEL},
     complete=complete,
+    complete_of_model=complete_provider,
     compose=compose,
     # It patches Megatron's checkpoints on every GPU: apply_patch_megatron_recomputation_backward in
     # verl/models/mcore/patch.py.
