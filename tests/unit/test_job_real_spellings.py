@@ -574,7 +574,7 @@ def test_an_allocator_that_only_a_run_shows_is_said(tmp_path: Path) -> None:
 def test_a_version_that_memlab_does_not_know_is_refused(framework: str, tmp_path: Path) -> None:
     gradients = [f"{_ACTOR}.megatron.override_ddp_config.grad_reduce_in_fp32=true"] * (framework == "verl")
     job = _job(framework, tmp_path, *gradients)
-    rule = "must be 2026-08-20 or before-2026-08-20" if framework == "verl" else "leave it out"
+    rule = "must be 0.9.1 or 2026-08-20 or before-2026-08-20" if framework == "verl" else "leave it out"
     with pytest.raises(ValueError, match=f"--framework-version is 'banana'.*{rule}"):
         Job.read(job.path, format_name=framework, overrides=gradients, version="banana")
 

@@ -115,7 +115,7 @@ class Framework:
     """Whether its scripts have ``--flags value`` or ``key=value``."""
     keys: tuple[Key, ...]
     missing: tuple[Missing, ...]
-    without_effect: frozenset[str] | tuple[str, ...]
+    without_effect: frozenset[str]
     """Keys that do not change the memory of a training step (`keys_without_effect`)."""
     complete: Callable[[Reading], None]
     """Derives what several keys decide together."""
