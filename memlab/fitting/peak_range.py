@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from memlab.fitting.measured_margin import measured_margin
-from memlab.jobs.bounds import bound_bytes, categories_it_can_take, freezes_parameters
+from memlab.jobs.bounds import bound_bytes, categories_it_can_take, freezes_parameters, is_of_inference_engine
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.frameworks.keys import Effect
 from memlab.record.step_record import StepRecord
@@ -145,13 +145,15 @@ def _causes(record: StepRecord, not_modelled: Iterable[NotModelled]) -> Iterator
         where = ("optimizer state",)
         yield Cause(name=UNCOLLECTED, effect="less", num_bytes=record.uncollected_bytes, categories=where)
     for one in not_modelled:
+        if is_of_inference_engine(one.key):
+            continue
         cause = _not_modelled(one, record)
         if cause.num_bytes != 0:
             yield cause
 
 
 def _not_modelled(one: NotModelled, record: StepRecord) -> Cause:
-    bound = None if one.effect == "unknown" else bound_bytes(one.key, record.scenario)
+    bound = None if one.effect == "unknown" else bound_bytes(one.key, record.scenario, record.settings)
     categories = categories_it_can_take(one.key) if one.effect == "less" else ()
     if categories:
         is_freezing = freezes_parameters(one.key)

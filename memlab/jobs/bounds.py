@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.keys import Effect
 from memlab.vocabulary import RESIDUAL_CATEGORIES
 
@@ -73,6 +74,24 @@ def _dropout_bytes(scenario: Scenario) -> int:
     return 2 * 3 * elements * scenario.num_layers_of_chunk * scenario.most_passes_in_flight
 
 
+def _dropped_scores_bytes(scenario: Scenario) -> int:
+    """Returns what dropout of attention keeps for each layer in flight: of fused kernels, their random state.
+
+    Unfused attention keeps a mask of 1 byte and the dropped probabilities in 2 bytes per score of every head, as the
+    log of NVIDIA/Megatron-LM's issue 965 shows: 1,536 MiB for 32 heads and 4,096 tokens.
+    """
+    layout = scenario.layout
+    of_layer = _SMALLEST_BLOCK
+    if scenario.state.attention_backend == "unfused":
+        heads = scenario.architecture.num_attention_heads // layout.tensor_model_parallel_size
+        of_layer = 3 * scenario.micro_batch_size * heads * scenario.seq_length**2
+    return of_layer * scenario.num_layers_of_chunk * scenario.most_passes_in_flight
+
+
+_SMALLEST_BLOCK = 512
+"""Bytes that torch's allocator gives at least."""
+
+
 def _mask_bytes(scenario: Scenario) -> int:
     """Returns the attention masks of all micro-batches in flight, whole sequences on every rank."""
     return scenario.micro_batch_size * scenario.seq_length**2 * scenario.most_passes_in_flight
@@ -82,14 +101,6 @@ def _router_bytes(scenario: Scenario) -> int:
     """Returns the routers' gradients (4 bytes) and optimizer state (12 bytes), unsharded."""
     architecture = scenario.architecture
     return 16 * scenario.num_layers_of_stage * architecture.hidden_size * (architecture.num_moe_experts or 0)
-
-
-def _dropped_random_bytes(scenario: Scenario) -> int:
-    """Returns a seed and an offset for each attention of each layer in flight, a block of 512 bytes each.
-
-    cuDNN and flash-attn make the mask again in backward, from these two numbers.
-    """
-    return 2 * 512 * scenario.num_layers_of_chunk * scenario.most_passes_in_flight
 
 
 def _trained_bytes(scenario: Scenario) -> int:
@@ -133,6 +144,62 @@ def _sharded_bytes(scenario: Scenario) -> int:
     return sum(of_parameter * (count - count // shards) for count, shards in copies)
 
 
+def _unfused_activation_bytes(scenario: Scenario, settings: MemorySettings) -> int:
+    """Returns what an MLP's activation keeps for backward where its gate, product and probabilities are not one kernel.
+
+    Beside the input, which both keep, these are SiLU of the gate and the other half as a tensor of its own, in 2 bytes
+    per element; of experts also the product, and the probabilities in fp32 (``glu`` in megatron/core/transformer/mlp.py
+    and ``bias_act_func`` in moe/experts.py, 0.16.1). Layers that are recomputed keep it while their backward runs.
+    """
+    model, tokens = scenario.architecture, scenario.tokens_of_rank
+    in_flight = scenario.num_layers_of_chunk * scenario.most_passes_in_flight
+    layers = _layers_that_keep_the_activation(scenario, settings)
+    if not model.is_moe:
+        return 4 * layers * tokens * model.ffn_hidden_size
+    rows = tokens * model.moe_router_topk
+    return 6 * layers * rows * model.moe_ffn_hidden_size + 4 * in_flight * rows
+
+
+def _layers_that_keep_the_activation(scenario: Scenario, settings: MemorySettings) -> int:
+    """Returns in how many layers at once an MLP's activation is kept, counted once for each pass in flight."""
+    layers, passes = scenario.num_layers_of_chunk, scenario.most_passes_in_flight
+    if settings.recompute_granularity == "full":
+        count = min(settings.recompute_num_layers or 1, layers)
+        return count if settings.recompute_method == "uniform" else (layers - count) * passes + 1
+    modules = set(settings.recompute_modules or ())
+    is_recomputed = modules & ({"moe", "moe_act"} if scenario.architecture.is_moe else {"mlp"})
+    return 1 if is_recomputed else layers * passes
+
+
+def _router_rows_bytes(scenario: Scenario) -> int:
+    """Returns one fp32 number per token and expert in each layer in flight, and one per weight of the routers."""
+    model = scenario.architecture
+    rows = scenario.tokens_of_rank * scenario.num_layers_of_chunk * scenario.most_passes_in_flight
+    return 4 * (model.num_moe_experts or 0) * (rows + scenario.num_layers_of_stage * model.hidden_size)
+
+
+def _unfused_permutation_bytes(scenario: Scenario) -> int:
+    """Returns what the permutation of tokens keeps where it is not fused, and its temporary tensors.
+
+    In each layer in flight these are an index of 8 bytes per row of the experts, twice, and for each token and expert
+    two masks, an index and the probabilities; while one layer permutes, there are two more tensors of its rows
+    (``permute`` and ``unpermute`` in megatron/core/transformer/moe/moe_utils.py, 0.16.1). The fused permutation keeps
+    less than that: one index of 4 bytes for each token and expert, twice.
+    """
+    model, tokens = scenario.architecture, scenario.tokens_of_rank
+    rows = tokens * model.moe_router_topk
+    in_flight = scenario.num_layers_of_chunk * scenario.most_passes_in_flight
+    kept = 16 * rows + (1 + 1 + 8 + 8) * tokens * (model.num_moe_experts or 0)
+    return in_flight * kept + 2 * 2 * rows * model.hidden_size
+
+
+def _received_ahead_bytes(scenario: Scenario) -> int:
+    """Returns the inputs and their gradients that a stage receives ahead, of each of its chunks."""
+    elements = scenario.tokens_of_rank * scenario.architecture.hidden_size
+    chunks = scenario.layout.virtual_pipeline_model_parallel_size
+    return 2 * chunks * elements * (2 if scenario.dtype == "bf16" else 4)
+
+
 def _parameters(scenario: Scenario) -> tuple[int, int]:
     """Returns how many parameters a rank has, outside experts and in them."""
     model, layout = scenario.architecture, scenario.layout
@@ -154,38 +221,69 @@ def _parameters(scenario: Scenario) -> tuple[int, int]:
 
 
 BOUNDS: dict[str, Callable[[Scenario], int]] = {
+    "moe_router_load_balancing_type": _router_rows_bytes,
+    "moe_router_dtype": _router_rows_bytes,
+    "moe_permute_fusion": _unfused_permutation_bytes,
+    "overlap_p2p_comm": _received_ahead_bytes,
     "gradient_accumulation_fusion": _fused_accumulation_bytes,
     "defer_fp32_logits": lambda scenario: 4 * _logits(scenario),
     "entropy_from_logits_with_chunking": lambda scenario: 4 * _logits(scenario),
     "use_fused_kernels": _whole_loss_bytes,
     "use_fused_linear_logprobs": _whole_loss_bytes,
     "use_linear_ce_fusion_loss": _whole_loss_bytes,
+    "fused_lm_head_logprob": _whole_loss_bytes,
     "create_attention_mask_in_dataloader": _mask_bytes,
+    "attention_dropout": _dropped_scores_bytes,
     "hidden_dropout": _dropout_bytes,
     "freeze_moe_router": _router_bytes,
     **dict.fromkeys(("ref_model", "ref.megatron.param_offload"), lambda scenario: 2 * sum(_parameters(scenario))),
     "empty_unused_memory_level": lambda scenario: 0,  # of what is reserved, nothing that is allocated
-    "attention_dropout": _dropped_random_bytes,
     **dict.fromkeys(("use_megatron_fsdp", "use_torch_fsdp2", "use_custom_fsdp"), _sharded_bytes),
     **dict.fromkeys(("lora_rank", "lora.rank", "peft.enabled", "tuner_type", "train_type"), _trained_bytes),
 }
 """By the last part of a key, or the last two or three: at most so many bytes more or less, as the key's effect says.
 What freezes parameters (`FREEZES`) may also keep fewer activations, which are not in its bound."""
 
+BOUNDS_BY_SETTINGS: dict[str, Callable[[Scenario, MemorySettings], int]] = {
+    **dict.fromkeys(
+        ("bias_activation_fusion", "bias_swiglu_fusion", "no_bias_swiglu_fusion"), _unfused_activation_bytes
+    ),
+}
+"""The same, of what the memory settings decide too."""
+
 EFFECTS: dict[str, Callable[[Scenario], Effect]] = {
     "gradient_accumulation_fusion": lambda scenario: "either" if scenario.architecture.is_moe else "more",
 }
 """By the last part of a key, where the model decides the sign of its effect."""
 
-FREEZES = ("lora_rank", "lora.rank", "peft.enabled", "peft.*", "tuner_type", "train_type", "freeze_*")
+FREEZES = (
+    "lora_rank",
+    "lora.rank",
+    "peft.enabled",
+    "peft.*",
+    "tuner_type",
+    "train_type",
+    "freeze_*",
+    "only_train_params_name_list",
+)
 """Keys with which only a part of the parameters is trained."""
 
 _STATE = ("gradients", "optimizer state")
 _OF_TRAINING = (*_STATE, *RESIDUAL_CATEGORIES)
 _CAN_TAKE: dict[str, tuple[str, ...]] = {
     "freeze_moe_router": _STATE,
+    **dict.fromkeys(("offload_optimizer_states", "use_stateless_adam"), ("optimizer state",)),
     **dict.fromkeys(FREEZES, _OF_TRAINING),
-    **dict.fromkeys(("use_megatron_fsdp", "use_torch_fsdp2", "use_custom_fsdp"), ("parameters", *_STATE)),
+    **dict.fromkeys(
+        (
+            "use_megatron_fsdp",
+            "use_torch_fsdp2",
+            "use_custom_fsdp",
+            "*tensor_parallel_num_weight_shards",
+            "*gtp_weight_remat_size",
+        ),
+        ("parameters", *_STATE),
+    ),
     **dict.fromkeys(
         (
             "cpu_offloading",
@@ -198,6 +296,10 @@ _CAN_TAKE: dict[str, tuple[str, ...]] = {
             "activation_func_fp8_input_store",
             "fuse_loss",
             "moe_layer_recompute",
+            "fp16_lm_cross_entropy",
+            "mlp_padding_free",
+            "no_overlap_p2p_communication",
+            "no_rope_freq",
         ),
         RESIDUAL_CATEGORIES,
     ),
@@ -214,8 +316,11 @@ _CAN_TAKE: dict[str, tuple[str, ...]] = {
 weights with ``cpu_offloading_weights``, off by default (megatron/core/model_parallel_config.py, 0.16.1)."""
 
 
-def bound_bytes(key: str, scenario: Scenario) -> int | None:
+def bound_bytes(key: str, scenario: Scenario, settings: MemorySettings) -> int | None:
     """Returns how much a key that memlab does not model changes at most on a rank; None if that is not known."""
+    by_settings = _of_end(BOUNDS_BY_SETTINGS, key)
+    if by_settings is not None:
+        return by_settings(scenario, settings)
     bound = _of_end(BOUNDS, key)
     return None if bound is None else bound(scenario)
 
@@ -223,6 +328,11 @@ def bound_bytes(key: str, scenario: Scenario) -> int | None:
 def categories_it_can_take(key: str) -> tuple[str, ...] | None:
     """Returns of which categories a key with the effect *less* can take bytes away; None if that is not known."""
     return _of_end(_CAN_TAKE, key)
+
+
+def is_of_inference_engine(key: str) -> bool:
+    """Whether a key concerns the engine that generates, and not the training step."""
+    return not {"rollout", "generation"}.isdisjoint(key.split("."))
 
 
 def freezes_parameters(key: str) -> bool:

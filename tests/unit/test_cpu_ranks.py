@@ -239,6 +239,7 @@ TWO = [
         packed_sequences=2,
     ),
     Job({"data_parallel_size": 2}, (PLAIN, *OF_DENSE, AWAY), architecture=PHI),
+    Job({"data_parallel_size": 2}, (PLAIN, *OF_MOE, AWAY), state=TrainingState(overlap_param_gather=True)),
     Job({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}),
     Job({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
 ]
@@ -260,7 +261,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[list[OfR
 def name_of(job: Job) -> str:
     packed = "" if job.packed_sequences is None else f"-{job.packed_sequences} packed"
     groups = job.architecture.num_query_groups
-    return f"{job.architecture.name}-{groups} groups-{Layout(**job.sizes)}{packed}"
+    return f"{job.architecture.name}-{groups} groups-{Layout(**job.sizes)}{packed}-{job.state}"
 
 
 @pytest.fixture(params=[*TWO, *FOUR], ids=name_of)

@@ -126,7 +126,8 @@ def test_each_step_of_a_lab_sends_as_much_if_passes_updates_or_the_whole_step_ar
                 lab.step(settings, warm_up=False)
                 of_steps.append(stepper.sent_bytes)
     assert sent[True] == sent[False]
-    assert (sent[True][0] == sent[True][1]) != overlaps, "the first step gathers no parameters before its passes"
+    gathered = [of_step["all-gather"] for of_step in sent[True]]
+    assert (gathered[0] == gathered[1]) != overlaps, "the first step gathers no parameters before its passes"
 
 
 def test_every_layout_keeps_the_ranks_and_the_sequences_of_a_step() -> None:

@@ -7,7 +7,6 @@ import json
 import re
 import weakref
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +24,24 @@ from memlab.fitting.candidates import candidates
 from memlab.fitting.does_it_fit import Verdict, judge
 from memlab.fitting.measured_margin import MARGIN_WITHOUT_EXPERTS
 from memlab.fitting.peak_range import KEPT_GATHERS, UNCOLLECTED, PeakRange
-from memlab.jobs.bounds import bound_bytes, categories_it_can_take
+from memlab.jobs.bounds import bound_bytes
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.frameworks.keys import Effect
 from memlab.jobs.frameworks.registry import FRAMEWORKS
 from memlab.jobs.job import Job
 from memlab.jobs.writing import unsaid, writable
+from memlab.lab.lab import Lab
 from memlab.lab.search_steps import stepping
 from memlab.meter.labels import Labels, labelled_by
 from memlab.meter.simulated_meter import SimulatedMeter
+from memlab.model import build
 from memlab.record.step_record import StepRecord
 from memlab.units import GIB, MIB
 from memlab.views.text.job import job_table
 from memlab.views.text.peak_range import range_lines
 from memlab.views.text.record import record_table
 from tests.unit.builders import AnsweredSteps, record_of
+from tests.unit.live import FULL
 
 JOB = Scenario.of("phi-4-tiny")
 BY_CATEGORY = {"parameters": 200 * MIB, "gradients": 300 * MIB, "optimizer state": 400 * MIB, "activations": 100 * MIB}
@@ -97,7 +99,7 @@ def test_what_is_in_no_category_of_the_peak_takes_nothing() -> None:
 
 def test_causes_of_both_signs_move_both_ends() -> None:
     record = step_record(kept_gather_bytes=7 * MIB, uncollected_bytes=30 * MIB)
-    bound = bound_bytes("attention_dropout", JOB)
+    bound = bound_bytes("attention_dropout", JOB, MemorySettings())
     assert bound
     found = PeakRange.of(record, [missing("attention_dropout", "either")])
     assert found.lower_bytes == 970 * MIB - bound
@@ -261,9 +263,20 @@ def test_what_a_framework_cannot_express_is_not_proposed() -> None:
     assert not bridge(replace(base, offload_optimizer_except_update=True))
 
 
-def test_each_key_that_takes_memory_away_has_a_bound() -> None:
-    taking = {row.name for framework in FRAMEWORKS.values() for row in framework.missing if row.effect == "less"}
-    for key, other in product(sorted(taking), ("", "a.b.c.")):
-        name = other + key.lstrip("*").replace("*", "x")
-        is_known = categories_it_can_take(name) is not None or bound_bytes(name, JOB) is not None
-        assert is_known, f"{key} takes bytes that nobody knows: say of which categories, in memlab/jobs/bounds.py"
+def test_the_bound_of_an_unfused_permutation_holds_for_megatron_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    job: dict[str, Any] = {"num_layers": 3, "seq_length": 512}
+    config_of, peaks = build.transformer_config, dict[tuple[bool, MemorySettings], int]()
+    for is_fused in (True, False):
+
+        def config(*arguments: Any, fused: bool = is_fused) -> Any:
+            made = config_of(*arguments)
+            made.moe_permute_fusion = fused
+            return made
+
+        monkeypatch.setattr(build, "transformer_config", config)
+        with Lab("qwen3-moe-tiny", backend="cpu", **job) as lab:
+            for settings in (MemorySettings(), FULL):
+                peaks[is_fused, settings] = lab.step(settings).activation_peak_bytes
+    bound = bound_bytes("moe_permute_fusion", Scenario.of("qwen3-moe-tiny", **job), MemorySettings())
+    for settings in (MemorySettings(), FULL):
+        assert bound is not None and 0 < abs(peaks[False, settings] - peaks[True, settings]) <= bound
