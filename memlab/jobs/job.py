@@ -208,6 +208,7 @@ def _built(
     try:
         found = _architecture(reading, architecture)
         _drop_experts(reading, found)
+        framework.complete_of_model(reading, found)
         framework.check(reading)
         scenario = scenario_of(reading, found)
         _drop_overlap(reading, scenario)
