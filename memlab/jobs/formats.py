@@ -37,13 +37,16 @@ _FIRST_OF_A_TREE = {"model", *(start.partition(".")[0] for start in _FIRST_KEYS.
 """Keys that hold others in the configurations of frameworks that have trees of keys."""
 
 
-def read_file(path: Path, variables: dict[str, str], format_name: str | None) -> tuple[str, Entries]:
+def read_file(
+    path: Path, variables: dict[str, str], format_name: str | None, arguments: list[str] | None = None
+) -> tuple[str, Entries]:
     """Reads a job's file.
 
     Args:
         path: A file, or a folder in which a framework keeps its resolved configuration.
         variables: Given for a script; the entries' environment has those that it reads or sets.
         format_name: The framework whose file it is; None recognizes it.
+        arguments: What a script is started with; None if that is not known.
 
     Returns:
         The framework's name, and the keys of the file.
@@ -53,6 +56,9 @@ def read_file(path: Path, variables: dict[str, str], format_name: str | None) ->
     """
     path = _file_of(path)
     text, is_whole = _text(path)
+    is_script = path.suffix not in (".json", ".yaml", ".yml", ".py", ".ipynb", ".toml") and text.lstrip()[:1] != "{"
+    if arguments is not None and (not is_script or has_argument_block(text)):
+        raise ValueError(f"{path.name} is no script that could be started with values: leave out what follows --")
     if has_argument_block(text):
         entries = read_argument_block(text, path.name)
         if not is_whole:
@@ -73,7 +79,9 @@ def read_file(path: Path, variables: dict[str, str], format_name: str | None) ->
         raise ValueError(f"{path.name} is a program, which memlab never runs: {_ACTION}")
     if path.suffix == ".toml":
         raise ValueError(f"{path.name} is a TOML file, which memlab does not read: {_ACTION}")
-    script = read_script(text, path, variables, is_job=lambda words: _format_of_words([words]) is not None)
+    script = read_script(
+        text, path, variables, arguments=arguments, is_job=lambda words: _format_of_words([words]) is not None
+    )
     return _script_format(script, path, format_name)
 
 
@@ -234,12 +242,13 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
     texts = [[word for word, _ in command.words] for command in script.commands]
     found = format_name or _format_of_words(texts)
     # Arguments may be missing because of what could not be followed, such as a sourced file.
-    cause = f" ({'; '.join(script.warnings[:2])})" if script.warnings else ""
+    causes = [*script.causes, *([script.lacks_arguments] if script.lacks_arguments else []), *script.warnings]
+    cause = f"{path.name}, {causes[0]}; " if causes else ""
     if found is None:
         raise ValueError(
-            f"{path.name} is of no format that memlab reads{cause}. It looked for {LOOKED_FOR}: give --format"
+            f"{cause}{path.name} is of no format that memlab reads. It looked for {LOOKED_FOR}: give --format"
         )
-    entries = Entries(warnings=list(script.warnings))
+    entries = Entries(causes=list(script.causes), warnings=list(script.warnings))
     command = _chosen(script, found, entries.warnings)
     if command is not None:
         framework, words = framework_named(found), _without_own_arguments(command, entries.warnings)
@@ -258,8 +267,10 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
             read_overrides(words, entries)
             resolve(entries)
         entries.environment = entries.environment | command.variables
+        if script.lacks_arguments and any(UNKNOWN in word for word, _ in command.words):
+            entries.causes.append(script.lacks_arguments)
     if not entries.by_key:
-        raise ValueError(f"{path.name} has no arguments of {found}{cause}: {_ACTION}")
+        raise ValueError(f"{cause}{path.name} has no arguments of {found}: {_ACTION}")
     return found, entries
 
 
@@ -268,8 +279,8 @@ def _without_own_arguments(command: Command, warnings: list[str]) -> list[tuple[
     own = [line for word, line in command.words if isinstance(word, OwnArguments)]
     if own:
         warnings.append(
-            f"{lines_of(own)}: $@ stands for what the script is started with, which memlab does not see: give what "
-            "matters with --set KEY=VALUE"
+            f"{lines_of(own)}: $@ stands for what the script is started with, which memlab does not see: give it "
+            "behind the file, after --, or what matters with --set KEY=VALUE"
         )
     return [(word, line) for word, line in command.words[1:] if not isinstance(word, OwnArguments)]
 

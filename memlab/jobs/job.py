@@ -53,6 +53,8 @@ class Job:
     without_effect: dict[str, str] = None  # type: ignore[assignment]  # always given by `read`
     """Keys that do not change memory, each with a reason."""
     not_modelled: tuple[NotModelled, ...] = ()
+    causes: tuple[str, ...] = ()
+    """What is wrong with the file itself, such as a command that ends too early: to be corrected first of all."""
     warnings: tuple[str, ...] = ()
 
     @classmethod
@@ -65,6 +67,7 @@ class Job:
         version: str | None = None,
         architecture: str | Path | Architecture | None = None,
         world_size: int | None = None,
+        arguments: Iterable[str] | None = None,
     ) -> Job:
         """Reads a job's file. Nothing in it is executed.
 
@@ -75,12 +78,14 @@ class Job:
             version: Version of the framework, if its defaults depend on the version.
             architecture: Replaces the job's own; None takes what the file says.
             world_size: Ranks of the job; None takes what the file says.
+            arguments: What a script is started with, its ``$1`` and so on; None if that is not known.
 
         Raises:
             ValueError: If memlab cannot understand the file; the message names the line where it is known.
         """
         try:
-            return cls._read(Path(path), format_name, overrides, version, architecture, world_size)
+            values = None if arguments is None else list(arguments)
+            return cls._read(Path(path), format_name, overrides, version, architecture, world_size, values)
         except (ArithmeticError, RecursionError) as error:
             raise ValueError(
                 f"{Path(path).name}: a calculation with its values fails ({error}): correct its sizes"
@@ -95,12 +100,13 @@ class Job:
         version: str | None,
         architecture: str | Path | Architecture | None,
         world_size: int | None,
+        arguments: list[str] | None,
     ) -> Job:
         given = dict(_pair(text) for text in overrides)
         variables = {name: value for name, value in given.items() if _VARIABLE.fullmatch(name)}
         if format_name is not None:
             framework_named(format_name)
-        name, entries = read_file(path, variables, format_name)
+        name, entries = read_file(path, variables, format_name, arguments)
         framework = framework_named(name)
         environment = {
             name: text for name, text in variables.items() if name in {*entries.environment, *ALLOCATOR_VARIABLES}
@@ -148,6 +154,7 @@ class Job:
                 }
                 for one in self.not_modelled
             ],
+            "causes": list(self.causes),
             "warnings": list(self.warnings),
         }
 
@@ -158,7 +165,8 @@ class Job:
             ValueError: If the job cannot start or is not supported, with the reason.
         """
         if self.scenario is None or self.settings is None:
-            raise ValueError(f"{self.path.name}: {self.cannot_start or self.not_supported}")
+            cause = f"{self.causes[0]}; " if self.causes else ""
+            raise ValueError(f"{self.path.name}: {cause}{self.cannot_start or self.not_supported}")
         return self.scenario, self.settings
 
 
@@ -200,6 +208,7 @@ def _built(
     try:
         found = _architecture(reading, architecture)
         _drop_experts(reading, found)
+        framework.complete_of_model(reading, found)
         framework.check(reading)
         scenario = scenario_of(reading, found)
         _drop_overlap(reading, scenario)
@@ -240,6 +249,7 @@ def _built(
         taken=tuple(_last(reading.taken)),
         without_effect=without_effect,
         not_modelled=tuple(dict.fromkeys(_hashable(reading.not_modelled))),
+        causes=tuple(dict.fromkeys(reading.entries.causes)),
         warnings=tuple(dict.fromkeys(reading.warnings)),
     )
 
@@ -262,7 +272,8 @@ def _drop_experts(reading: Reading, architecture: Architecture) -> None:
         return
     for one in [one for one in reading.not_modelled if "moe_" in one.key.rpartition(".")[2]]:
         reading.not_modelled.remove(one)
-        reading.without_effect[one.key] = "the model has no experts"
+        if one.place != "default":
+            reading.without_effect[one.key] = "the model has no experts"
 
 
 def _drop_overlap(reading: Reading, scenario: Scenario) -> None:
@@ -323,8 +334,6 @@ def _warn_of_replaced_sizes(reading: Reading, architecture: Architecture) -> Non
 
 
 def _architecture(reading: Reading, given: str | Path | Architecture | None) -> Architecture:
-    if reading.refused:
-        raise CannotStartError(reading.refused[0])
     if given is not None:
         architecture = given if isinstance(given, Architecture) else find_architecture(given)
         _warn_of_replaced_sizes(reading, architecture)

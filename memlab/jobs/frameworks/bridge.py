@@ -11,7 +11,7 @@ from typing import Any
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
-from memlab.jobs.frameworks.bridge_keys import PROVIDER_DEFAULTS, PROVIDER_MISSING
+from memlab.jobs.frameworks.bridge_keys import PROVIDER_DEFAULTS, PROVIDER_MISSING, complete_provider
 from memlab.jobs.frameworks.framework import Framework, NotModelled, Reading
 from memlab.jobs.frameworks.keys import (
     ABSENT,
@@ -237,6 +237,7 @@ BRIDGE = Framework(
     | keys_without_effect("megatron_core_ddp", "ddp")
     | keys_without_effect("megatron_core_optimizer", "optimizer"),
     complete=complete,
+    complete_of_model=complete_provider,
     compose=compose,
     fixed={"loss": "cross_entropy"},
     writes_sizes=True,

@@ -9,7 +9,7 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks.bridge_keys import NUMBERS_OF_THE_MODEL, PROVIDER_MISSING, REPLACED
+from memlab.jobs.frameworks.bridge_keys import NUMBERS_OF_THE_MODEL, PROVIDER_MISSING, REPLACED, complete_provider
 from memlab.jobs.frameworks.framework import Framework, Reading
 from memlab.jobs.frameworks.keys import (
     COUNT,
@@ -76,6 +76,7 @@ KEYS = (
     *under(f"{_MEGATRON}.optimizer_config_kwargs", OPTIMIZER),
     *under(f"{_MEGATRON}.ddp_config", BUCKETS[:3], grad_reduce_in_bf16=False),
     Key("trainer.logprobs_chunk_size", "logprobs_chunk_size", WHOLE, 1024),
+    Key("trainer.use_expandable_segments", "expandable_segments", SWITCH, True),
     Key("trainer.placement.colocate_all", "is_colocated", SWITCH, True),
     Key("trainer.policy.optimizer_config.offload_after_step", "offload_after_step", SWITCH, True),
     Key("trainer.micro_train_batch_size_per_gpu", "micro_batch_size", COUNT, 1),
@@ -85,11 +86,14 @@ KEYS = (
     Key("generator.gpu_memory_utilization", "engine_share", NUMBER),
     Key(f"{_ENGINE}.tensor_parallel_size", "engine_ranks", WHOLE, 1),
     Key("generator.inference_engine_tensor_parallel_size", "engine_ranks", WHOLE),
+    Key(f"{_ENGINE}.pipeline_parallel_size", "engine_stages", WHOLE, 1),
+    Key(f"{_ENGINE}.data_parallel_size", "engine_data_ranks", WHOLE, 1),
     Key(f"{_ENGINE}.weight_transfer_threshold_cuda_ipc_GB", "bucket", NUMBER, 1.0),
     Key("generator.weight_transfer_threshold_cuda_ipc_GB", "bucket", NUMBER),
     Key("trainer.policy_mini_batch_size", "prompts", WHOLE, 256),
     Key("generator.n_samples_per_prompt", "responses_per_prompt", WHOLE, 5),
     Key("trainer.max_prompt_length", "prompt_length", WHOLE, 512),
+    Key("generator.max_input_length", "input_length", WHOLE, None),
     Key("generator.sampling_params.max_generate_length", "response_length", WHOLE, 1024),
 )
 _MISSING_BESIDE = (
@@ -139,8 +143,15 @@ def complete(reading: Reading) -> None:
     values["attention_backend"] = values.get("attention_backend") or ("flash" if is_flash else "fused")
     is_colocated, after_step = values.pop("is_colocated"), values.pop("offload_after_step")
     values["offload_parameters"] = values["offload_gradients"] = is_colocated
+    if values["expandable_segments"] and not is_colocated:
+        reading.warnings.append(
+            "trainer.use_expandable_segments: SkyRL switches them on after the model is built, so its parameters and "
+            "gradients stay in segments of fixed size; memlab predicts all in expandable segments"
+        )
     values["offload_optimizer"] = is_colocated and after_step
-    longest = values.pop("prompt_length") + values.pop("response_length")
+    # Of several turns, each begins with at most the input length (skyrl_gym_generator.py).
+    prompt = values.pop("prompt_length")
+    longest = (values.pop("input_length") or prompt) + values.pop("response_length")
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
     tokens, rows = values.pop("tokens_per_rank"), values.pop("log_prob_micro_batch_size")
     take_rollout(
@@ -169,9 +180,11 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "is_flash": scenario.state.attention_backend != "fused",
             "is_checkpointing": settings.recompute_granularity is not None,
             "is_colocated": settings.offload_parameters,
+            "expandable_segments": scenario.allocator.expandable_segments,
             "offload_after_step": settings.offload_optimizer or not settings.offload_parameters,
             "tokens_per_rank": scenario.seq_length // scenario.layout.context_parallel_size if is_row else -1,
             "prompt_length": longest // 2,
+            "input_length": None,
             "response_length": longest - longest // 2,
             "prompts": sequences_of_a_step(scenario),
             "responses_per_prompt": 1,
@@ -202,6 +215,7 @@ SKYRL = Framework(
     | keys_without_effect("megatron_core_optimizer", f"{_MEGATRON}.optimizer_config_kwargs")
     | {f"{_TRANSFORMER}.{key}" for key in NUMBERS_OF_THE_MODEL},
     complete=complete,
+    complete_of_model=complete_provider,
     compose=compose,
     fixed={"loss": "logprobs", "use_distributed_optimizer": True},
     packs=is_packed,
@@ -213,7 +227,7 @@ SKYRL = Framework(
         "ddp_bucket_size": "SkyRL has no such key",
         "loss": "SkyRL trains with log-probabilities",
         "dtype": "SkyRL's Megatron jobs are bf16",
-        "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF",
+        "allocator": "beside trainer.use_expandable_segments, set the environment variable PYTORCH_CUDA_ALLOC_CONF",
     },
     cannot_write_of=cannot_write,
     render=plain_lines,
