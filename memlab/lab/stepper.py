@@ -18,7 +18,7 @@ import torch
 
 from memlab.allocator.rules import rounded_bytes
 from memlab.backends import Backend
-from memlab.backends.cuda import local_rank
+from memlab.backends.cuda import own_device
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.model_restrictions import (
     checkpoints_moe_layers,
@@ -84,7 +84,7 @@ class Stepper:
         self.garbage = Garbage(self.meter)
         self.backend = backend
         # Read on the thread that opens the lab, where torch.cuda is torch's own on every backend.
-        self._hardware = hardware(local_rank() if backend.name == "cuda" else None)
+        self._hardware = hardware(own_device() if backend.name == "cuda" else None)
         self._offload_watch = OffloadWatch()
         self._remedy = CheckpointRemedy()
         self.sent_bytes = Counter[str]()
